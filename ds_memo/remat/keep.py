@@ -55,15 +55,16 @@ class Kind(enum.Enum):
     PLAIN = enum.auto()
 
 
-_KINDS: dict[OpOverload, Kind] = {}
+_KINDS: dict[int, tuple[Kind, OpOverload]] = {}
+"""By id: hashing an OpOverload runs Python. Holding the op keeps its id from being used again."""
 
 
 def kind_of(func: OpOverload) -> Kind:
-    """The table's word on an op; looked up once per op and process."""
-    kind = _KINDS.get(func)
-    if kind is None:
-        kind = _KINDS[func] = _classify(func)
-    return kind
+    """The table's word on an op; worked out once per op and process."""
+    known = _KINDS.get(id(func))
+    if known is None:
+        known = _KINDS[id(func)] = (_classify(func), func)
+    return known[0]
 
 
 def _classify(func: OpOverload) -> Kind:

@@ -152,8 +152,8 @@ class SwapEngine:
         frame.replays += 1
 
     def replayed(self, frame: Frame) -> None:
-        """The replay is over: from here on the buffer belongs to the tensors that look at it."""
-        frame.buffer = None
+        """The replay is over: from here on the buffer lives as long as the replayed tensors that look at it."""
+        frame.slots.clear()
         frame.move("done")
 
     # ---- both
@@ -170,7 +170,7 @@ class SwapEngine:
         for ref in self._stack:
             if (frame := ref()) is not None:
                 frame.device.clear()
-                frame.buffer = None
+                frame.slots.clear()
                 self._give_block(frame)
         self.streams.close()
         self.slab.close()
@@ -181,7 +181,8 @@ class SwapEngine:
         frame, kept, source, produced = self._unsent
         self._unsent = None
         self.streams.wait(D2H, produced)
-        self.streams.copy(D2H, kept.rows_in(frame.block.memory), kept.rows_of(source))
+        rows = frame.rows[kept.index] = kept.rows_in(frame.block.memory)
+        self.streams.copy(D2H, rows, kept.rows_of(source))
         self.traffic.bytes_to_host += kept.stored_bytes
 
     def _let_go(self, frame: Frame | None) -> None:
@@ -194,11 +195,13 @@ class SwapEngine:
 
     def _reload(self, frame: Frame) -> None:
         # Allocated on compute, possibly where compute's last work still reads: h2d waits for compute before it writes.
-        frame.buffer = torch.empty(frame.layout.buffer_bytes, dtype=torch.uint8, device=self.device)
+        buffer = torch.empty(frame.layout.buffer_bytes, dtype=torch.uint8, device=self.device)
         frame.move("returning")
         self.streams.wait(H2D, self.streams.mark(COMPUTE))
-        for kept in frame.layout.kept:
-            self.streams.copy(H2D, kept.rows_of(kept.slot_in(frame.buffer)), kept.rows_in(frame.block.memory))
+        for index, rows in frame.rows.items():
+            kept = frame.layout.kept[index]
+            slot = frame.slots[index] = kept.slot_in(buffer)
+            self.streams.copy(H2D, kept.rows_of(slot), rows)
             self.traffic.bytes_from_host += kept.stored_bytes
         frame.back = self.streams.mark(H2D)
 
@@ -220,11 +223,11 @@ class SwapEngine:
     def _bury(self, frame: Frame) -> None:
         """A frame has died, on whatever thread: note what must outlive its copies. Never waits, a copy thread may be here."""
         if not self._closed and (frame.block is not None or frame.state == "returning"):
-            self._graves.append((frame.block, frame.state, frame.sent, frame.back, frame.device, frame.buffer))
+            self._graves.append((frame.block, frame.state, frame.sent, frame.back, frame.device, frame.slots))
 
     def _clear_graves(self) -> None:
         while self._graves:
-            block, state, sent, back, _device, _buffer = self._graves.popleft()
+            block, state, sent, back, _device, _slots = self._graves.popleft()
             if state in ("recording", "swapping"):
                 self.streams.wait(COMPUTE, sent or self.streams.mark(D2H))
             elif state == "returning":

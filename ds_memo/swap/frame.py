@@ -132,7 +132,10 @@ class Frame:
         self.changed: set[int] = set()
         """Of a resident frame: kept tensors that the layer changes in place, and will again in each replay."""
         self.block: Block | None = None
-        self.buffer: torch.Tensor | None = None
+        self.rows: dict[int, torch.Tensor] = {}
+        """Where in the block each kept tensor's rows were sent."""
+        self.slots: dict[int, torch.Tensor] = {}
+        """Kept tensors in the reload buffer, whole; only their stored rows hold values."""
         self.sent: Any = None
         """Event behind the last copy to the host."""
         self.back: Any = None
@@ -149,7 +152,7 @@ class Frame:
         if self.state != "ready":
             raise MemoError(f"frame {self.name} was read while '{self.state}'; only a 'ready' frame can be read")
         if not self.resident:
-            return kept.slot_in(self.buffer)
+            return self.slots[kept.index]
         tensor = self.device[kept.index]
         return tensor.clone() if kept.index in self.changed else tensor.detach()
 

@@ -56,6 +56,10 @@ class _ThreadEvent:
         self.done = threading.Event()
 
 
+_DONE = _ThreadEvent(COMPUTE)
+_DONE.done.set()
+
+
 class ThreadStreams:
     """Compute is the calling thread; `d2h` and `h2d` are one daemon thread each."""
 
@@ -83,11 +87,10 @@ class ThreadStreams:
             del item, call, args  # an idle thread must not keep tensors alive
 
     def mark(self, stream: str) -> _ThreadEvent:
-        event = _ThreadEvent(stream)
         if stream == COMPUTE:  # eager CPU ops are done when they return
-            event.done.set()
-        else:
-            self._queues[stream].put((event.done.set,))
+            return _DONE
+        event = _ThreadEvent(stream)
+        self._queues[stream].put((event.done.set,))
         return event
 
     def wait(self, stream: str, event: _ThreadEvent) -> None:
