@@ -340,8 +340,7 @@ class Replay(_Mode):
         self.call.work.attention_ops += kind_of(op.func) is Kind.ATTENTION
         loose = self.call.loose[index]
         outputs = tuple(
-            _detached(value) if kept is None else self.call.frame.tensor(kept)
-            for kept, value in zip(op.kept, loose, strict=True)
+            _detached(value) if kept is None else self.call.frame.tensor(kept) for kept, value in zip(op.kept, loose, strict=True)
         )
         return outputs if len(op.func._schema.returns) > 1 else outputs[0]
 
