@@ -109,6 +109,25 @@ def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> 
     return func is not aten._grouped_mm.default or (args[0].dim() == 2 and args[1].dim() == 3)
 
 
+LOOKS = {aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default}
+"""Ops that may stand between a product and its bias without reading it."""
+
+
+def adds_bias_to(func: OpOverload, args: Sequence[Any], product: torch.Tensor) -> bool:
+    """Whether this op adds one bias (n) in place to all rows of `product` (m, n), which makes the two one GEMM.
+
+    So do linears that are no addmm: DeepSpeed's memory-efficient one under ZeRO-3, F.linear of a strided input.
+    """
+    return (
+        func is aten.add_.Tensor
+        and args[0].data_ptr() == product.data_ptr()
+        and args[0].numel() == product.numel()
+        and args[0].is_contiguous()
+        and isinstance(args[1], torch.Tensor)
+        and args[1].shape == product.shape[1:]
+    )
+
+
 def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:
     """FLOPs of the whole product: 2 m n k."""
     left = args[1] if func is aten.addmm.default else args[0]
