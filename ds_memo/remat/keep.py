@@ -47,6 +47,17 @@ BLANK = {
 """Memory that a kernel out of our sight (a Triton launch) may fill."""
 
 
+OVERWRITES = {
+    aten.bernoulli_.float,  # F.dropout on a CPU: empty_like(x).bernoulli_(1 - p)
+    aten.copy_.default,
+    aten.fill_.Scalar,
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.zero_.default,
+}
+"""In-place ops that do not read what they write over."""
+
+
 class Kind(enum.Enum):
     GEMM = enum.auto()
     ATTENTION = enum.auto()
@@ -79,6 +90,11 @@ def _classify(func: OpOverload) -> Kind:
 
 def is_blank(func: OpOverload) -> bool:
     return func in BLANK
+
+
+def overwrites_all(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether nothing is left of what args[0]'s memory held before."""
+    return func in OVERWRITES and args[0].nbytes == args[0].untyped_storage().nbytes()
 
 
 def looks_at_values(func: OpOverload) -> bool:

@@ -176,8 +176,9 @@ class Record(_NotingMode):
     def _change(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An op that writes in place: a bias that belongs to the GEMM before, or a change that kept tensors must not see."""
         if self._awaits_bias is not None:
-            (op, product), self._awaits_bias = self._awaits_bias, None
+            op, product = self._awaits_bias
             if keep.adds_bias_to(func, args, product) and not kwargs:
+                self._awaits_bias = None
                 out = func(*args)
                 self.call.engine.keep(self.call.frame, op.kept, product)
                 return out
@@ -241,10 +242,7 @@ class Analyse(_NotingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(func)
-        sources = 0
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                sources |= self._made_of(leaf)
+        sources = self._made_of_all(args, kwargs)
         if kind is Kind.ATTENTION or kind is Kind.CHOICE:
             out, state = _noticing_draws(self.call.engine.device, func, args, kwargs)
             if state is not None:
@@ -253,6 +251,7 @@ class Analyse(_NotingMode):
             if kind is Kind.CHOICE:
                 for bit, gemm in enumerate(self._gemms):
                     gemm.chosen_from |= bool(sources >> bit & 1)
+            self._fresh = None
             self._made(out, 0)
             return out
         fresh, self._fresh = self._fresh, self._fresh if func in keep.LOOKS else None
@@ -262,6 +261,8 @@ class Analyse(_NotingMode):
             else:
                 for tensor in keep.written_tensors(func, args, kwargs):
                     self._about_to_change(tensor)
+            if keep.overwrites_all(func, args):
+                self._sources[_storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)
             for tensor in keep.written_tensors(func, args, kwargs):
                 self._made(tensor, sources)
         if keep.looks_at_values(func):
@@ -284,10 +285,16 @@ class Analyse(_NotingMode):
         # A kernel that we cannot see may have filled this memory with anything computed so far.
         return (1 << len(self._gemms)) - 1 if sources == ALL_SO_FAR else sources
 
+    def _made_of_all(self, *trees: Any) -> int:
+        sources = 0
+        for leaf in tree_leaves(trees):
+            if isinstance(leaf, torch.Tensor):
+                sources |= self._made_of(leaf)
+        return sources
+
     def _made(self, out: Any, sources: int) -> None:
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = _storage_of(leaf)
+            if isinstance(leaf, torch.Tensor) and (storage := _storage_of(leaf)):
                 if storage not in self._sources:
                     self._alive.append(StorageWeakRef(leaf.untyped_storage()))
                 self._sources[storage] = self._sources.get(storage, 0) | sources
