@@ -3,9 +3,9 @@
     python benchmarks/overhead.py [--device cpu|cuda] [--json PATH]
 
 The layers are tiny, so what is measured is Python and launch time, which does not grow with the length. Each sample is one
-training step of one variant; variants take turns. Printed: median milliseconds per layer of a forward and of a backward with its
-replay, and what ds_memo adds to each. On a CPU the clock is the compute thread's own CPU time, so that copies, which run on threads
-of this process there, and other load do not count; on CUDA, where backward runs on a thread of its own, it is wall time.
+training step of one variant; variants take turns. Printed: median milliseconds per layer of a forward and of a backward with
+its replay, and what ds_memo adds to each. On a CPU the clock is the compute thread's own CPU time, so that copies, which run on
+threads of this process there, and other load do not count; on CUDA, where backward has its own thread, it is wall time.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
         for variant in ("memo alpha 0.5", "memo resident"):
             added = [medians[variant][side] - base[side] for side in (0, 1)]
             verdict = "within" if max(added) <= GOAL_MS else "OVER"
-            print(f"    {variant:15s} adds {added[0]:+.3f} ms forward, {added[1]:+.3f} ms backward ({verdict} the goal of {GOAL_MS} ms)")
+            print(f"    {variant:15s} adds {added[0]:+.3f} ms forward, {added[1]:+.3f} ms backward ({verdict} {GOAL_MS} ms)")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
 

@@ -25,6 +25,7 @@ from ds_memo.swap.streams import streams_for
 
 _attached: weakref.WeakKeyDictionary[nn.Module, Memo] = weakref.WeakKeyDictionary()
 _MISSING = object()
+_NOT_YET = {"plan", "profile", "device_memory_gib"}
 _SLACK_PER_FRAME = 1 << 16
 """Bytes that alignment and page rounding may add to a frame; only counts when alpha is worked out from the budget."""
 
@@ -51,6 +52,8 @@ def attach(
         MemoError: already attached, or the layers are not known.
     """
     config = memo_config(config)
+    if not config.enabled and "enabled" in config.model_fields_set:
+        raise MemoConfigError("memo.enabled: got false; attach() was asked to put the model under ds_memo, so true or nothing")
     if model in _attached:
         raise MemoError(f"{type(model).__name__} is already attached; call .detach() on its handle first")
     found = find_layers(model, layers)
@@ -142,6 +145,8 @@ class Memo:
             self._restore.append(hook.remove)
         self._frames_before = 0
         self._steps: list[float] = []
+        for field in sorted(_NOT_YET & config.model_fields_set):
+            self.warn(f"memo.{field} is set, but this version does not use it yet")
 
     # ---- the policy that remat asks
 
@@ -151,21 +156,22 @@ class Memo:
     def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
         """See :class:`ds_memo.remat.checkpoint.Policy`."""
         swapped = max(1, len(self.layers) - len(self.residents))
-        budget = self.slab.budget
-        fits = alpha_for_host(budget - swapped * _SLACK_PER_FRAME, swapped, whole_bytes, row_bytes)
-        alpha = self.config.alpha
+        budget, alpha = self.slab.budget, self.config.alpha
+        slack = swapped * _SLACK_PER_FRAME if alpha is None else 0
+        fits = alpha_for_host(budget - slack, swapped, whole_bytes, row_bytes)
         if fits < (alpha or 0.0):
             need = swapped * (whole_bytes + (alpha or 0.0) * row_bytes)
             way_out = f"memo.alpha of at most {int(fits * 1000) / 1000} fits" if fits >= 0 else "even memo.alpha 0 does not fit"
             raise MemoError(
-                f"host memory: {swapped} swapped layers like {layer.name} need {need / GIB:.3f} GiB at alpha {alpha or 0.0}, "
-                f"{budget / GIB:.3f} GiB are available to this rank; {way_out}. More memo.resident_layers, a larger "
+                f"host memory: {swapped} swapped layers like {layer.name} need {need / GIB:.3g} GiB at alpha {alpha or 0.0}, "
+                f"{budget / GIB:.3g} GiB are available to this rank; {way_out}. More memo.resident_layers, a larger "
                 "memo.host_memory_gib, a smaller batch or more sequence-parallel ranks help too."
             )
+        reason = "as configured"
         if alpha is None:
             alpha = fits
+            reason = "host memory" if alpha < 1 else "all rows fit the host"
         used = swapped * (whole_bytes + alpha * row_bytes)
-        reason = "as configured" if self.config.alpha is not None else "all rows fit the host" if alpha == 1 else "host memory"
         self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of host memory at alpha {alpha:.3g}"
         self.alpha_used = alpha
         return alpha

@@ -63,9 +63,7 @@ class Layer:
 class Remat:
     """Runs layers. One per attached model."""
 
-    def __init__(
-        self, engine: SwapEngine, policy: Policy, warn: Callable[[str], None], attention: str | None = None
-    ) -> None:
+    def __init__(self, engine: SwapEngine, policy: Policy, warn: Callable[[str], None], attention: str | None = None) -> None:
         self.engine = engine
         self.policy = policy
         self.warn = warn

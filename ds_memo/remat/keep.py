@@ -120,9 +120,7 @@ def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...]) 
     return args[0].new_empty(shape) if func is not aten.addmm.default else args[1].new_empty(shape)
 
 
-def compute_rows(
-    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], first: int, out: torch.Tensor
-) -> None:
+def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], first: int, out: torch.Tensor) -> None:
     """Compute rows `first:` of a GEMM into the same rows of `out` (m, n); the rows above are not touched."""
     rest = out[first:]
     if func is aten.mm.default:

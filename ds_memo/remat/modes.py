@@ -93,20 +93,29 @@ class _Mode(TorchDispatchMode):
         return True
 
 
-class _CountPacks:
-    """Calls `note` with each tensor that autograd saves, then lets the hook below (torch's checkpoint) have it."""
+class _NotingMode(_Mode):
+    """A mode that also sees each tensor autograd saves, before the hook below it (torch's checkpoint) takes it."""
 
-    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+    _note: Callable[[torch.Tensor], None]
+
+    def __enter__(self) -> Any:
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
         def noting_pack(tensor: torch.Tensor) -> Any:
-            note(tensor)
+            self._note(tensor)
             return pack(tensor)
 
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(noting_pack, unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(noting_pack, unpack)
+        self._hooks.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._hooks.__exit__(*exception)
+        del self._hooks  # a circle through this object would keep the frame until the garbage collector comes by
 
 
-class Record(_Mode):
+class Record(_NotingMode):
     """Follow a recipe: send kept outputs on their way as they are born."""
 
     def __init__(self, call: Call, left_recipe: Callable[[], None]) -> None:
@@ -117,14 +126,8 @@ class Record(_Mode):
         self._packs = 0
         self._following = True
 
-    def __enter__(self) -> Record:
-        self._hooks = _CountPacks(self._note).hooks
-        self._hooks.__enter__()
-        return super().__enter__()
-
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._hooks.__exit__(*exception)
         call, recipe = self.call, self.call.recipe
         if exception[0] is not None:
             call.engine.abort(call.frame)
@@ -183,7 +186,7 @@ class Record(_Mode):
         self._left_recipe()
 
 
-class Analyse(_Mode):
+class Analyse(_NotingMode):
     """Watch a layer's first forward of a kind: which outputs its backward depends on. Nothing leaves the device before the end.
 
     Dependence is tracked from storage to storage and only back to the nearest GEMM or whole op.
@@ -198,14 +201,8 @@ class Analyse(_Mode):
         self._alive: list[StorageWeakRef] = []  # no address is used twice while we look
         self._gemms: list[SeenGemm] = []
 
-    def __enter__(self) -> Analyse:
-        self._hooks = _CountPacks(self._note).hooks
-        self._hooks.__enter__()
-        return super().__enter__()
-
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._hooks.__exit__(*exception)
         self._sources.clear()
         self._alive.clear()
         if exception[0] is not None:
@@ -343,8 +340,7 @@ class Replay(_Mode):
         self.call.work.attention_ops += kind_of(op.func) is Kind.ATTENTION
         loose = self.call.loose[index]
         outputs = tuple(
-            _detached(value) if kept is None else self.call.frame.tensor(kept)
-            for kept, value in zip(op.kept, loose, strict=True)
+            _detached(value) if kept is None else self.call.frame.tensor(kept) for kept, value in zip(op.kept, loose, strict=True)
         )
         return outputs if len(op.func._schema.returns) > 1 else outputs[0]
 

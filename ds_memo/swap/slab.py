@@ -81,8 +81,8 @@ class HostSlab:
             self._free(self._idle.pop())
         if self.size + nbytes > self.budget:
             raise MemoError(
-                f"host memory: {wanted_by} needs {nbytes / GIB:.3f} GiB, {(self.budget - self.size) / GIB:.3f} of "
-                f"{self.budget / GIB:.3f} GiB are left. Lower memo.alpha, raise memo.resident_layers or memo.host_memory_gib, "
+                f"host memory: {wanted_by} needs {nbytes / GIB:.3g} GiB, {(self.budget - self.size) / GIB:.3g} of "
+                f"{self.budget / GIB:.3g} GiB are left. Lower memo.alpha, raise memo.resident_layers or memo.host_memory_gib, "
                 "or run fewer forwards before a backward."
             )
         block = Block(torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8))
@@ -104,7 +104,7 @@ def _pin(block: Block) -> None:
     status = cudart.cudaHostRegister(address, block.nbytes, 0)
     if status != cudart.cudaError.success:
         raise MemoError(
-            f"cudaHostRegister refused {block.nbytes / GIB:.3f} GiB ({status}): "
+            f"cudaHostRegister refused {block.nbytes / GIB:.3g} GiB ({status}): "
             "look at `ulimit -l` and at the memory limit of the cgroup, or lower memo.host_memory_gib."
         )
     # Runs before the mapping goes: the block still holds it. Not at exit, where CUDA may be gone already.
