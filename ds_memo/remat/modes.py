@@ -213,6 +213,9 @@ class Analyse(_NotingMode):
         except BaseException:
             self.call.engine.abort(self.call.frame)
             raise
+        finally:
+            self.seen.forget()  # the graph's hooks lead here and would keep every output that was seen
+            self._gemms.clear()
 
     def _note(self, tensor: torch.Tensor) -> None:
         self.seen.packs += 1
