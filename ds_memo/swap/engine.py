@@ -65,6 +65,8 @@ class SwapEngine:
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
         self._clear_graves()
+        while self._stack and self._stack[-1]() is None:
+            self._stack.pop()
         while len(self._leaving) >= 2:
             self._let_go(self._leaving.popleft()())
         self.traffic.frames += 1
@@ -207,8 +209,6 @@ class SwapEngine:
 
     def _next_below(self, frame: Frame) -> Frame | None:
         """The youngest older frame that backward has reached as often as this one, if it waits on the host."""
-        while self._stack and self._stack[-1]() is None:
-            self._stack.pop()
         for ref in reversed(self._stack):
             below = ref()
             if below is not None and below.age < frame.age and below.replays == frame.replays:
