@@ -41,5 +41,6 @@ def _waits(tree: ast.Module):
     (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SwapEngine")
     for method in (node for node in cls.body if isinstance(node, ast.FunctionDef)):
         for node in ast.walk(method):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "self.streams.wait":
-                yield method.name, node.value
+            call = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "self.streams.wait":
+                yield method.name, call

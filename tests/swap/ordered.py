@@ -93,7 +93,8 @@ class OrderedStreams(TorchDispatchMode):
     """See the module's head.
 
     Args:
-        inner: what really copies. Streams with a queue (threads) keep sources alive a little longer, so an early release shows later.
+        inner: what really copies. Streams with a queue (threads) keep sources alive a little longer, which may hide
+            an early release.
     """
 
     def __init__(self, inner: Streams | None = None) -> None:

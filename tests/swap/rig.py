@@ -84,9 +84,7 @@ def tokens(seed: int, batch: int, length: int) -> dict[str, Any]:
 
 
 @contextmanager
-def attached(
-    model: nn.Module, streams: Any, config: dict[str, Any], engine: type[SwapEngine] = SwapEngine
-) -> Iterator[Memo]:
+def attached(model: nn.Module, streams: Any, config: dict[str, Any], engine: type[SwapEngine] = SwapEngine) -> Iterator[Memo]:
     """Attach with `streams` in place of the device's own; a checker or poisoner also watches the slab."""
 
     def slab(*args: Any) -> HostSlab:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
+from rig import Block, Stack, gradients
 from torch.nn import functional as F
 
 from ds_memo.integrate.attach import Memo
-from rig import Block, Stack, gradients
 
 Story = Callable[[Memo, torch.nn.Module, list[torch.Tensor]], dict[str, torch.Tensor]]
 LENGTH, HIDDEN = 24, 16
@@ -35,10 +36,8 @@ def raise_in_a_layer(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) 
         raise ArithmeticError
 
     hook = model.blocks[-1].down.register_forward_pre_hook(fail)
-    try:
+    with suppress(ArithmeticError):
         model(x[1])
-    except ArithmeticError:
-        pass
     hook.remove()
     model(x[2]).backward()
     return gradients(model)

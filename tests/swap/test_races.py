@@ -9,16 +9,16 @@ import gc
 from contextlib import nullcontext
 
 import pytest
-import torch
-
 import scenarios
+import torch
 from delayed import DelayedStreams
-from ds_memo.swap.engine import SwapEngine
-from ds_memo.swap.streams import ThreadStreams
 from mutants import engine_without, waits
 from ordered import OrderedStreams, OrderError
 from rig import attached
 from schedules import Setting, differing, play
+
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.streams import ThreadStreams
 
 SCHEDULES = 220
 GROUPS = 20
