@@ -30,22 +30,30 @@ def test_blocks_are_page_aligned_and_of_exact_size(nbytes):
 
 def test_a_block_is_used_again():
     host = slab()
-    block = host.take(5 * PAGE, "x")
+    block = host.take(50 * PAGE, "x")
     address = block.memory.data_ptr()
     host.give(block)
-    assert (host.used, host.size) == (0, 5 * PAGE)
-    assert host.take(4 * PAGE + 1, "y").memory.data_ptr() == address
-    assert host.size == 5 * PAGE
+    assert (host.used, host.size) == (0, 50 * PAGE)
+    assert host.take(48 * PAGE + 1, "a little shorter").memory.data_ptr() == address
+    assert host.size == 50 * PAGE
 
 
 def test_the_smallest_idle_block_that_fits_is_lent():
-    host = slab()
-    blocks = {pages: host.take(pages * PAGE, "x") for pages in (9, 3, 5)}
+    host = slab(200)
+    blocks = {pages: host.take(pages * PAGE, "x") for pages in (52, 49, 51, 20)}
     for block in blocks.values():
         host.give(block)
-    assert host.take(4 * PAGE, "y") is blocks[5]
-    assert host.take(PAGE, "y") is blocks[3]
-    assert host.take(PAGE, "y") is blocks[9]
+    assert host.take(50 * PAGE, "y") is blocks[51]
+    assert host.take(50 * PAGE, "y") is blocks[52]
+    assert host.take(49 * PAGE, "y") is blocks[49]
+
+
+def test_a_short_frame_does_not_get_a_long_block():
+    host = slab()
+    long = host.take(50 * PAGE, "long")
+    host.give(long)
+    assert host.take(PAGE, "short").nbytes == PAGE
+    assert host.take(50 * PAGE, "long") is long
 
 
 def test_lent_blocks_do_not_overlap():
