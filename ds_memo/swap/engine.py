@@ -164,17 +164,20 @@ class SwapEngine:
         """Finish all copies and give the host memory back. Frames that are still alive can no longer be replayed."""
         if self._closed:
             return
-        self._closed = True
         self._unsent = None
-        self.streams.wait(COMPUTE, self.streams.mark(D2H))
-        self.streams.wait(COMPUTE, self.streams.mark(H2D))
-        self._clear_graves()
-        for ref in self._stack:
-            if (frame := ref()) is not None:
-                frame.device.clear()
-                frame.slots.clear()
-                self._give_block(frame)
-        self.streams.close()
+        try:
+            self.streams.wait(COMPUTE, self.streams.mark(D2H))
+            self.streams.wait(COMPUTE, self.streams.mark(H2D))
+            for ref in self._stack:
+                if (frame := ref()) is not None:
+                    frame.device.clear()
+                    frame.slots.clear()
+                    self._give_block(frame)
+            self._closed = True  # not before: a frame that dies meanwhile, on whatever thread, must be buried
+            self._clear_graves()
+        finally:
+            self._closed = True
+            self.streams.close()
         self.slab.close()
 
     def _send(self) -> None:
