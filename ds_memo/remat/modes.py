@@ -234,6 +234,10 @@ class Analyse(_NotingMode):
         except BaseException:
             self.call.engine.abort(self.call.frame)
             raise
+        finally:
+            self.seen.forget()  # the graph's hooks lead here and would keep every output that was seen
+            self._gemms.clear()
+            self._fresh = None
 
     def _note(self, tensor: torch.Tensor) -> None:
         self.seen.packs += 1

@@ -113,6 +113,12 @@ class Seen:
             if self.wanted >> bit & 1 and not supplied_whole:
                 self.wanted |= op.inputs
 
+    def forget(self) -> None:
+        """Let go of every tensor."""
+        self.ops.clear()
+        self.inputs.clear()
+        self.set_aside.clear()
+
     def gemms(self) -> list[SeenGemm]:
         return [op for op in self.ops if isinstance(op, SeenGemm)]
 
