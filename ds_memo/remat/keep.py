@@ -47,6 +47,17 @@ BLANK = {
 """Memory that a kernel out of our sight (a Triton launch) may fill."""
 
 
+OVERWRITES = {
+    aten.bernoulli_.float,  # F.dropout on a CPU: empty_like(x).bernoulli_(1 - p)
+    aten.copy_.default,
+    aten.fill_.Scalar,
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.zero_.default,
+}
+"""In-place ops that do not read what they write over."""
+
+
 class Kind(enum.Enum):
     GEMM = enum.auto()
     ATTENTION = enum.auto()
@@ -81,6 +92,11 @@ def is_blank(func: OpOverload) -> bool:
     return func in BLANK
 
 
+def overwrites_all(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether nothing is left of what args[0]'s memory held before."""
+    return func in OVERWRITES and args[0].nbytes == args[0].untyped_storage().nbytes()
+
+
 def looks_at_values(func: OpOverload) -> bool:
     """Whether the op's result steers Python or shapes (item, nonzero), so that its inputs must be right in the replay."""
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
@@ -107,6 +123,25 @@ def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> 
     if type(out) is not torch.Tensor or out.dim() != 2 or not out.numel() or not out.is_contiguous():
         return False
     return func is not aten._grouped_mm.default or (args[0].dim() == 2 and args[1].dim() == 3)
+
+
+LOOKS = {aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default}
+"""Ops that may stand between a product and its bias without reading it."""
+
+
+def adds_bias_to(func: OpOverload, args: Sequence[Any], product: torch.Tensor) -> bool:
+    """Whether this op adds one bias (n) in place to all rows of `product` (m, n), which makes the two one GEMM.
+
+    So do linears that are no addmm: DeepSpeed's memory-efficient one under ZeRO-3, F.linear of a strided input.
+    """
+    return (
+        func is aten.add_.Tensor
+        and args[0].data_ptr() == product.data_ptr()
+        and args[0].numel() == product.numel()
+        and args[0].is_contiguous()
+        and isinstance(args[1], torch.Tensor)
+        and args[1].shape == product.shape[1:]
+    )
 
 
 def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:

@@ -125,6 +125,7 @@ class Record(_NotingMode):
         self._next = 0
         self._packs = 0
         self._following = True
+        self._awaits_bias: tuple[Gemm, torch.Tensor] | None = None
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -132,7 +133,8 @@ class Record(_NotingMode):
         if exception[0] is not None:
             call.engine.abort(call.frame)
             return
-        if self._following and (self._next != len(recipe.ops) or self._packs != recipe.packs):
+        complete = self._next == len(recipe.ops) and self._packs == recipe.packs and self._awaits_bias is None
+        if self._following and not complete:
             self._leave()
         if self._packs:
             call.work.gemm_flops += call.recipe.gemm_flops
@@ -149,16 +151,17 @@ class Record(_NotingMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if kind is Kind.MUTATES:
-            for tensor in keep.written_tensors(func, args, kwargs):
-                self.call.engine.about_to_change(self.call.frame, tensor)
-            return func(*args, **kwargs)
+            return self._change(func, args, kwargs)
         if not self._following:
             return func(*args, **kwargs)
         if kind is Kind.GEMM:
             out = func(*args, **kwargs)
             op = self._expect(func, out)
             if op is not None and op.kept is not None:
-                self.call.engine.keep(self.call.frame, op.kept, out)
+                if op.biased:
+                    self._awaits_bias = (op, out)
+                else:
+                    self.call.engine.keep(self.call.frame, op.kept, out)
             return out
         out, state = _noticing_draws(self.call.engine.device, func, args, kwargs)
         outputs = _as_tuple(out)
@@ -170,10 +173,25 @@ class Record(_NotingMode):
                 self.call.rng_after[index] = state
         return out
 
+    def _change(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An op that writes in place: a bias that belongs to the GEMM before, or a change that kept tensors must not see."""
+        if self._awaits_bias is not None:
+            op, product = self._awaits_bias
+            if keep.adds_bias_to(func, args, product) and not kwargs:
+                self._awaits_bias = None
+                out = func(*args)
+                self.call.engine.keep(self.call.frame, op.kept, product)
+                return out
+            self._leave()
+        for tensor in keep.written_tensors(func, args, kwargs):
+            self.call.engine.about_to_change(self.call.frame, tensor)
+        return func(*args, **kwargs)
+
     def _expect(self, func: Any, out: torch.Tensor | None) -> Gemm | Whole | None:
         ops = self.call.recipe.ops
         op = ops[self._next] if self._next < len(ops) else None
-        if op is None or op.func is not func or (out is not None and op.shape != out.shape):
+        as_foreseen = op is not None and op.func is func and (out is None or op.shape == out.shape)
+        if not as_foreseen or self._awaits_bias is not None:
             self._leave()
             return None
         self._next += 1
@@ -182,7 +200,9 @@ class Record(_NotingMode):
     def _leave(self) -> None:
         """This call does something else than the recipe says: from here on nothing more is kept or left out."""
         self._following = False
-        self.call.recipe = self.call.recipe.without_shortcuts(self._next)
+        followed = self._next - (self._awaits_bias is not None)  # a product without its bias was not kept
+        self._awaits_bias = None
+        self.call.recipe = self.call.recipe.without_shortcuts(followed)
         self._left_recipe()
 
 
@@ -200,6 +220,7 @@ class Analyse(_NotingMode):
         self._sources: dict[int, int] = {}  # storage → bit set of the GEMMs it was made of
         self._alive: list[StorageWeakRef] = []  # no address is used twice while we look
         self._gemms: list[SeenGemm] = []
+        self._fresh: SeenGemm | None = None  # the op before this one, views aside
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -221,10 +242,7 @@ class Analyse(_NotingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(func)
-        sources = 0
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                sources |= self._made_of(leaf)
+        sources = self._made_of_all(args, kwargs)
         if kind is Kind.ATTENTION or kind is Kind.CHOICE:
             out, state = _noticing_draws(self.call.engine.device, func, args, kwargs)
             if state is not None:
@@ -233,11 +251,19 @@ class Analyse(_NotingMode):
             if kind is Kind.CHOICE:
                 for bit, gemm in enumerate(self._gemms):
                     gemm.chosen_from |= bool(sources >> bit & 1)
+            self._fresh = None
             self._made(out, 0)
             return out
+        fresh, self._fresh = self._fresh, self._fresh if func in keep.LOOKS else None
         if kind is Kind.MUTATES:
+            if fresh is not None and not kwargs and keep.adds_bias_to(func, args, fresh.out):
+                fresh.biased = True
+            else:
+                for tensor in keep.written_tensors(func, args, kwargs):
+                    self._about_to_change(tensor)
+            if keep.overwrites_all(func, args):
+                self._sources[_storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)
             for tensor in keep.written_tensors(func, args, kwargs):
-                self._about_to_change(tensor)
                 self._made(tensor, sources)
         if keep.looks_at_values(func):
             self.seen.wanted |= sources
@@ -248,6 +274,7 @@ class Analyse(_NotingMode):
             gemm = SeenGemm(func, out.detach(), keep.gemm_flops(func, args, out), sources, keep.splits_by_rows(func, args, out))
             self.seen.ops.append(gemm)
             self._gemms.append(gemm)
+            self._fresh = gemm if gemm.splits else None
             self._made(out, 1 << (len(self._gemms) - 1))
         else:
             self._made(out, ALL_SO_FAR if keep.is_blank(func) else sources)
@@ -258,10 +285,16 @@ class Analyse(_NotingMode):
         # A kernel that we cannot see may have filled this memory with anything computed so far.
         return (1 << len(self._gemms)) - 1 if sources == ALL_SO_FAR else sources
 
+    def _made_of_all(self, *trees: Any) -> int:
+        sources = 0
+        for leaf in tree_leaves(trees):
+            if isinstance(leaf, torch.Tensor):
+                sources |= self._made_of(leaf)
+        return sources
+
     def _made(self, out: Any, sources: int) -> None:
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = _storage_of(leaf)
+            if isinstance(leaf, torch.Tensor) and (storage := _storage_of(leaf)):
                 if storage not in self._sources:
                     self._alive.append(StorageWeakRef(leaf.untyped_storage()))
                 self._sources[storage] = self._sources.get(storage, 0) | sources
@@ -293,6 +326,7 @@ class Replay(_Mode):
 
     def __enter__(self) -> Replay:
         self._next = 0
+        self._awaits_bias: tuple[torch.Tensor, int] | None = None
         if self.call.frame.state != "ready":  # no input of the layer was swapped
             self.call.engine.bring_back(self.call.frame)
         return super().__enter__()
@@ -303,6 +337,8 @@ class Replay(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kind = kind_of(func)
+        if kind is Kind.MUTATES and self._awaits_bias is not None:
+            return self._add_bias(func, args)
         if kind is Kind.PLAIN or kind is Kind.MUTATES:
             return func(*args, **kwargs) if kwargs else func(*args)
         call, index = self.call, self._next
@@ -331,7 +367,20 @@ class Replay(_Mode):
         out = self.call.frame.tensor(op.kept)
         if rows < m:
             keep.compute_rows(op.func, args, kwargs, rows, out)
+        if op.biased:
+            self._awaits_bias = (out.detach(), rows)
         return out
+
+    def _add_bias(self, func: Any, args: tuple) -> torch.Tensor:
+        """The in-place bias of the GEMM before: stored rows have it already."""
+        (product, rows), self._awaits_bias = self._awaits_bias, None
+        if not keep.adds_bias_to(func, args, product):
+            raise MemoError(
+                f"layer {self.call.frame.name} did not repeat its forward: {func} came where a bias was added in place. "
+                "Layers under ds_memo must do the same work twice, as under torch.utils.checkpoint."
+            )
+        product[rows:].add_(args[1])
+        return args[0]
 
     def _supply(self, index: int, op: Whole) -> Any:
         state = self.call.rng_after.get(index)

@@ -27,6 +27,8 @@ class Gemm:
     """Where its rows are; None: none is stored."""
     wanted: bool = True
     """Whether any saved tensor depends on it. If not, it is not computed in the replay."""
+    biased: bool = False
+    """A bias is added in place right after it: kept rows include it."""
 
     @property
     def rows(self) -> int:
@@ -80,6 +82,7 @@ class SeenGemm:
     inputs: int
     """Bit set of the GEMMs that its operands depend on."""
     splits: bool
+    biased: bool = False
     chosen_from: bool = False
     """A router's choice looks at it: rows are not split off."""
 
@@ -155,7 +158,7 @@ def make_recipe(seen: Seen, alpha: float, resident: bool) -> tuple[Recipe, list[
         m = op.out.shape[0]
         rows = m if resident or op.chosen_from else int(alpha * m)
         kept = store(op.out, rows) if wanted and op.splits and rows else None
-        ops.append(Gemm(op.func, tuple(op.out.shape), op.flops, kept, wanted))
+        ops.append(Gemm(op.func, tuple(op.out.shape), op.flops, kept, wanted, op.biased))
     return Recipe(ops, inputs, layout, seen.packs, alpha, seen.softmax), tensors
 
 
