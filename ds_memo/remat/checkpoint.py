@@ -108,10 +108,10 @@ class Remat:
         finally:
             if frame.state == "recording":  # raised before the mode was entered
                 self.engine.abort(frame)
-        if frame.device:
+        if frame.device or call.loose:
             for tensor in tree_leaves(out):  # whoever gets it may change it in place
                 if isinstance(tensor, torch.Tensor):
-                    self.engine.about_to_change(frame, tensor)
+                    call.about_to_change(tensor)
         return out
 
     def _settle(self, layer: Layer, key: Any, call: Call, seen: Seen) -> None:
@@ -138,6 +138,8 @@ class Remat:
                 call.loose[index] = tuple(
                     None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
                 )
+                if any(id(value) in set_aside for value in call.loose[index]):
+                    call.altered.add(index)
         self.work.gemm_flops += recipe.gemm_flops
         self.engine.end(frame)
 

@@ -50,6 +50,17 @@ class Call:
         """Outputs of whole ops that are no stored tensor (ints, None, tiny tensors), by op index."""
         self.rng_after: dict[int, torch.Tensor] = {}
         """Generator state behind attention ops that drew from it: supplying their output skips the draw."""
+        self.altered: set[int] = set()
+        """Whole ops whose loose outputs the layer changes in place, and will again in each replay."""
+
+    def about_to_change(self, tensor: torch.Tensor) -> None:
+        """Somebody is about to write to `tensor` in place: what is kept of it must keep its present value."""
+        self.engine.about_to_change(self.frame, tensor)
+        storage = _storage_of(tensor)
+        for index, values in self.loose.items():
+            if any(isinstance(value, torch.Tensor) and _storage_of(value) == storage for value in values):
+                self.altered.add(index)
+                self.loose[index] = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
 
     def keep_whole(self, index: int, op: Whole, outputs: tuple[Any, ...]) -> None:
         """Keep the outputs of whole op `index`: stored ones in the frame, the others as they are."""
@@ -184,7 +195,7 @@ class Record(_NotingMode):
                 return out
             self._leave()
         for tensor in keep.written_tensors(func, args, kwargs):
-            self.call.engine.about_to_change(self.call.frame, tensor)
+            self.call.about_to_change(tensor)
         return func(*args, **kwargs)
 
     def _expect(self, func: Any, out: torch.Tensor | None) -> Gemm | Whole | None:
@@ -387,9 +398,9 @@ class Replay(_Mode):
         if state is not None:
             _generator(self.call.engine.device).set_state(state)
         self.call.work.attention_ops += kind_of(op.func) is Kind.ATTENTION
-        loose = self.call.loose[index]
+        loose, own = self.call.loose[index], _cloned if index in self.call.altered else _detached
         outputs = tuple(
-            _detached(value) if kept is None else self.call.frame.tensor(kept) for kept, value in zip(op.kept, loose, strict=True)
+            own(value) if kept is None else self.call.frame.tensor(kept) for kept, value in zip(op.kept, loose, strict=True)
         )
         return outputs if len(op.func._schema.returns) > 1 else outputs[0]
 
@@ -415,6 +426,10 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 def _as_tuple(out: Any) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _detached(value: Any) -> Any:
