@@ -7,7 +7,7 @@ what Replay will need.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,15 +220,22 @@ class Record(_NotingMode):
 class Analyse(_NotingMode):
     """Watch a layer's first forward of a kind: which outputs its backward depends on. Nothing leaves the device before the end.
 
-    Dependence is tracked from storage to storage and only back to the nearest GEMM or whole op.
+    Dependence is tracked from storage to storage and only back to the nearest GEMM or whole op. A storage that comes from nowhere
+    (a compiled region's output, memory that NumPy made) may be made of everything computed before it was first seen.
+
+    Args:
+        givens: tensors that were there before: the layer's parameters, buffers and arguments.
     """
 
-    def __init__(self, call: Call, seen: Seen, finish: Callable[[Call, Seen], None]) -> None:
+    def __init__(
+        self, call: Call, seen: Seen, givens: Iterable[torch.Tensor], finish: Callable[[Call, Seen], None]
+    ) -> None:
         super().__init__()
         self.call = call
         self.seen = seen
         self._finish = finish
-        self._sources: dict[int, int] = {}  # storage → bit set of the GEMMs it was made of
+        self._sources = {_storage_of(tensor): 0 for tensor in givens}  # storage → bit set of the GEMMs it was made of
+        self._sources.pop(0, None)
         self._alive: list[StorageWeakRef] = []  # no address is used twice while we look
         self._gemms: list[SeenGemm] = []
         self._fresh: SeenGemm | None = None  # the op before this one, views aside
@@ -292,7 +299,12 @@ class Analyse(_NotingMode):
         return out
 
     def _made_of(self, tensor: torch.Tensor) -> int:
-        sources = self._sources.get(_storage_of(tensor), 0)
+        storage = _storage_of(tensor)
+        if not storage:  # sparse, and the like
+            return (1 << len(self._gemms)) - 1
+        if storage not in self._sources:
+            self._made(tensor, (1 << len(self._gemms)) - 1)
+        sources = self._sources[storage]
         # A kernel that we cannot see may have filled this memory with anything computed so far.
         return (1 << len(self._gemms)) - 1 if sources == ALL_SO_FAR else sources
 
