@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-# Dense bf16 FLOP/s by a word of the device name, from NVIDIA's data sheets (their headline, with sparsity, is twice it).
+# Dense bf16 FLOP/s by a word of the device name, from NVIDIA's data sheets (half of their headline, which is sparse).
 PEAK_FLOPS = {
     "A100": 312e12,
     "A800": 312e12,
