@@ -125,9 +125,7 @@ def use_tiled_loss(model: nn.Module, tile_rows: int = TILE_ROWS) -> None:
     config = model.config.get_text_config()
     head, base, name = model.get_output_embeddings(), model.base_model, type(model).__name__
     if type(head) is not nn.Linear or base is model:
-        raise ValueError(
-            f"{name}: the tiled loss needs a base model and an nn.Linear head, found {type(head).__name__}"
-        )
+        raise ValueError(f"{name}: the tiled loss needs a base model and an nn.Linear head, found {type(head).__name__}")
     for field in UNKNOWN_SCALES:
         if getattr(config, field, None) not in (None, 1, 1.0):
             raise ValueError(f"{name}: the tiled loss cannot apply {field} = {getattr(config, field)}")

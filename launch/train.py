@@ -38,13 +38,9 @@ class UsageError(ValueError):
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser("train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON")
-    parser.add_argument(
-        "--model", type=Path, required=True, help="config JSON (random weights) or checkpoint directory"
-    )
+    parser.add_argument("--model", type=Path, required=True, help="config JSON (random weights) or checkpoint directory")
     parser.add_argument("--no-memo", action="store_true", help='ignore the JSON\'s "memo" section: plain DeepSpeed')
     parser.add_argument("--seq-length", type=int, default=4096, metavar="TOKENS")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps in all, those before --resume included")
@@ -52,16 +48,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--attn-implementation", default="sdpa")
     parser.add_argument("--data", type=Path, nargs="+", metavar="PATH", help="text or JSONL files, or folders of them")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="Hugging Face tokenizer; default: bytes")
-    parser.add_argument(
-        "--eval-every", type=int, default=0, metavar="STEPS", help="validate so often; 0: at the end only"
-    )
+    parser.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="validate so often; 0: at the end only")
     parser.add_argument("--eval-batches", type=int, default=4, help="micro batches per rank and validation")
     parser.add_argument("--save", type=Path, metavar="DIR", help="write a DeepSpeed checkpoint at the end")
     parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="with --save: also so often")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, with its next batch")
-    parser.add_argument(
-        "--metrics-json", type=Path, metavar="FILE", help="write losses, speed, memory and the memo report"
-    )
+    parser.add_argument("--metrics-json", type=Path, metavar="FILE", help="write losses, speed, memory and the memo report")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help=argparse.SUPPRESS)
     args = parser.parse_args()
     for name in ("seq_length", "steps", "eval_batches"):
