@@ -234,6 +234,9 @@ class Analyse(_NotingMode):
         except BaseException:
             self.call.engine.abort(self.call.frame)
             raise
+        finally:  # autograd holds the hooks, and they hold this, until backward
+            self._gemms.clear()
+            self.seen.let_go()
 
     def _note(self, tensor: torch.Tensor) -> None:
         self.seen.packs += 1

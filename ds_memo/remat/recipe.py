@@ -113,6 +113,12 @@ class Seen:
             if self.wanted >> bit & 1 and not supplied_whole:
                 self.wanted |= op.inputs
 
+    def let_go(self) -> None:
+        """Drop the tensors: what is to be kept has left by now."""
+        self.ops.clear()
+        self.inputs.clear()
+        self.set_aside.clear()
+
     def gemms(self) -> list[SeenGemm]:
         return [op for op in self.ops if isinstance(op, SeenGemm)]
 
