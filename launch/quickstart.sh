@@ -16,7 +16,7 @@ fi
 export PYTHONWARNINGS=ignore::FutureWarning  # torch's about names that DeepSpeed still uses
 
 train() {
-    "$PYTHON" -m deepspeed.launcher.runner --num_gpus "$RANKS" --master_port "$(free_port)" launch/train.py \
+    "$PYTHON" -m deepspeed.launcher.runner --log_level warning --num_gpus "$RANKS" --master_port "$(free_port)" launch/train.py \
         --deepspeed_config "$CONFIG" --model ds_configs/models/tiny.json --seq-length "$SEQ" --steps "$STEPS" "$@"
 }
 free_port() { "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
