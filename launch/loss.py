@@ -23,6 +23,10 @@ IGNORE = -100  # torch's default ignore_index, which Hugging Face uses too
 UNKNOWN_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size")
 
 
+class HeadError(ValueError):
+    """A model whose head the tiled loss cannot stand in for, in one line."""
+
+
 class TiledCrossEntropy(torch.autograd.Function):
     """Mean cross entropy of `softcap(hidden @ weight.T + bias)`; see `tiled_cross_entropy`."""
 
@@ -120,17 +124,17 @@ def use_tiled_loss(model: nn.Module, tile_rows: int = TILE_ROWS) -> None:
         model: A Hugging Face causal LM with a linear head, before `initialize`.
 
     Raises:
-        ValueError: Where the head does more than a matrix, a bias and a soft cap, or the model adds a router's loss.
+        HeadError: Where the head does more than a matrix, a bias and a soft cap, or the model adds a router's loss.
     """
     config = model.config.get_text_config()
     head, base, name = model.get_output_embeddings(), model.base_model, type(model).__name__
     if type(head) is not nn.Linear or base is model:
-        raise ValueError(f"{name}: the tiled loss needs a base model and an nn.Linear head, found {type(head).__name__}")
+        raise HeadError(f"{name}: the tiled loss needs a base model and an nn.Linear head, found {type(head).__name__}")
     for field in UNKNOWN_SCALES:
         if getattr(config, field, None) not in (None, 1, 1.0):
-            raise ValueError(f"{name}: the tiled loss cannot apply {field} = {getattr(config, field)}")
+            raise HeadError(f"{name}: the tiled loss cannot apply {field} = {getattr(config, field)}")
     if getattr(config, "output_router_logits", False):
-        raise ValueError(f"{name}: the tiled loss has no router loss; set output_router_logits to false")
+        raise HeadError(f"{name}: the tiled loss has no router loss; set output_router_logits to false")
     softcap = getattr(config, "final_logit_softcapping", None)
 
     def head_forward(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ import model as hf
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from loss import use_tiled_loss
+from loss import HeadError, use_tiled_loss
 from tqdm import tqdm
 
 import ds_memo
@@ -232,7 +232,10 @@ def start(args: argparse.Namespace) -> Run:
     parameters = hf.matmul_parameters(model)
     layers, width = config.get_text_config().num_hidden_layers, hf.attention_width(config)
     flops = None if parameters is None else sequence_flops(args.seq_length, parameters, layers, width)
-    engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+    try:
+        engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+    except ds_memo.MemoError as error:
+        raise UsageError(str(error)) from error
     return Run(args, engine, training, validation, flops)
 
 
@@ -265,18 +268,17 @@ def train(run: Run) -> None:
                     bar.write(f"step {engine.global_steps}: validation loss {validations[-1]['loss']:.4f}")
             if args.save and (last or (args.save_every and engine.global_steps % args.save_every == 0)):
                 run.save()
-    memo = "memo" in engine._config._param_dict
-    report = ds_memo.report(engine) if memo else None
+    memo = hasattr(engine, "memo")
     if args.metrics_json and first:
         metrics = {
             "memo": memo,
             "ranks": dist.get_world_size(),
             "device": str(engine.device.type),
-            "dtype": str(dtype_of(engine._config._param_dict)).removeprefix("torch."),
+            "dtype": str(engine.module.dtype).removeprefix("torch."),
             "seq_length": args.seq_length,
             "steps": steps,
             "validation": validations,
-            "report": report,
+            "report": ds_memo.report(engine) if memo else None,
         }
         args.metrics_json.parent.mkdir(parents=True, exist_ok=True)
         args.metrics_json.write_text(json.dumps(metrics, indent=2) + "\n")
@@ -286,7 +288,7 @@ def main() -> None:
     args = parse_args()
     try:
         train(start(args))
-    except (UsageError, long_data.DataError, hf.ModelError) as error:
+    except (UsageError, long_data.DataError, hf.ModelError, HeadError) as error:
         if args.local_rank == 0:
             print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from loss import tiled_cross_entropy, use_tiled_loss
+from loss import HeadError, tiled_cross_entropy, use_tiled_loss
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_memo.profile import LiveBytes
@@ -143,12 +143,12 @@ def test_full_logits_never_exist(train):
     ],
 )
 def test_a_head_that_does_more_is_refused(fields, word):
-    with pytest.raises(ValueError, match=word):
+    with pytest.raises(HeadError, match=word):
         use_tiled_loss(build(num_key_value_heads=2, **fields))
 
 
 def test_a_head_that_is_not_linear_is_refused():
     model = build(**MODELS["llama"])
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(ValueError, match="Sequential"):
+    with pytest.raises(HeadError, match="Sequential"):
         use_tiled_loss(model)

@@ -1,7 +1,6 @@
 """train.py: every wrong call ends in one line and code 2; two ranks train, save and resume on the same batches."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -86,7 +85,11 @@ def test_two_ranks_train_save_and_resume(tmp_path):
     assert second["validation"][-1]["loss"] == pytest.approx(first["validation"][-1]["loss"], rel=1e-4)
 
 
-def test_the_launcher_passes_the_error_on():
-    done = train("--deepspeed_config", QUICKSTART, "--model", os.devnull + ".json", ranks=1)
+def test_a_refused_memo_section_ends_every_rank_with_one_line(tmp_path):
+    config = json.loads(Path(QUICKSTART).read_text())
+    config["memo"]["alpha"] = 1.5
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = train("--deepspeed_config", tmp_path / "config.json", "--model", TINY, "--data", REPO / "ds_memo", "--seq-length", 64)
     assert done.returncode == 2
-    assert done.stderr.count("train.py: error: no model configuration at") == 1
+    assert done.stderr.count("train.py: error: ") == 1 and "memo.alpha: got 1.5" in done.stderr
+    assert "Traceback" not in done.stderr
