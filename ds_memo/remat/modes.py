@@ -227,9 +227,7 @@ class Analyse(_NotingMode):
         givens: tensors that were there before: the layer's parameters, buffers and arguments.
     """
 
-    def __init__(
-        self, call: Call, seen: Seen, givens: Iterable[torch.Tensor], finish: Callable[[Call, Seen], None]
-    ) -> None:
+    def __init__(self, call: Call, seen: Seen, givens: Iterable[torch.Tensor], finish: Callable[[Call, Seen], None]) -> None:
         super().__init__()
         self.call = call
         self.seen = seen
