@@ -93,7 +93,7 @@ class Remat:
             pack = _pack_followed(call)
         else:
             seen = Seen()
-            mode = Analyse(call, seen, functools.partial(self._settle, layer, key))
+            mode = Analyse(call, seen, _givens(layer, fn, args), functools.partial(self._settle, layer, key))
             pack = _pack_watched(call, seen)
         try:
             # These hooks see the layer's inputs only: inside, torch's checkpoint puts its own on top.
@@ -108,10 +108,10 @@ class Remat:
         finally:
             if frame.state == "recording":  # raised before the mode was entered
                 self.engine.abort(frame)
-        if frame.device:
+        if frame.device or call.loose:
             for tensor in tree_leaves(out):  # whoever gets it may change it in place
                 if isinstance(tensor, torch.Tensor):
-                    self.engine.about_to_change(frame, tensor)
+                    call.about_to_change(tensor)
         return out
 
     def _settle(self, layer: Layer, key: Any, call: Call, seen: Seen) -> None:
@@ -138,6 +138,8 @@ class Remat:
                 call.loose[index] = tuple(
                     None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
                 )
+                if any(id(value) in set_aside for value in call.loose[index]):
+                    call.altered.add(index)
         self.work.gemm_flops += recipe.gemm_flops
         self.engine.end(frame)
 
@@ -237,6 +239,15 @@ def _lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) 
         return fixed(*values[:positional], **dict(zip(lifted, values[positional:], strict=True)))
 
     return call, (*args, *(kwargs[name] for name in lifted))
+
+
+def _givens(layer: Layer, fn: Callable[..., Any], args: tuple) -> list[torch.Tensor]:
+    """Tensors that a layer call starts from."""
+    module = layer.module() if layer.module else None
+    own = [*module.parameters(), *module.buffers()] if module is not None else []
+    while isinstance(fn, functools.partial):
+        args, fn = (args, fn.args, fn.keywords), fn.func
+    return own + [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_compiled(module: nn.Module | None) -> bool:

@@ -43,19 +43,25 @@ BLANK = {
     aten.empty_strided.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
+    aten.full.default,
+    aten.full_like.default,
+    aten.new_full.default,
+    aten.new_zeros.default,
+    aten.ones.default,
+    aten.ones_like.default,
+    aten.zeros.default,
+    aten.zeros_like.default,
 }
-"""Memory that a kernel out of our sight (a Triton launch) may fill."""
+"""Memory that a kernel out of our sight (a Triton launch) may fill, or add to."""
 
 
 OVERWRITES = {
     aten.bernoulli_.float,  # F.dropout on a CPU: empty_like(x).bernoulli_(1 - p)
     aten.copy_.default,
-    aten.fill_.Scalar,
     aten.normal_.default,
     aten.uniform_.default,
-    aten.zero_.default,
 }
-"""In-place ops that do not read what they write over."""
+"""In-place ops that do not read what they write over. Not zero_ and fill_: a kernel out of our sight may add to that."""
 
 
 class Kind(enum.Enum):

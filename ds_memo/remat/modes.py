@@ -7,7 +7,7 @@ what Replay will need.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,17 @@ class Call:
         """Outputs of whole ops that are no stored tensor (ints, None, tiny tensors), by op index."""
         self.rng_after: dict[int, torch.Tensor] = {}
         """Generator state behind attention ops that drew from it: supplying their output skips the draw."""
+        self.altered: set[int] = set()
+        """Whole ops whose loose outputs the layer changes in place, and will again in each replay."""
+
+    def about_to_change(self, tensor: torch.Tensor) -> None:
+        """Somebody is about to write to `tensor` in place: what is kept of it must keep its present value."""
+        self.engine.about_to_change(self.frame, tensor)
+        storage = _storage_of(tensor)
+        for index, values in self.loose.items():
+            if any(isinstance(value, torch.Tensor) and _storage_of(value) == storage for value in values):
+                self.altered.add(index)
+                self.loose[index] = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
 
     def keep_whole(self, index: int, op: Whole, outputs: tuple[Any, ...]) -> None:
         """Keep the outputs of whole op `index`: stored ones in the frame, the others as they are."""
@@ -184,7 +195,7 @@ class Record(_NotingMode):
                 return out
             self._leave()
         for tensor in keep.written_tensors(func, args, kwargs):
-            self.call.engine.about_to_change(self.call.frame, tensor)
+            self.call.about_to_change(tensor)
         return func(*args, **kwargs)
 
     def _expect(self, func: Any, out: torch.Tensor | None) -> Gemm | Whole | None:
@@ -209,15 +220,22 @@ class Record(_NotingMode):
 class Analyse(_NotingMode):
     """Watch a layer's first forward of a kind: which outputs its backward depends on. Nothing leaves the device before the end.
 
-    Dependence is tracked from storage to storage and only back to the nearest GEMM or whole op.
+    Dependence is tracked from storage to storage and only back to the nearest GEMM or whole op. A storage that comes from nowhere
+    (a compiled region's output, memory that NumPy made) may be made of everything computed before it was first seen.
+
+    Args:
+        givens: tensors that were there before: the layer's parameters, buffers and arguments.
     """
 
-    def __init__(self, call: Call, seen: Seen, finish: Callable[[Call, Seen], None]) -> None:
+    def __init__(
+        self, call: Call, seen: Seen, givens: Iterable[torch.Tensor], finish: Callable[[Call, Seen], None]
+    ) -> None:
         super().__init__()
         self.call = call
         self.seen = seen
         self._finish = finish
-        self._sources: dict[int, int] = {}  # storage → bit set of the GEMMs it was made of
+        self._sources = {_storage_of(tensor): 0 for tensor in givens}  # storage → bit set of the GEMMs it was made of
+        self._sources.pop(0, None)
         self._alive: list[StorageWeakRef] = []  # no address is used twice while we look
         self._gemms: list[SeenGemm] = []
         self._fresh: SeenGemm | None = None  # the op before this one, views aside
@@ -285,7 +303,12 @@ class Analyse(_NotingMode):
         return out
 
     def _made_of(self, tensor: torch.Tensor) -> int:
-        sources = self._sources.get(_storage_of(tensor), 0)
+        storage = _storage_of(tensor)
+        if not storage:  # sparse, and the like
+            return (1 << len(self._gemms)) - 1
+        if storage not in self._sources:
+            self._made(tensor, (1 << len(self._gemms)) - 1)
+        sources = self._sources[storage]
         # A kernel that we cannot see may have filled this memory with anything computed so far.
         return (1 << len(self._gemms)) - 1 if sources == ALL_SO_FAR else sources
 
@@ -391,9 +414,9 @@ class Replay(_Mode):
         if state is not None:
             _generator(self.call.engine.device).set_state(state)
         self.call.work.attention_ops += kind_of(op.func) is Kind.ATTENTION
-        loose = self.call.loose[index]
+        loose, own = self.call.loose[index], _cloned if index in self.call.altered else _detached
         outputs = tuple(
-            _detached(value) if kept is None else self.call.frame.tensor(kept) for kept, value in zip(op.kept, loose, strict=True)
+            own(value) if kept is None else self.call.frame.tensor(kept) for kept, value in zip(op.kept, loose, strict=True)
         )
         return outputs if len(op.func._schema.returns) > 1 else outputs[0]
 
@@ -419,6 +442,10 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 def _as_tuple(out: Any) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _detached(value: Any) -> Any:

@@ -114,7 +114,7 @@ class Seen:
                 self.wanted |= op.inputs
 
     def forget(self) -> None:
-        """Let go of every tensor."""
+        """Drop the tensors: what is to be kept has left by now."""
         self.ops.clear()
         self.inputs.clear()
         self.set_aside.clear()
