@@ -134,7 +134,7 @@ class Remat:
             if frame.resident and id(tensor) in set_aside:
                 frame.changed.add(kept.index)
         for index, (op, was) in enumerate(zip(recipe.ops, seen.ops, strict=True)):
-            if isinstance(was, SeenWhole):
+            if isinstance(was, SeenWhole) and op.kept is not None:
                 call.loose[index] = tuple(
                     None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
                 )
@@ -152,6 +152,12 @@ class Remat:
     def _warn(self, layer: Layer, recipe: Recipe) -> None:
         """Say once per class of layers what makes its replay dearer than it should be."""
         module = layer.module() if layer.module else None
+        if recipe.rewritten and (type(module), recipe.rewritten) not in self._warned:
+            self._warned.add((type(module), recipe.rewritten))
+            self.warn(
+                f"layer {layer.name}: outputs of {recipe.rewritten} were changed in place by a kernel that PyTorch cannot see "
+                "(a Triton kernel that is no custom op?), so these ops run again in each backward."
+            )
         if not any(isinstance(op, Gemm) for op in recipe.ops):
             reason = "no GEMM was seen in it, so all of it is recomputed, attention too"
             if _is_compiled(module):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ds_memo.errors import MemoError
 from ds_memo.remat import keep
 from ds_memo.remat.keep import Kind, kind_of
-from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenGemm, SeenWhole, Whole
+from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenGemm, SeenWhole, Whole, fingerprint
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
@@ -248,6 +248,7 @@ class Analyse(_NotingMode):
             self.call.engine.abort(self.call.frame)
             return
         try:
+            self.seen.note_unseen_writes()
             self._finish(self.call, self.seen)
         except BaseException:
             self.call.engine.abort(self.call.frame)
@@ -265,7 +266,8 @@ class Analyse(_NotingMode):
             out, state = _noticing_draws(self.call.engine.device, func, args, kwargs)
             if state is not None:
                 self.call.rng_after[len(self.seen.ops)] = state
-            self.seen.ops.append(SeenWhole(func, tuple(_detached(value) for value in _as_tuple(out))))
+            outputs = tuple(_detached(value) for value in _as_tuple(out))
+            self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
             if kind is Kind.CHOICE:
                 for bit, gemm in enumerate(self._gemms):
                     gemm.chosen_from |= bool(sources >> bit & 1)
@@ -288,8 +290,11 @@ class Analyse(_NotingMode):
         if keep.looks_like_attention(func):
             self.seen.softmax = str(func)
         out = func(*args, **kwargs)
+        if kind is Kind.MUTATES and fresh is not None and fresh.biased:
+            fresh.fingerprint = fingerprint(fresh.out)
         if kind is Kind.GEMM:
-            gemm = SeenGemm(func, out.detach(), keep.gemm_flops(func, args, out), sources, keep.splits_by_rows(func, args, out))
+            product, flops = out.detach(), keep.gemm_flops(func, args, out)
+            gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))
             self.seen.ops.append(gemm)
             self._gemms.append(gemm)
             self._fresh = gemm if gemm.splits else None
@@ -377,6 +382,9 @@ class Replay(_Mode):
             )
         if kind is Kind.GEMM:
             return self._gemm(op, args, kwargs or {})
+        if op.kept is None:
+            call.work.attention_ops_recomputed += kind is Kind.ATTENTION
+            return func(*args, **(kwargs or {}))
         return self._supply(index, op)
 
     def _gemm(self, op: Gemm, args: tuple, kwargs: dict) -> torch.Tensor:
