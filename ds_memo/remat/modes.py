@@ -137,6 +137,8 @@ class Record(_NotingMode):
         self._packs = 0
         self._following = True
         self._awaits_bias: tuple[Gemm, torch.Tensor] | None = None
+        self._left_out: dict[int, StorageWeakRef] = {}
+        """Storages made of products that the replay will not compute; few, since those come last."""
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -155,9 +157,47 @@ class Record(_NotingMode):
 
     def _note(self, tensor: torch.Tensor) -> None:
         self._packs += 1
+        if self._left_out and self._following and _storage_of(tensor) in self._left_out:
+            self._leave()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kind = kind_of(func)
+        if self._left_out and self._following:
+            return self._watch_left_out(kind, func, args, kwargs or {})
+        return self._dispatch(kind, func, args, kwargs)
+
+    def _watch_left_out(self, kind: Kind, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Follow what is made of products that the replay leaves out: nothing that is wanted may come to depend on them."""
+        touched = self._reads_left_out(args) or (bool(kwargs) and self._reads_left_out(kwargs.values()))
+        if touched and (keep.looks_at_values(func) or (kind is Kind.GEMM and self._computes_next())):
+            self._leave()
+        out = self._dispatch(kind, func, args, kwargs)
+        if touched and kind is not Kind.GEMM and kind is not Kind.ATTENTION and kind is not Kind.CHOICE:
+            self._leave_out(out)
+            if kind is Kind.MUTATES:
+                self._leave_out(keep.written_tensors(func, args, kwargs))
+        return out
+
+    def _reads_left_out(self, values: Iterable[Any]) -> bool:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if _storage_of(value) in self._left_out:
+                    return True
+            elif isinstance(value, (list, tuple)) and self._reads_left_out(value):
+                return True
+        return False
+
+    def _computes_next(self) -> bool:
+        """Whether the replay will compute rows of the product that comes now."""
+        op = self.call.recipe.ops[self._next] if self._next < len(self.call.recipe.ops) else None
+        return isinstance(op, Gemm) and op.wanted and op.rows < op.shape[0]
+
+    def _leave_out(self, made: Any) -> None:
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and (storage := _storage_of(leaf)) and storage not in self._left_out:
+                self._left_out[storage] = StorageWeakRef(leaf.untyped_storage())
+
+    def _dispatch(self, kind: Kind, func: Any, args: tuple, kwargs: dict | None) -> Any:
         if kind is Kind.PLAIN:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
@@ -168,6 +208,8 @@ class Record(_NotingMode):
         if kind is Kind.GEMM:
             out = func(*args, **kwargs)
             op = self._expect(func, out)
+            if op is not None and not op.wanted:
+                self._leave_out(out)
             if op is not None and op.kept is not None:
                 if op.biased:
                     self._awaits_bias = (op, out)
