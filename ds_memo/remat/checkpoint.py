@@ -56,8 +56,8 @@ class Layer:
         for parameter in self.parameters:
             trained = trained << 1 | parameter.requires_grad
         tensors = tuple((x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor))
-        cast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
-        return tensors, trained, module.training, cast, policy_key
+        cast = [torch.get_autocast_dtype(device) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+        return tensors, trained, module.training, tuple(cast), policy_key
 
 
 class Remat:

@@ -218,7 +218,7 @@ class Record(_NotingMode):
             return out
         out, state = _noticing_draws(self.call.engine.device, func, args, kwargs)
         outputs = _as_tuple(out)
-        op = self._expect(func, None)
+        op = self._expect(func, outputs)
         if op is not None and op.kept is not None:
             index = self._next - 1
             self.call.keep_whole(index, op, outputs)
@@ -240,10 +240,10 @@ class Record(_NotingMode):
             self.call.about_to_change(tensor)
         return func(*args, **kwargs)
 
-    def _expect(self, func: Any, out: torch.Tensor | None) -> Gemm | Whole | None:
+    def _expect(self, func: Any, out: Any) -> Gemm | Whole | None:
         ops = self.call.recipe.ops
         op = ops[self._next] if self._next < len(ops) else None
-        as_foreseen = op is not None and op.func is func and (out is None or op.shape == out.shape)
+        as_foreseen = op is not None and op.func is func and op.makes(out)
         if not as_foreseen or self._awaits_bias is not None:
             self._leave()
             return None

@@ -30,6 +30,10 @@ class Gemm:
     biased: bool = False
     """A bias is added in place right after it: kept rows include it."""
 
+    def makes(self, out: torch.Tensor) -> bool:
+        """Whether an output is as foreseen."""
+        return self.shape == out.shape and (self.kept is None or self.kept.dtype == out.dtype)
+
     @property
     def rows(self) -> int:
         return self.kept.rows if self.kept else 0
@@ -42,6 +46,13 @@ class Whole:
     func: OpOverload
     kept: tuple[Kept | None, ...] | None
     """One entry per output; None: kept as it is, on the device. No tuple at all: nothing is kept, it runs again."""
+
+    def makes(self, outputs: tuple[Any, ...]) -> bool:
+        """Whether the outputs are as foreseen."""
+        return all(
+            kept is None or (kept.shape == value.shape and kept.stride == value.stride() and kept.dtype == value.dtype)
+            for kept, value in zip(self.kept or (), outputs, strict=False)
+        )
 
 
 @dataclass(frozen=True)
