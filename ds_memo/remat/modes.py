@@ -50,6 +50,8 @@ class Call:
         """Outputs of whole ops that are no stored tensor (ints, None, tiny tensors), by op index."""
         self.rng_after: dict[int, torch.Tensor] = {}
         """Generator state behind attention ops that drew from it: supplying their output skips the draw."""
+        self.keywords: list[Any] = []
+        """Tensors that the layer got by keyword; autograd does not watch over them."""
         self.altered: set[int] = set()
         """Whole ops whose loose outputs the layer changes in place, and will again in each replay."""
 
@@ -397,6 +399,8 @@ class Replay(_Mode):
     def __enter__(self) -> Replay:
         self._next = 0
         self._awaits_bias: tuple[torch.Tensor, int] | None = None
+        for keyword in self.call.keywords:
+            keyword.check()
         if self.call.frame.state != "ready":  # no input of the layer was swapped
             self.call.engine.bring_back(self.call.frame)
         return super().__enter__()
