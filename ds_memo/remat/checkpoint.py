@@ -56,7 +56,7 @@ class Layer:
         for parameter in self.parameters:
             trained = trained << 1 | parameter.requires_grad
         tensors = tuple((x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor))
-        cast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        cast = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu"))
         return tensors, trained, module.training, cast, policy_key
 
 

@@ -167,7 +167,7 @@ class Record(_NotingMode):
             return func(*args, **kwargs)
         if kind is Kind.GEMM:
             out = func(*args, **kwargs)
-            op = self._expect(func, out)
+            op = self._expect(func, (out,))
             if op is not None and op.kept is not None:
                 if op.biased:
                     self._awaits_bias = (op, out)
@@ -176,7 +176,7 @@ class Record(_NotingMode):
             return out
         out, state = _noticing_draws(self.call.engine.device, func, args, kwargs)
         outputs = _as_tuple(out)
-        op = self._expect(func, None)
+        op = self._expect(func, outputs)
         if op is not None and op.kept is not None:
             index = self._next - 1
             self.call.keep_whole(index, op, outputs)
@@ -198,10 +198,10 @@ class Record(_NotingMode):
             self.call.about_to_change(tensor)
         return func(*args, **kwargs)
 
-    def _expect(self, func: Any, out: torch.Tensor | None) -> Gemm | Whole | None:
+    def _expect(self, func: Any, outputs: tuple[Any, ...]) -> Gemm | Whole | None:
         ops = self.call.recipe.ops
         op = ops[self._next] if self._next < len(ops) else None
-        as_foreseen = op is not None and op.func is func and (out is None or op.shape == out.shape)
+        as_foreseen = op is not None and op.func is func and op.fits(outputs)
         if not as_foreseen or self._awaits_bias is not None:
             self._leave()
             return None
@@ -227,9 +227,7 @@ class Analyse(_NotingMode):
         givens: tensors that were there before: the layer's parameters, buffers and arguments.
     """
 
-    def __init__(
-        self, call: Call, seen: Seen, givens: Iterable[torch.Tensor], finish: Callable[[Call, Seen], None]
-    ) -> None:
+    def __init__(self, call: Call, seen: Seen, givens: Iterable[torch.Tensor], finish: Callable[[Call, Seen], None]) -> None:
         super().__init__()
         self.call = call
         self.seen = seen

@@ -34,6 +34,10 @@ class Gemm:
     def rows(self) -> int:
         return self.kept.rows if self.kept else 0
 
+    def fits(self, outputs: tuple[Any, ...]) -> bool:
+        """Whether an output can take the place that was laid out for it."""
+        return self.shape == outputs[0].shape and (self.kept is None or self.kept.dtype == outputs[0].dtype)
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -42,6 +46,13 @@ class Whole:
     func: OpOverload
     kept: tuple[Kept | None, ...] | None
     """One entry per output; None: kept as it is, on the device. No tuple at all: nothing is kept, nobody will ask."""
+
+    def fits(self, outputs: tuple[Any, ...]) -> bool:
+        """As :meth:`Gemm.fits`."""
+        if self.kept is None:
+            return True
+        pairs = zip(self.kept, outputs, strict=True)
+        return all(kept is None or (kept.shape == out.shape and kept.dtype == out.dtype) for kept, out in pairs)
 
 
 @dataclass(frozen=True)
