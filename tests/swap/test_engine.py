@@ -783,3 +783,16 @@ def test_attention_of_another_shape_leaves_the_recipe(resident):
             model(BATCHES[0]).backward()
 
     assert not differences(*with_and_without(make, steps, SWAP | {"resident_layers": resident}))
+
+
+def test_detaching_while_a_layer_runs_is_refused_and_changes_nothing():
+    model, stock = Stack(3), Stack(3)
+    with attached(model, ThreadStreams(), SWAP) as memo:
+        hook = model.blocks[1].up.register_forward_hook(lambda *_: memo.detach())
+        with pytest.raises(MemoError, match="while a layer runs"):
+            model(BATCHES[0])
+        hook.remove()
+        model(BATCHES[0]).backward()
+        assert memo.report()["frames"]
+    stock(BATCHES[0]).backward()
+    assert not differences(gradients(model), gradients(stock))
