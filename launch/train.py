@@ -15,7 +15,8 @@ import json
 import os
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,24 +100,32 @@ def init_distributed() -> None:
 
 
 class PeakBytes:
-    """The most bytes that a step's forward and backward hold at once beyond what was there before the first step.
+    """The most bytes that forward and backward hold at once beyond what was there before the first step.
 
     Activations, gathered parameters and gradients. CUDA's allocator counts by itself; a CPU's ops are watched.
+
+    Attributes:
+        bytes: The peak over the blocks watched since it was last set to 0.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.bytes = 0
         self._cuda = device.type == "cuda"
         self._count = LiveBytes(device)
         self._before = torch.cuda.memory_allocated() if self._cuda else 0
 
-    def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats() if self._cuda else self._count.reset_peak()
-
-    def watch(self):
-        return nullcontext() if self._cuda else self._count
-
-    def read(self) -> int:
-        return torch.cuda.max_memory_allocated() - self._before if self._cuda else self._count.peak
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            yield
+            now = torch.cuda.max_memory_allocated() - self._before
+        else:
+            self._count.reset_peak()
+            with self._count:
+                yield
+            now = self._count.peak
+        self.bytes = max(self.bytes, now)
 
 
 @dataclass
@@ -148,7 +157,7 @@ class Run:
         micro = engine.train_micro_batch_size_per_gpu() * dist.get_world_size()
         losses = []
         if peak:
-            peak.reset()
+            peak.bytes = 0
         for _ in range(engine.gradient_accumulation_steps()):
             batch = self.batch(self.training, self.samples, shuffle=True)
             with peak.watch() if peak else nullcontext():
@@ -167,12 +176,14 @@ class Run:
             "tokens_per_s": tokens_per_s,
             "tgs": tokens_per_s / dist.get_world_size(),
             "mfu": self.mfu(seconds),
-            "peak_live_bytes": peak.read() if peak else None,
+            "peak_live_bytes": peak.bytes if peak else None,
         }
 
     def mfu(self, seconds: float) -> float | None:
+        """Model FLOPs utilisation; None where the device's peak (known for 16-bit dtypes) or the model's count is not."""
         device = self.engine.device
-        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        half = self.engine.module.dtype.itemsize == 2
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" and half else None
         if peak is None or self.flops_per_sequence is None:
             return None
         return mfu(self.engine.train_batch_size() * self.flops_per_sequence, seconds, dist.get_world_size(), peak)

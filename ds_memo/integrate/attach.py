@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_memo.config import MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
-from ds_memo.integrate.layers import find_layers, is_huggingface_layer
+from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.solve.homes import alpha_for_host, place_residents
@@ -139,6 +139,10 @@ class Memo:
         self._restore: list[Callable[[], None]] = []
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._take_over(layer, module)
+        for module in model.modules():
+            if is_huggingface_model(module):  # or it fills a cache with the keys and values of all layers, at each replay again
+                self._set(module, "gradient_checkpointing", True)
+                self._set(module, "_gradient_checkpointing_func", self.run)
         for hook in (
             model.register_forward_pre_hook(self._forward_begins),
             model.register_forward_hook(self._forward_ends, always_call=True),

@@ -51,6 +51,12 @@ def is_huggingface_layer(module: nn.Module) -> bool:
     return modeling is not None and isinstance(module, modeling.GradientCheckpointingLayer)
 
 
+def is_huggingface_model(module: nn.Module) -> bool:
+    """Whether this is a Transformers model that asks itself whether its layers are checkpointed."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel) and hasattr(module, "gradient_checkpointing")
+
+
 def _huggingface_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if is_huggingface_layer(module)]
 

@@ -56,8 +56,8 @@ class Layer:
         for parameter in self.parameters:
             trained = trained << 1 | parameter.requires_grad
         tensors = tuple((x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor))
-        cast = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu"))
-        return tensors, trained, module.training, cast, policy_key
+        cast = [torch.get_autocast_dtype(device) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+        return tensors, trained, module.training, tuple(cast), policy_key
 
 
 class Remat:
@@ -87,6 +87,8 @@ class Remat:
         key = layer.kind_of_call(args, resident) if layer.follows_recipes else None
         recipe = layer.recipes.get(key)
         call = Call(self.engine, frame, recipe, self.work)
+        keywords = fn.keywords if isinstance(fn, functools.partial) else {}
+        call.keywords = [_Stays(layer.name, value) for value in keywords.values() if isinstance(value, torch.Tensor)]
         if recipe is not None:
             self.engine.adopt(frame, recipe.layout)
             mode: Record | Analyse = Record(call, functools.partial(self._forget, layer))
@@ -134,7 +136,7 @@ class Remat:
             if frame.resident and id(tensor) in set_aside:
                 frame.changed.add(kept.index)
         for index, (op, was) in enumerate(zip(recipe.ops, seen.ops, strict=True)):
-            if isinstance(was, SeenWhole):
+            if isinstance(was, SeenWhole) and op.kept is not None:
                 call.loose[index] = tuple(
                     None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
                 )
@@ -152,6 +154,12 @@ class Remat:
     def _warn(self, layer: Layer, recipe: Recipe) -> None:
         """Say once per class of layers what makes its replay dearer than it should be."""
         module = layer.module() if layer.module else None
+        if recipe.rewritten and (type(module), recipe.rewritten) not in self._warned:
+            self._warned.add((type(module), recipe.rewritten))
+            self.warn(
+                f"layer {layer.name}: outputs of {recipe.rewritten} were changed in place by a kernel that PyTorch cannot see "
+                "(a Triton kernel that is no custom op?), so these ops run again in each backward."
+            )
         if not any(isinstance(op, Gemm) for op in recipe.ops):
             reason = "no GEMM was seen in it, so all of it is recomputed, attention too"
             if _is_compiled(module):
@@ -181,6 +189,26 @@ class Remat:
                 ) from error
 
 
+class _Stays:
+    """A layer input that stays where it is, and must stay what it is."""
+
+    __slots__ = ("layer", "tensor", "version")
+
+    def __init__(self, layer: str, tensor: torch.Tensor) -> None:
+        self.layer = layer  # not the call, which holds this
+        self.tensor = tensor
+        self.version = None if tensor.is_inference() else tensor._version
+
+    def check(self) -> torch.Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise MemoError(
+                f"layer {self.layer}: an argument of shape {tuple(self.tensor.shape)} was changed in place after the layer "
+                "began, so the layer cannot be run again as it was. torch.utils.checkpoint refuses that too; "
+                "give each call a tensor of its own."
+            )
+        return self.tensor
+
+
 class _Input:
     """Stands for a layer input that waits in its frame."""
 
@@ -199,7 +227,7 @@ def _pack_watched(call: Call, seen: Seen) -> Callable[[torch.Tensor], Any]:
         # Hidden states come first or need a gradient. Others (masks, rotary tables) are shared by all layers: they stay.
         goes = (position == 0 or tensor.requires_grad) and tensor.is_floating_point() and storable(tensor)
         seen.inputs.append(tensor.detach() if goes else None)
-        return _Input(call, position) if goes else tensor
+        return _Input(call, position) if goes else _Stays(call.frame.name, tensor)
 
     return pack
 
@@ -212,7 +240,7 @@ def _pack_followed(call: Call) -> Callable[[torch.Tensor], Any]:
             return tensor
         position, kept = next(inputs, (0, None))
         if kept is None or tensor.shape != kept.shape or tensor.stride() != kept.stride:
-            return tensor
+            return _Stays(call.frame.name, tensor)
         call.engine.keep(call.frame, kept, tensor)
         return _Input(call, position)
 
@@ -220,7 +248,9 @@ def _pack_followed(call: Call) -> Callable[[torch.Tensor], Any]:
 
 
 def _unpack(value: Any) -> torch.Tensor:
-    return value.call.input_tensor(value.position) if isinstance(value, _Input) else value
+    if isinstance(value, _Input):
+        return value.call.input_tensor(value.position)
+    return value.check() if isinstance(value, _Stays) else value
 
 
 def _lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], tuple]:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ds_memo.errors import MemoError
 from ds_memo.remat import keep
 from ds_memo.remat.keep import Kind, kind_of
-from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenGemm, SeenWhole, Whole
+from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenGemm, SeenWhole, Whole, fingerprint
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
@@ -50,6 +50,8 @@ class Call:
         """Outputs of whole ops that are no stored tensor (ints, None, tiny tensors), by op index."""
         self.rng_after: dict[int, torch.Tensor] = {}
         """Generator state behind attention ops that drew from it: supplying their output skips the draw."""
+        self.keywords: list[Any] = []
+        """Tensors that the layer got by keyword; autograd does not watch over them."""
         self.altered: set[int] = set()
         """Whole ops whose loose outputs the layer changes in place, and will again in each replay."""
 
@@ -137,6 +139,8 @@ class Record(_NotingMode):
         self._packs = 0
         self._following = True
         self._awaits_bias: tuple[Gemm, torch.Tensor] | None = None
+        self._left_out: dict[int, StorageWeakRef] = {}
+        """Storages made of products that the replay will not compute; few, since those come last."""
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -155,9 +159,47 @@ class Record(_NotingMode):
 
     def _note(self, tensor: torch.Tensor) -> None:
         self._packs += 1
+        if self._left_out and self._following and _storage_of(tensor) in self._left_out:
+            self._leave()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kind = kind_of(func)
+        if self._left_out and self._following:
+            return self._watch_left_out(kind, func, args, kwargs or {})
+        return self._dispatch(kind, func, args, kwargs)
+
+    def _watch_left_out(self, kind: Kind, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Follow what is made of products that the replay leaves out: nothing that is wanted may come to depend on them."""
+        touched = self._reads_left_out(args) or (bool(kwargs) and self._reads_left_out(kwargs.values()))
+        if touched and (keep.looks_at_values(func) or (kind is Kind.GEMM and self._computes_next())):
+            self._leave()
+        out = self._dispatch(kind, func, args, kwargs)
+        if touched and kind is not Kind.GEMM and kind is not Kind.ATTENTION and kind is not Kind.CHOICE:
+            self._leave_out(out)
+            if kind is Kind.MUTATES:
+                self._leave_out(keep.written_tensors(func, args, kwargs))
+        return out
+
+    def _reads_left_out(self, values: Iterable[Any]) -> bool:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if _storage_of(value) in self._left_out:
+                    return True
+            elif isinstance(value, (list, tuple)) and self._reads_left_out(value):
+                return True
+        return False
+
+    def _computes_next(self) -> bool:
+        """Whether the replay will compute rows of the product that comes now."""
+        op = self.call.recipe.ops[self._next] if self._next < len(self.call.recipe.ops) else None
+        return isinstance(op, Gemm) and op.wanted and op.rows < op.shape[0]
+
+    def _leave_out(self, made: Any) -> None:
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and (storage := _storage_of(leaf)) and storage not in self._left_out:
+                self._left_out[storage] = StorageWeakRef(leaf.untyped_storage())
+
+    def _dispatch(self, kind: Kind, func: Any, args: tuple, kwargs: dict | None) -> Any:
         if kind is Kind.PLAIN:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
@@ -167,7 +209,9 @@ class Record(_NotingMode):
             return func(*args, **kwargs)
         if kind is Kind.GEMM:
             out = func(*args, **kwargs)
-            op = self._expect(func, (out,))
+            op = self._expect(func, out)
+            if op is not None and not op.wanted:
+                self._leave_out(out)
             if op is not None and op.kept is not None:
                 if op.biased:
                     self._awaits_bias = (op, out)
@@ -198,10 +242,10 @@ class Record(_NotingMode):
             self.call.about_to_change(tensor)
         return func(*args, **kwargs)
 
-    def _expect(self, func: Any, outputs: tuple[Any, ...]) -> Gemm | Whole | None:
+    def _expect(self, func: Any, out: Any) -> Gemm | Whole | None:
         ops = self.call.recipe.ops
         op = ops[self._next] if self._next < len(ops) else None
-        as_foreseen = op is not None and op.func is func and op.fits(outputs)
+        as_foreseen = op is not None and op.func is func and op.makes(out)
         if not as_foreseen or self._awaits_bias is not None:
             self._leave()
             return None
@@ -246,6 +290,7 @@ class Analyse(_NotingMode):
             self.call.engine.abort(self.call.frame)
             return
         try:
+            self.seen.note_unseen_writes()
             self._finish(self.call, self.seen)
         except BaseException:
             self.call.engine.abort(self.call.frame)
@@ -267,7 +312,8 @@ class Analyse(_NotingMode):
             out, state = _noticing_draws(self.call.engine.device, func, args, kwargs)
             if state is not None:
                 self.call.rng_after[len(self.seen.ops)] = state
-            self.seen.ops.append(SeenWhole(func, tuple(_detached(value) for value in _as_tuple(out))))
+            outputs = tuple(_detached(value) for value in _as_tuple(out))
+            self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
             if kind is Kind.CHOICE:
                 for bit, gemm in enumerate(self._gemms):
                     gemm.chosen_from |= bool(sources >> bit & 1)
@@ -290,8 +336,11 @@ class Analyse(_NotingMode):
         if keep.looks_like_attention(func):
             self.seen.softmax = str(func)
         out = func(*args, **kwargs)
+        if kind is Kind.MUTATES and fresh is not None and fresh.biased:
+            fresh.fingerprint = fingerprint(fresh.out)
         if kind is Kind.GEMM:
-            gemm = SeenGemm(func, out.detach(), keep.gemm_flops(func, args, out), sources, keep.splits_by_rows(func, args, out))
+            product, flops = out.detach(), keep.gemm_flops(func, args, out)
+            gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))
             self.seen.ops.append(gemm)
             self._gemms.append(gemm)
             self._fresh = gemm if gemm.splits else None
@@ -352,6 +401,8 @@ class Replay(_Mode):
     def __enter__(self) -> Replay:
         self._next = 0
         self._awaits_bias: tuple[torch.Tensor, int] | None = None
+        for keyword in self.call.keywords:
+            keyword.check()
         if self.call.frame.state != "ready":  # no input of the layer was swapped
             self.call.engine.bring_back(self.call.frame)
         return super().__enter__()
@@ -379,6 +430,9 @@ class Replay(_Mode):
             )
         if kind is Kind.GEMM:
             return self._gemm(op, args, kwargs or {})
+        if op.kept is None:
+            call.work.attention_ops_recomputed += kind is Kind.ATTENTION
+            return func(*args, **(kwargs or {}))
         return self._supply(index, op)
 
     def _gemm(self, op: Gemm, args: tuple, kwargs: dict) -> torch.Tensor:

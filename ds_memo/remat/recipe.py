@@ -30,13 +30,13 @@ class Gemm:
     biased: bool = False
     """A bias is added in place right after it: kept rows include it."""
 
+    def makes(self, out: torch.Tensor) -> bool:
+        """Whether an output is as foreseen."""
+        return self.shape == out.shape and (self.kept is None or self.kept.dtype == out.dtype)
+
     @property
     def rows(self) -> int:
         return self.kept.rows if self.kept else 0
-
-    def fits(self, outputs: tuple[Any, ...]) -> bool:
-        """Whether an output can take the place that was laid out for it."""
-        return self.shape == outputs[0].shape and (self.kept is None or self.kept.dtype == outputs[0].dtype)
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Whole:
 
     func: OpOverload
     kept: tuple[Kept | None, ...] | None
-    """One entry per output; None: kept as it is, on the device. No tuple at all: nothing is kept, nobody will ask."""
+    """One entry per output; None: kept as it is, on the device. No tuple at all: nothing is kept, it runs again."""
 
-    def fits(self, outputs: tuple[Any, ...]) -> bool:
-        """As :meth:`Gemm.fits`."""
-        if self.kept is None:
-            return True
-        pairs = zip(self.kept, outputs, strict=True)
-        return all(kept is None or (kept.shape == out.shape and kept.dtype == out.dtype) for kept, out in pairs)
+    def makes(self, outputs: tuple[Any, ...]) -> bool:
+        """Whether the outputs are as foreseen."""
+        return all(
+            kept is None or (kept.shape == value.shape and kept.stride == value.stride() and kept.dtype == value.dtype)
+            for kept, value in zip(self.kept or (), outputs, strict=False)
+        )
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Recipe:
     alpha: float
     softmax: str | None
     """Name of an op that materialised attention scores."""
+    rewritten: str | None = None
+    """Names of ops whose outputs were changed out of our sight."""
 
     @cached_property
     def gemm_flops(self) -> int:
@@ -93,6 +95,7 @@ class SeenGemm:
     inputs: int
     """Bit set of the GEMMs that its operands depend on."""
     splits: bool
+    fingerprint: torch.Tensor
     biased: bool = False
     chosen_from: bool = False
     """A router's choice looks at it: rows are not split off."""
@@ -102,6 +105,11 @@ class SeenGemm:
 class SeenWhole:
     func: OpOverload
     outputs: tuple[Any, ...]
+    inputs: int
+    """Bit set of the GEMMs that its operands depend on."""
+    fingerprint: torch.Tensor
+    again: bool = False
+    """Its outputs cannot be kept."""
 
 
 @dataclass
@@ -116,6 +124,27 @@ class Seen:
     softmax: str | None = None
     set_aside: list[torch.Tensor] = field(default_factory=list)
     """Copies of tensors that the layer went on to change in place."""
+    rewritten: list[str] = field(default_factory=list)
+    """Ops whose outputs were changed by a kernel that PyTorch cannot see."""
+
+    def note_unseen_writes(self) -> None:
+        """Find outputs that are not what they were: a Triton kernel that works in place (rotary embeddings do) tells nobody.
+
+        What was made once cannot be had again then, and when it changes is not known: those ops run again in each replay.
+        """
+        if not self.ops:
+            return
+        now = [fingerprint(op.out if isinstance(op, SeenGemm) else op.outputs) for op in self.ops]
+        same = torch.stack([op.fingerprint for op in self.ops]).eq(torch.stack(now)).tolist()
+        for op, unchanged in zip(self.ops, same, strict=True):
+            if unchanged:
+                continue
+            self.rewritten.append(str(op.func))
+            if isinstance(op, SeenGemm):
+                op.splits = False
+            else:
+                op.again = True
+                self.wanted |= op.inputs
 
     def close_over_inputs(self, resident: bool) -> None:
         """A GEMM that will be computed again needs its operands: mark what they depend on, latest first."""
@@ -141,7 +170,7 @@ class Seen:
             if self.wanted >> bit & 1 and gemm.splits:
                 (whole if gemm.chosen_from else split).append(gemm.out)
         for op in self.ops:
-            if isinstance(op, SeenWhole):
+            if isinstance(op, SeenWhole) and not op.again:
                 whole.extend(out for out in op.outputs if storable(out))
         return sum(map(_nbytes, whole)), sum(map(_nbytes, split))
 
@@ -168,7 +197,7 @@ def make_recipe(seen: Seen, alpha: float, resident: bool) -> tuple[Recipe, list[
     bit = 0
     for op in seen.ops:
         if isinstance(op, SeenWhole):
-            ops.append(Whole(op.func, tuple(store(out) if storable(out) else None for out in op.outputs)))
+            ops.append(Whole(op.func, None if op.again else tuple(store(out) if storable(out) else None for out in op.outputs)))
             continue
         wanted = bool(seen.wanted >> bit & 1)
         bit += 1
@@ -176,11 +205,24 @@ def make_recipe(seen: Seen, alpha: float, resident: bool) -> tuple[Recipe, list[
         rows = m if resident or op.chosen_from else int(alpha * m)
         kept = store(op.out, rows) if wanted and op.splits and rows else None
         ops.append(Gemm(op.func, tuple(op.out.shape), op.flops, kept, wanted, op.biased))
-    return Recipe(ops, inputs, layout, seen.packs, alpha, seen.softmax), tensors
+    return Recipe(ops, inputs, layout, seen.packs, alpha, seen.softmax, ", ".join(seen.rewritten)), tensors
 
 
 def _unkept(op: SeenGemm | SeenWhole) -> Gemm | Whole:
     return Whole(op.func, None) if isinstance(op, SeenWhole) else Gemm(op.func, tuple(op.out.shape), op.flops, wanted=False)
+
+
+def fingerprint(outputs: Any) -> torch.Tensor:
+    """A number, on the device, that changes when the values of these tensors do."""
+    total = torch.zeros((), dtype=torch.int64)
+    for value in outputs if isinstance(outputs, tuple) else (outputs,):
+        if type(value) is torch.Tensor and value.numel() and torch._C._has_storage(value):
+            value = torch.view_as_real(value) if value.is_complex() else value
+            total = value.view(_INTEGERS[value.dtype.itemsize]).sum(dtype=torch.int64) + total.to(value.device)
+    return total
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def storable(value: Any) -> bool:

@@ -117,6 +117,8 @@ class SwapEngine:
             return
         frame.sent = self.streams.mark(D2H)
         frame.move("swapping")
+        while self._stack and self._stack[-1]() is None:  # of steps before, or of graphs that were dropped
+            self._stack.pop()
         self._stack.append(weakref.ref(frame))
         self._leaving.append(weakref.ref(frame))
 
@@ -134,13 +136,18 @@ class SwapEngine:
         """Make a frame ready for its replay, and issue the reload of the one below it."""
         if self._closed:
             raise MemoError(f"frame {frame.name} is wanted by a backward after ds_memo was detached")
+        if frame.state == "recording":
+            raise MemoError(
+                f"layer {frame.name} runs a backward of its own (autograd.grad) inside its forward, before it can be replayed. "
+                "Leave it out: ds_memo.attach(model, config, layers=[…])"
+            )
         self._clear_graves()
         while self._leaving:
             self._let_go(self._leaving.popleft()())
         self._let_go(frame)  # still here only if it was changed in place, which is said again
         if frame.state == "recording":
             raise MemoError(
-                f"frame {frame.name} is wanted by a backward while 'recording': a layer cannot run one inside its forward"
+                f"frame {frame.name} is wanted by a backward while 'recording': a layer cannot run one inside itself"
             )
         if frame.resident:
             check_unchanged(frame, frame.layout.kept)

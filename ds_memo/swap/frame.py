@@ -117,6 +117,8 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 class Frame:
     """See the module's head. Only :class:`ds_memo.swap.engine.SwapEngine` moves frames."""
 
+    _bury: Callable[[Frame], None] = staticmethod(lambda frame: None)  # dynamo makes frames without __init__
+
     def __init__(self, name: str, resident: bool, age: int, bury: Callable[[Frame], None]) -> None:
         self.name = name
         self.resident = resident

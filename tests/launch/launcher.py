@@ -49,7 +49,7 @@ def run_ranks(script: Path, ranks: int, timeout_s: float) -> str:
     return "\n".join(outputs)
 
 
-def train(*arguments: object, ranks: int = 2, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def train(*arguments: object, ranks: int = 2, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
     """`deepspeed launch/train.py` on the CPU."""
     launcher = Path(sys.executable).parent / "deepspeed"
     command = [launcher, "--num_gpus", ranks, "--master_port", free_port(), REPO / "launch" / "train.py", *arguments]
