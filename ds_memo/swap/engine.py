@@ -145,10 +145,6 @@ class SwapEngine:
         while self._leaving:
             self._let_go(self._leaving.popleft()())
         self._let_go(frame)  # still here only if it was changed in place, which is said again
-        if frame.state == "recording":
-            raise MemoError(
-                f"frame {frame.name} is wanted by a backward while 'recording': a layer cannot run one inside its forward"
-            )
         if frame.resident:
             check_unchanged(frame, frame.layout.kept)
             if frame.state == "done":

@@ -5,7 +5,6 @@ And the other way round: with any single wait taken out of the engine, the check
 
 from __future__ import annotations
 
-import gc
 from contextlib import nullcontext
 
 import pytest
@@ -24,18 +23,6 @@ SCHEDULES = 220
 GROUPS = 20
 ORDERED_SCHEDULES = 24
 ACTIONS = 6
-
-
-@pytest.fixture(autouse=True, scope="module")
-def alone():
-    """One thread: bit-equality needs one summation order. And no look at old objects when a schedule collects garbage."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
