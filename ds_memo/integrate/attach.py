@@ -73,7 +73,7 @@ def check_residents(config: MemoConfig, layers: int) -> None:
         )
 
 
-def checkpoint(fn: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+def checkpoint(fn: Callable[..., Any], /, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     """Call ``fn(*args, **kwargs)`` as a layer of the attached model, in place of ``torch.utils.checkpoint.checkpoint``.
 
     Args:
@@ -183,7 +183,7 @@ class Memo:
 
     # ---- running
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, fn: Callable[..., Any], /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
         module = _module_of(fn)
         if module is None:
             layer = Layer(len(self.layers), getattr(fn, "__qualname__", type(fn).__name__), None)
@@ -192,7 +192,7 @@ class Memo:
             if layer is None:
                 layer = self._by_module[module] = Layer(len(self.layers), type(module).__name__, module)
                 self.layers.append(layer)
-        return self.remat.run(layer, fn, *args, **kwargs)
+        return self.remat.run_with(layer, fn, args, kwargs, preserve_rng_state)
 
     def warn(self, message: str) -> None:
         """Warn once and show it in the report."""

@@ -72,11 +72,24 @@ class Remat:
         self._attention = attention
         self._warned: set[tuple[type | None, str]] = set()
 
-    def run(self, layer: Layer, fn: Callable[..., Any], *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
+    def run(self, layer: Layer, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call ``fn(*args, **kwargs)``, keeping what its backward needs as the policy says.
 
         Without grad, and inside another layer's run, it is a plain call.
         """
+        return self.run_with(layer, fn, args, kwargs)
+
+    def run_with(
+        self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool = True
+    ) -> Any:
+        """See :meth:`run`; whether the replay draws the random numbers of the forward is up to the caller."""
+        if torch.compiler.is_compiling():  # dynamo must not trace what follows; it goes on after it
+            return torch.compiler.disable(self._run)(layer, fn, args, kwargs, preserve_rng_state)
+        return self._run(layer, fn, args, kwargs, preserve_rng_state)
+
+    def _run(
+        self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool
+    ) -> Any:
         if inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         fn, args = _lift_keywords(fn, args, kwargs)
