@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # One command on a fresh machine: set everything up, then train a small model on real text twice, with memo and without,
 # and hold the two runs against each other.   bash launch/quickstart.sh
-# Settings by environment: STEPS (10), SEQ (4096 tokens), OUT (runs/quickstart).
+# Settings by environment: STEPS (10), SEQ (2048 tokens), OUT (runs/quickstart).
 set -euo pipefail
 EXTRA=hf . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
-STEPS=${STEPS:-10} SEQ=${SEQ:-4096} OUT=${OUT:-runs/quickstart}
+STEPS=${STEPS:-10} SEQ=${SEQ:-2048} OUT=${OUT:-runs/quickstart}
 GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$GPUS" -gt 0 ]; then
     RANKS=$((GPUS < 2 ? GPUS : 2)) CONFIG=ds_configs/zero3_bf16_memo.json
