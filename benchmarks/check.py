@@ -38,7 +38,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import ds_memo
 from benchmarks import memory, overhead
-from ds_memo.swap.host_memory import GIB, available_bytes
+from ds_memo.swap.host_memory import GIB, available_bytes, memlock_limit
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, streams_for
 from tests import models
@@ -58,7 +58,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "commit": commit.stdout.strip() or None,
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "deepspeed", "flash_attn", "numpy")},
-        "host_memory_gib": round(available_bytes(pinned=device.type == "cuda") / GIB, 1),
+        "memlock_limit": memlock_limit(),
+        "host_memory_gib": round(available_bytes(locked=False) / GIB, 1),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -54,26 +54,3 @@ def build(path: Path, config: PreTrainedConfig, ds_config: dict, dtype: torch.dt
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"cannot build {path}: {str(error).splitlines()[0]}") from error
-
-
-def matmul_parameters(model: nn.Module) -> int | None:
-    """The parameters that multiply every token: P of the FLOP formula. None for a mixture of experts, where it differs.
-
-    An input embedding that is not also the head is only looked up and does not count.
-    """
-    config = model.config.get_text_config()
-    if any(getattr(config, field, None) for field in ("num_experts", "num_local_experts", "n_routed_experts")):
-        return None
-
-    def count(module: nn.Module) -> int:
-        return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())  # ds_numel: partitioned by ZeRO-3
-
-    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    return count(model) - (0 if tied else count(model.get_input_embeddings()))
-
-
-def attention_width(config: PreTrainedConfig) -> int:
-    """Heads × head size, in elements: h of the FLOP formula."""
-    config = config.get_text_config()
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_attention_heads * head

@@ -30,7 +30,8 @@ from loss import HeadError, use_tiled_loss
 from tqdm import tqdm
 
 import ds_memo
-from ds_memo.estimate.flops import mfu, peak_flops, sequence_flops
+from ds_memo.estimate.flops import mfu, peak_flops
+from ds_memo.integrate.transformers import model_flops
 from ds_memo.profile import LiveBytes
 
 
@@ -240,9 +241,7 @@ def start(args: argparse.Namespace) -> Run:
     torch.manual_seed(args.seed)  # the same weights on every rank
     model = hf.build(args.model, config, ds_config, dtype_of(ds_config), args.attn_implementation)
     use_tiled_loss(model)
-    parameters = hf.matmul_parameters(model)
-    layers, width = config.get_text_config().num_hidden_layers, hf.attention_width(config)
-    flops = None if parameters is None else sequence_flops(args.seq_length, parameters, layers, width)
+    flops = model_flops(model, args.seq_length)
     try:
         engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
     except ds_memo.MemoError as error:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import statistics
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,13 +18,15 @@ from torch import nn
 
 from ds_memo.config import MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
+from ds_memo.estimate.flops import mfu, peak_flops
 from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
+from ds_memo.integrate.transformers import model_flops
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.solve.homes import alpha_for_host, place_residents
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_memory import GIB, budget_bytes, ranks_on_node
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.slab import HostSlab, memlock_binds
 from ds_memo.swap.streams import streams_for
 
 _attached: weakref.WeakKeyDictionary[nn.Module, Memo] = weakref.WeakKeyDictionary()
@@ -128,7 +133,8 @@ class Memo:
         self._model = weakref.ref(model)
         self._detached = False
         pinned = device.type == "cuda"
-        self.slab = HostSlab(budget_bytes(config.host_memory_gib, ranks_on_node(), pinned), pinned)
+        budget = budget_bytes(config.host_memory_gib, ranks_on_node(), locked=pinned and memlock_binds())
+        self.slab = HostSlab(budget, pinned)
         self.engine = SwapEngine(streams_for(device), self.slab, device)
         self.remat = Remat(self.engine, self, self.warn, config.attention)
         self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
@@ -145,11 +151,14 @@ class Memo:
                 self._set(module, "_gradient_checkpointing_func", self.run)
         for hook in (
             model.register_forward_pre_hook(self._forward_begins),
-            model.register_forward_hook(self._forward_ends, always_call=True),
+            model.register_forward_hook(self._forward_is_over, always_call=True),
+            model.register_forward_hook(self._forward_ends),
         ):
             self._restore.append(hook.remove)
         self._frames_before = 0
-        self._steps: list[float] = []
+        self._tokens = 0
+        self._steps: deque[tuple[float, int]] = deque(maxlen=21)
+        """When the latest optimizer steps ended, and how many tokens this rank had seen by then."""
         for field in sorted(_NOT_YET & config.model_fields_set):
             self.warn(f"memo.{field} is set, but this version does not use it yet")
 
@@ -202,7 +211,7 @@ class Memo:
 
     def stepped(self) -> None:
         """An optimizer step is over."""
-        self._steps = [*self._steps[-20:], time.perf_counter()]
+        self._steps.append((time.perf_counter(), self._tokens))
 
     def on_detach(self, undo: Callable[[], Any]) -> None:
         self._restore.append(undo)
@@ -230,7 +239,7 @@ class Memo:
         if self._detached:
             raise MemoError("this handle is detached; there is nothing to report. Attach the model again.")
         work, traffic = self.remat.work, self.engine.traffic
-        step_s = _median_gap(self._steps)
+        step_s, tokens_per_s = _speed(self._steps)
         return {
             "alpha": self.alpha_used,
             "resident_layers": len(self.residents),
@@ -245,10 +254,26 @@ class Memo:
             "host": {"budget": self.slab.budget, "slab": self.slab.size, "peak_used": self.slab.peak_used},
             "stall_s": self.engine.streams.stall_s(),
             "step_s": step_s,
+            "tokens_per_s": tokens_per_s,
+            "mfu": self._mfu(tokens_per_s),
+            "plan": None,
             "warnings": list(self.warnings),
         }
 
     # ---- inside
+
+    def _hidden_shape(self) -> tuple[int, ...]:
+        """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""
+        latest = next((layer.latest for layer in self.layers if layer.latest), None)
+        kept = next((kept for kept in latest.inputs if kept), None) if latest else None
+        return kept.shape if kept else (0,)
+
+    def _mfu(self, tokens_per_s: float | None) -> float | None:
+        model, shape = self._model(), self._hidden_shape()
+        if tokens_per_s is None or model is None or len(shape) != 3 or self.engine.device.type != "cuda":
+            return None
+        flops, peak = model_flops(model, shape[1]), peak_flops(torch.cuda.get_device_name(self.engine.device))
+        return mfu(flops * tokens_per_s / shape[1], 1.0, 1, peak) if flops and peak else None
 
     def _place(self) -> frozenset[int]:
         wanted = self.config.resident_layers
@@ -282,11 +307,16 @@ class Memo:
         self.in_forward = True
         self._frames_before = self.engine.traffic.frames
 
-    def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.in_forward = False
+
+    def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.residents = self._place()  # a model that calls ds_memo.checkpoint itself makes its layers known as it runs
-        trained = module.training and torch.is_grad_enabled()
-        if trained and self.engine.traffic.frames == self._frames_before:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if self.engine.traffic.frames > self._frames_before:
+            self._tokens += math.prod(self._hidden_shape()[:-1])
+        else:
             self.warn(
                 f"{type(module).__name__} ran a training forward and none of its {len(self.layers)} layers came through ds_memo: "
                 "it has no effect. Was gradient_checkpointing_enable() called after attach?"
@@ -300,6 +330,9 @@ def _module_of(fn: Any) -> nn.Module | None:
     return owner if isinstance(owner, nn.Module) else None
 
 
-def _median_gap(moments: list[float]) -> float | None:
-    gaps = sorted(later - earlier for earlier, later in itertools.pairwise(moments))
-    return gaps[len(gaps) // 2] if gaps else None
+def _speed(steps: Iterable[tuple[float, int]]) -> tuple[float | None, float | None]:
+    """Median seconds and tokens a second between the ends of steps; None before there are two."""
+    gaps = [(now - then, tokens - before) for (then, before), (now, tokens) in itertools.pairwise(steps)]
+    if not gaps:
+        return None, None
+    return statistics.median(seconds for seconds, _ in gaps), statistics.median(tokens / seconds for seconds, tokens in gaps)

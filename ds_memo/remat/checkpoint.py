@@ -18,6 +18,7 @@ from ds_memo.remat.modes import Analyse, Call, Record, Replay, Work, inside_a_la
 from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe, storable
 from ds_memo.swap.engine import SwapEngine
 
+_RECIPES = 64
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -59,9 +60,21 @@ class Layer:
         cast = [torch.get_autocast_dtype(device) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
         return tensors, trained, module.training, tuple(cast), policy_key
 
+    def remember(self, key: Any, recipe: Recipe) -> None:
+        """Keep a recipe for later calls of its kind, up to a number: lengths may never repeat."""
+        if len(self.recipes) >= _RECIPES:
+            del self.recipes[next(iter(self.recipes))]
+        self.recipes[key] = recipe
+
 
 class Remat:
     """Runs layers. One per attached model."""
+
+    def __reduce__(self) -> Any:
+        raise MemoError(
+            "a model under ds_memo cannot be copied or pickled whole; copy it before attach or after detach(), "
+            "or copy its state_dict()"
+        )
 
     def __init__(self, engine: SwapEngine, policy: Policy, warn: Callable[[str], None], attention: str | None = None) -> None:
         self.engine = engine
@@ -101,6 +114,7 @@ class Remat:
         keywords = fn.keywords if isinstance(fn, functools.partial) else {}
         call.keywords = [_Stays(layer.name, value) for value in keywords.values() if isinstance(value, torch.Tensor)]
         if recipe is not None:
+            layer.latest = recipe
             self.engine.adopt(frame, recipe.layout)
             mode: Record | Analyse = Record(call, functools.partial(self._forget, layer))
             pack = _pack_followed(call)
@@ -135,7 +149,7 @@ class Remat:
         recipe, tensors = make_recipe(seen, alpha, frame.resident)
         call.recipe = layer.latest = recipe
         if key is not None:
-            layer.recipes[key] = recipe
+            layer.remember(key, recipe)
         self._warn(layer, recipe)
         if not recipe.packs:
             self.engine.abort(frame)

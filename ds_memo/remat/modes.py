@@ -36,6 +36,7 @@ class Work:
     attention_ops: int = 0
     """Attention calls that were supplied."""
     attention_ops_recomputed: int = 0
+    """Attention that ran again: no kernel that could be kept, or a call that left its recipe."""
 
 
 class Call:
@@ -166,7 +167,9 @@ class Record(_NotingMode):
         kind = kind_of(func)
         if self._left_out and self._following:
             return self._watch_left_out(kind, func, args, kwargs or {})
-        return self._dispatch(kind, func, args, kwargs)
+        if kind is Kind.PLAIN:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._dispatch(kind, func, args, kwargs or {})
 
     def _watch_left_out(self, kind: Kind, func: Any, args: tuple, kwargs: dict) -> Any:
         """Follow what is made of products that the replay leaves out: nothing that is wanted may come to depend on them."""
@@ -199,13 +202,10 @@ class Record(_NotingMode):
             if isinstance(leaf, torch.Tensor) and (storage := _storage_of(leaf)) and storage not in self._left_out:
                 self._left_out[storage] = StorageWeakRef(leaf.untyped_storage())
 
-    def _dispatch(self, kind: Kind, func: Any, args: tuple, kwargs: dict | None) -> Any:
-        if kind is Kind.PLAIN:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        kwargs = kwargs or {}
+    def _dispatch(self, kind: Kind, func: Any, args: tuple, kwargs: dict) -> Any:
         if kind is Kind.MUTATES:
             return self._change(func, args, kwargs)
-        if not self._following:
+        if kind is Kind.PLAIN or not self._following:
             return func(*args, **kwargs)
         if kind is Kind.GEMM:
             out = func(*args, **kwargs)
@@ -405,6 +405,8 @@ class Replay(_Mode):
             keyword.check()
         if self.call.frame.state != "ready":  # no input of the layer was swapped
             self.call.engine.bring_back(self.call.frame)
+        recipe = self.call.recipe
+        self.call.work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:

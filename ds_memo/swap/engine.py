@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,7 @@ class SwapEngine:
         self._stack: list[weakref.ref[Frame]] = []  # swapped frames, oldest first
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not let go yet
         self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None
+        self._ahead: Callable[[], Frame | None] = lambda: None  # reloaded before anyone asked
         self._graves: deque[tuple[Any, ...]] = deque()
         self._closed = False
 
@@ -145,6 +147,9 @@ class SwapEngine:
         while self._leaving:
             self._let_go(self._leaving.popleft()())
         self._let_go(frame)  # still here only if it was changed in place, which is said again
+        below = self._next_below(frame)
+        if (ahead := self._ahead()) is not frame and ahead is not below:
+            self._send_away(ahead)
         if frame.resident:
             check_unchanged(frame, frame.layout.kept)
             if frame.state == "done":
@@ -155,10 +160,10 @@ class SwapEngine:
                 self._reload(frame)
             self.streams.wait(COMPUTE, frame.back)
             frame.move("ready")
-        below = self._next_below(frame)
-        if below is not None:
+        if below is not None and below.state in ("away", "done"):
             self.traffic.frames_prefetched += 1
             self._reload(below)
+            self._ahead = weakref.ref(below)
         frame.replays += 1
 
     def replayed(self, frame: Frame) -> None:
@@ -218,12 +223,19 @@ class SwapEngine:
             self.traffic.bytes_from_host += kept.stored_bytes
         frame.back = self.streams.mark(H2D)
 
+    def _send_away(self, frame: Frame | None) -> None:
+        """A frame that was reloaded ahead was not the next one after all: its buffer must not wait beside two others."""
+        if frame is not None and frame.state == "returning":
+            self.streams.wait(COMPUTE, frame.back)
+            frame.slots.clear()
+            frame.move("away")
+
     def _next_below(self, frame: Frame) -> Frame | None:
-        """The youngest older frame that backward has reached as often as this one, if it waits on the host."""
+        """The youngest older frame that backward has reached as often as this one."""
         for ref in reversed(self._stack):
             below = ref()
             if below is not None and below.age < frame.age and below.replays == frame.replays:
-                return below if below.state in ("away", "done") else None
+                return below
         return None
 
     def _give_block(self, frame: Frame) -> None:

@@ -1,6 +1,7 @@
 """A frame: what one layer call leaves behind for its backward, and the states it goes through.
 
-    recording ─► swapping ─► away ─► returning ─► ready ─► done ─► returning …   (swapped; `done` returns on retain_graph)
+    recording ─► swapping ─► away ─► returning ─► ready ─► done ─► returning …   (swapped; `done` returns on retain_graph,
+                                                                                  `returning` to `away` if nobody came for it)
     recording ─► ready ─► done ─► ready …                                         (resident)
 
 A frame lives as long as the graph of its layer call. Its device memory is bounded by
@@ -29,7 +30,7 @@ _NEXT = {
     "recording": {"swapping", "ready", "done"},
     "swapping": {"away", "done"},
     "away": {"returning"},
-    "returning": {"ready"},
+    "returning": {"ready", "away"},
     "ready": {"done"},
     "done": {"returning", "ready"},
 }

@@ -12,26 +12,30 @@ RESERVE = 0.10
 """Share of what is free that is left to data loaders, optimizer staging and the page cache."""
 
 
-def available_bytes(pinned: bool, root: Path = Path("/")) -> int:
+def available_bytes(locked: bool, root: Path = Path("/")) -> int:
     """Bytes that could still be taken without meeting a limit.
 
     Args:
-        pinned: the memory will be locked for a device, so RLIMIT_MEMLOCK counts too.
+        locked: RLIMIT_MEMLOCK counts too.
         root: where /proc and /sys are looked for.
     """
     limits = [_mem_available(root), *_cgroup_room(root)]
-    if pinned:
-        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if locked != resource.RLIM_INFINITY:
-            limits.append(locked)
+    if locked and (limit := memlock_limit()) is not None:
+        limits.append(limit)
     return max(0, min(limits))
 
 
-def budget_bytes(host_memory_gib: float | None, ranks_on_node: int, pinned: bool) -> int:
+def budget_bytes(host_memory_gib: float | None, ranks_on_node: int, locked: bool) -> int:
     """Bytes that this rank may take: an equal share of the configured or, if absent, of the free memory less a reserve."""
-    free = available_bytes(pinned)
+    free = available_bytes(locked)
     node = free * (1 - RESERVE) if host_memory_gib is None else min(host_memory_gib * GIB, free)
     return int(node) // ranks_on_node
+
+
+def memlock_limit() -> int | None:
+    """RLIMIT_MEMLOCK in bytes (`ulimit -l`); None: unlimited."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def ranks_on_node() -> int:

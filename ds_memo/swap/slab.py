@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.host_memory import GIB
+from ds_memo.swap.host_memory import GIB, memlock_limit
 
 PAGE = mmap.PAGESIZE
+_TRY_OUT = 1 << 28
 WASTE = 1 / 16
 """Share of a frame's size that the block lent to it may be too large by."""
 
@@ -90,7 +91,7 @@ class HostSlab:
                 f"{self.budget / GIB:.3g} GiB are left. Lower memo.alpha, raise memo.resident_layers or memo.host_memory_gib, "
                 "or run fewer forwards before a backward."
             )
-        block = Block(torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8))
+        block = _map(nbytes)
         if self._pinned:
             _pin(block)
         self.size += nbytes
@@ -101,6 +102,26 @@ class HostSlab:
         if self._pinned:
             torch.cuda.synchronize()  # a copy from the block may still be under way
         # The lock and the mapping end with the block itself.
+
+
+def memlock_binds() -> bool:
+    """Whether CUDA refuses to lock more host memory than RLIMIT_MEMLOCK says.
+
+    Many machines set it to a few MiB, and NVIDIA's driver locks pages without asking it. So a small limit is tried out; a large
+    one is taken at its word.
+    """
+    limit = memlock_limit()
+    if limit is None or limit > _TRY_OUT:
+        return limit is not None
+    try:
+        _pin(_map(limit + PAGE))
+    except MemoError:
+        return True
+    return False
+
+
+def _map(nbytes: int) -> Block:
+    return Block(torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8))
 
 
 def _pin(block: Block) -> None:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from model import ModelError, attention_width, build, load_config, matmul_parameters, max_positions
+from model import ModelError, build, load_config, max_positions
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_memo.estimate.flops import gpt_parameters
+from ds_memo.integrate.transformers import attention_width, matmul_parameters
 
 MODELS = Path(__file__).parents[2] / "ds_configs" / "models"
 PAPER = {  # layers, hidden, ffn, heads

@@ -91,6 +91,16 @@ def detach_with_a_reload_under_way(memo: Memo, model: torch.nn.Module, x: list[t
     return gradients(model)
 
 
+def abandon_reloads(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Backward goes a step into each of several graphs: the frames reloaded ahead are not the ones wanted next."""
+    losses = [model(batch) for batch in x[:3]]
+    for loss in losses:
+        torch.autograd.grad(loss, model.blocks[-1].up.weight, retain_graph=True)
+    for loss in losses:
+        loss.backward()
+    return gradients(model)
+
+
 class WritesInPlace(Block):
     """Autograd saves nothing of `wide` and `out` themselves, so changing them is allowed, but what it saves depends on them."""
 
@@ -112,6 +122,9 @@ def stack(story: Story) -> torch.nn.Module:
     return model
 
 
+RESIDENTS = {abandon_reloads: 2}
+"""Resident layers of a story; the others have none."""
+
 STORIES: list[Story] = [
     train,
     raise_in_a_layer,
@@ -120,4 +133,5 @@ STORIES: list[Story] = [
     change_in_place,
     detach_with_copies_under_way,
     detach_with_a_reload_under_way,
+    abandon_reloads,
 ]

@@ -18,6 +18,7 @@ LEGAL = {
     ("swapping", "done"),
     ("away", "returning"),
     ("returning", "ready"),
+    ("returning", "away"),
     ("ready", "done"),
     ("done", "returning"),
     ("done", "ready"),

@@ -44,7 +44,7 @@ def v1(root: Path, group: str, limit_gib: float, used_gib: float = 0, cache_gib:
 
 
 def free_gib(root: Path) -> float:
-    return available_bytes(pinned=False, root=root) / GIB
+    return available_bytes(locked=False, root=root) / GIB
 
 
 def test_without_cgroups_the_kernels_word_counts(tmp_path):
@@ -129,13 +129,13 @@ def test_a_path_with_a_colon(tmp_path):
 def test_locked_memory_limits_pinned_budgets_only(tmp_path, monkeypatch):
     node(tmp_path, "0::/")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (3 * GIB, 5 * GIB))
-    assert available_bytes(pinned=False, root=tmp_path) == 100 * GIB
-    assert available_bytes(pinned=True, root=tmp_path) == 3 * GIB
+    assert available_bytes(locked=False, root=tmp_path) == 100 * GIB
+    assert available_bytes(locked=True, root=tmp_path) == 3 * GIB
 
 
 def test_unlimited_locked_memory(tmp_path, unlimited):
     node(tmp_path, "0::/")
-    assert available_bytes(pinned=True, root=tmp_path) == 100 * GIB
+    assert available_bytes(locked=True, root=tmp_path) == 100 * GIB
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def hundred_gib_free(monkeypatch):
     ],
 )
 def test_ranks_share_equally(hundred_gib_free, asked_gib, ranks, expected_gib):
-    budget = budget_bytes(asked_gib, ranks, pinned=False)
+    budget = budget_bytes(asked_gib, ranks, locked=False)
     assert budget == pytest.approx(expected_gib * GIB, abs=ranks)
     assert budget * ranks <= 100 * GIB
 
@@ -180,4 +180,4 @@ def test_ranks_on_the_node(monkeypatch, environment, expected):
 
 
 def test_this_machine():
-    assert 0 < budget_bytes(None, 1, pinned=False) <= 100_000 * GIB
+    assert 0 < budget_bytes(None, 1, locked=False) <= 100_000 * GIB

@@ -58,7 +58,8 @@ def test_random_schedules_are_ordered_by_events(group):
 def tell(story, streams, engine: type[SwapEngine] = SwapEngine) -> dict[str, torch.Tensor]:
     model = scenarios.stack(story)
     watching = streams if isinstance(streams, OrderedStreams) else nullcontext()
-    with watching, attached(model, streams, {"alpha": 0.5, "resident_layers": 0}, engine) as memo:
+    config = {"alpha": 0.5, "resident_layers": scenarios.RESIDENTS.get(story, 0)}
+    with watching, attached(model, streams, config, engine) as memo:
         return story(memo, model, scenarios.batches())
 
 
@@ -70,6 +71,24 @@ def test_stories(story):
     assert checker.checked > 100
     assert not checker.violations
     assert not differing(tell(story, DelayedStreams(0)), reference)
+
+
+@pytest.mark.parametrize("residents", [0, 2])
+def test_a_reload_that_nobody_came_for_does_not_wait_beside_others(residents):
+    story = scenarios.abandon_reloads
+    model = scenarios.stack(story)
+    with attached(model, ThreadStreams(), {"alpha": 0.5, "resident_layers": residents}) as memo:
+        engine, returning = memo.engine, []
+        reload = engine._reload
+
+        def counting(frame):
+            reload(frame)
+            returning.append(sum(ref() is not None and ref().state == "returning" for ref in engine._stack))
+
+        engine._reload = counting
+        story(memo, model, scenarios.batches())
+    assert len(returning) > 8
+    assert max(returning) == 1
 
 
 @pytest.mark.parametrize("wait", waits())

@@ -1,0 +1,48 @@
+"""What the FLOP formula needs to know of a Hugging Face causal LM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ds_memo.estimate.flops import sequence_flops
+
+
+def model_flops(model: nn.Module, seq_length: int) -> float | None:
+    """FLOPs to train on one sequence of `seq_length` tokens; None where the formula does not hold.
+
+    It does not for a model without a Hugging Face configuration and head, nor for a mixture of experts.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config") or not hasattr(model, "get_output_embeddings"):
+        return None
+    config = config.get_text_config()
+    parameters = matmul_parameters(model)
+    if parameters is None or not hasattr(config, "num_attention_heads"):
+        return None
+    return sequence_flops(seq_length, parameters, config.num_hidden_layers, attention_width(config))
+
+
+def attention_width(config: Any) -> int:
+    """Heads × head size, in elements: h of the FLOP formula."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_attention_heads * head
+
+
+def matmul_parameters(model: nn.Module) -> int | None:
+    """The parameters that multiply every token: P of the FLOP formula. None for a mixture of experts, where it differs.
+
+    An input embedding that is not also the head is only looked up and does not count.
+    """
+    config = model.config.get_text_config()
+    if any(getattr(config, field, None) for field in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return None
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embeddings is None or head is None:
+        return None
+
+    def count(module: nn.Module) -> int:
+        return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())  # ds_numel: partitioned by ZeRO-3
+
+    return count(model) - (0 if embeddings.weight is head.weight else count(embeddings))
