@@ -1,7 +1,7 @@
 """A frame: what one layer call leaves behind for its backward, and the states it goes through.
 
     recording ─► swapping ─► away ─► returning ─► ready ─► done ─► returning …   (swapped; `done` returns on retain_graph)
-    recording ─► ready ─► done ─► ready …                                         (resident)
+    recording ─► done ─► ready ─► done …                                          (resident)
 
 A frame lives as long as the graph of its layer call. Its device memory is bounded by
 
@@ -26,7 +26,7 @@ ALIGN = 256
 """Bytes; host rows and buffer slots begin on multiples of it, as CUDA allocations do."""
 
 _NEXT = {
-    "recording": {"swapping", "ready", "done"},
+    "recording": {"swapping", "done"},
     "swapping": {"away", "done"},
     "away": {"returning"},
     "returning": {"ready"},
