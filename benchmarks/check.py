@@ -17,7 +17,6 @@ The result goes to benchmarks/results/check-<device>.json with versions and raw 
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib.util
 import itertools
 import json
@@ -40,7 +39,7 @@ import ds_memo
 from benchmarks import memory, overhead
 from ds_memo.swap.host_memory import GIB, available_bytes
 from ds_memo.swap.slab import HostSlab
-from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, ThreadStreams, streams_for
+from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, streams_for
 from tests import models
 
 ALPHAS, RESIDENTS = (0.0, 0.125, 0.5, 0.875, 1.0), (0, 2, models.LAYERS)

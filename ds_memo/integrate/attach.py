@@ -17,6 +17,7 @@ from ds_memo.config import MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
 from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
 from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.modes import inside_a_layer
 from ds_memo.solve.homes import alpha_for_host, place_residents
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_memory import GIB, budget_bytes, ranks_on_node
@@ -210,6 +211,8 @@ class Memo:
         """Give the model back as it was. Graphs made before can no longer be run backward."""
         if self._detached:
             raise MemoError("this handle is already detached")
+        if inside_a_layer():
+            raise MemoError("detach() was called while a layer runs; call it between two steps")
         self._detached = True
         while self._restore:
             self._restore.pop()()

@@ -87,9 +87,7 @@ class Remat:
             return torch.compiler.disable(self._run)(layer, fn, args, kwargs, preserve_rng_state)
         return self._run(layer, fn, args, kwargs, preserve_rng_state)
 
-    def _run(
-        self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool
-    ) -> Any:
+    def _run(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         if inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         fn, args = _lift_keywords(fn, args, kwargs)

@@ -271,9 +271,7 @@ class Analyse(_NotingMode):
         givens: tensors that were there before: the layer's parameters, buffers and arguments.
     """
 
-    def __init__(
-        self, call: Call, seen: Seen, givens: Iterable[torch.Tensor], finish: Callable[[Call, Seen], None]
-    ) -> None:
+    def __init__(self, call: Call, seen: Seen, givens: Iterable[torch.Tensor], finish: Callable[[Call, Seen], None]) -> None:
         super().__init__()
         self.call = call
         self.seen = seen
@@ -297,6 +295,10 @@ class Analyse(_NotingMode):
         except BaseException:
             self.call.engine.abort(self.call.frame)
             raise
+        finally:
+            self.seen.forget()  # the graph's hooks lead here and would keep every output that was seen
+            self._gemms.clear()
+            self._fresh = None
 
     def _note(self, tensor: torch.Tensor) -> None:
         self.seen.packs += 1

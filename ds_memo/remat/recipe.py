@@ -153,6 +153,12 @@ class Seen:
             if self.wanted >> bit & 1 and not supplied_whole:
                 self.wanted |= op.inputs
 
+    def forget(self) -> None:
+        """Drop the tensors: what is to be kept has left by now."""
+        self.ops.clear()
+        self.inputs.clear()
+        self.set_aside.clear()
+
     def gemms(self) -> list[SeenGemm]:
         return [op for op in self.ops if isinstance(op, SeenGemm)]
 

@@ -65,6 +65,8 @@ class SwapEngine:
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
         self._clear_graves()
+        while self._stack and self._stack[-1]() is None:
+            self._stack.pop()
         while len(self._leaving) >= 2:
             self._let_go(self._leaving.popleft()())
         self.traffic.frames += 1
@@ -142,6 +144,7 @@ class SwapEngine:
         self._clear_graves()
         while self._leaving:
             self._let_go(self._leaving.popleft()())
+        self._let_go(frame)  # still here only if it was changed in place, which is said again
         if frame.resident:
             check_unchanged(frame, frame.layout.kept)
             frame.move("ready")
@@ -168,17 +171,20 @@ class SwapEngine:
         """Finish all copies and give the host memory back. Frames that are still alive can no longer be replayed."""
         if self._closed:
             return
-        self._closed = True
         self._unsent = None
-        self.streams.wait(COMPUTE, self.streams.mark(D2H))
-        self.streams.wait(COMPUTE, self.streams.mark(H2D))
-        self._clear_graves()
-        for ref in self._stack:
-            if (frame := ref()) is not None:
-                frame.device.clear()
-                frame.slots.clear()
-                self._give_block(frame)
-        self.streams.close()
+        try:
+            self.streams.wait(COMPUTE, self.streams.mark(D2H))
+            self.streams.wait(COMPUTE, self.streams.mark(H2D))
+            for ref in self._stack:
+                if (frame := ref()) is not None:
+                    frame.device.clear()
+                    frame.slots.clear()
+                    self._give_block(frame)
+            self._closed = True  # not before: a frame that dies meanwhile, on whatever thread, must be buried
+            self._clear_graves()
+        finally:
+            self._closed = True
+            self.streams.close()
         self.slab.close()
 
     def _send(self) -> None:
@@ -213,8 +219,6 @@ class SwapEngine:
 
     def _next_below(self, frame: Frame) -> Frame | None:
         """The youngest older frame that backward has reached as often as this one, if it waits on the host."""
-        while self._stack and self._stack[-1]() is None:
-            self._stack.pop()
         for ref in reversed(self._stack):
             below = ref()
             if below is not None and below.age < frame.age and below.replays == frame.replays:

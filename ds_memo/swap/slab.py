@@ -16,6 +16,8 @@ from ds_memo.errors import MemoError
 from ds_memo.swap.host_memory import GIB
 
 PAGE = mmap.PAGESIZE
+WASTE = 1 / 16
+"""Share of a frame's size that the block lent to it may be too large by."""
 
 
 @dataclass(eq=False)
@@ -49,17 +51,20 @@ class HostSlab:
         self._idle: list[Block] = []
 
     def take(self, nbytes: int, wanted_by: str) -> Block:
-        """Lend a block of at least `nbytes` bytes: the smallest idle one that fits, else a new one.
+        """Lend a block of at least `nbytes` bytes: the smallest idle one that fits closely, else a new one.
+
+        A block that is much too large is not lent: a long frame that comes later would find it taken, and the budget too.
 
         Raises:
             MemoError: the budget does not allow it; names `wanted_by`, needed and available GiB.
         """
-        fitting = [block for block in self._idle if block.nbytes >= nbytes]
+        pages = -(-nbytes // PAGE) * PAGE
+        fitting = [block for block in self._idle if pages <= block.nbytes <= pages + int(pages * WASTE)]
         if fitting:
             block = min(fitting, key=lambda candidate: candidate.nbytes)
             self._idle.remove(block)
         else:
-            block = self._new(-(-nbytes // PAGE) * PAGE, wanted_by)
+            block = self._new(pages, wanted_by)
         self.used += block.nbytes
         self.peak_used = max(self.peak_used, self.used)
         return block
@@ -77,7 +82,7 @@ class HostSlab:
             self._free(self._idle.pop())
 
     def _new(self, nbytes: int, wanted_by: str) -> Block:
-        while self.size + nbytes > self.budget and self._idle:  # too small for this frame: replaced, not added to
+        while self.size + nbytes > self.budget and self._idle:  # of no use to this frame: replaced, not added to
             self._free(self._idle.pop())
         if self.size + nbytes > self.budget:
             raise MemoError(

@@ -65,10 +65,10 @@ class ThreadStreams:
 
     def __init__(self) -> None:
         self._queues: dict[str, queue.SimpleQueue] = {D2H: queue.SimpleQueue(), H2D: queue.SimpleQueue()}
-        self._failures: list[BaseException] = []
+        self._failures: list[tuple[str, BaseException]] = []
         self._stall = {D2H: 0.0, H2D: 0.0}
         self._threads = [
-            threading.Thread(target=self._work, args=(q, self._failures), name=f"ds_memo-{name}", daemon=True)
+            threading.Thread(target=self._work, args=(name, q, self._failures), name=f"ds_memo-{name}", daemon=True)
             for name, q in self._queues.items()
         ]
         for thread in self._threads:
@@ -77,13 +77,13 @@ class ThreadStreams:
         self._stop = weakref.finalize(self, _stop, list(self._queues.values()))
 
     @staticmethod
-    def _work(work: queue.SimpleQueue, failures: list[BaseException]) -> None:
+    def _work(name: str, work: queue.SimpleQueue, failures: list[tuple[str, BaseException]]) -> None:
         while (item := work.get()) is not None:
             call, *args = item
             try:
                 call(*args)
             except BaseException as failure:  # raised again in wait(), on the thread that can act on it
-                failures.append(failure)
+                failures.append((name, failure))
             del item, call, args  # an idle thread must not keep tensors alive
 
     def mark(self, stream: str) -> _ThreadEvent:
@@ -105,7 +105,8 @@ class ThreadStreams:
             event.done.wait()
             self._stall[event.stream] += time.perf_counter() - begin
         if self._failures:
-            raise MemoError(f"a copy on the {event.stream} stream failed: {self._failures[0]!r}") from self._failures[0]
+            stream, failure = self._failures[0]
+            raise MemoError(f"a copy on the {stream} stream failed: {failure!r}") from failure
 
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         if not self._stop.alive:
