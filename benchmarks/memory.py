@@ -237,20 +237,12 @@ def _line(row: Measured) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def measure(device: torch.device, dtype: torch.dtype, layers: int = 8, length: int = 512) -> list[Measured]:
+    """Print the table and return its rows."""
     results: list[Measured] = []
-    print(
-        f"{options.layers} layers, s {options.length}, h {HIDDEN}, {options.dtype} on {options.device}; units of b·s·h elements"
-    )
+    print(f"{layers} layers, s {length}, h {HIDDEN}, {dtype} on {device}; units of b·s·h elements")
     for shape in SHAPES:
-        bench = Bench(shape, options.layers, options.length, options.device, getattr(torch, options.dtype))
+        bench = Bench(shape, layers, length, str(device), dtype)
         print(f"\n{shape}")
         for name, base in (("everything saved", bench.plain), ("torch.utils.checkpoint", bench.checkpointed)):
             print(f"    {name:23s} after forward {base.after_forward:7.2f}   backward peak {base.backward_peak:7.2f}")
@@ -263,6 +255,19 @@ def main() -> None:
                     print(_line(row))
     missed = [miss for row in results for miss in row.misses()]
     print(f"\n{len(results)} configurations, {len(missed)} over a bar")
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results = measure(torch.device(options.device), getattr(torch, options.dtype), options.layers, options.length)
+    missed = [miss for row in results for miss in row.misses()]
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in results], indent=1))
     raise SystemExit(bool(missed))

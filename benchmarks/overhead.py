@@ -69,17 +69,14 @@ def measure(model: torch.nn.Module, tokens: torch.Tensor, rounds: int) -> dict[s
     return samples
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def measure_all(device: torch.device, rounds: int) -> dict[str, Any]:
+    """Print the medians of every model and return them with the raw samples."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    tokens = torch.randint(0, 128, (1, 16), device=options.device)
+    tokens = torch.randint(0, 128, (1, 16), device=device)
     result: dict[str, Any] = {"goal_ms": GOAL_MS, "unit": "ms per layer and pass", "models": {}}
     for name, model in models().items():
-        samples = measure(model.to(options.device).train(), tokens, options.rounds)
+        samples = measure(model.to(device).train(), tokens, rounds)
         medians = {
             variant: [statistics.median(pair[side] for pair in pairs) * 1e3 for side in (0, 1)]
             for variant, pairs in samples.items()
@@ -91,6 +88,17 @@ def main() -> None:
             added = [medians[variant][side] - base[side] for side in (0, 1)]
             verdict = "within" if max(added) <= GOAL_MS else "OVER"
             print(f"    {variant:15s} adds {added[0]:+.3f} ms forward, {added[1]:+.3f} ms backward ({verdict} {GOAL_MS} ms)")
+    torch.set_num_threads(threads)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result = measure_all(torch.device(options.device), options.rounds)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
 

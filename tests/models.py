@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -147,6 +146,9 @@ class Batch:
         embeds = torch.randn(batch, length, HIDDEN, generator=generator).to(dtype)
         return cls(embeds, torch.randint(0, VOCAB, (batch, length), generator=generator))
 
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.embeds.to(device), self.labels.to(device))
+
 
 @dataclass
 class Outcome:
@@ -272,4 +274,6 @@ def compare_with_stock(
 
 def every_config(test: Callable[..., None]) -> Callable[..., None]:
     """Run a test once per entry of CONFIGS, as argument `config`."""
+    import pytest  # the benchmarks use this module too, and need no pytest
+
     return pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"alpha={c['alpha']}-resident={c['resident_layers']}")(test)
