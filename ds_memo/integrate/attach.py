@@ -58,6 +58,9 @@ def attach(
     if model in _attached:
         raise MemoError(f"{type(model).__name__} is already attached; call .detach() on its handle first")
     found = find_layers(model, layers)
+    for name, module in found:
+        if any(module in memo._by_module for memo in _attached.values()):
+            raise MemoError(f"layer {name} is already attached with another model that holds it; call .detach() on that handle first")
     check_residents(config, len(found))
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
