@@ -288,7 +288,7 @@ class Memo:
     def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.in_forward = False
         self.residents = self._place()  # a model that calls ds_memo.checkpoint itself makes its layers known as it runs
-        trained = module.training and torch.is_grad_enabled()
+        trained = module.training and torch.is_grad_enabled() and output is not None  # None: it raised
         if trained and self.engine.traffic.frames == self._frames_before:
             self.warn(
                 f"{type(module).__name__} ran a training forward and none of its {len(self.layers)} layers came through ds_memo: "
