@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_memo.errors import MemoError
-from ds_memo.remat.modes import Analyse, Call, Record, Replay, Work, inside_a_layer
+from ds_memo.remat.modes import Analyse, Call, Record, Replay, Work, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe, storable
 from ds_memo.swap.engine import SwapEngine
 
@@ -68,6 +68,7 @@ class Remat:
         self.policy = policy
         self.warn = warn
         self.work = Work()
+        keep_dynamo_out()
         self._sdpa = SDPA[attention] if attention else None
         self._attention = attention
         self._warned: set[tuple[type | None, str]] = set()

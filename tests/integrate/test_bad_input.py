@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
-from tests.models import HIDDEN, LAYERS, Batch, Block, Toy, assert_same, build, gradients, step
+from tests.models import HIDDEN, LAYERS, Batch, Block, Toy, assert_same, assert_same_grads, build, gradients, step
 
 BATCH = Batch.random(2, 17)
 
@@ -131,16 +131,17 @@ def test_layers_that_cost_more_than_they_should(block: type, seen: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("how", ["layer", "wrapped layer", "layer's part", "model"])
+@pytest.mark.parametrize("how", ["layer", "wrapped layer", "layer's part", "model", "Hugging Face layer"])
 def test_compiled(how: str, backend: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Toy()
+    model = build("llama") if how == "Hugging Face layer" else Toy()
     stock = copy.deepcopy(model)
+    blocks = model.model.layers if how == "Hugging Face layer" else model.blocks
     if how == "wrapped layer":
         model.blocks = nn.ModuleList(torch.compile(block, backend=backend) for block in model.blocks)
-    for block in model.blocks:
-        if how == "layer":
+    for block in blocks:
+        if how in ("layer", "Hugging Face layer"):
             block.compile(backend=backend)
         elif how == "layer's part":
             block.up.compile(backend=backend)
@@ -150,7 +151,7 @@ def test_compiled(how: str, backend: str) -> None:
         want = step(stock, BATCH)
         torch.manual_seed(7)
         x = BATCH.embeds.clone().requires_grad_()
-        loss = run(x, BATCH.labels).loss
+        loss = run(inputs_embeds=x, labels=BATCH.labels).loss
         loss.backward()
         grads = {name.replace("_orig_mod.", ""): grad for name, grad in gradients(model).items()}
         torch.testing.assert_close(loss.detach(), want.loss)
@@ -158,6 +159,22 @@ def test_compiled(how: str, backend: str) -> None:
             torch.testing.assert_close(grads.get(name, x.grad), grad, rtol=1e-4, atol=1e-6)
     handle.detach()
     torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_a_layer_that_inductor_compiled() -> None:
+    """Nothing inside is seen, so all of it runs again, and that is said."""
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    for layer in model.model.layers:
+        layer.compile()
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    want = step(stock, BATCH)
+    with pytest.warns(ds_memo.MemoWarning, match=r"layer model\.layers\.0: no GEMM was seen in it.*it is compiled"):
+        step(model, BATCH)
+    for _ in range(2):
+        assert_same_grads(step(model, BATCH).grads, want.grads, 1e-5)  # fused kernels round differently
+    handle.detach()
 
 
 @pytest.mark.slow
