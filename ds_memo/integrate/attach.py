@@ -63,6 +63,11 @@ def attach(
     if model in _attached:
         raise MemoError(f"{type(model).__name__} is already attached; call .detach() on its handle first")
     found = find_layers(model, layers)
+    for name, module in found:
+        if any(module in memo._by_module for memo in _attached.values()):
+            raise MemoError(
+                f"layer {name} is already attached with another model that holds it; call .detach() on that handle first"
+            )
     check_residents(config, len(found))
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -148,11 +153,11 @@ class Memo:
         for module in model.modules():
             if is_huggingface_model(module):  # or it fills a cache with the keys and values of all layers, at each replay again
                 self._set(module, "gradient_checkpointing", True)
-                self._set(module, "_gradient_checkpointing_func", self.run)
+                self._set(module, "_gradient_checkpointing_func", _Ours(self.run, _plainly))
         for hook in (
-            model.register_forward_pre_hook(self._forward_begins),
-            model.register_forward_hook(self._forward_is_over, always_call=True),
-            model.register_forward_hook(self._forward_ends),
+            model.register_forward_pre_hook(_Ours(self._forward_begins, _nothing)),
+            model.register_forward_hook(_Ours(self._forward_is_over, _nothing), always_call=True),
+            model.register_forward_hook(_Ours(self._forward_ends, _nothing)),
         ):
             self._restore.append(hook.remove)
         self._frames_before = 0
@@ -282,9 +287,9 @@ class Memo:
     def _take_over(self, layer: Layer, module: nn.Module) -> None:
         if is_huggingface_layer(module):
             self._set(module, "gradient_checkpointing", True)
-            self._set(module, "_gradient_checkpointing_func", functools.partial(self.remat.run, layer))
+            self._set(module, "_gradient_checkpointing_func", _Ours(functools.partial(self.remat.run, layer), _plainly))
         else:
-            self._set(module, "forward", functools.partial(self.remat.run, layer, module.forward))
+            self._set(module, "forward", _Ours(functools.partial(self.remat.run, layer, module.forward), module.forward))
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an instance attribute so that detach() can put back what was there."""
@@ -321,6 +326,32 @@ class Memo:
                 f"{type(module).__name__} ran a training forward and none of its {len(self.layers)} layers came through ds_memo: "
                 "it has no effect. Was gradient_checkpointing_enable() called after attach?"
             )
+
+
+class _Ours:
+    """What we put into a module. A copy of the module, or a pickle of it, is a plain one: it gets `plain` in its place."""
+
+    def __init__(self, call: Callable[..., Any], plain: Callable[..., Any]) -> None:
+        self.call = call
+        self.plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return _same, (self.plain,)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _plainly(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
+
+
+def _nothing(*args: Any) -> None:
+    pass
 
 
 def _module_of(fn: Any) -> nn.Module | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import weakref
 from typing import Any
 
 import deepspeed
@@ -56,9 +57,14 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
         return result
 
     engine._take_model_step = take_step_and_tell
-    memo.on_detach(lambda: engine.__dict__.pop("_take_model_step", None))
+    memo.on_detach(functools.partial(_give_step_back, weakref.ref(engine)))  # attached models must not keep engines alive
     engine.memo = memo
     return memo
+
+
+def _give_step_back(engine: weakref.ref) -> None:
+    if (target := engine()) is not None:
+        target.__dict__.pop("_take_model_step", None)
 
 
 def _read_config(asked: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_memo.errors import MemoError
-from ds_memo.remat.modes import Analyse, Call, Record, Replay, Work, inside_a_layer
+from ds_memo.remat.modes import Analyse, Call, Record, Replay, Work, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe, storable
 from ds_memo.swap.engine import SwapEngine
 
@@ -70,17 +70,12 @@ class Layer:
 class Remat:
     """Runs layers. One per attached model."""
 
-    def __reduce__(self) -> Any:
-        raise MemoError(
-            "a model under ds_memo cannot be copied or pickled whole; copy it before attach or after detach(), "
-            "or copy its state_dict()"
-        )
-
     def __init__(self, engine: SwapEngine, policy: Policy, warn: Callable[[str], None], attention: str | None = None) -> None:
         self.engine = engine
         self.policy = policy
         self.warn = warn
         self.work = Work()
+        keep_dynamo_out()
         self._sdpa = SDPA[attention] if attention else None
         self._attention = attention
         self._warned: set[tuple[type | None, str]] = set()

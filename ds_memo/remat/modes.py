@@ -6,6 +6,7 @@ what Replay will need.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -88,6 +89,15 @@ def inside_a_layer() -> bool:
     return getattr(_inside, "depth", 0) > 0
 
 
+@functools.cache
+def keep_dynamo_out() -> None:
+    """Ops of a compiled region come to our modes with some backends; dynamo must not go on to compile the modes."""
+    from torch._dynamo import trace_rules
+
+    for module in ("ds_memo.swap", "ds_memo.remat.keep", "ds_memo.remat.modes", "ds_memo.remat.recipe"):
+        trace_rules.add(module)
+
+
 class _Mode(TorchDispatchMode):
     def __enter__(self) -> Any:
         _inside.depth = getattr(_inside, "depth", 0) + 1
@@ -97,7 +107,7 @@ class _Mode(TorchDispatchMode):
         super().__exit__(*exception)
         _inside.depth -= 1
 
-    # Without this, every op would pass a wrapper that keeps dynamo out; ops of a compiled region never come here.
+    # Without this, every op would pass a wrapper that keeps dynamo out; keep_dynamo_out() does it once.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False

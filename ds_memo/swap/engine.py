@@ -115,7 +115,7 @@ class SwapEngine:
         """The layer has run."""
         self._send()
         if frame.resident:
-            frame.move("ready")
+            frame.move("done")
             return
         frame.sent = self.streams.mark(D2H)
         frame.move("swapping")
@@ -152,8 +152,7 @@ class SwapEngine:
             self._send_away(ahead)
         if frame.resident:
             check_unchanged(frame, frame.layout.kept)
-            if frame.state == "done":
-                frame.move("ready")
+            frame.move("ready")
         else:
             if frame.state in ("away", "done"):
                 self.traffic.frames_on_demand += 1

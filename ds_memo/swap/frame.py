@@ -2,7 +2,7 @@
 
     recording ─► swapping ─► away ─► returning ─► ready ─► done ─► returning …   (swapped; `done` returns on retain_graph,
                                                                                   `returning` to `away` if nobody came for it)
-    recording ─► ready ─► done ─► ready …                                         (resident)
+    recording ─► done ─► ready ─► done …                                          (resident)
 
 A frame lives as long as the graph of its layer call. Its device memory is bounded by
 
@@ -27,7 +27,7 @@ ALIGN = 256
 """Bytes; host rows and buffer slots begin on multiples of it, as CUDA allocations do."""
 
 _NEXT = {
-    "recording": {"swapping", "ready", "done"},
+    "recording": {"swapping", "done"},
     "swapping": {"away", "done"},
     "away": {"returning"},
     "returning": {"ready", "away"},

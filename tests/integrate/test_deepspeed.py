@@ -1,0 +1,228 @@
+"""ds_memo.initialize on one CPU rank: what deepspeed.initialize gives, trained the same, with less kept."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import json
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_memo
+from tests.models import LAYERS, Batch, Block, Toy, build
+
+deepspeed = pytest.importorskip("deepspeed")
+pytestmark = [
+    pytest.mark.skipif(deepspeed.get_accelerator().device_name() != "cpu", reason="one CPU rank; the GPU check covers CUDA"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+
+MEMO = {"enabled": True, "alpha": 0.5, "resident_layers": 1}
+STAGES = (0, 1, 2, 3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """A gloo group of one, without the shared-memory op that DeepSpeed would build for its CPU collectives."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}.items():
+            patch.setenv(name, value)
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        deepspeed.init_distributed("gloo")
+        yield
+        deepspeed.comm.destroy_process_group()
+
+
+def ds_config(stage: int = 0, dtype: torch.dtype = torch.float32, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10**6},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "steps_per_print": 10**9,
+        **more,
+    }
+
+
+def start(config: Any, name: str = "llama", **kwargs: Any) -> Any:
+    model = kwargs.pop("model", None) or build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return ds_memo.initialize(model=model, optimizer=optimizer, config=config, **kwargs)[0]
+
+
+def train(engine: Any, dtype: torch.dtype = torch.float32, steps: int = 3) -> list[float]:
+    losses = []
+    for number in range(2 * steps):
+        batch = Batch.random(2, 17, dtype, seed=number)
+        loss = engine(inputs_embeds=batch.embeds, labels=batch.labels).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
+    plain = start(ds_config(stage, dtype))
+    assert not hasattr(plain, "memo")
+    want = train(plain, dtype)
+    engine = start(ds_config(stage, dtype, memo=MEMO))
+    got = train(engine, dtype)
+    assert got[:2] == want[:2]  # before the first step of the optimizer: to the bit
+    assert got == pytest.approx(want, rel=1e-5 if dtype == torch.float32 else 2e-2)
+    assert want[-1] != want[0]
+
+    report = ds_memo.report(engine)
+    assert report == ds_memo.report(engine.memo)
+    assert (report["layers"], report["resident_layers"], report["alpha"]) == (LAYERS, 1, 0.5)
+    assert report["frames"] == 6 * LAYERS
+    assert report["bytes_to_host"] == report["bytes_from_host"] > 0
+    assert 0.2 < report["gemm_flops_recomputed_fraction"] < 0.5
+    assert report["attention_recomputed"] == 0
+    assert 0 < report["host"]["peak_used"] <= report["host"]["slab"] <= report["host"]["budget"]
+    assert report["step_s"] > 0
+    assert report["warnings"] == []
+    json.dumps(report)
+    engine.memo.detach()
+
+
+def test_a_plain_module_under_zero_3() -> None:
+    """Its layers' own parameters must be gathered in the replay as well."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+            self.scale = nn.Parameter(torch.rand(64) + 0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(x) * self.scale
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return Toy(Scaled)
+
+    want = train(start(ds_config(3), model=model()))
+    engine = start(ds_config(3, memo=MEMO), model=model())
+    assert train(engine) == pytest.approx(want, rel=1e-5)
+    assert engine.memo.report()["bytes_to_host"] > 0
+    engine.memo.detach()
+
+
+def test_the_signature_is_deepspeeds() -> None:
+    assert inspect.signature(ds_memo.initialize) == inspect.signature(deepspeed.initialize)
+    assert ds_memo.initialize.__name__ == "initialize"
+
+
+def test_what_it_returns() -> None:
+    model = build("llama")
+    returned = ds_memo.initialize(None, model, torch.optim.SGD(model.parameters(), lr=0.1), config=ds_config(memo=MEMO))
+    assert len(returned) == 4
+    assert isinstance(returned[0], deepspeed.DeepSpeedEngine)
+    assert returned[0].module is model
+    returned[0].memo.detach()
+
+
+def test_detach_gives_the_engine_back() -> None:
+    engine = start(ds_config(memo=MEMO))
+    train(engine, steps=1)
+    engine.memo.detach()
+    train(engine, steps=1)
+    with pytest.raises(ds_memo.MemoError, match="detached"):
+        ds_memo.report(engine)
+
+
+def test_an_engine_without_memo_has_no_report() -> None:
+    with pytest.raises(ds_memo.MemoError, match='DeepSpeedEngine is not under ds_memo.*"enabled": true'):
+        ds_memo.report(start(ds_config(memo={**MEMO, "enabled": False})))
+
+
+@pytest.mark.parametrize("how", ["dict", "path", "config_params", "args"])
+def test_where_the_config_may_come_from(how: str, tmp_path: Path) -> None:
+    config = ds_config(memo=MEMO)
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config))
+    model = build("llama")
+    given: dict[str, Any] = {
+        "dict": {"config": config},
+        "path": {"config": str(file)},
+        "config_params": {"config_params": config},
+        "args": {"args": SimpleNamespace(deepspeed_config=str(file), local_rank=0)},
+    }[how]
+    engine = ds_memo.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **given)[0]
+    assert engine.memo.report()["layers"] == LAYERS
+    engine.memo.detach()
+
+
+@pytest.mark.parametrize("key", ["partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"])
+def test_deepspeeds_own_checkpointing_is_refused(key: str) -> None:
+    config = ds_config(memo=MEMO, activation_checkpointing={key: True})
+    with pytest.raises(ds_memo.MemoConfigError, match=rf"activation_checkpointing\.{key} does what memo does"):
+        start(config)
+    start(ds_config(activation_checkpointing={key: True}))  # without memo it is none of our business
+
+
+def test_pipelines_are_refused() -> None:
+    from deepspeed.pipe import PipelineModule
+
+    model = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1)
+    with pytest.raises(ds_memo.MemoError, match="pipeline parallelism runs its own checkpointing"):
+        ds_memo.initialize(model=model, config=ds_config(memo=MEMO))
+
+
+@pytest.fixture
+def not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    @functools.wraps(deepspeed.initialize)
+    def initialize(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("DeepSpeed was started")
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+
+
+@pytest.mark.usefixtures("not_started")
+@pytest.mark.parametrize(
+    "memo, message",
+    [
+        ({"enabled": True, "alpha": 2}, r"memo\.alpha: got 2"),
+        ({"enabled": True, "nonsense": 2}, r"memo\.nonsense: unknown key"),
+        (
+            {"enabled": True, "resident_layers": LAYERS + 1},
+            rf"memo\.resident_layers: got {LAYERS + 1}; allowed: .* from 0 to {LAYERS}",
+        ),
+        ([], "must be a JSON object"),
+    ],
+)
+def test_wrong_sections_are_refused_before_deepspeed_starts(memo: Any, message: str) -> None:
+    with pytest.raises(ds_memo.MemoConfigError, match=message):
+        start(ds_config(memo=memo))
+
+
+@pytest.mark.usefixtures("not_started")
+def test_unknown_layers_are_refused_before_deepspeed_starts() -> None:
+    with pytest.raises(ds_memo.MemoError, match="layers are not known"):
+        start(ds_config(memo=MEMO), model=nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_an_engine_that_is_dropped_is_let_go() -> None:
+    """As far as DeepSpeed itself lets go of one."""
+
+    def gone_after(config: dict[str, Any]) -> bool:
+        engine = start(config)
+        train(engine, steps=1)
+        ref = weakref.ref(engine)
+        del engine
+        gc.collect()
+        return ref() is None
+
+    assert gone_after(ds_config(memo=MEMO)) == gone_after(ds_config())

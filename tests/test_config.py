@@ -1,0 +1,88 @@
+"""The "memo" section: every refused value is named with what is allowed, and nothing is coerced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import ds_memo
+from ds_memo.config import MemoConfig, memo_config
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"enabled": 1}, r"memo\.enabled: got 1; allowed: true or false"),
+    ({"enabled": "true"}, r"memo\.enabled: got 'true'"),
+    ({"enabled": None}, r"memo\.enabled: got None"),
+    ({"alpha": -0.1}, r"memo\.alpha: got -0\.1; allowed: a number from 0 to 1"),
+    ({"alpha": 1.0000001}, r"memo\.alpha: got 1\.0000001"),
+    ({"alpha": "auto"}, r"memo\.alpha: got 'auto'.*leave the key out"),
+    ({"alpha": "0.5"}, r"memo\.alpha: got '0\.5'"),
+    ({"alpha": True}, r"memo\.alpha: got True"),
+    ({"alpha": float("nan")}, r"memo\.alpha: got nan"),
+    ({"alpha": float("inf")}, r"memo\.alpha: got inf"),
+    ({"alpha": [0.5]}, r"memo\.alpha: got \[0\.5\]"),
+    ({"resident_layers": -1}, r"memo\.resident_layers: got -1; allowed: a whole number from 0"),
+    ({"resident_layers": 1.5}, r"memo\.resident_layers: got 1\.5"),
+    ({"resident_layers": 2.0}, r"memo\.resident_layers: got 2\.0"),
+    ({"resident_layers": True}, r"memo\.resident_layers: got True"),
+    ({"resident_layers": "all"}, r"memo\.resident_layers: got 'all'"),
+    ({"resident_layers": "auto"}, r"memo\.resident_layers: got 'auto'"),
+    ({"host_memory_gib": 0}, r"memo\.host_memory_gib: got 0; allowed: a number of GiB above 0"),
+    ({"host_memory_gib": -5}, r"memo\.host_memory_gib: got -5"),
+    ({"host_memory_gib": float("inf")}, r"memo\.host_memory_gib: got inf"),
+    ({"host_memory_gib": "64GB"}, r"memo\.host_memory_gib: got '64GB'"),
+    ({"device_memory_gib": 0.0}, r"memo\.device_memory_gib: got 0\.0"),
+    ({"device_memory_gib": -1}, r"memo\.device_memory_gib: got -1"),
+    ({"attention": "math"}, r"memo\.attention: got 'math'; allowed: \"cudnn\" or \"flash\""),
+    ({"attention": 3}, r"memo\.attention: got 3"),
+    ({"plan": True}, r"memo\.plan: got True; allowed: a JSON object"),
+    ({"plan": None}, r"memo\.plan: got None"),
+    ({"plan": {"solver": "gurobi"}}, r"memo\.plan\.solver: got 'gurobi'; allowed: \"cbc\", \"highs\" or \"greedy\""),
+    ({"plan": {"time_limit_s": 0}}, r"memo\.plan\.time_limit_s: got 0; allowed: a number of seconds above 0"),
+    ({"plan": {"time_limit_s": "60"}}, r"memo\.plan\.time_limit_s: got '60'"),
+    ({"plan": {"enabled": 0}}, r"memo\.plan\.enabled: got 0"),
+    ({"plan": {"cache_dir": ""}}, r"memo\.plan\.cache_dir: got ''; allowed: a path"),
+    ({"plan": {"cache_dir": 5}}, r"memo\.plan\.cache_dir: got 5"),
+    ({"plan": {"sover": "cbc"}}, r"memo\.plan\.sover: unknown key; allowed here: enabled, solver, time_limit_s, cache_dir"),
+    ({"profile": {"method": "guess"}}, r"memo\.profile\.method: got 'guess'"),
+    ({"profile": []}, r"memo\.profile: got \[\]"),
+    ({"profile": {"x": 1}}, r"memo\.profile\.x: unknown key; allowed here: method"),
+    ({"Alpha": 0.5}, r"memo\.Alpha: unknown key; allowed here: enabled, alpha, resident_layers"),
+    ({1: 2}, r"memo\.1: unknown key"),
+]
+
+
+@pytest.mark.parametrize("section, message", REFUSED, ids=lambda value: str(value)[:40])
+def test_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ds_memo.MemoConfigError, match=message):
+        memo_config(section)
+
+
+@pytest.mark.parametrize("section", [None, [], "on", 3, True])
+def test_a_section_that_is_no_object(section: Any) -> None:
+    with pytest.raises(ds_memo.MemoConfigError, match='"memo" must be a JSON object, got '):
+        memo_config(section)
+
+
+def test_every_wrong_field_is_named_at_once() -> None:
+    with pytest.raises(ds_memo.MemoConfigError) as caught:
+        memo_config({"alpha": 2, "resident_layers": -1, "plan": {"solver": "x"}, "nonsense": 1})
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_an_error_of_two_kinds() -> None:
+    assert issubclass(ds_memo.MemoConfigError, ValueError)
+    assert issubclass(ds_memo.MemoConfigError, ds_memo.MemoError)
+
+
+def test_taken() -> None:
+    config = memo_config({"enabled": True, "alpha": 1, "resident_layers": 0, "host_memory_gib": 3, "attention": "flash"})
+    assert (config.alpha, config.resident_layers, config.host_memory_gib) == (1.0, 0, 3.0)
+    assert memo_config(config) is config
+
+
+def test_defaults() -> None:
+    config = memo_config({})
+    assert config == MemoConfig()
+    assert (config.enabled, config.alpha, config.resident_layers, config.attention) == (False, None, None, None)
+    assert (config.plan.enabled, config.plan.solver, config.profile.method) == (True, "cbc", "fit")
