@@ -28,6 +28,7 @@ def portfolio(
     """
     if not buffers:
         return [], "empty"
+    began = time.monotonic()
     target = lower_bound(buffers) if target is None else target
     ends = list(accumulate(b.size for b in buffers))
     best, name, height = [0, *ends[:-1]], "stacked", ends[-1]
@@ -36,6 +37,10 @@ def portfolio(
             best, name, height = offsets, other, top
         if height <= target or time.monotonic() > deadline:
             break
+    if name == "stacked" and height > target:
+        offsets = in_time(buffers, 2 * deadline - began)
+        if offsets is not None:
+            return offsets, "in time"
     return best, name
 
 
@@ -85,6 +90,30 @@ def first_fit(
         for column, value in ((start, at), (end, at + size), (lower, born), (upper, dead)):
             column[k + 1 : placed + 1] = column[k:placed]
             column[k] = value
+    return offsets
+
+
+def in_time(buffers: Sequence[Buffer], deadline: float = float("inf")) -> list[Offset] | None:
+    """Buffers in order of birth, each into the tightest gap between those alive; None past the deadline.
+
+    Only buffers that are alive are looked at, so this is fast where thousands follow each other.
+    """
+    offsets = [0] * len(buffers)
+    start, end, death = (np.empty(0, np.int64) for _ in range(3))  # of those alive, sorted by address
+    order = sorted(range(len(buffers)), key=lambda i: (buffers[i].lifespan.lower, -buffers[i].lifespan.upper))
+    for step, i in enumerate(order):
+        if step % 64 == 63 and time.monotonic() > deadline:
+            return None
+        (born, dead), size = buffers[i].lifespan, buffers[i].size
+        alive = death > born
+        if not alive.all():
+            start, end, death = start[alive], end[alive], death[alive]
+        floors = np.concatenate(([0], end))
+        gaps = np.append(start, floors[-1] + size) - floors  # above the last one there is always room
+        fitting = np.flatnonzero(gaps >= size)
+        k = int(fitting[np.argmin(gaps[fitting])])
+        at = offsets[i] = int(floors[k])
+        start, end, death = np.insert(start, k, at), np.insert(end, k, at + size), np.insert(death, k, dead)
     return offsets
 
 

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -58,6 +59,13 @@ def pairs(buffers: Sequence[Buffer]) -> list[tuple[int, int]]:
         out += [(min(i, j), max(i, j)) for j in alive]
         alive.append(i)
     return out
+
+
+def count_pairs(buffers: Sequence[Buffer]) -> int:
+    """How many pairs there are, in O(n log n)."""
+    deaths = sorted(b.lifespan.upper for b in buffers)
+    births = sorted(b.lifespan.lower for b in buffers)
+    return sum(i - bisect_right(deaths, t) for i, t in enumerate(births))
 
 
 def stack(buffers: Sequence[Buffer], order: Sequence[int]) -> list[Offset]:

@@ -1,15 +1,15 @@
 """What PyTorch's caching allocator would have reserved for the same trace: the number to compare a plan with.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp (read in torch 2.3; unchanged through 2.13 in what matters here),
-for one stream and default settings:
+The rules are those of c10/cuda/CUDACachingAllocator.cpp (pytorch/pytorch at commit eb42ad6), for one stream and default
+settings:
 
 - Sizes are rounded up to 512 bytes. Up to 1 MiB is served by the small pool, the rest by the large one.
-- The smallest free block that holds the request is taken, the lower address among equals. The rest is split off if it is
-  at least 512 bytes (small pool, expandable segments) or more than 1 MiB (large pool, native).
-- native: with no such block, a new segment of 2 MiB (small pool), 20 MiB (requests below 10 MiB), or the request rounded
-  up to 2 MiB. Where that passes the capacity, wholly free segments are given back and it is tried once more.
-- expandable: each pool is one segment that grows at its end by pages of 2 MiB (small pool) or 20 MiB (large). A free block
-  at the end counts as large as all the address space behind it, so blocks in the middle are preferred.
+- The smallest free block that holds the request is taken, the lower address among equals. The rest is split off if it
+  is at least 512 bytes (small pool, expandable segments) or more than 1 MiB (large pool, native).
+- native: with no such block, a new segment of 2 MiB (small pool), 20 MiB (requests below 10 MiB), or the request
+  rounded up to 2 MiB. Where that passes the capacity, wholly free segments are given back and it is tried once more.
+- expandable: each pool is one segment that grows at its end by pages of 2 MiB (small pool) or 20 MiB (large). A free
+  block at the end counts as large as all the address space behind it, so blocks in the middle are preferred.
 - Freed blocks merge with free neighbours of the same segment.
 
 What is not simulated: several streams, record_stream, cudaMalloc's own granularity, garbage collection.

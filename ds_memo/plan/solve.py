@@ -163,7 +163,7 @@ def _search(run: _Run, seconds: float) -> None:
 
 
 def _mip(run: _Run, solver: str, seconds: float) -> None:
-    count = len(milp.pairs(run.buffers))
+    count = milp.count_pairs(run.buffers)
     if count > MAX_PAIRS:
         run.notes.append(f"MIP left out: {count} overlapping pairs, more than {MAX_PAIRS}")
         return
