@@ -11,7 +11,7 @@ solver, is imported here.
 | formats.py, snapshot.py | text traces, MiniMalloc CSV, plan JSON; PyTorch memory snapshots |
 | dsa.py | buffers, lifespans, lower bound, sections |
 | greedy.py, search.py, milp.py | three ways to place buffers |
-| solve.py | one problem, all three in order, with a deadline |
+| solver.py | one problem, all three in order, with a deadline |
 | bilevel.py | a whole iteration: level 1, level 2, the flat plan beside them |
 | rescale.py | a plan for another sequence length |
 | verify.py | the independent check that every plan passes |
@@ -21,7 +21,7 @@ solver, is imported here.
 from .bilevel import Plan, Slot, plan_trace
 from .errors import PlanError
 from .formats import plan_from_json, plan_to_json, read_csv, read_plan, read_trace, write_csv
-from .solve import Solution, fit, solve
+from .solver import Solution, fit, solve
 
 __all__ = [
     "Plan", "PlanError", "Slot", "Solution", "fit", "plan_from_json", "plan_to_json", "plan_trace", "read_csv",

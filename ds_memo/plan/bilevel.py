@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from . import verify
 from .dsa import Buffer, Lifespan, Problem, lower_bound, peak
-from .solve import Progress, Solution, solve
+from .solver import Progress, Solution, solve
 from .trace import UNIT, Tensor, Trace, rounded, varying_phases
 
 
@@ -102,10 +102,10 @@ def plan_trace(
 
     Args:
         trace: One iteration, or several of the same run: phases that differ between them are left out.
-        solver: One of solve.SOLVERS.
+        solver: One of solver.SOLVERS.
         seconds: Time limit for everything, kept to about a second.
         min_bytes: Smaller tensors are left to the general allocator (its small pool serves them well).
-        progress: See solve.solve.
+        progress: See solver.solve.
 
     Raises:
         TracesDiffer: Several traces that are not iterations of one run.

@@ -15,7 +15,7 @@ from .dsa import lower_bound
 from .errors import CapacityBelowLowerBound, PlanError
 from .formats import plan_to_json, read_csv, read_trace, write_csv
 from .snapshot import read_snapshot
-from .solve import SOLVERS, Solution, fit, solve
+from .solver import SOLVERS, Solution, fit, solve
 from .trace import Trace, repeat_layer
 
 INPUT_ERRORS = (PlanError,)

@@ -16,19 +16,21 @@ from .dsa import Buffer, Offset, lower_bound, peak, sections
 
 
 def portfolio(
-    buffers: Sequence[Buffer], deadline: float = float("inf"), target: int | None = None
+    buffers: Sequence[Buffer],
+    deadline: float = float("inf"),
+    last_deadline: float = float("inf"),
+    target: int | None = None,
 ) -> tuple[list[Offset], str]:
     """The best placement the portfolio finds, and the name of the order that found it.
 
     Args:
-        deadline: `time.monotonic()` after which no order is begun and an unfinished one is dropped. Where none
-        finished,
-            the buffers are stacked without any reuse, under the name "stacked".
+        deadline: `time.monotonic()` after which no order is begun and an unfinished one is dropped.
+        last_deadline: Where none finished, `in_time` is tried until then; and where that does not finish either, the
+            buffers are stacked without any reuse, under the name "stacked".
         target: Stop at this peak; the lower bound where not given.
     """
     if not buffers:
         return [], "empty"
-    began = time.monotonic()
     target = lower_bound(buffers) if target is None else target
     ends = list(accumulate(b.size for b in buffers))
     best, name, height = [0, *ends[:-1]], "stacked", ends[-1]
@@ -38,7 +40,7 @@ def portfolio(
         if height <= target or time.monotonic() > deadline:
             break
     if name == "stacked" and height > target:
-        offsets = in_time(buffers, 2 * deadline - began)
+        offsets = in_time(buffers, last_deadline)
         if offsets is not None:
             return offsets, "in time"
     return best, name

@@ -105,7 +105,7 @@ def solve_milp(
     job = {
         "parent": os.getpid(),
         "solver": SOLVERS[solver],
-        "seconds": max(0.1, seconds - MARGIN),
+        "seconds": max(0.1, 0.8 * seconds - MARGIN),  # CBC overruns, and what a killed child found is lost
         "sizes": [b.size for b in buffers],
         "pairs": pairs(buffers),
         "cap": peak(buffers, start) if tight and start is not None else sum(b.size for b in buffers),

@@ -98,9 +98,12 @@ def solve(
     run = _Run(scaled.buffers, unit, seconds, progress)
     base = run.bound
     # Greedy gets a third of a short limit, so that something is left for the rest.
-    deadline = run.began + (seconds if solver == "greedy" else seconds / 3)
-    offsets, order = greedy.portfolio(run.buffers, deadline)
+    share = 0.6 if solver == "greedy" else 0.33
+    offsets, order = greedy.portfolio(run.buffers, run.began + share * seconds, run.began + 0.9 * seconds)
     run.offer(offsets, f"greedy ({order})")
+    if order == "stacked" and run.peak > run.bound:
+        run.notes.append("the time limit ended before any greedy order was done: the buffers share no addresses")
+        warnings.warn(f"ds_memo: {run.notes[-1]}", stacklevel=2)
     run.tell("greedy")
     if solver != "greedy" and not run.done:
         if solver != "search":
@@ -126,7 +129,7 @@ def fit(problem: Problem, capacity: int, *, solver: str = "cbc", seconds: float 
     began = time.monotonic()
     scaled, unit = problem.scaled()
     room, base = capacity // unit, lower_bound(problem.buffers)
-    offsets, order = greedy.portfolio(scaled.buffers, began + seconds / 4, room)
+    offsets, order = greedy.portfolio(scaled.buffers, began + seconds / 4, began + seconds / 2, room)
     method, notes = f"greedy ({order})", ()
     if peak(scaled.buffers, offsets) > room:
         if solver == "greedy":
