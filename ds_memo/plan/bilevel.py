@@ -109,6 +109,7 @@ def plan_trace(
 
     Raises:
         TracesDiffer: Several traces that are not iterations of one run.
+        TooLarge: All sizes together reach 2^62 bytes.
     """
     began = time.monotonic()
     deadline = began + seconds
@@ -128,8 +129,8 @@ def plan_trace(
             planned.append(t._replace(death=trace.phases[t.death_phase].end))
         else:
             planned.append(t)
-    buffers = [_buffer(t) for t in planned]
-    bound = lower_bound(buffers)
+    problem = Problem(tuple(_buffer(t) for t in planned))
+    buffers, bound = problem.buffers, lower_bound(problem.buffers)
 
     reports, solutions, inside = _level1(trace, planned, varying, solver, deadline, progress)
     notes = [n for s in solutions.values() for n in s.notes]
@@ -138,9 +139,8 @@ def plan_trace(
     best = bilevel_peak = peak(buffers, bilevel)
     offsets, kind, flat_peak, proven_bound = bilevel, "bilevel", None, bound
     if bilevel_peak > bound:
-        flat = solve(
-            Problem(tuple(buffers)), solver=solver, seconds=max(0.1, deadline - time.monotonic()), progress=progress
-        )
+        left_s = max(0.1, deadline - time.monotonic())
+        flat = solve(problem, solver=solver, seconds=left_s, progress=progress)
         notes += flat.notes
         flat_peak, proven_bound = flat.peak, flat.bound
         if flat.peak < best:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
+from .errors import TooLarge
+
+MAX_TOTAL = 2**62
 Offset = int  # address of a buffer's first unit
 TimeValue = int  # index of a request, or any other clock
 
@@ -42,6 +45,10 @@ class Buffer(NamedTuple):
 @dataclass(frozen=True)
 class Problem:
     buffers: tuple[Buffer, ...]
+
+    def __post_init__(self):
+        if (total := sum(b.size for b in self.buffers)) >= MAX_TOTAL:
+            raise TooLarge(f"the sizes add up to {total}, expected less than 2^62")
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, int, int, int]]) -> Problem:

@@ -56,6 +56,10 @@ class CapacityBelowLowerBound(PlanError):
     """No plan can fit: more bytes are alive at once than the capacity has."""
 
 
+class TooLarge(PlanError):
+    """All sizes together reach 2^62: the solvers add them up in 64 bits."""
+
+
 class TracesDiffer(PlanError):
     """Traces that should tell of the same run (other iterations, other sequence lengths) do not line up."""
 

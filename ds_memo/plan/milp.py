@@ -29,6 +29,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ from .dsa import Buffer, Offset, lower_bound, peak
 
 SOLVERS = {"cbc": "CBC", "highs": "HiGHS"}
 CBC_PROGRESS = re.compile(r"([-\d.e+]+) best solution, best possible ([-\d.e+]+)")
-MARGIN = 0.25  # seconds the child is told to stop before it is killed
+MARGIN = 0.25  # seconds for the child to start and to end
 
 
 class MilpFailed(Exception):
@@ -144,7 +145,8 @@ def _run_child(job: str, deadline: float, progress: Callable[[float, float], Non
     answer, log, code = b"", b"", None
     try:
         # The child reads while we write, but a child that hangs must not: it gets its own thread.
-        threading.Thread(target=_feed, args=(process.stdin, job), daemon=True).start()
+        feeder = threading.Thread(target=_feed, args=(process.stdin, job), daemon=True)
+        feeder.start()
         open_ends = {answer_read, process.stdout.fileno()}
         while answer_read in open_ends:
             left = deadline - time.monotonic()
@@ -166,8 +168,11 @@ def _run_child(job: str, deadline: float, progress: Callable[[float, float], Non
     finally:
         process.kill()
         process.wait()
+        feeder.join()
         os.close(answer_read)
         process.stdout.close()
+        with suppress(OSError):  # what it did not read
+            process.stdin.close()
     if not answer:
         last = log.decode(errors="replace").strip().splitlines()
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
@@ -177,11 +182,9 @@ def _run_child(job: str, deadline: float, progress: Callable[[float, float], Non
 
 def _feed(pipe, job: str) -> None:
     """Writes the job and keeps the pipe open: its end tells the child that the parent is gone."""
-    try:
+    with suppress(OSError):  # the child is dead already; the reader notices
         pipe.write(job.encode() + b"\n")
         pipe.flush()
-    except OSError:
-        pass  # the child is dead already; the reader notices
 
 
 # ---- below: in the child

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import native
-from .dsa import Buffer, Offset, sections
+from .dsa import MAX_TOTAL, Buffer, Offset, sections
 from .search_py import Search
 
 STACK = 512 << 20  # bytes of address space for the recursion, one frame a decision; touched only as deep as it goes
@@ -52,8 +52,7 @@ def search(
     """
     if not buffers:
         return Answer([], True, 0, "none")
-    if capacity >= NO_LIMIT or sum(b.size for b in buffers) >= NO_LIMIT:
-        return Answer(None, False, 0, "none")  # past what 64-bit sums hold; the callers scale, so this is no real size
+    capacity = min(capacity, MAX_TOTAL)  # Problem keeps the sizes below it
     first, last, count = sections(buffers)
     size = [b.size for b in buffers]
     seen: dict[tuple, int] = {}

@@ -124,7 +124,8 @@ def solve(
 def fit(problem: Problem, capacity: int, *, solver: str = "cbc", seconds: float = 60.0) -> Solution | None:
     """A placement below `capacity`, or None where none was found; any that fits will do.
 
-    This is MiniMalloc's question. It is easier than the smallest plan: the search is given the capacity at once.
+    This is MiniMalloc's question. It is easier than the smallest plan: the search is given the capacity at once, and
+    every solver but "greedy" means the same here.
     """
     began = time.monotonic()
     scaled, unit = problem.scaled()

@@ -137,6 +137,8 @@ def repeat_layer(trace: Trace, layers: int, like: int = 1) -> Trace:
     layer_of = {p: (i, way) for (i, way), p in passes.items()}
     have = 1 + max((i for i, _ in passes), default=-1)
     extra = layers - have
+    if len(passes) < sum(1 for ph in trace.phases if LAYER_PASS.fullmatch(ph.name)):
+        raise TracesDiffer("cannot repeat a layer of a trace with several passes over it (gradient accumulation)")
     if not (0 < like < have - 1 and (like, "f") in passes and extra >= 0):
         raise TracesDiffer(
             f"cannot make {layers} layers by repeating layer {like} of {have}: it must lie between two others"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ds_memo.plan import plan_trace, read_trace, solve, verify
 from ds_memo.plan.bilevel import Plan
 from ds_memo.plan.dsa import Buffer, Lifespan, Problem, lower_bound
-from ds_memo.plan.errors import TracesDiffer
+from ds_memo.plan.errors import TooLarge, TracesDiffer
 from ds_memo.plan.formats import make_trace, parse_trace
 from ds_memo.plan.trace import Request, Trace, repeat_layer
 
@@ -83,6 +83,19 @@ def test_repeating_a_layer_adds_the_same_each_time():
 def test_repeating_needs_a_layer_between_two_others():
     with pytest.raises(TracesDiffer, match="between two others"):
         repeat_layer(parse_trace("phase L0.f\nmalloc a 1\nphase L0.b\nfree a\n"), 8)
+
+
+def test_repeating_refuses_several_passes():
+    names = ["L0.f", "L1.f", "L2.f", "L0.f", "L1.f", "L2.f"]
+    trace = make_trace([Request(str(i), 1) for i in range(6)], [(n, i) for i, n in enumerate(names)])
+    with pytest.raises(TracesDiffer, match="gradient accumulation"):
+        repeat_layer(trace, 8)
+
+
+def test_sizes_that_overflow_are_refused():
+    with pytest.raises(TooLarge, match="less than 2\\^62"):
+        plan_trace(parse_trace(f"malloc a {2**62}\n"))
+    assert plan_trace(parse_trace(f"malloc a {2**61}\nmalloc b {2**60}\n")).peak == 2**61 + 2**60
 
 
 def test_a_block_is_unpacked_where_it_would_raise_the_peak():

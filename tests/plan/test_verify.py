@@ -38,7 +38,7 @@ def test_alignment():
 
 
 def test_past_64_bits():
-    assert verify.check(Problem.of([("a", 0, 1, 2**62)]).buffers, [2**63 - 5])[0] == "bad_capacity"
+    assert verify.check(TWO, [0, 2**63 - 5])[0] == "bad_capacity"
 
 
 @given(problems(), st.data())
