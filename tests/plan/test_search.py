@@ -66,6 +66,19 @@ def test_dense_packings(n, shape):
     assert fit(problem, CAPACITY, seconds=10) is not None
 
 
+@needs_compiler
+def test_what_fits_by_construction_is_never_called_impossible():
+    """Jumping back, dead states, dominance: each would show here if it cut off a solution."""
+    solved = 0
+    for seed in range(150):
+        shape = {"trim": seed % 4 * 0.1, "drop": seed % 3 * 0.05, "pinwheels": seed % 5 * 0.2}
+        problem = dense(10 + seed % 50, seed, **shape)
+        answer = search(problem.buffers, CAPACITY, 5, max_nodes=20_000)
+        assert answer.offsets is not None or not answer.proven
+        solved += answer.offsets is not None
+    assert solved > 140
+
+
 def test_equal_buffers_do_not_multiply_the_search():
     # 12 equal buffers and room for 11: without the rule for twins 12! orders would be tried.
     problem = Problem.of([(str(i), i % 2, 2 + i % 2, 3) for i in range(12)])
