@@ -1,3 +1,33 @@
-"""ds_memo: long-context training for DeepSpeed without the recompute tax."""
+"""ds_memo: long-context training for DeepSpeed without the recompute tax.
+
+    engine, optimizer, loader, schedule = ds_memo.initialize(model=model, config=config)   # as deepspeed.initialize
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})                  # a plain nn.Module, no engine
+    out = ds_memo.checkpoint(layer, hidden)                                               # as torch.utils.checkpoint
+    ds_memo.report(engine)                                                                # what it did
+
+Names are loaded when first used, so that the command line tools start without torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
 
 __version__ = "0.1.0"
+
+__all__ = ["MemoConfig", "MemoConfigError", "MemoError", "MemoWarning", "attach", "checkpoint", "initialize", "report"]
+
+_HOME = {
+    "MemoConfig": "ds_memo.config",
+    "attach": "ds_memo.integrate.attach",
+    "checkpoint": "ds_memo.integrate.attach",
+    "initialize": "ds_memo.integrate.deepspeed",
+    "report": "ds_memo.integrate.attach",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ds_memo' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value

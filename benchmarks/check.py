@@ -1,0 +1,285 @@
+"""Is ds_memo right on this machine, and what does it cost? Ends with 1 if anything is off.
+
+    bash benchmarks/gpu.sh check [--device cuda|cpu] [--out FILE]
+
+On CUDA in bf16, on a CPU (to try the harness) in fp32:
+
+    gradients      every model of the test suite, alpha × resident layers, three steps each, against the model without memo
+    stream order   copies delayed by a random time, memory that was let go overwritten: gradients bit-equal to the undelayed run
+    memory         stored bytes per layer, live bytes after the forward, backward peak (benchmarks/memory.py)
+    overhead       what record and replay add per layer (benchmarks/overhead.py)
+    link           copy bandwidth of the host slab in both directions
+    step           four layers of 7B width: no checkpointing, torch's checkpoint, ds_memo at alpha 0, 0.5 and 1, and stalls
+
+The result goes to benchmarks/results/check-<device>.json with versions and raw samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+import ds_memo
+from benchmarks import memory, overhead
+from ds_memo.swap.host_memory import GIB, available_bytes
+from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, streams_for
+from tests import models
+
+ALPHAS, RESIDENTS = (0.0, 0.125, 0.5, 0.875, 1.0), (0, 2, models.LAYERS)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    def version(name: str) -> str | None:
+        if importlib.util.find_spec(name) is None:
+            return None
+        return getattr(importlib.import_module(name), "__version__", "present")
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    found = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip() or None,
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "deepspeed", "flash_attn", "numpy")},
+        "host_memory_gib": round(available_bytes(pinned=device.type == "cuda") / GIB, 1),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"device": properties.name, "device_memory_gib": round(properties.total_memory / GIB, 1)}
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    else:
+        found |= {"device": platform.processor() or platform.machine()}
+    return found
+
+
+def gradients(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Every model, alpha and number of residents; loss and generator must be equal to the bit."""
+    tolerance = models.FP32 if dtype == torch.float32 else models.BF16
+    failures: list[str] = []
+    for name in models.MODELS:
+        model = models.build(name, dtype).to(device)
+        batch = models.Batch.random(2, 33, dtype).to(device)
+        want = models.step(model, batch)
+        wrong = 0
+        for alpha, residents in itertools.product(ALPHAS, RESIDENTS):
+            handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": residents})
+            try:
+                for _ in range(3):
+                    models.assert_same(models.step(model, batch), want, tolerance, models.ZERO_GRADIENTS.get(name, ()))
+            except models.Different as different:
+                wrong += 1
+                failures.append(f"{name} alpha {alpha} resident {residents}: {different}")
+            finally:
+                handle.detach()
+        print(
+            f"    {name:10s} {len(ALPHAS) * len(RESIDENTS)} settings × 3 steps, {wrong} of them off by more than {tolerance:.0e}"
+        )
+    return {"tolerance": tolerance, "models": list(models.MODELS), "alphas": ALPHAS, "residents": RESIDENTS, "failures": failures}
+
+
+class DelayedCudaStreams(CudaStreams):
+    """Every copy waits a random time on its stream first; fresh reload buffers hold NaN until the copy has arrived."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        super().__init__(device)
+        self._random = random.Random(seed)
+
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        with torch.cuda.stream(self._copy_streams[stream]):
+            torch.cuda._sleep(self._random.choice((0, 100_000, 2_000_000)))
+            if stream == H2D:
+                dst.fill_(float("nan") if dst.is_floating_point() else -1)
+        super().copy(stream, dst, src)
+
+
+def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) -> dict[str, Any]:
+    """Random alpha, residents and delays; what was let go is written over by compute at once."""
+    model = models.build("llama", dtype).to(device)
+    batch = models.Batch.random(2, 64, dtype).to(device)
+    failures = []
+    for seed in range(schedules):
+        draw = random.Random(seed)
+        config = {"alpha": draw.choice(ALPHAS), "resident_layers": draw.randrange(models.LAYERS + 1)}
+        handle = ds_memo.attach(model, config)
+        want = [models.step(model, batch) for _ in range(2)][-1]
+        if device.type == "cuda":
+            handle.engine.streams.close()
+            handle.engine.streams = DelayedCudaStreams(device, seed)
+        let_go = handle.engine._let_go
+
+        def poison_and_let_go(frame: Any, let_go: Callable = let_go) -> None:
+            kept = list(frame.device.values()) if frame is not None else []
+            let_go(frame)
+            while kept:
+                tensor = kept.pop()
+                if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2 and tensor.is_floating_point():
+                    tensor.fill_(float("nan"))  # on compute, as a later op that was handed this memory would
+
+        handle.engine._let_go = poison_and_let_go
+        for _ in range(2):
+            got = models.step(model, batch)
+            different = [name for name in want.grads if not _bit_equal(got.grads[name], want.grads[name])]
+            if different or not torch.equal(got.loss, want.loss):
+                failures.append(f"seed {seed} {config}: {different[:3]}")
+        handle.detach()
+    print(f"    {schedules} schedules, {len(failures)} of them wrong")
+    return {"schedules": schedules, "failures": failures}
+
+
+def _bit_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
+def stored_and_live(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    rows = memory.measure(device, dtype)
+    return {"rows": [asdict(row) for row in rows], "failures": [miss for row in rows for miss in row.misses()]}
+
+
+def link(device: torch.device, gib: float) -> dict[str, Any]:
+    """GB/s of a large copy from and to the slab, each direction alone and both at once."""
+    nbytes = int(gib * GIB)
+    slab, streams = HostSlab(2 * nbytes + 8192, pinned=device.type == "cuda"), streams_for(device)
+    blocks = [slab.take(nbytes, "the link test") for _ in range(2)]
+    tensors = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def seconds(out: bool, back: bool) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        events = []
+        if out:
+            streams.copy(D2H, blocks[0].memory[:nbytes], tensors[0])
+            events.append(streams.mark(D2H))
+        if back:
+            streams.copy(H2D, tensors[1], blocks[1].memory[:nbytes])
+            events.append(streams.mark(H2D))
+        for event in events:
+            streams.wait(COMPUTE, event)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    ways = {"d2h": (True, False), "h2d": (False, True), "both": (True, True)}
+    samples = {name: [seconds(*way) for _ in range(6)][1:] for name, way in ways.items()}
+    rates = {name: nbytes * (2 if name == "both" else 1) / statistics.median(times) / 1e9 for name, times in samples.items()}
+    print("    " + ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items()))
+    for block in blocks:
+        slab.give(block)
+    streams.close()
+    slab.close()
+    return {"gb_per_s": rates, "samples_s": samples, "bytes": nbytes}
+
+
+def step_time(device: torch.device, dtype: torch.dtype, hidden: int, heads: int, tokens: int, layers: int = 4) -> dict[str, Any]:
+    """Median seconds of a step, variants in turn, with peak device memory where CUDA counts it."""
+    config = GPTNeoXConfig(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=tokens,
+        rotary_pct=1.0,
+        use_parallel_residual=False,
+        hidden_act="gelu_pytorch_tanh",
+    )
+    with torch.device(device):
+        model: nn.Module = GPTNeoXForCausalLM(config).to(dtype).train()
+    ids = torch.randint(0, 512, (1, tokens), device=device)
+    variants = {"no checkpointing": None, "torch checkpoint": "torch", "alpha 0": 0.0, "alpha 0.5": 0.5, "alpha 1": 1.0}
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    peaks, stalls = {}, {}
+    for _ in range(3):
+        for name, alpha in variants.items():
+            handle = None
+            if alpha == "torch":
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            elif alpha is not None:
+                handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": 2})
+            _step(model, ids)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            before = handle.report()["stall_s"] if handle else None
+            samples[name] += [_step(model, ids) for _ in range(3)]
+            if device.type == "cuda":
+                peaks[name] = torch.cuda.max_memory_allocated()
+            if handle:
+                after = handle.report()["stall_s"]
+                stalls[name] = {stream: (after[stream] - before[stream]) / 3 for stream in after}
+                handle.detach()
+            model.gradient_checkpointing_disable()
+    base = statistics.median(samples["no checkpointing"])
+    for name, times in samples.items():
+        peak = f", peak {peaks[name] / GIB:.2f} GiB" if peaks else ""
+        stall = f", stalls {sum(stalls[name].values()) * 1e3:.1f} ms" if name in stalls else ""
+        print(f"    {name:17s} {statistics.median(times) * 1e3:9.1f} ms ({statistics.median(times) / base:.3f}){peak}{stall}")
+    return {"hidden": hidden, "tokens": tokens, "layers": layers, "samples_s": samples, "peak_bytes": peaks, "stall_s": stalls}
+
+
+def _step(model: nn.Module, ids: torch.Tensor) -> float:
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    model.zero_grad(set_to_none=True)
+    model(input_ids=ids, use_cache=False, logits_to_keep=16).logits.float().square().mean().backward()
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("gpu.sh check", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("check: no CUDA device here; --device cpu tries the harness itself", file=sys.stderr)
+        return 2
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    shape = {"hidden": 4096, "heads": 32, "tokens": 16384} if cuda else {"hidden": 128, "heads": 2, "tokens": 512}
+    parts: dict[str, Callable[[], Any]] = {
+        "environment": lambda: environment(device),
+        "gradients": lambda: gradients(device, dtype),
+        "stream_order": lambda: stream_order(device, dtype),
+        "memory": lambda: stored_and_live(device, dtype),
+        "overhead": lambda: overhead.measure_all(device, rounds=5),
+        "link": lambda: link(device, gib=1.0 if cuda else 0.03),
+        "step": lambda: step_time(device, dtype, **shape),
+    }
+    result: dict[str, Any] = {}
+    begin = time.perf_counter()
+    for name, part in parts.items():
+        print(f"== {name}", flush=True)
+        result[name] = part()
+        if name == "environment":
+            print("\n".join(f"    {key}: {value}" for key, value in result[name].items()))
+    result["seconds"] = time.perf_counter() - begin
+    failures = [failure for part in result.values() if isinstance(part, dict) for failure in part.get("failures", ())]
+    out = options.out or Path(__file__).parent / "results" / f"check-{device.type}.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"== {result['seconds']:.0f} s, {len(failures)} failures, written to {out}")
+    print("\n".join(failures))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

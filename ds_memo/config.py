@@ -1,0 +1,122 @@
+"""The "memo" section of the DeepSpeed JSON.
+
+    "memo": {"enabled": true, "alpha": 0.5, "resident_layers": 2}
+
+Every field is optional; an absent one is worked out. Nothing is coerced and nothing unknown is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import BaseModel, Field, ValidationError
+
+from ds_memo.errors import MemoConfigError
+
+SECTION = "memo"
+
+
+class _Section(DeepSpeedConfigModel):
+    def __init__(self, **data: Any) -> None:
+        # Past DeepSpeed's own __init__, which would silently drop every field whose value is "auto".
+        BaseModel.__init__(self, **data)
+
+
+class PlanConfig(_Section):
+    """Address planning of transient tensors."""
+
+    enabled: bool = Field(True, strict=True)
+    """Plan addresses and replay them through the allocator op."""
+
+    solver: Literal["cbc", "highs", "greedy"] = "cbc"
+    """What is asked once the greedy portfolio has not reached the lower bound."""
+
+    time_limit_s: float = Field(60.0, gt=0, allow_inf_nan=False, strict=True)
+    """Seconds the solver may take, once per plan."""
+
+    cache_dir: str = Field("~/.cache/ds_memo", min_length=1, strict=True)
+    """Where plans are kept between runs."""
+
+
+class ProfileConfig(_Section):
+    """How sizes and times are measured."""
+
+    method: Literal["fit", "direct", "unified"] = "fit"
+    """fit: two short runs, extrapolated; direct: one layer at full length; unified: CUDA managed memory."""
+
+
+class MemoConfig(_Section):
+    """The whole section. Build it with :func:`memo_config`, which words the errors."""
+
+    enabled: bool = Field(False, strict=True)
+    """Off: the engine is exactly DeepSpeed's."""
+
+    alpha: float | None = Field(None, ge=0.0, le=1.0, allow_inf_nan=False, strict=True)
+    """Of a layer that is not resident, the fraction of rows kept on the host. Absent: as much as the host holds."""
+
+    resident_layers: int | None = Field(None, ge=0, strict=True)
+    """How many layers keep everything on the device, 0 to all of them. Absent: the last two."""
+
+    host_memory_gib: float | None = Field(None, gt=0, allow_inf_nan=False, strict=True)
+    """GiB of this node's memory that all its ranks together may use. Absent: what the cgroup leaves, less a reserve."""
+
+    device_memory_gib: float | None = Field(None, gt=0, allow_inf_nan=False, strict=True)
+    """GiB of each device that may be used. Absent: what is free."""
+
+    plan: PlanConfig = Field(default_factory=PlanConfig)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+
+    attention: Literal["cudnn", "flash"] | None = None
+    """The kernel F.scaled_dot_product_attention must use inside the layers. Absent: PyTorch's own choice."""
+
+
+def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
+    """Check a "memo" section.
+
+    Raises:
+        MemoConfigError: one line per refused field: the field, the value seen, what is allowed.
+    """
+    if isinstance(section, MemoConfig):
+        return section
+    if not isinstance(section, Mapping):
+        raise MemoConfigError(f'"{SECTION}" must be a JSON object, got {section!r}')
+    try:
+        return MemoConfig(**{str(key): value for key, value in section.items()})
+    except ValidationError as error:
+        lines = sorted({_explain(problem) for problem in error.errors()})
+        raise MemoConfigError("\n".join(lines)) from None
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    path = [str(part) for part in problem["loc"]]
+    field = ".".join([SECTION, *path])
+    if problem["type"] == "extra_forbidden":
+        return f"{field}: unknown key; allowed here: {', '.join(_model_at(path[:-1]).model_fields)}"
+    return f"{field}: got {problem['input']!r}; allowed: {_allowed(path)}"
+
+
+def _model_at(path: list[str]) -> type[_Section]:
+    return {"plan": PlanConfig, "profile": ProfileConfig}[path[0]] if path else MemoConfig
+
+
+_ALLOWED = {
+    "enabled": "true or false",
+    "alpha": "a number from 0 to 1 (leave the key out to have it worked out)",
+    "resident_layers": "a whole number from 0 to the number of layers (leave the key out for the last two)",
+    "host_memory_gib": "a number of GiB above 0 (leave the key out to use what the cgroup leaves)",
+    "device_memory_gib": "a number of GiB above 0 (leave the key out to use what is free)",
+    "attention": '"cudnn" or "flash" (leave the key out for the best available)',
+    "plan": "a JSON object",
+    "profile": "a JSON object",
+    "plan.enabled": "true or false",
+    "plan.solver": '"cbc", "highs" or "greedy"',
+    "plan.time_limit_s": "a number of seconds above 0",
+    "plan.cache_dir": "a path",
+    "profile.method": '"fit", "direct" or "unified"',
+}
+
+
+def _allowed(path: list[str]) -> str:
+    return _ALLOWED[".".join(path)]

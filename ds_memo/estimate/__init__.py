@@ -1,0 +1,1 @@
+"""What a run should cost, by formula. Nothing here imports torch."""

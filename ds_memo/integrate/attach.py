@@ -1,0 +1,305 @@
+"""attach: put a model's layers under ds_memo, and take them out again."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_memo.config import MemoConfig, memo_config
+from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
+from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
+from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.modes import inside_a_layer
+from ds_memo.solve.homes import alpha_for_host, place_residents
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.host_memory import GIB, budget_bytes, ranks_on_node
+from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.streams import streams_for
+
+_attached: weakref.WeakKeyDictionary[nn.Module, Memo] = weakref.WeakKeyDictionary()
+_MISSING = object()
+_NOT_YET = {"plan", "profile", "device_memory_gib"}
+_SLACK_PER_FRAME = 1 << 16
+"""Bytes that alignment and page rounding may add to a frame; only counts when alpha is worked out from the budget."""
+
+
+def attach(
+    model: nn.Module,
+    config: Mapping[str, Any] | MemoConfig,
+    layers: Iterable[str | nn.Module] | None = None,
+    device: torch.device | None = None,
+) -> Memo:
+    """Put the layers of a plain module under ds_memo; no engine needed.
+
+    Args:
+        model: its layers are found by themselves: Hugging Face layers, else the longest ``nn.ModuleList`` of one class.
+        config: the "memo" section.
+        layers: names or modules, where they cannot be found; empty for a model that calls ``ds_memo.checkpoint`` itself.
+        device: where the layers compute; absent: where the first parameter is.
+
+    Returns:
+        A handle with ``.detach()``, ``.report()`` and ``.config``.
+
+    Raises:
+        MemoConfigError: a value is refused.
+        MemoError: already attached, or the layers are not known.
+    """
+    config = memo_config(config)
+    if not config.enabled and "enabled" in config.model_fields_set:
+        raise MemoConfigError("memo.enabled: got false; attach() was asked to put the model under ds_memo, so true or nothing")
+    if model in _attached:
+        raise MemoError(f"{type(model).__name__} is already attached; call .detach() on its handle first")
+    found = find_layers(model, layers)
+    check_residents(config, len(found))
+    if device is None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    memo = _attached[model] = Memo(model, config, found, device)
+    return memo
+
+
+def check_residents(config: MemoConfig, layers: int) -> None:
+    if layers and (config.resident_layers or 0) > layers:
+        raise MemoConfigError(
+            f"memo.resident_layers: got {config.resident_layers}; allowed: a whole number from 0 to {layers}, "
+            "the number of layers of this model"
+        )
+
+
+def checkpoint(fn: Callable[..., Any], /, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+    """Call ``fn(*args, **kwargs)`` as a layer of the attached model, in place of ``torch.utils.checkpoint.checkpoint``.
+
+    Args:
+        fn: a module, a bound method of one, or a partial of either keeps its identity between steps and is fast; any other
+            function works but is analysed anew each time.
+        use_reentrant: accepted for compatibility; the work is never done reentrantly.
+
+    Raises:
+        MemoError: no model is attached, or several are and none of them is in its forward.
+    """
+    return _current().run(fn, *args, **kwargs)
+
+
+def report(engine_or_handle: Any) -> dict[str, Any]:
+    """What ds_memo is set to and what it did, as a dict; see :meth:`Memo.report`.
+
+    Args:
+        engine_or_handle: an engine from ``ds_memo.initialize`` or a handle from ``ds_memo.attach``.
+
+    Raises:
+        MemoError: it was never put under ds_memo, or is detached.
+    """
+    memo = engine_or_handle if isinstance(engine_or_handle, Memo) else getattr(engine_or_handle, "memo", None)
+    if not isinstance(memo, Memo):
+        raise MemoError(
+            f"{type(engine_or_handle).__name__} is not under ds_memo: report() takes an engine from ds_memo.initialize whose "
+            'config has "memo": {"enabled": true}, or a handle from ds_memo.attach'
+        )
+    return memo.report()
+
+
+def _current() -> Memo:
+    running = [memo for memo in _attached.values() if memo.in_forward]
+    candidates = running or list(_attached.values())
+    if len(candidates) != 1:
+        raise MemoError(
+            f"ds_memo.checkpoint was called with {len(_attached)} models attached and {len(running)} of them in forward; "
+            "it needs exactly one. Call ds_memo.attach(model, config, layers=()) before."
+        )
+    return candidates[0]
+
+
+class Memo:
+    """A model under ds_memo. Made by :func:`attach` and by ``ds_memo.initialize``."""
+
+    def __init__(self, model: nn.Module, config: MemoConfig, layers: list[tuple[str, nn.Module]], device: torch.device) -> None:
+        self.config = config
+        self.in_forward = False
+        self.binding = "not known before the first forward"
+        self.alpha_used = config.alpha
+        self.warnings: list[str] = []
+        self._model = weakref.ref(model)
+        self._detached = False
+        pinned = device.type == "cuda"
+        self.slab = HostSlab(budget_bytes(config.host_memory_gib, ranks_on_node(), pinned), pinned)
+        self.engine = SwapEngine(streams_for(device), self.slab, device)
+        self.remat = Remat(self.engine, self, self.warn, config.attention)
+        self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
+        self._by_module = weakref.WeakKeyDictionary(
+            {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
+        )
+        self.residents = self._place()
+        self._restore: list[Callable[[], None]] = []
+        for layer, (_, module) in zip(self.layers, layers, strict=True):
+            self._take_over(layer, module)
+        for module in model.modules():
+            if is_huggingface_model(module):  # or it fills a cache with the keys and values of all layers, at each replay again
+                self._set(module, "gradient_checkpointing", True)
+                self._set(module, "_gradient_checkpointing_func", self.run)
+        for hook in (
+            model.register_forward_pre_hook(self._forward_begins),
+            model.register_forward_hook(self._forward_ends, always_call=True),
+        ):
+            self._restore.append(hook.remove)
+        self._frames_before = 0
+        self._steps: list[float] = []
+        for field in sorted(_NOT_YET & config.model_fields_set):
+            self.warn(f"memo.{field} is set, but this version does not use it yet")
+
+    # ---- the policy that remat asks
+
+    def is_resident(self, layer: Layer) -> bool:
+        return layer.index in self.residents
+
+    def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
+        """See :class:`ds_memo.remat.checkpoint.Policy`."""
+        swapped = max(1, len(self.layers) - len(self.residents))
+        budget, alpha = self.slab.budget, self.config.alpha
+        slack = swapped * _SLACK_PER_FRAME if alpha is None else 0
+        fits = alpha_for_host(budget - slack, swapped, whole_bytes, row_bytes)
+        if fits < (alpha or 0.0):
+            need = swapped * (whole_bytes + (alpha or 0.0) * row_bytes)
+            way_out = f"memo.alpha of at most {int(fits * 1000) / 1000} fits" if fits >= 0 else "even memo.alpha 0 does not fit"
+            raise MemoError(
+                f"host memory: {swapped} swapped layers like {layer.name} need {need / GIB:.3g} GiB at alpha {alpha or 0.0}, "
+                f"{budget / GIB:.3g} GiB are available to this rank; {way_out}. More memo.resident_layers, a larger "
+                "memo.host_memory_gib, a smaller batch or more sequence-parallel ranks help too."
+            )
+        reason = "as configured"
+        if alpha is None:
+            alpha = fits
+            reason = "host memory" if alpha < 1 else "all rows fit the host"
+        used = swapped * (whole_bytes + alpha * row_bytes)
+        self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of host memory at alpha {alpha:.3g}"
+        self.alpha_used = alpha
+        return alpha
+
+    # ---- running
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
+        module = _module_of(fn)
+        if module is None:
+            layer = Layer(len(self.layers), getattr(fn, "__qualname__", type(fn).__name__), None)
+        else:
+            layer = self._by_module.get(module)
+            if layer is None:
+                layer = self._by_module[module] = Layer(len(self.layers), type(module).__name__, module)
+                self.layers.append(layer)
+        return self.remat.run_with(layer, fn, args, kwargs, preserve_rng_state)
+
+    def warn(self, message: str) -> None:
+        """Warn once and show it in the report."""
+        if message not in self.warnings:
+            self.warnings.append(message)
+            warnings.warn(message, MemoWarning, stacklevel=3)
+
+    def stepped(self) -> None:
+        """An optimizer step is over."""
+        self._steps = [*self._steps[-20:], time.perf_counter()]
+
+    def on_detach(self, undo: Callable[[], Any]) -> None:
+        self._restore.append(undo)
+
+    def detach(self) -> None:
+        """Give the model back as it was. Graphs made before can no longer be run backward."""
+        if self._detached:
+            raise MemoError("this handle is already detached")
+        if inside_a_layer():
+            raise MemoError("detach() was called while a layer runs; call it between two steps")
+        self._detached = True
+        while self._restore:
+            self._restore.pop()()
+        model = self._model()
+        if model is not None:
+            _attached.pop(model, None)
+        self.engine.close()
+
+    def report(self) -> dict[str, Any]:
+        """What is set and what happened so far; bytes, seconds and counts of this rank.
+
+        Raises:
+            MemoError: after ``detach()``.
+        """
+        if self._detached:
+            raise MemoError("this handle is detached; there is nothing to report. Attach the model again.")
+        work, traffic = self.remat.work, self.engine.traffic
+        step_s = _median_gap(self._steps)
+        return {
+            "alpha": self.alpha_used,
+            "resident_layers": len(self.residents),
+            "binding": self.binding,
+            "layers": len(self.layers),
+            "frames": traffic.frames,
+            "bytes_to_host": traffic.bytes_to_host,
+            "bytes_from_host": traffic.bytes_from_host,
+            "stored_bytes_per_layer": [layer.latest.layout.stored_bytes if layer.latest else 0 for layer in self.layers],
+            "gemm_flops_recomputed_fraction": work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
+            "attention_recomputed": work.attention_ops_recomputed,
+            "host": {"budget": self.slab.budget, "slab": self.slab.size, "peak_used": self.slab.peak_used},
+            "stall_s": self.engine.streams.stall_s(),
+            "step_s": step_s,
+            "warnings": list(self.warnings),
+        }
+
+    # ---- inside
+
+    def _place(self) -> frozenset[int]:
+        wanted = self.config.resident_layers
+        return place_residents(len(self.layers), 2 if wanted is None else wanted)
+
+    def _take_over(self, layer: Layer, module: nn.Module) -> None:
+        if is_huggingface_layer(module):
+            self._set(module, "gradient_checkpointing", True)
+            self._set(module, "_gradient_checkpointing_func", functools.partial(self.remat.run, layer))
+        else:
+            self._set(module, "forward", functools.partial(self.remat.run, layer, module.forward))
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an instance attribute so that detach() can put back what was there."""
+        before = module.__dict__.get(name, _MISSING)
+        where = weakref.ref(module)
+        setattr(module, name, value)
+
+        def restore() -> None:
+            target = where()
+            if target is None:
+                return
+            if before is _MISSING:
+                delattr(target, name)
+            else:
+                setattr(target, name, before)
+
+        self._restore.append(restore)
+
+    def _forward_begins(self, module: nn.Module, args: tuple) -> None:
+        self.in_forward = True
+        self._frames_before = self.engine.traffic.frames
+
+    def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self.in_forward = False
+        self.residents = self._place()  # a model that calls ds_memo.checkpoint itself makes its layers known as it runs
+        trained = module.training and torch.is_grad_enabled()
+        if trained and self.engine.traffic.frames == self._frames_before:
+            self.warn(
+                f"{type(module).__name__} ran a training forward and none of its {len(self.layers)} layers came through ds_memo: "
+                "it has no effect. Was gradient_checkpointing_enable() called after attach?"
+            )
+
+
+def _module_of(fn: Any) -> nn.Module | None:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _median_gap(moments: list[float]) -> float | None:
+    gaps = sorted(later - earlier for earlier, later in itertools.pairwise(moments))
+    return gaps[len(gaps) // 2] if gaps else None

@@ -1,0 +1,81 @@
+"""ds_memo.initialize: deepspeed.initialize with the "memo" section obeyed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from typing import Any
+
+import deepspeed
+import hjson
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+
+from ds_memo.config import SECTION, MemoConfig, memo_config
+from ds_memo.errors import MemoConfigError, MemoError
+from ds_memo.integrate.attach import Memo, attach, check_residents
+from ds_memo.integrate.layers import find_layers
+
+_ONE_OR_THE_OTHER = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+
+
+@functools.wraps(deepspeed.initialize)
+def initialize(*args: Any, **kwargs: Any) -> tuple:
+    """As ``deepspeed.initialize``; when its config has ``"memo": {"enabled": true, …}`` the engine's model is attached.
+
+    Everything that can be refused is refused before DeepSpeed starts. ``engine.memo`` is the handle.
+
+    Raises:
+        MemoConfigError: a value of the section is refused.
+        MemoError: the model's layers are not known, or DeepSpeed is asked to do the same work in another way.
+    """
+    asked = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
+    section = _read_config(asked)
+    config = memo_config(section.get(SECTION, {}))
+    if not config.enabled:
+        return deepspeed.initialize(*args, **kwargs)
+    _refuse_conflicts(section, asked["model"])
+    check_residents(config, len(find_layers(asked["model"])))
+    returned = deepspeed.initialize(*args, **kwargs)
+    attach_engine(returned[0], config)
+    return returned
+
+
+def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo:
+    """Attach the model of a ready engine and follow the engine's steps."""
+    if isinstance(engine, PipelineEngine):
+        raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")
+    memo = attach(engine.module, config, device=engine.device)
+    take_step = engine._take_model_step
+
+    @functools.wraps(take_step)
+    def take_step_and_tell(*args: Any, **kwargs: Any) -> Any:
+        result = take_step(*args, **kwargs)
+        memo.stepped()
+        return result
+
+    engine._take_model_step = take_step_and_tell
+    memo.on_detach(lambda: engine.__dict__.pop("_take_model_step", None))
+    engine.memo = memo
+    return memo
+
+
+def _read_config(asked: dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed configuration as deepspeed.initialize would find it."""
+    config = asked.get("config") or asked.get("config_params")
+    if config is None and asked.get("args") is not None:
+        config = getattr(asked["args"], "deepspeed_config", None)
+    if isinstance(config, (str, os.PathLike)) and os.path.exists(config):
+        with open(config) as file:
+            config = hjson.load(file)
+    # Anything else (nothing, a bad path, base64) is DeepSpeed's to judge; its section is read from the engine's own copy.
+    return config if isinstance(config, dict) else {}
+
+
+def _refuse_conflicts(config: dict[str, Any], model: Any) -> None:
+    if isinstance(model, PipelineModule):
+        raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")
+    for key in _ONE_OR_THE_OTHER:
+        if config.get("activation_checkpointing", {}).get(key):
+            raise MemoConfigError(f"activation_checkpointing.{key} does what memo does in another way; remove one of the two")

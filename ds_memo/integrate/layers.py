@@ -1,0 +1,88 @@
+"""Find a model's transformer layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from ds_memo.errors import MemoError
+
+HOW_TO_NAME = 'Name them: ds_memo.attach(model, config, layers=["decoder.blocks.0", …]) or layers=list(model.decoder.blocks).'
+
+
+def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | None = None) -> list[tuple[str, nn.Module]]:
+    """The layers and their names, in the order of the model.
+
+    Args:
+        model: any module.
+        layers: names or modules, if the caller knows better; empty if the model calls ``ds_memo.checkpoint`` itself.
+
+    Returns:
+        Hugging Face's ``GradientCheckpointingLayer`` modules; without any, the longest outermost ``nn.ModuleList`` of one class.
+
+    Raises:
+        MemoError: none are found, or several lists are equally long.
+    """
+    if layers is not None:
+        return _named(model, list(layers))
+    found = _huggingface_layers(model)
+    if found:
+        return found
+    lists = [(name, part) for name, part in _outermost_lists(model) if len({type(item) for item in part}) == 1]
+    if not lists:
+        raise MemoError(
+            f"{type(model).__name__} has no Hugging Face GradientCheckpointingLayer and no nn.ModuleList whose items are of one "
+            f"class, so its layers are not known. {HOW_TO_NAME}"
+        )
+    longest = max(len(part) for _, part in lists)
+    best = [(name, part) for name, part in lists if len(part) == longest]
+    if len(best) > 1:
+        names = ", ".join(name for name, _ in best)
+        raise MemoError(f"{type(model).__name__} has several lists of {longest} layers: {names}. {HOW_TO_NAME}")
+    prefix, part = best[0]
+    return [(f"{prefix}.{index}", item) for index, item in enumerate(part)]
+
+
+def is_huggingface_layer(module: nn.Module) -> bool:
+    """Whether Transformers itself routes this layer's call through a checkpoint function."""
+    modeling = sys.modules.get("transformers.modeling_layers")  # absent: nobody has built such a layer
+    return modeling is not None and isinstance(module, modeling.GradientCheckpointingLayer)
+
+
+def is_huggingface_model(module: nn.Module) -> bool:
+    """Whether this is a Transformers model that asks itself whether its layers are checkpointed."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel) and hasattr(module, "gradient_checkpointing")
+
+
+def _huggingface_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if is_huggingface_layer(module)]
+
+
+def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    """Lists that are not inside another list's items (those would be the experts of a layer)."""
+    for name, part in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(part, nn.ModuleList) and len(part):
+            yield path, part
+        else:
+            yield from _outermost_lists(part, f"{path}.")
+
+
+def _named(model: nn.Module, layers: list[str | nn.Module]) -> list[tuple[str, nn.Module]]:
+    by_name = dict(model.named_modules())
+    by_module = {module: name for name, module in by_name.items()}
+    named = []
+    for layer in layers:
+        if isinstance(layer, str) and layer in by_name:
+            named.append((layer, by_name[layer]))
+        elif isinstance(layer, nn.Module) and layer in by_module:
+            named.append((by_module[layer], layer))
+        else:
+            wanted = layer if isinstance(layer, str) else type(layer).__name__
+            raise MemoError(f"layers: {wanted!r} is no module of {type(model).__name__}. {HOW_TO_NAME}")
+    if len({id(module) for _, module in named}) < len(named):
+        raise MemoError("layers: a module is named twice")
+    return named

@@ -1,0 +1,109 @@
+"""LiveBytes: live and peak bytes of the tensors born inside a block of code.
+
+The CPU has no `torch.cuda.max_memory_allocated`; this is its counterpart, exact to the byte, as no allocator rounds.
+torch's MemTracker (torch/distributed/_tools/mem_tracker.py) also sorts tensors by module and role; this one only adds
+them up, which is cheap enough for a whole training step. Storages are followed by weak reference, as there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of every tensor storage that torch ops create on one device inside the block.
+
+    A storage counts once, however many views share it, from the op that returned it until it is freed, be that inside
+    the block or later. Tensors made before the block never count, not even when an op changes them in place. Backward
+    counts too: autograd carries the mode along. No tensor is kept alive by being counted.
+
+    Enter it around other dispatch modes, not inside them: it sees only what reaches it. Not seen either: a kernel's own
+    workspace, tensors made in other Python threads, memory that torch merely wraps (`torch.frombuffer`).
+
+    Args:
+        device: The device to count on; a type without index ("cuda") means every device of that type.
+
+    Attributes:
+        live: Bytes alive now.
+        peak: The most bytes alive at once since the first block began or since `reset_peak()`.
+
+    Example:
+        >>> with LiveBytes("cpu") as count:
+        ...     x = torch.zeros(1024)
+        >>> count.live
+        4096
+    """
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        super().__init__()
+        self.device = torch.device(device)
+        self.peak = 0
+        self._live = 0
+        self._counted: dict[int, tuple[weakref.ref, int]] = {}  # address of the StorageImpl -> its reference, its bytes
+        self._freed: deque[int] = deque()  # any thread may free; only the reader of `live` takes away, so no lock
+
+    @property
+    def live(self) -> int:
+        self._forget_freed()
+        return self._live
+
+    def reset_peak(self) -> None:
+        """Let `peak` start again from what is live now."""
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self._forget_freed()  # first: an address may already belong to a new storage
+        given = None
+        for storage in self._storages(out):
+            if storage._cdata not in self._counted:
+                if given is None:
+                    given = {s._cdata for s in self._storages((args, kwargs))}
+                if storage._cdata in given:
+                    continue  # the op hands back an argument that was born outside the block
+            self._count(storage)
+        return out
+
+    def _forget_freed(self) -> None:
+        while self._freed:
+            self._live -= self._counted.pop(self._freed.popleft())[1]
+
+    def _storages(self, tree) -> list[torch.UntypedStorage]:
+        tensors = (t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and not is_traceable_wrapper_subclass(t))
+        return [t.untyped_storage() for t in tensors if self._is_mine(t.device)]
+
+    def _is_mine(self, device: torch.device) -> bool:
+        return device.type == self.device.type and self.device.index in (None, device.index)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        reference, counted = self._counted.get(key, (None, 0))
+        if reference is None:
+            freed = self._freed  # not self: the storage may outlive the counter
+            reference = weakref.ref(storage, lambda _: freed.append(key))
+        self._counted[key] = (reference, size)
+        self._live += size - counted
+        self.peak = max(self.peak, self._live)
+
+    def __enter__(self) -> LiveBytes:
+        super().__enter__()
+        self._resize = resize = torch.UntypedStorage.resize_  # no dispatched op, yet how storages are emptied early
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int):
+            result = resize(storage, size)
+            self._forget_freed()
+            if storage._cdata in self._counted:
+                self._count(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_count
+        return self
+
+    def __exit__(self, *error) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)

@@ -1,0 +1,300 @@
+"""Run one layer so that its backward can be replayed: torch's non-reentrant checkpoint with our two modes around it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ds_memo.errors import MemoError
+from ds_memo.remat.modes import Analyse, Call, Record, Replay, Work, inside_a_layer
+from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe, storable
+from ds_memo.swap.engine import SwapEngine
+
+SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+class Policy(Protocol):
+    """Who decides the homes."""
+
+    def is_resident(self, layer: Layer) -> bool: ...
+
+    def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
+        """Alpha for a layer of these sizes. Raises MemoError when it cannot fit."""
+
+
+class Layer:
+    """What is known of one transformer block across its calls.
+
+    Args:
+        index: its place among the model's layers.
+        name: as users know it, e.g. ``model.layers.3``.
+        module: None for a function that belongs to no module; such a call is analysed anew each time.
+    """
+
+    def __init__(self, index: int, name: str, module: nn.Module | None) -> None:
+        self.index = index
+        self.name = name
+        self.module = weakref.ref(module) if module is not None else None
+        self.parameters = list(module.parameters()) if module is not None else []
+        self.recipes: dict[Any, Recipe] = {}
+        self.latest: Recipe | None = None
+        self.follows_recipes = module is not None
+        self.times_left = 0
+
+    def kind_of_call(self, args: tuple, policy_key: Any) -> Any:
+        """Everything cheap to see that a recipe depends on; what it misses shows in Record as leaving the recipe."""
+        module = self.module()
+        trained = 0
+        for parameter in self.parameters:
+            trained = trained << 1 | parameter.requires_grad
+        tensors = tuple((x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor))
+        cast = [torch.get_autocast_dtype(device) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+        return tensors, trained, module.training, tuple(cast), policy_key
+
+
+class Remat:
+    """Runs layers. One per attached model."""
+
+    def __init__(self, engine: SwapEngine, policy: Policy, warn: Callable[[str], None], attention: str | None = None) -> None:
+        self.engine = engine
+        self.policy = policy
+        self.warn = warn
+        self.work = Work()
+        self._sdpa = SDPA[attention] if attention else None
+        self._attention = attention
+        self._warned: set[tuple[type | None, str]] = set()
+
+    def run(self, layer: Layer, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call ``fn(*args, **kwargs)``, keeping what its backward needs as the policy says.
+
+        Without grad, and inside another layer's run, it is a plain call.
+        """
+        return self.run_with(layer, fn, args, kwargs)
+
+    def run_with(
+        self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool = True
+    ) -> Any:
+        """See :meth:`run`; whether the replay draws the random numbers of the forward is up to the caller."""
+        if torch.compiler.is_compiling():  # dynamo must not trace what follows; it goes on after it
+            return torch.compiler.disable(self._run)(layer, fn, args, kwargs, preserve_rng_state)
+        return self._run(layer, fn, args, kwargs, preserve_rng_state)
+
+    def _run(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
+        if inside_a_layer() or not torch.is_grad_enabled():
+            return fn(*args, **kwargs)
+        fn, args = _lift_keywords(fn, args, kwargs)
+        if self._sdpa is not None:
+            fn = functools.partial(self._with_sdpa, layer, fn)
+        resident = self.policy.is_resident(layer)
+        frame = self.engine.begin(layer.name, resident)
+        key = layer.kind_of_call(args, resident) if layer.follows_recipes else None
+        recipe = layer.recipes.get(key)
+        call = Call(self.engine, frame, recipe, self.work)
+        keywords = fn.keywords if isinstance(fn, functools.partial) else {}
+        call.keywords = [_Stays(layer.name, value) for value in keywords.values() if isinstance(value, torch.Tensor)]
+        if recipe is not None:
+            self.engine.adopt(frame, recipe.layout)
+            mode: Record | Analyse = Record(call, functools.partial(self._forget, layer))
+            pack = _pack_followed(call)
+        else:
+            seen = Seen()
+            mode = Analyse(call, seen, _givens(layer, fn, args), functools.partial(self._settle, layer, key))
+            pack = _pack_watched(call, seen)
+        try:
+            # These hooks see the layer's inputs only: inside, torch's checkpoint puts its own on top.
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+                out = torch_checkpoint(
+                    fn,
+                    *args,
+                    use_reentrant=False,
+                    preserve_rng_state=preserve_rng_state,
+                    context_fn=lambda: (mode, Replay(call)),
+                )
+        finally:
+            if frame.state == "recording":  # raised before the mode was entered
+                self.engine.abort(frame)
+        if frame.device or call.loose:
+            for tensor in tree_leaves(out):  # whoever gets it may change it in place
+                if isinstance(tensor, torch.Tensor):
+                    call.about_to_change(tensor)
+        return out
+
+    def _settle(self, layer: Layer, key: Any, call: Call, seen: Seen) -> None:
+        """A layer was analysed: choose the homes, then let everything that is kept go there."""
+        frame = call.frame
+        seen.close_over_inputs(frame.resident)
+        alpha = 1.0 if frame.resident or not seen.packs else self.policy.alpha(layer, *seen.sizes())
+        recipe, tensors = make_recipe(seen, alpha, frame.resident)
+        call.recipe = layer.latest = recipe
+        if key is not None:
+            layer.recipes[key] = recipe
+        self._warn(layer, recipe)
+        if not recipe.packs:
+            self.engine.abort(frame)
+            return
+        self.engine.adopt(frame, recipe.layout)
+        set_aside = {id(tensor) for tensor in seen.set_aside}
+        for kept, tensor in tensors:
+            self.engine.keep(frame, kept, tensor)
+            if frame.resident and id(tensor) in set_aside:
+                frame.changed.add(kept.index)
+        for index, (op, was) in enumerate(zip(recipe.ops, seen.ops, strict=True)):
+            if isinstance(was, SeenWhole) and op.kept is not None:
+                call.loose[index] = tuple(
+                    None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
+                )
+                if any(id(value) in set_aside for value in call.loose[index]):
+                    call.altered.add(index)
+        self.work.gemm_flops += recipe.gemm_flops
+        self.engine.end(frame)
+
+    def _forget(self, layer: Layer) -> None:
+        """A call left its recipe. A layer that keeps doing so (experts in a Python loop) is analysed each time."""
+        layer.recipes.clear()
+        layer.times_left += 1
+        layer.follows_recipes = layer.times_left < 3
+
+    def _warn(self, layer: Layer, recipe: Recipe) -> None:
+        """Say once per class of layers what makes its replay dearer than it should be."""
+        module = layer.module() if layer.module else None
+        if recipe.rewritten and (type(module), recipe.rewritten) not in self._warned:
+            self._warned.add((type(module), recipe.rewritten))
+            self.warn(
+                f"layer {layer.name}: outputs of {recipe.rewritten} were changed in place by a kernel that PyTorch cannot see "
+                "(a Triton kernel that is no custom op?), so these ops run again in each backward."
+            )
+        if not any(isinstance(op, Gemm) for op in recipe.ops):
+            reason = "no GEMM was seen in it, so all of it is recomputed, attention too"
+            if _is_compiled(module):
+                reason += "; it is compiled, and what happens inside a compiled region cannot be seen: leave layers uncompiled"
+        elif not recipe.attention_ops:
+            seen = f"{recipe.softmax} was (attention that materialises its scores)" if recipe.softmax else "nor a softmax"
+            reason = (
+                f"no attention kernel was seen in it, {seen}, so its attention, if any, runs a second time in each backward. "
+                'Use attn_implementation="sdpa" or a flash-attn package, and no 4-D attention mask'
+            )
+        else:
+            return
+        if (type(module), reason) not in self._warned:
+            self._warned.add((type(module), reason))
+            self.warn(f"layer {layer.name}: {reason}.")
+
+    def _with_sdpa(self, layer: Layer, fn: Callable[..., Any], *args: Any) -> Any:
+        with sdpa_kernel(self._sdpa):
+            try:
+                return fn(*args)
+            except RuntimeError as error:
+                if "No available kernel" not in str(error):
+                    raise
+                raise MemoError(
+                    f'layer {layer.name}: memo.attention is "{self._attention}", but PyTorch has no such kernel for this call '
+                    "(dtype, head size, mask, dropout or device). Leave memo.attention out to take what there is."
+                ) from error
+
+
+class _Stays:
+    """A layer input that stays where it is, and must stay what it is."""
+
+    __slots__ = ("layer", "tensor", "version")
+
+    def __init__(self, layer: str, tensor: torch.Tensor) -> None:
+        self.layer = layer  # not the call, which holds this
+        self.tensor = tensor
+        self.version = None if tensor.is_inference() else tensor._version
+
+    def check(self) -> torch.Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise MemoError(
+                f"layer {self.layer}: an argument of shape {tuple(self.tensor.shape)} was changed in place after the layer "
+                "began, so the layer cannot be run again as it was. torch.utils.checkpoint refuses that too; "
+                "give each call a tensor of its own."
+            )
+        return self.tensor
+
+
+class _Input:
+    """Stands for a layer input that waits in its frame."""
+
+    __slots__ = ("call", "position")
+
+    def __init__(self, call: Call, position: int) -> None:
+        self.call = call
+        self.position = position
+
+
+def _pack_watched(call: Call, seen: Seen) -> Callable[[torch.Tensor], Any]:
+    def pack(tensor: torch.Tensor) -> Any:
+        if not tensor.numel():  # torch 2.11 saves an empty tensor first
+            return tensor
+        position = len(seen.inputs)
+        # Hidden states come first or need a gradient. Others (masks, rotary tables) are shared by all layers: they stay.
+        goes = (position == 0 or tensor.requires_grad) and tensor.is_floating_point() and storable(tensor)
+        seen.inputs.append(tensor.detach() if goes else None)
+        return _Input(call, position) if goes else _Stays(call.frame.name, tensor)
+
+    return pack
+
+
+def _pack_followed(call: Call) -> Callable[[torch.Tensor], Any]:
+    inputs = iter(enumerate(call.recipe.inputs))
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if not tensor.numel():
+            return tensor
+        position, kept = next(inputs, (0, None))
+        if kept is None or tensor.shape != kept.shape or tensor.stride() != kept.stride:
+            return _Stays(call.frame.name, tensor)
+        call.engine.keep(call.frame, kept, tensor)
+        return _Input(call, position)
+
+    return pack
+
+
+def _unpack(value: Any) -> torch.Tensor:
+    if isinstance(value, _Input):
+        return value.call.input_tensor(value.position)
+    return value.check() if isinstance(value, _Stays) else value
+
+
+def _lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], tuple]:
+    """Make keyword tensors that need a gradient positional: torch's checkpoint lets a hook see only those."""
+    if isinstance(fn, functools.partial):
+        fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+    if not kwargs:
+        return fn, args
+    lifted = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+    if not lifted:
+        return functools.partial(fn, **kwargs), args
+    fixed = functools.partial(fn, **{name: value for name, value in kwargs.items() if name not in lifted})
+    positional = len(args)
+
+    def call(*values: Any) -> Any:
+        return fixed(*values[:positional], **dict(zip(lifted, values[positional:], strict=True)))
+
+    return call, (*args, *(kwargs[name] for name in lifted))
+
+
+def _givens(layer: Layer, fn: Callable[..., Any], args: tuple) -> list[torch.Tensor]:
+    """Tensors that a layer call starts from."""
+    module = layer.module() if layer.module else None
+    own = [*module.parameters(), *module.buffers()] if module is not None else []
+    while isinstance(fn, functools.partial):
+        args, fn = (args, fn.args, fn.keywords), fn.func
+    return own + [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_compiled(module: nn.Module | None) -> bool:
+    if module is None:
+        return False
+    return any(
+        part._compiled_call_impl is not None or isinstance(part, torch._dynamo.eval_frame.OptimizedModule)
+        for part in module.modules()
+    )

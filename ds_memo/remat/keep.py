@@ -1,0 +1,177 @@
+"""The op table: what of a layer is kept for its backward, and how a GEMM's rows split.
+
+Everything that is not in a table here is recomputed: it costs next to nothing per byte.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+GEMM = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}
+"""2-D products: output row i depends on row i of the left operand alone, so any set of rows can be computed apart."""
+
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._flash_attention_forward.default,
+}
+"""Quadratic in the length: kept whole with the log-sum-exp, never recomputed (PAPER part 1)."""
+
+ATTENTION_NAMES = {
+    "flash_attn::_flash_attn_forward",  # flash-attn 2, torch.library custom ops
+    "flash_attn::_flash_attn_varlen_forward",
+    "flash_attn_3::_flash_attn_forward",  # flash-attn 3 (hopper/flash_attn_interface.py)
+    "flash_attn_3::fwd",
+}
+"""Attention ops of packages that need not be installed."""
+
+CHOICE = {aten.topk.default, aten.argmax.default}
+"""A router's choice: recomputed logits could flip an expert, so the choice and the GEMM it looks at are kept whole."""
+
+BLANK = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.full.default,
+    aten.full_like.default,
+    aten.new_full.default,
+    aten.new_zeros.default,
+    aten.ones.default,
+    aten.ones_like.default,
+    aten.zeros.default,
+    aten.zeros_like.default,
+}
+"""Memory that a kernel out of our sight (a Triton launch) may fill, or add to."""
+
+
+OVERWRITES = {
+    aten.bernoulli_.float,  # F.dropout on a CPU: empty_like(x).bernoulli_(1 - p)
+    aten.copy_.default,
+    aten.normal_.default,
+    aten.uniform_.default,
+}
+"""In-place ops that do not read what they write over. Not zero_ and fill_: a kernel out of our sight may add to that."""
+
+
+class Kind(enum.Enum):
+    GEMM = enum.auto()
+    ATTENTION = enum.auto()
+    CHOICE = enum.auto()
+    MUTATES = enum.auto()
+    PLAIN = enum.auto()
+
+
+_KINDS: dict[int, tuple[Kind, OpOverload]] = {}
+"""By id: hashing an OpOverload runs Python. Holding the op keeps its id from being used again."""
+
+
+def kind_of(func: OpOverload) -> Kind:
+    """The table's word on an op; worked out once per op and process."""
+    known = _KINDS.get(id(func))
+    if known is None:
+        known = _KINDS[id(func)] = (_classify(func), func)
+    return known[0]
+
+
+def _classify(func: OpOverload) -> Kind:
+    if func in GEMM:
+        return Kind.GEMM
+    if func in ATTENTION or func.name().removesuffix(".default") in ATTENTION_NAMES:
+        return Kind.ATTENTION
+    if func in CHOICE:
+        return Kind.CHOICE
+    return Kind.MUTATES if func._schema.is_mutable else Kind.PLAIN
+
+
+def is_blank(func: OpOverload) -> bool:
+    return func in BLANK
+
+
+def overwrites_all(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether nothing is left of what args[0]'s memory held before."""
+    return func in OVERWRITES and args[0].nbytes == args[0].untyped_storage().nbytes()
+
+
+def looks_at_values(func: OpOverload) -> bool:
+    """Whether the op's result steers Python or shapes (item, nonzero), so that its inputs must be right in the replay."""
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def looks_like_attention(func: OpOverload) -> bool:
+    """Attention that is not kept: softmax over scores that were materialised."""
+    return func in (aten._softmax.default, aten._safe_softmax.default)
+
+
+def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that a mutating op writes to, lists flattened."""
+    written: list[torch.Tensor] = []
+    for position, parameter in enumerate(func._schema.arguments):
+        if parameter.alias_info is not None and parameter.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(parameter.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            written.extend(item for item in values if isinstance(item, torch.Tensor))
+    return written
+
+
+def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> bool:
+    """Whether this call is the plain case: a dense 2-D output whose rows follow the left operand's."""
+    if type(out) is not torch.Tensor or out.dim() != 2 or not out.numel() or not out.is_contiguous():
+        return False
+    return func is not aten._grouped_mm.default or (args[0].dim() == 2 and args[1].dim() == 3)
+
+
+LOOKS = {aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default}
+"""Ops that may stand between a product and its bias without reading it."""
+
+
+def adds_bias_to(func: OpOverload, args: Sequence[Any], product: torch.Tensor) -> bool:
+    """Whether this op adds one bias (n) in place to all rows of `product` (m, n), which makes the two one GEMM.
+
+    So do linears that are no addmm: DeepSpeed's memory-efficient one under ZeRO-3, F.linear of a strided input.
+    """
+    return (
+        func is aten.add_.Tensor
+        and args[0].data_ptr() == product.data_ptr()
+        and args[0].numel() == product.numel()
+        and args[0].is_contiguous()
+        and isinstance(args[1], torch.Tensor)
+        and args[1].shape == product.shape[1:]
+    )
+
+
+def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:
+    """FLOPs of the whole product: 2 m n k."""
+    left = args[1] if func is aten.addmm.default else args[0]
+    return 2 * out.numel() * left.shape[-1]
+
+
+def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...]) -> torch.Tensor:
+    """Uninitialised memory in place of a product that nobody will read."""
+    return args[0].new_empty(shape) if func is not aten.addmm.default else args[1].new_empty(shape)
+
+
+def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], first: int, out: torch.Tensor) -> None:
+    """Compute rows `first:` of a GEMM into the same rows of `out` (m, n); the rows above are not touched."""
+    rest = out[first:]
+    if func is aten.mm.default:
+        left, right = args
+        aten.mm.out(left[first:], right, out=rest)
+    elif func is aten.addmm.default:
+        bias, left, right = args
+        per_row = bias.dim() == 2 and bias.shape[0] == out.shape[0] and bias.shape[0] > 1
+        aten.addmm.out(bias[first:] if per_row else bias, left[first:], right, out=rest, **kwargs)
+    else:
+        # Rows are sorted by expert and `offs` are the group ends: the groups that end above `first` become empty.
+        left, right, offs, *others = args
+        rest.copy_(func(left[first:], right, (offs - first).clamp(min=0), *others, **kwargs))

@@ -1,0 +1,234 @@
+"""A recipe: what one layer call keeps, op by op. Made once from what the first call of a kind did, followed by the later ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from ds_memo.remat import keep
+from ds_memo.swap.frame import Kept, Layout, dense_order
+
+SMALL = 256
+"""Bytes. Smaller tensors (a generator's state, a mask of one row) stay on the device: a copy would cost more than they do."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One product of the layer."""
+
+    func: OpOverload
+    shape: tuple[int, ...]
+    flops: int
+    kept: Kept | None = None
+    """Where its rows are; None: none is stored."""
+    wanted: bool = True
+    """Whether any saved tensor depends on it. If not, it is not computed in the replay."""
+    biased: bool = False
+    """A bias is added in place right after it: kept rows include it."""
+
+    def makes(self, out: torch.Tensor) -> bool:
+        """Whether an output is as foreseen."""
+        return self.shape == out.shape and (self.kept is None or self.kept.dtype == out.dtype)
+
+    @property
+    def rows(self) -> int:
+        return self.kept.rows if self.kept else 0
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An op whose outputs are supplied whole: attention, or a router's choice."""
+
+    func: OpOverload
+    kept: tuple[Kept | None, ...] | None
+    """One entry per output; None: kept as it is, on the device. No tuple at all: nothing is kept, it runs again."""
+
+    def makes(self, outputs: tuple[Any, ...]) -> bool:
+        """Whether the outputs are as foreseen."""
+        return all(
+            kept is None or (kept.shape == value.shape and kept.stride == value.stride() and kept.dtype == value.dtype)
+            for kept, value in zip(self.kept or (), outputs, strict=False)
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything later calls of the same kind need to know."""
+
+    ops: list[Gemm | Whole]
+    inputs: list[Kept | None]
+    layout: Layout
+    packs: int
+    """How many tensors autograd saved: a call that saves another number is of another kind."""
+    alpha: float
+    softmax: str | None
+    """Name of an op that materialised attention scores."""
+    rewritten: str | None = None
+    """Names of ops whose outputs were changed out of our sight."""
+
+    @cached_property
+    def gemm_flops(self) -> int:
+        return sum(op.flops for op in self.ops if isinstance(op, Gemm))
+
+    @cached_property
+    def attention_ops(self) -> int:
+        return sum(keep.kind_of(op.func) is keep.Kind.ATTENTION for op in self.ops)
+
+    def without_shortcuts(self, followed: int) -> Recipe:
+        """For a call that left the recipe at op `followed`: what was stored is used, everything else is computed."""
+        ops = [replace(op, wanted=True) if isinstance(op, Gemm) else op for op in self.ops[:followed]]
+        return replace(self, ops=ops)
+
+
+# ---- what the first call saw
+
+
+@dataclass
+class SeenGemm:
+    func: OpOverload
+    out: torch.Tensor
+    flops: int
+    inputs: int
+    """Bit set of the GEMMs that its operands depend on."""
+    splits: bool
+    fingerprint: torch.Tensor
+    biased: bool = False
+    chosen_from: bool = False
+    """A router's choice looks at it: rows are not split off."""
+
+
+@dataclass
+class SeenWhole:
+    func: OpOverload
+    outputs: tuple[Any, ...]
+    inputs: int
+    """Bit set of the GEMMs that its operands depend on."""
+    fingerprint: torch.Tensor
+    again: bool = False
+    """Its outputs cannot be kept."""
+
+
+@dataclass
+class Seen:
+    """What happened in one call, in order."""
+
+    ops: list[SeenGemm | SeenWhole] = field(default_factory=list)
+    inputs: list[torch.Tensor | None] = field(default_factory=list)
+    wanted: int = 0
+    """Bit set of the GEMMs that a saved tensor depends on."""
+    packs: int = 0
+    softmax: str | None = None
+    set_aside: list[torch.Tensor] = field(default_factory=list)
+    """Copies of tensors that the layer went on to change in place."""
+    rewritten: list[str] = field(default_factory=list)
+    """Ops whose outputs were changed by a kernel that PyTorch cannot see."""
+
+    def note_unseen_writes(self) -> None:
+        """Find outputs that are not what they were: a Triton kernel that works in place (rotary embeddings do) tells nobody.
+
+        What was made once cannot be had again then, and when it changes is not known: those ops run again in each replay.
+        """
+        if not self.ops:
+            return
+        now = [fingerprint(op.out if isinstance(op, SeenGemm) else op.outputs) for op in self.ops]
+        same = torch.stack([op.fingerprint for op in self.ops]).eq(torch.stack(now)).tolist()
+        for op, unchanged in zip(self.ops, same, strict=True):
+            if unchanged:
+                continue
+            self.rewritten.append(str(op.func))
+            if isinstance(op, SeenGemm):
+                op.splits = False
+            else:
+                op.again = True
+                self.wanted |= op.inputs
+
+    def close_over_inputs(self, resident: bool) -> None:
+        """A GEMM that will be computed again needs its operands: mark what they depend on, latest first."""
+        for bit, op in reversed(list(enumerate(self.gemms()))):
+            supplied_whole = op.splits and (resident or op.chosen_from)
+            if self.wanted >> bit & 1 and not supplied_whole:
+                self.wanted |= op.inputs
+
+    def forget(self) -> None:
+        """Drop the tensors: what is to be kept has left by now."""
+        self.ops.clear()
+        self.inputs.clear()
+        self.set_aside.clear()
+
+    def gemms(self) -> list[SeenGemm]:
+        return [op for op in self.ops if isinstance(op, SeenGemm)]
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes stored whatever alpha is, and bytes that alpha splits."""
+        whole = [tensor for tensor in self.inputs if tensor is not None]
+        split = []
+        for bit, gemm in enumerate(self.gemms()):
+            if self.wanted >> bit & 1 and gemm.splits:
+                (whole if gemm.chosen_from else split).append(gemm.out)
+        for op in self.ops:
+            if isinstance(op, SeenWhole) and not op.again:
+                whole.extend(out for out in op.outputs if storable(out))
+        return sum(map(_nbytes, whole)), sum(map(_nbytes, split))
+
+
+def make_recipe(seen: Seen, alpha: float, resident: bool) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:
+    """Decide every home.
+
+    Returns:
+        The recipe, and the tensors of this very call with the place each is kept at.
+    """
+    if not seen.packs:  # frozen: there will be no replay
+        ops = [_unkept(op) for op in seen.ops]
+        return Recipe(ops, [None] * len(seen.inputs), Layout(), 0, alpha, seen.softmax), []
+
+    layout, tensors = Layout(), []
+
+    def store(tensor: torch.Tensor, rows: int | None = None) -> Kept:
+        kept = layout.add(tensor, rows)
+        tensors.append((kept, tensor))
+        return kept
+
+    inputs = [store(tensor) if tensor is not None else None for tensor in seen.inputs]
+    ops = []
+    bit = 0
+    for op in seen.ops:
+        if isinstance(op, SeenWhole):
+            ops.append(Whole(op.func, None if op.again else tuple(store(out) if storable(out) else None for out in op.outputs)))
+            continue
+        wanted = bool(seen.wanted >> bit & 1)
+        bit += 1
+        m = op.out.shape[0]
+        rows = m if resident or op.chosen_from else int(alpha * m)
+        kept = store(op.out, rows) if wanted and op.splits and rows else None
+        ops.append(Gemm(op.func, tuple(op.out.shape), op.flops, kept, wanted, op.biased))
+    return Recipe(ops, inputs, layout, seen.packs, alpha, seen.softmax, ", ".join(seen.rewritten)), tensors
+
+
+def _unkept(op: SeenGemm | SeenWhole) -> Gemm | Whole:
+    return Whole(op.func, None) if isinstance(op, SeenWhole) else Gemm(op.func, tuple(op.out.shape), op.flops, wanted=False)
+
+
+def fingerprint(outputs: Any) -> torch.Tensor:
+    """A number, on the device, that changes when the values of these tensors do."""
+    total = torch.zeros((), dtype=torch.int64)
+    for value in outputs if isinstance(outputs, tuple) else (outputs,):
+        if type(value) is torch.Tensor and value.numel() and torch._C._has_storage(value):
+            value = torch.view_as_real(value) if value.is_complex() else value
+            total = value.view(_INTEGERS[value.dtype.itemsize]).sum(dtype=torch.int64) + total.to(value.device)
+    return total
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def storable(value: Any) -> bool:
+    """Whether a value can go to the host and is worth the copy."""
+    return type(value) is torch.Tensor and _nbytes(value) >= SMALL and dense_order(value) is not None
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize

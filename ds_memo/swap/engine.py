@@ -1,0 +1,247 @@
+"""The schedule: when a frame's rows leave the device and when they come back.
+
+    forward   a kept output is copied out as soon as it exists (event on compute, d2h waits for it);
+              compute waits for the copies of frame i when layer i+2 begins, and frame i's device memory is let go.
+    backward  the replay of frame i+1 issues the reload of frame i into a fresh buffer, after compute's event at that point;
+              the replay of frame i makes compute wait for it.
+
+Device bytes: the resident frames, two swapped frames on their way out, two buffers on their way back, never more. A buffer is
+allocated on the compute stream when its reload is issued and lives as long as anything looks at it: the allocator hands the same
+memory to frame i that frame i+2 has just let go, and a tensor that escaped (a hook, a cache) is never written over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.swap.frame import Frame, Kept, Layout, check_unchanged
+from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams
+
+
+@dataclass
+class Traffic:
+    """What went over the link so far, and how."""
+
+    frames: int = 0
+    bytes_to_host: int = 0
+    bytes_from_host: int = 0
+    frames_prefetched: int = 0
+    """Reloads issued one frame ahead."""
+    frames_on_demand: int = 0
+    """Reloads issued when the frame was already wanted: the first of a backward, or an unforeseen order."""
+
+
+class SwapEngine:
+    """Moves frames. Called on the compute stream only; frames may die on any thread.
+
+    Args:
+        streams: the three streams.
+        slab: where rows wait; its budget is the host's.
+        device: where the layers run.
+    """
+
+    def __init__(self, streams: Streams, slab: HostSlab, device: torch.device) -> None:
+        self.streams = streams
+        self.slab = slab
+        self.device = device
+        self.traffic = Traffic()
+        self._stack: list[weakref.ref[Frame]] = []  # swapped frames, oldest first
+        self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not let go yet
+        self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None
+        self._graves: deque[tuple[Any, ...]] = deque()
+        self._closed = False
+
+    # ---- forward
+
+    def begin(self, name: str, resident: bool) -> Frame:
+        """Open the frame of a layer that is about to run."""
+        if self._closed:
+            raise MemoError(f"layer {name} was run after ds_memo was detached")
+        self._clear_graves()
+        while self._stack and self._stack[-1]() is None:
+            self._stack.pop()
+        while len(self._leaving) >= 2:
+            self._let_go(self._leaving.popleft()())
+        self.traffic.frames += 1
+        return Frame(name, resident, self.traffic.frames, self._bury)
+
+    def adopt(self, frame: Frame, layout: Layout) -> None:
+        """Say what a recording frame keeps; its host block is taken now."""
+        frame.layout = layout
+        if not frame.resident and layout.host_bytes:
+            frame.block = self.slab.take(layout.host_bytes, f"frame {frame.name}")
+
+    def keep(self, frame: Frame, kept: Kept, tensor: torch.Tensor) -> None:
+        """Keep a tensor that compute has just produced; of a swapped frame its rows go to the host.
+
+        A copy is issued with the next call, after its own event, so that a tensor which the very next op changes in place can be
+        set aside first.
+        """
+        source = tensor.detach()
+        frame.device[kept.index] = source
+        frame.versions[kept.index] = source._version
+        if not frame.resident:
+            self._send()
+            self._unsent = (frame, kept, source, self.streams.mark(COMPUTE))
+
+    def about_to_change(self, frame: Frame, tensor: torch.Tensor) -> None:
+        """Somebody is about to write to `tensor` in place: what is kept of it must keep its present value."""
+        storage = tensor.untyped_storage()._cdata
+        for index, source in list(frame.device.items()):
+            if source.untyped_storage()._cdata != storage:
+                continue
+            unsent = self._unsent is not None and self._unsent[2] is source
+            if not frame.resident and not unsent:  # its copy is under way
+                self.streams.wait(COMPUTE, self.streams.mark(D2H))
+                del frame.device[index]
+                continue
+            aside = frame.device[index] = source.clone()
+            frame.versions[index] = aside._version
+            if unsent:
+                self._unsent = (frame, frame.layout.kept[index], aside, self.streams.mark(COMPUTE))
+            else:
+                frame.changed.add(index)
+
+    def end(self, frame: Frame) -> None:
+        """The layer has run."""
+        self._send()
+        if frame.resident:
+            frame.move("ready")
+            return
+        frame.sent = self.streams.mark(D2H)
+        frame.move("swapping")
+        while self._stack and self._stack[-1]() is None:  # of steps before, or of graphs that were dropped
+            self._stack.pop()
+        self._stack.append(weakref.ref(frame))
+        self._leaving.append(weakref.ref(frame))
+
+    def abort(self, frame: Frame) -> None:
+        """The layer raised, or nobody will ever ask for this frame: forget it once its copies are over."""
+        self._unsent = None
+        self.streams.wait(COMPUTE, self.streams.mark(D2H))
+        frame.device.clear()
+        self._give_block(frame)
+        frame.move("done")
+
+    # ---- backward
+
+    def bring_back(self, frame: Frame) -> None:
+        """Make a frame ready for its replay, and issue the reload of the one below it."""
+        if self._closed:
+            raise MemoError(f"frame {frame.name} is wanted by a backward after ds_memo was detached")
+        if frame.state == "recording":
+            raise MemoError(
+                f"layer {frame.name} runs a backward of its own (autograd.grad) inside its forward, before it can be replayed. "
+                "Leave it out: ds_memo.attach(model, config, layers=[…])"
+            )
+        self._clear_graves()
+        while self._leaving:
+            self._let_go(self._leaving.popleft()())
+        self._let_go(frame)  # still here only if it was changed in place, which is said again
+        if frame.resident:
+            check_unchanged(frame, frame.layout.kept)
+            if frame.state == "done":
+                frame.move("ready")
+        else:
+            if frame.state in ("away", "done"):
+                self.traffic.frames_on_demand += 1
+                self._reload(frame)
+            self.streams.wait(COMPUTE, frame.back)
+            frame.move("ready")
+        below = self._next_below(frame)
+        if below is not None:
+            self.traffic.frames_prefetched += 1
+            self._reload(below)
+        frame.replays += 1
+
+    def replayed(self, frame: Frame) -> None:
+        """The replay is over: from here on the buffer lives as long as the replayed tensors that look at it."""
+        frame.slots.clear()
+        frame.move("done")
+
+    # ---- both
+
+    def close(self) -> None:
+        """Finish all copies and give the host memory back. Frames that are still alive can no longer be replayed."""
+        if self._closed:
+            return
+        self._unsent = None
+        try:
+            self.streams.wait(COMPUTE, self.streams.mark(D2H))
+            self.streams.wait(COMPUTE, self.streams.mark(H2D))
+            for ref in self._stack:
+                if (frame := ref()) is not None:
+                    frame.device.clear()
+                    frame.slots.clear()
+                    self._give_block(frame)
+            self._closed = True  # not before: a frame that dies meanwhile, on whatever thread, must be buried
+            self._clear_graves()
+        finally:
+            self._closed = True
+            self.streams.close()
+        self.slab.close()
+
+    def _send(self) -> None:
+        if self._unsent is None:
+            return
+        frame, kept, source, produced = self._unsent
+        self._unsent = None
+        self.streams.wait(D2H, produced)
+        rows = frame.rows[kept.index] = kept.rows_in(frame.block.memory)
+        self.streams.copy(D2H, rows, kept.rows_of(source))
+        self.traffic.bytes_to_host += kept.stored_bytes
+
+    def _let_go(self, frame: Frame | None) -> None:
+        if frame is None or frame.state != "swapping":
+            return
+        self.streams.wait(COMPUTE, frame.sent)
+        check_unchanged(frame, frame.layout.kept)
+        frame.device.clear()
+        frame.move("away")
+
+    def _reload(self, frame: Frame) -> None:
+        # Allocated on compute, possibly where compute's last work still reads: h2d waits for compute before it writes.
+        buffer = torch.empty(frame.layout.buffer_bytes, dtype=torch.uint8, device=self.device)
+        frame.move("returning")
+        self.streams.wait(H2D, self.streams.mark(COMPUTE))
+        for index, rows in frame.rows.items():
+            kept = frame.layout.kept[index]
+            slot = frame.slots[index] = kept.slot_in(buffer)
+            self.streams.copy(H2D, kept.rows_of(slot), rows)
+            self.traffic.bytes_from_host += kept.stored_bytes
+        frame.back = self.streams.mark(H2D)
+
+    def _next_below(self, frame: Frame) -> Frame | None:
+        """The youngest older frame that backward has reached as often as this one, if it waits on the host."""
+        for ref in reversed(self._stack):
+            below = ref()
+            if below is not None and below.age < frame.age and below.replays == frame.replays:
+                return below if below.state in ("away", "done") else None
+        return None
+
+    def _give_block(self, frame: Frame) -> None:
+        if frame.block is not None:
+            self.slab.give(frame.block)
+            frame.block = None
+
+    def _bury(self, frame: Frame) -> None:
+        """A frame has died, on whatever thread: note what must outlive its copies. Never waits, a copy thread may be here."""
+        if not self._closed and (frame.block is not None or frame.state == "returning"):
+            self._graves.append((frame.block, frame.state, frame.sent, frame.back, frame.device, frame.slots))
+
+    def _clear_graves(self) -> None:
+        while self._graves:
+            block, state, sent, back, _device, _slots = self._graves.popleft()
+            if state in ("recording", "swapping"):
+                self.streams.wait(COMPUTE, sent or self.streams.mark(D2H))
+            elif state == "returning":
+                self.streams.wait(COMPUTE, back)
+            if block is not None:
+                self.slab.give(block)

@@ -1,0 +1,188 @@
+"""Three streams behind four methods: mark, wait, copy, close.
+
+`compute` runs the model; `d2h` and `h2d` run copies, each in the order they were issued. On CUDA they are CUDA streams. On a CPU
+the compute stream is the calling thread and the other two are real threads, so that every ordering bug of the schedule can be
+provoked without a GPU.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+
+from ds_memo.errors import MemoError
+
+COMPUTE, D2H, H2D = "compute", "d2h", "h2d"
+
+
+class Streams(Protocol):
+    """What the engine needs. An event is a point in one stream; `event.stream` names it in stall statistics."""
+
+    def mark(self, stream: str) -> Any:
+        """An event that comes about when all work issued to `stream` so far is done."""
+
+    def wait(self, stream: str, event: Any) -> None:
+        """`stream` starts nothing issued from now on before `event` has come about."""
+
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy on `d2h` or `h2d`. Whoever calls keeps `src` and `dst` alive until an event behind the copy."""
+
+    def stall_s(self) -> dict[str, float]:
+        """Seconds the compute stream has spent waiting for each copy stream."""
+
+    def close(self) -> None:
+        """Finish what was issued and release threads."""
+
+
+def streams_for(device: torch.device) -> Streams:
+    if device.type == "cuda":
+        return CudaStreams(device)
+    if device.type == "cpu":
+        return ThreadStreams()
+    raise MemoError(f"ds_memo swaps on cuda and cpu devices; the layers are on {device}")
+
+
+class _ThreadEvent:
+    __slots__ = ("done", "stream")
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+        self.done = threading.Event()
+
+
+_DONE = _ThreadEvent(COMPUTE)
+_DONE.done.set()
+
+
+class ThreadStreams:
+    """Compute is the calling thread; `d2h` and `h2d` are one daemon thread each."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, queue.SimpleQueue] = {D2H: queue.SimpleQueue(), H2D: queue.SimpleQueue()}
+        self._failures: list[tuple[str, BaseException]] = []
+        self._stall = {D2H: 0.0, H2D: 0.0}
+        self._threads = [
+            threading.Thread(target=self._work, args=(name, q, self._failures), name=f"ds_memo-{name}", daemon=True)
+            for name, q in self._queues.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+        # The threads know the queues only, so an abandoned object still ends them.
+        self._stop = weakref.finalize(self, _stop, list(self._queues.values()))
+
+    @staticmethod
+    def _work(name: str, work: queue.SimpleQueue, failures: list[tuple[str, BaseException]]) -> None:
+        while (item := work.get()) is not None:
+            call, *args = item
+            try:
+                call(*args)
+            except BaseException as failure:  # raised again in wait(), on the thread that can act on it
+                failures.append((name, failure))
+            del item, call, args  # an idle thread must not keep tensors alive
+
+    def mark(self, stream: str) -> _ThreadEvent:
+        if stream == COMPUTE:  # eager CPU ops are done when they return
+            return _DONE
+        event = _ThreadEvent(stream)
+        self._queues[stream].put((event.done.set,))
+        return event
+
+    def wait(self, stream: str, event: _ThreadEvent) -> None:
+        if stream != COMPUTE:
+            if not event.done.is_set():
+                self._queues[stream].put((event.done.wait,))
+            return
+        if not event.done.is_set():
+            if not self._stop.alive:
+                raise MemoError("waiting for a copy after the swap engine was closed")
+            begin = time.perf_counter()
+            event.done.wait()
+            self._stall[event.stream] += time.perf_counter() - begin
+        if self._failures:
+            stream, failure = self._failures[0]
+            raise MemoError(f"a copy on the {stream} stream failed: {failure!r}") from failure
+
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        if not self._stop.alive:
+            raise MemoError("a copy was issued after the swap engine was closed")
+        self._queues[stream].put((self._copy, dst, src))
+
+    @staticmethod
+    def _copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+    def stall_s(self) -> dict[str, float]:
+        return dict(self._stall)
+
+    def close(self) -> None:
+        self._stop()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+def _stop(queues: list[queue.SimpleQueue]) -> None:
+    for work in queues:
+        work.put(None)
+
+
+class _CudaEvent(torch.cuda.Event):
+    stream: str
+
+
+class CudaStreams:
+    """Compute is whatever stream is current at the call; `d2h` and `h2d` are two streams of our own."""
+
+    _MEASURED_AT_ONCE = 256
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copy_streams = {D2H: torch.cuda.Stream(device), H2D: torch.cuda.Stream(device)}
+        self._stall = {D2H: 0.0, H2D: 0.0}
+        self._waits: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def _stream(self, name: str) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device) if name == COMPUTE else self._copy_streams[name]
+
+    def mark(self, stream: str) -> _CudaEvent:
+        event = _CudaEvent()
+        event.stream = stream
+        event.record(self._stream(stream))
+        return event
+
+    def wait(self, stream: str, event: _CudaEvent) -> None:
+        if stream != COMPUTE:
+            self._copy_streams[stream].wait_event(event)
+            return
+        compute = self._stream(COMPUTE)
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(compute)
+        compute.wait_event(event)
+        after.record(compute)
+        self._waits.append((event.stream, before, after))
+        if len(self._waits) >= self._MEASURED_AT_ONCE:
+            self._measure()
+
+    def _measure(self) -> None:
+        while self._waits and self._waits[0][2].query():
+            stream, before, after = self._waits.popleft()
+            self._stall[stream] += before.elapsed_time(after) * 1e-3
+
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        with torch.cuda.stream(self._copy_streams[stream]):
+            dst.copy_(src, non_blocking=True)
+
+    def stall_s(self) -> dict[str, float]:
+        torch.cuda.synchronize(self._device)
+        self._measure()
+        return dict(self._stall)
+
+    def close(self) -> None:
+        for stream in self._copy_streams.values():
+            stream.synchronize()

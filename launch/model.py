@@ -1,0 +1,79 @@
+"""Hugging Face causal LMs from a config JSON (random weights) or a local checkpoint directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+class ModelError(ValueError):
+    """What a person has to change about the model, in one line."""
+
+
+def load_config(path: Path) -> PreTrainedConfig:
+    """The model's configuration, from a JSON file or a checkpoint directory.
+
+    Raises:
+        ModelError: Where nothing is there, it is no model configuration, or the model is not a causal LM.
+    """
+    if not path.exists():
+        raise ModelError(f"no model configuration at {path}")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path} is not a model configuration: {str(error).splitlines()[0]}") from error
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(f"{path} is not a causal language model (model_type {config.model_type!r})")
+    return config
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The longest sequence the model is made for, in tokens; None where its configuration sets no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def build(path: Path, config: PreTrainedConfig, ds_config: dict, dtype: torch.dtype, attention: str) -> nn.Module:
+    """The model in `dtype`: weights from the directory `path`, else random ones from torch's seed.
+
+    Under ZeRO-3 every parameter is partitioned as it is made (deepspeed.zero.Init), so no rank ever holds them all.
+
+    Raises:
+        ModelError: Where the attention implementation does not exist or the weights do not fit.
+    """
+    zero3 = HfDeepSpeedConfig(ds_config)  # noqa: F841  transformers finds it through a weak reference: keep it until the end
+    try:
+        if path.is_dir():
+            return AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
+            )
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"cannot build {path}: {str(error).splitlines()[0]}") from error
+
+
+def matmul_parameters(model: nn.Module) -> int | None:
+    """The parameters that multiply every token: P of the FLOP formula. None for a mixture of experts, where it differs.
+
+    An input embedding that is not also the head is only looked up and does not count.
+    """
+    config = model.config.get_text_config()
+    if any(getattr(config, field, None) for field in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return None
+
+    def count(module: nn.Module) -> int:
+        return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())  # ds_numel: partitioned by ZeRO-3
+
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    return count(model) - (0 if tied else count(model.get_input_embeddings()))
+
+
+def attention_width(config: PreTrainedConfig) -> int:
+    """Heads × head size, in elements: h of the FLOP formula."""
+    config = config.get_text_config()
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_attention_heads * head

@@ -1,0 +1,310 @@
+"""Train a causal language model on long documents with DeepSpeed and ds_memo.
+
+    deepspeed launch/train.py --deepspeed_config ds_configs/zero3_bf16_memo.json \\
+        --model ds_configs/models/llama3-8b.json --seq-length 131072 --steps 100
+
+The model is any Hugging Face causal LM: a config JSON (random weights) or a local checkpoint directory. Batch sizes,
+optimizer, precision, ZeRO and the "memo" section come from the DeepSpeed JSON; `--no-memo` drops that section, so that
+two runs compare. Without `--data` it trains on the Python standard library's own sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import data as long_data
+import deepspeed
+import model as hf
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from loss import HeadError, use_tiled_loss
+from tqdm import tqdm
+
+import ds_memo
+from ds_memo.estimate.flops import mfu, peak_flops, sequence_flops
+from ds_memo.profile import LiveBytes
+
+
+class UsageError(ValueError):
+    """What a person has to change about the call, in one line."""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON")
+    parser.add_argument("--model", type=Path, required=True, help="config JSON (random weights) or checkpoint directory")
+    parser.add_argument("--no-memo", action="store_true", help='ignore the JSON\'s "memo" section: plain DeepSpeed')
+    parser.add_argument("--seq-length", type=int, default=4096, metavar="TOKENS")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps in all, those before --resume included")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the split and the order of the data")
+    parser.add_argument("--attn-implementation", default="sdpa")
+    parser.add_argument("--data", type=Path, nargs="+", metavar="PATH", help="text or JSONL files, or folders of them")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="Hugging Face tokenizer; default: bytes")
+    parser.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="validate so often; 0: at the end only")
+    parser.add_argument("--eval-batches", type=int, default=4, help="micro batches per rank and validation")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write a DeepSpeed checkpoint at the end")
+    parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="with --save: also so often")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, with its next batch")
+    parser.add_argument("--metrics-json", type=Path, metavar="FILE", help="write losses, speed, memory and the memo report")
+    parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for name in ("seq_length", "steps", "eval_batches"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if args.save_every and not args.save:
+        parser.error("--save-every needs --save")
+    return args
+
+
+def read_ds_config(path: Path, no_memo: bool) -> dict:
+    """The DeepSpeed JSON as a dict, without its "memo" section where that is not wanted.
+
+    Raises:
+        UsageError: Where there is no such file, it is not a JSON object, or it names no optimizer.
+    """
+    if not path.is_file():
+        raise UsageError(f"no DeepSpeed configuration at {path}")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict) or "optimizer" not in config:
+        raise UsageError(f'{path} needs an "optimizer" section')
+    if no_memo:
+        config.pop("memo", None)
+    return config
+
+
+def dtype_of(ds_config: dict) -> torch.dtype:
+    """The parameters' dtype that the DeepSpeed JSON asks for."""
+    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if ds_config.get(section, {}).get("enabled"):
+            return dtype
+    return torch.float32
+
+
+def init_distributed() -> None:
+    if get_accelerator().device_name() == "cpu":
+        # Spares the 40 s (and the compiler) that DeepSpeed's shared-memory collectives take to build; gloo serves.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+
+
+class PeakBytes:
+    """The most bytes that forward and backward hold at once beyond what was there before the first step.
+
+    Activations, gathered parameters and gradients. CUDA's allocator counts by itself; a CPU's ops are watched.
+
+    Attributes:
+        bytes: The peak over the blocks watched since it was last set to 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.bytes = 0
+        self._cuda = device.type == "cuda"
+        self._count = LiveBytes(device)
+        self._before = torch.cuda.memory_allocated() if self._cuda else 0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            yield
+            now = torch.cuda.max_memory_allocated() - self._before
+        else:
+            self._count.reset_peak()
+            with self._count:
+                yield
+            now = self._count.peak
+        self.bytes = max(self.bytes, now)
+
+
+@dataclass
+class Run:
+    """One training run: the engine, its data, and what it has measured."""
+
+    args: argparse.Namespace
+    engine: deepspeed.DeepSpeedEngine
+    training: long_data.Windows
+    validation: long_data.Windows
+    flops_per_sequence: float | None
+    samples: int = 0  # consumed so far by all ranks
+
+    def batch(self, windows: long_data.Windows, first: int, shuffle: bool) -> dict[str, torch.Tensor]:
+        """This rank's share of the micro batch of all ranks that begins at sample `first`."""
+        rows = self.engine.train_micro_batch_size_per_gpu()
+        batch = windows.batch(first + dist.get_rank() * rows, rows, shuffle)
+        return {name: value.to(self.engine.device) for name, value in batch.items()}
+
+    def mean(self, losses: list[torch.Tensor]) -> float:
+        """Mean over this rank's losses and all ranks; every loss covers equally many tokens."""
+        total = torch.stack(losses).mean()
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+    def step(self, peak: PeakBytes | None) -> dict:
+        """One optimizer step; returns what is to know about it."""
+        engine, start = self.engine, time.perf_counter()
+        micro = engine.train_micro_batch_size_per_gpu() * dist.get_world_size()
+        losses = []
+        if peak:
+            peak.bytes = 0
+        for _ in range(engine.gradient_accumulation_steps()):
+            batch = self.batch(self.training, self.samples, shuffle=True)
+            with peak.watch() if peak else nullcontext():
+                loss = engine(**batch)
+                engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+            self.samples += micro
+        loss = self.mean(losses)  # waits for the device
+        seconds = time.perf_counter() - start
+        tokens_per_s = engine.train_batch_size() * self.args.seq_length / seconds
+        return {
+            "step": engine.global_steps,
+            "loss": loss,
+            "seconds": seconds,
+            "tokens_per_s": tokens_per_s,
+            "tgs": tokens_per_s / dist.get_world_size(),
+            "mfu": self.mfu(seconds),
+            "peak_live_bytes": peak.bytes if peak else None,
+        }
+
+    def mfu(self, seconds: float) -> float | None:
+        """Model FLOPs utilisation; None where the device's peak (known for 16-bit dtypes) or the model's count is not."""
+        device = self.engine.device
+        half = self.engine.module.dtype.itemsize == 2
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" and half else None
+        if peak is None or self.flops_per_sequence is None:
+            return None
+        return mfu(self.engine.train_batch_size() * self.flops_per_sequence, seconds, dist.get_world_size(), peak)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the first windows of the held-out documents, the same ones every time."""
+        self.engine.eval()
+        micro = self.engine.train_micro_batch_size_per_gpu() * dist.get_world_size()
+        batches = (self.batch(self.validation, i * micro, shuffle=False) for i in range(self.args.eval_batches))
+        loss = self.mean([self.engine(**batch) for batch in batches])
+        self.engine.train()
+        return loss
+
+    def save(self) -> None:
+        state = {"samples": self.samples, "seed": self.args.seed, "seq_length": self.args.seq_length}
+        self.engine.save_checkpoint(self.args.save, client_state=state)
+        if dist.get_rank() == 0:
+            self.engine.module.config.save_pretrained(self.args.save)
+
+    def resume(self) -> None:
+        """Load weights, optimizer, step count and the data position.
+
+        Raises:
+            UsageError: Where there is no checkpoint, or it was made with other data options.
+        """
+        path, state = self.engine.load_checkpoint(self.args.resume)
+        if path is None:
+            raise UsageError(f"no checkpoint in {self.args.resume}")
+        for name in ("seed", "seq_length"):
+            if state[name] != getattr(self.args, name):
+                option, value = name.replace("_", "-"), getattr(self.args, name)
+                raise UsageError(f"{self.args.resume} was trained with --{option} {state[name]}, not {value}")
+        self.samples = state["samples"]
+
+
+def start(args: argparse.Namespace) -> Run:
+    """Check everything that can be checked cheaply, then read the data, build the model and its engine."""
+    ds_config = read_ds_config(args.deepspeed_config, args.no_memo)
+    config = hf.load_config(args.model)
+    positions = hf.max_positions(config)
+    if positions is not None and args.seq_length > positions:
+        raise UsageError(f"--seq-length {args.seq_length} is longer than the model's {positions} positions")
+    if args.resume and not args.resume.is_dir():
+        raise UsageError(f"no checkpoint in {args.resume}")
+    tokenizer = long_data.HFTokenizer(args.tokenizer) if args.tokenizer else long_data.ByteTokenizer()
+    vocab = config.get_text_config().vocab_size
+    if tokenizer.vocab_size > vocab:
+        raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {vocab}")
+    documents = long_data.read_documents(args.data or [long_data.standard_library()])
+    training, validation = long_data.load_windows(documents, tokenizer, args.seq_length, args.seed)
+
+    init_distributed()
+    torch.manual_seed(args.seed)  # the same weights on every rank
+    model = hf.build(args.model, config, ds_config, dtype_of(ds_config), args.attn_implementation)
+    use_tiled_loss(model)
+    parameters = hf.matmul_parameters(model)
+    layers, width = config.get_text_config().num_hidden_layers, hf.attention_width(config)
+    flops = None if parameters is None else sequence_flops(args.seq_length, parameters, layers, width)
+    try:
+        engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+    except ds_memo.MemoError as error:
+        raise UsageError(str(error)) from error
+    return Run(args, engine, training, validation, flops)
+
+
+def show(bar: tqdm, measured: dict) -> None:
+    shown = {
+        "loss": f"{measured['loss']:.4f}",
+        "tok/s": f"{measured['tokens_per_s']:.0f}",
+        "TGS": f"{measured['tgs']:.0f}",
+    }
+    if measured["mfu"] is not None:
+        shown["MFU"] = f"{measured['mfu']:.2%}"
+    bar.set_postfix(shown, refresh=False)
+    bar.update()
+
+
+def train(run: Run) -> None:
+    args, engine, first = run.args, run.engine, dist.get_rank() == 0
+    if args.resume:
+        run.resume()
+    peak = PeakBytes(engine.device) if args.metrics_json else None
+    steps, validations = [], []
+    with tqdm(total=args.steps, initial=engine.global_steps, disable=not first, unit="step") as bar:
+        while engine.global_steps < args.steps:
+            steps.append(run.step(peak))
+            show(bar, steps[-1])
+            last = engine.global_steps == args.steps
+            if last or (args.eval_every and engine.global_steps % args.eval_every == 0):
+                validations.append({"step": engine.global_steps, "loss": run.validate()})
+                if first:
+                    bar.write(f"step {engine.global_steps}: validation loss {validations[-1]['loss']:.4f}")
+            if args.save and (last or (args.save_every and engine.global_steps % args.save_every == 0)):
+                run.save()
+    memo = hasattr(engine, "memo")
+    if args.metrics_json and first:
+        metrics = {
+            "memo": memo,
+            "ranks": dist.get_world_size(),
+            "device": str(engine.device.type),
+            "dtype": str(engine.module.dtype).removeprefix("torch."),
+            "seq_length": args.seq_length,
+            "steps": steps,
+            "validation": validations,
+            "report": ds_memo.report(engine) if memo else None,
+        }
+        args.metrics_json.parent.mkdir(parents=True, exist_ok=True)
+        args.metrics_json.write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        train(start(args))
+    except (UsageError, long_data.DataError, hf.ModelError, HeadError) as error:
+        if args.local_rank == 0:
+            print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Tiny models with random weights, one step of each, and the comparison that every gradient test rests on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ds_memo
+
+HIDDEN, LAYERS, HEADS, VOCAB = 64, 4, 4, 96
+FP32, BF16 = 2e-6, 1e-2
+"""Largest relative distance of a gradient from stock's."""
+
+
+# ---- models
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block that knows nothing but PyTorch."""
+
+    def __init__(self, attention_dropout: float = 0.0, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention_dropout = attention_dropout
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.qkv, self.o = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.dropout = nn.Dropout(dropout)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        p = self.attention_dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        return self.dropout(self.o(out.transpose(1, 2).reshape(b, s, HIDDEN)))
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attend(x)
+        return x + self.feed(x)
+
+
+class Toy(nn.Module):
+    """Blocks and a head; takes embeddings and gives a loss as Hugging Face models do."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> Any:
+        x = inputs_embeds
+        for block in self.blocks:
+            x = block(x, **kwargs)
+        logits = self.head(x)
+        return types.SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits=logits)
+
+
+def _decoder(name: str, **more: Any) -> Callable[[], nn.Module]:
+    def build(**most: Any) -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{name}Config")(
+            hidden_size=HIDDEN,
+            intermediate_size=2 * HIDDEN,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=2,
+            vocab_size=VOCAB,
+            max_position_embeddings=128,
+            pad_token_id=0,
+            **{**more, **most},
+        )
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    return build
+
+
+def _gpt2(**more: Any) -> nn.Module:
+    import transformers
+
+    sizes = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 128, "vocab_size": VOCAB}
+    no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    return transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(**{**sizes, **no_dropout, **more}))
+
+
+def _opt(**more: Any) -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": HIDDEN, "word_embed_proj_dim": HIDDEN, "ffn_dim": 2 * HIDDEN, "num_hidden_layers": LAYERS}
+    rest = {"num_attention_heads": HEADS, "vocab_size": VOCAB, "max_position_embeddings": 128, "dropout": 0.0}
+    return transformers.AutoModelForCausalLM.from_config(transformers.OPTConfig(**{**sizes, **rest, **more}))
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "llama": _decoder("Llama"),
+    "qwen2": _decoder("Qwen2"),
+    "qwen3": _decoder("Qwen3", head_dim=16),
+    "mistral": _decoder("Mistral", sliding_window=8),
+    "phi3": _decoder("Phi3"),
+    "gemma2": _decoder("Gemma2", head_dim=16, sliding_window=8, attn_implementation="eager"),  # sdpa has no soft cap
+    "gemma3": _decoder("Gemma3Text", head_dim=16, sliding_window=8),
+    "gpt2": _gpt2,
+    "opt": _opt,
+    "neox": _decoder("GPTNeoX"),
+    "mixtral": _decoder("Mixtral", num_local_experts=4),
+    "qwen3_moe": _decoder("Qwen3Moe", head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2),
+    "plain": Toy,
+}
+
+ZERO_GRADIENTS = {"opt": ("k_proj.bias",)}
+"""Names of gradients that are zero on paper: one vector added to every key moves all scores of a query alike, and softmax does
+not see it. (Under rotary embeddings it is turned differently at each position, so there it counts.)"""
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[name](**more).to(dtype).train()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms that are all 0 or all 1 hide mistakes
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+# ---- one step
+
+
+@dataclass
+class Batch:
+    embeds: torch.Tensor
+    labels: torch.Tensor
+
+    @classmethod
+    def random(cls, batch: int, length: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        embeds = torch.randn(batch, length, HIDDEN, generator=generator).to(dtype)
+        return cls(embeds, torch.randint(0, VOCAB, (batch, length), generator=generator))
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.embeds.to(device), self.labels.to(device))
+
+
+@dataclass
+class Outcome:
+    """What a step is judged by."""
+
+    loss: torch.Tensor
+    grads: dict[str, torch.Tensor | None]
+    generator: torch.Tensor = field(default_factory=torch.get_rng_state)
+    """The generator's state after the step."""
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Copies of the parameters' gradients, which are then cleared."""
+    grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return grads
+
+
+def step(model: nn.Module, batch: Batch, seed: int = 7, **kwargs: Any) -> Outcome:
+    """One forward and backward from a known generator state."""
+    torch.manual_seed(seed)
+    embeds = batch.embeds.clone().requires_grad_()
+    loss = model(inputs_embeds=embeds, labels=batch.labels, **kwargs).loss
+    loss.backward()
+    return Outcome(loss.detach(), {**gradients(model), "the input": embeds.grad})
+
+
+# ---- comparing
+
+
+class Different(AssertionError):
+    """A step that is not what stock makes of it."""
+
+
+def assert_same(got: Outcome, want: Outcome, tolerance: float = FP32, zero: Iterable[str] = ()) -> None:
+    """Loss and generator to the bit; each gradient by the norm of its difference over its norm.
+
+    Args:
+        zero: endings of names of biases whose gradient is zero on paper. What stock has there is rounding noise of a sum that
+            cancels; it is compared with the size of the terms, for which the gradient of the same Linear's weight stands:
+            that is the sum of the same terms, each times an input of size 1 (a norm comes before).
+
+    Raises:
+        Different: with the name of every gradient that is off.
+    """
+    if not torch.equal(got.loss, want.loss):
+        raise Different(f"loss {got.loss.item()!r}, stock has {want.loss.item()!r}")
+    if not torch.equal(got.generator, want.generator):
+        raise Different("the random generator is not where stock leaves it")
+    assert_same_grads(got.grads, want.grads, tolerance, zero)
+
+
+def assert_same_grads(
+    got: dict[str, torch.Tensor | None], want: dict[str, torch.Tensor | None], tolerance: float = FP32, zero: Iterable[str] = ()
+) -> None:
+    """See :func:`assert_same`."""
+    if got.keys() != want.keys():
+        raise Different(f"gradients of other things: {got.keys() ^ want.keys()}")
+    wrong = []
+    for name, reference in want.items():
+        value = got[name]
+        if value is None or reference is None:
+            if value is not reference:
+                wrong.append(f"{name}: {'none' if value is None else 'one'}, stock has {'none' if reference is None else 'one'}")
+            continue
+        scale = reference.double().norm()
+        if any(name.endswith(ending) for ending in zero):
+            scale = want[name.removesuffix("bias") + "weight"].double().norm()
+        distance = (value.double() - reference.double()).norm()
+        if not distance <= tolerance * scale:  # a NaN is wrong too
+            wrong.append(f"{name}: off by {distance / scale:.1e} of its norm")
+    if wrong:
+        raise Different(f"{len(wrong)} of {len(want)} gradients: " + "; ".join(wrong[:8]))
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory reads as NaN, so that whatever is used without having been computed shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fill_uninitialized_memory is on by default and needs this
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+CONFIGS = ({"alpha": 0.5, "resident_layers": 1}, {"alpha": 0.0, "resident_layers": 0}, {"alpha": 1.0, "resident_layers": LAYERS})
+"""A mixture of all three homes, everything recomputed, everything on the device."""
+
+
+def compare_with_stock(
+    model: nn.Module,
+    drive: Callable[[nn.Module, int], Outcome],
+    config: dict[str, Any],
+    steps: int = 3,
+    tolerance: float = FP32,
+    layers: Any = None,
+) -> dict[str, Any]:
+    """Drive a stock copy and an attached copy of `model` through the same steps and compare each.
+
+    Args:
+        drive: called with the model and the number of the step.
+        layers: as in ``ds_memo.attach``, by name.
+
+    Returns:
+        The report after the last step.
+    """
+    stock, attached = copy.deepcopy(model), copy.deepcopy(model)
+    handle = ds_memo.attach(attached, config, layers=layers)
+    try:
+        for number in range(steps):
+            want = drive(stock, number)
+            with poisoned_memory():
+                got = drive(attached, number)
+            try:
+                assert_same(got, want, tolerance)
+            except Different as different:
+                raise Different(f"step {number} with {config}: {different}") from None
+        return handle.report()
+    finally:
+        handle.detach()
+
+
+def every_config(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test once per entry of CONFIGS, as argument `config`."""
+    import pytest  # the benchmarks use this module too, and need no pytest
+
+    return pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"alpha={c['alpha']}-resident={c['resident_layers']}")(test)

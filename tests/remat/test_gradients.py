@@ -1,0 +1,130 @@
+"""Every model family, every alpha, every number of resident layers: the same loss and the same gradients as stock."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+
+import pytest
+import torch
+
+import ds_memo
+from tests.models import BF16, FP32, LAYERS, MODELS, ZERO_GRADIENTS, Batch, Outcome, assert_same, build, poisoned_memory, step
+
+ALPHAS = (0.0, 1 / 8, 1 / 4, 1 / 2, 7 / 8, 1.0)
+RESIDENTS = (0, 1, 2, LAYERS)
+SHAPES = tuple(itertools.product((1, 2), (4, 17, 33, 64)))
+"""(batch, length); 64 is the hidden size too, so no dimension can be told by its size."""
+MATH_ATTENTION = {"gemma2"}
+"""Their soft cap needs eager attention, whose scores are materialised."""
+EXPERTS = {"mixtral", "qwen3_moe"}
+
+COVERING = [(SHAPES[i], ALPHAS[i % 6], RESIDENTS[(i + i // 4) % 4]) for i in range(8)]
+"""Every shape, every alpha and every number of residents, in eight runs."""
+
+
+@functools.cache
+def model(name: str, dtype: torch.dtype) -> torch.nn.Module:
+    return build(name, dtype)
+
+
+@functools.cache
+def stock(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> Outcome:
+    return step(model(name, dtype), Batch.random(*shape, dtype))
+
+
+def run(name: str, dtype: torch.dtype, shape: tuple[int, int], alpha: float, resident: int, check: bool = True) -> dict:
+    """Three steps under one handle: the first analyses, the later ones follow the recipe. Checks the first and the third."""
+    want = stock(name, dtype, shape)
+    batch = Batch.random(*shape, dtype)
+    tolerance, zero = (FP32 if dtype == torch.float32 else BF16), ZERO_GRADIENTS.get(name, ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if name in MATH_ATTENTION else "error", ds_memo.MemoWarning)
+        handle = ds_memo.attach(model(name, dtype), {"alpha": alpha, "resident_layers": resident})
+        try:
+            for number in (1, 2, 3) if check else (1,):
+                with poisoned_memory():
+                    got = step(model(name, dtype), batch)
+                if check and number != 2:
+                    assert_same(got, want, tolerance, zero)
+            return handle.report()
+        finally:
+            handle.detach()
+
+
+@functools.cache
+def recomputed_at_alpha_0(name: str, shape: tuple[int, int], resident: int) -> float:
+    return run(name, torch.float32, shape, 0.0, resident, check=False)["gemm_flops_recomputed_fraction"]
+
+
+def assert_was_active(report: dict, name: str, shape: tuple[int, int], alpha: float, resident: int) -> None:
+    """That memo did what it was asked to, rather than nothing."""
+    assert report["layers"] == LAYERS
+    assert report["resident_layers"] == resident
+    assert report["frames"] == 3 * LAYERS
+    assert report["attention_recomputed"] == 0
+    swapped = LAYERS - resident
+    assert (report["bytes_to_host"] > 0) == (swapped > 0)
+    assert (report["bytes_from_host"] > 0) == (swapped > 0)
+    recomputed = report["gemm_flops_recomputed_fraction"]
+    if not swapped or alpha == 1:
+        assert recomputed == 0
+        return
+    everything = recomputed_at_alpha_0(name, shape, resident)
+    assert 0.3 * swapped / LAYERS < everything <= swapped / LAYERS
+    share = recomputed / everything
+    rounding = 1 / (shape[0] * shape[1]) if name not in EXPERTS else alpha  # an expert may have a single row
+    assert 1 - alpha - 1e-9 <= share <= 1 - alpha + rounding + 1e-9
+
+
+@pytest.mark.parametrize("shape, alpha, resident", COVERING, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_same_as_stock(name: str, shape: tuple[int, int], alpha: float, resident: int) -> None:
+    report = run(name, torch.float32, shape, alpha, resident)
+    assert_was_active(report, name, shape, alpha, resident)
+
+
+@pytest.mark.parametrize("resident", RESIDENTS)
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+def test_every_alpha_with_every_number_of_residents(name: str, alpha: float, resident: int) -> None:
+    report = run(name, torch.float32, (2, 17), alpha, resident)
+    assert_was_active(report, name, (2, 17), alpha, resident)
+
+
+@pytest.mark.parametrize("shape, alpha, resident", COVERING[2:4], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_same_as_stock_in_bf16(name: str, shape: tuple[int, int], alpha: float, resident: int) -> None:
+    run(name, torch.bfloat16, shape, alpha, resident)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_whole_product(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for alpha, resident in itertools.product(ALPHAS, RESIDENTS):
+        report = run(name, dtype, shape, alpha, resident)
+        if dtype == torch.float32:
+            assert_was_active(report, name, shape, alpha, resident)
+
+
+def test_math_attention_is_named() -> None:
+    """Gemma-2's soft cap takes eager attention."""
+    model = build("gemma2")
+    handle = ds_memo.attach(model, {"alpha": 0.5})
+    with pytest.warns(ds_memo.MemoWarning, match=r"layer model\.layers\.0: .*aten\._softmax") as caught:
+        step(model, Batch.random(1, 17))
+    assert len([w for w in caught if w.category is ds_memo.MemoWarning]) == 1  # once for the class, not once per layer
+    assert "aten._softmax" in handle.report()["warnings"][0]
+    handle.detach()
+
+
+def test_attention_dropout_on_the_cpu_is_named() -> None:
+    """PyTorch's CPU kernel has no dropout, so F.scaled_dot_product_attention takes the math path."""
+    model = build("gpt2", attn_pdrop=0.1)
+    handle = ds_memo.attach(model, {"alpha": 0.5})
+    with pytest.warns(ds_memo.MemoWarning, match=r"layer transformer\.h\.0: .*softmax"):
+        step(model, Batch.random(1, 17))
+    handle.detach()

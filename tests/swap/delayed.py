@@ -1,0 +1,112 @@
+"""`DelayedStreams`: copies come late, and memory that was let go does not keep its value.
+
+On a CPU the compute stream is synchronous and freed memory usually keeps its bytes, so a wrong schedule can give right gradients.
+Here every copy waits a random while on its thread first, and 0xFF bytes (NaN in every float type) are written
+
+- over device memory, as soon as nobody but a copy under way holds its storage: another tensor might live there by now;
+- over a fresh reload buffer, when its first copy is issued;
+- over a host block, when it is given back.
+
+A copy under way works on bare addresses and counts as nobody: its memory stays mapped, but not its value.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ds_memo.swap.slab import Block, HostSlab
+from ds_memo.swap.streams import COMPUTE, D2H, H2D, ThreadStreams
+
+POISON = 0xFF
+DELAYS_S = (0.0, 0.0, 1e-4, 3e-4, 1e-3)
+
+
+@dataclass
+class _Watched:
+    """A device storage that copies touch. This object holds exactly one reference to it."""
+
+    storage: torch.UntypedStorage
+    pending: int = 0
+
+    def is_abandoned(self) -> bool:
+        return torch._C._storage_Use_Count(self.storage._cdata) == 1
+
+    def poison(self) -> None:
+        ctypes.memset(self.storage.data_ptr(), POISON, self.storage.nbytes())
+
+
+class DelayedStreams(ThreadStreams):
+    """See the module's head.
+
+    Args:
+        seed: of the delays.
+        delays_s: to draw from.
+    """
+
+    def __init__(self, seed: int, delays_s: tuple[float, ...] = DELAYS_S) -> None:
+        super().__init__()
+        self.poisoned = 0
+        """Storages overwritten after they were let go."""
+        self._random = random.Random(seed)
+        self._delays = delays_s
+        self._watched: dict[int, _Watched] = {}
+        self._lock = threading.Lock()
+
+    def watch(self, slab: HostSlab) -> HostSlab:
+        """Overwrite the blocks of a slab when they are given back; returns it."""
+        give = slab.give
+
+        def poison_and_give(block: Block) -> None:
+            ctypes.memset(block.memory.data_ptr(), POISON, block.nbytes)
+            give(block)
+
+        slab.give = poison_and_give
+        return slab
+
+    def mark(self, stream: str):
+        self._look()
+        return super().mark(stream)
+
+    def wait(self, stream: str, event) -> None:
+        self._look()
+        super().wait(stream, event)
+        if stream == COMPUTE:
+            self._look()
+
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self._look()
+        device = {D2H: src, H2D: dst}[stream].untyped_storage()
+        watched = self._watched.get(device._cdata)
+        if watched is None:
+            watched = self._watched[device._cdata] = _Watched(device)
+            if stream == H2D:
+                watched.poison()
+        del device
+        with self._lock:
+            watched.pending += 1
+        host = dst if stream == D2H else src
+        delay = self._random.choice(self._delays)
+        if not (dst.is_contiguous() and src.is_contiguous() and dst.dtype == src.dtype):
+            src, host = src.contiguous(), (host, src)  # compute is synchronous: the same value, read a little earlier
+        self._queues[stream].put((_late_copy, self._lock, delay, dst.data_ptr(), src.data_ptr(), dst.nbytes, watched, host))
+
+    def _look(self) -> None:
+        for key, watched in list(self._watched.items()):
+            if watched.is_abandoned():
+                watched.poison()
+                self.poisoned += 1
+                if not watched.pending:
+                    del self._watched[key]
+
+
+def _late_copy(lock, delay: float, dst: int, src: int, nbytes: int, watched: _Watched, _host) -> None:
+    time.sleep(delay)
+    ctypes.memmove(dst, src, nbytes)
+    with lock:
+        watched.pending -= 1

@@ -1,0 +1,249 @@
+"""A happens-before checker for the swap engine's schedule.
+
+`OrderedStreams` stands in for any `Streams`. It keeps one vector clock per stream and, for every storage that a copy touches, who
+read or wrote which bytes at which of its steps. Two accesses to the same bytes, at least one of them a write, must be ordered by
+an event that was really waited for; that they happened to run one after the other does not count. So a missing wait shows in the
+first run, on a CPU, without luck.
+
+Compute's side comes from a dispatch mode, one step per op, and from three rules about memory that compute's order alone governs:
+an allocation is a write by compute, letting go of the last tensor of a storage is a write by compute (its next owner may write
+there at once), and so are lending a host block and taking it back.
+
+    checker = OrderedStreams()
+    with checker:                      # sees compute's ops
+        engine = SwapEngine(checker, checker.watch(HostSlab(...)), device)
+        ...
+    checker.verify()                   # what was found where nothing can be raised: a storage that died too early
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ds_memo.swap.slab import Block, HostSlab
+from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams
+
+Clock = dict[str, int]
+"""For each stream, how many of its steps are over."""
+
+
+class OrderError(AssertionError):
+    """Two accesses to the same bytes that no event orders."""
+
+
+class Immediate:
+    """Streams that copy at once, so that no queue keeps a tensor alive which the engine has let go."""
+
+    def mark(self, stream: str) -> str:
+        return stream
+
+    def wait(self, stream: str, event: str) -> None: ...
+
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+    def stall_s(self) -> dict[str, float]:
+        return {D2H: 0.0, H2D: 0.0}
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Access:
+    stream: str
+    step: int
+    write: bool
+    begin: int
+    end: int
+    """Bytes of the storage, end excluded."""
+    label: str
+
+    def conflicts_with(self, other: Access) -> bool:
+        return (self.write or other.write) and self.begin < other.end and other.begin < self.end
+
+    def __str__(self) -> str:
+        verb = "write" if self.write else "read"
+        return f"{self.stream} step {self.step}: {verb} of bytes {self.begin}..{self.end} ({self.label})"
+
+
+@dataclass
+class History:
+    """What happened to one storage."""
+
+    copies: list[Access] = field(default_factory=list)
+    compute: dict[tuple[bool, int, int], Access] = field(default_factory=dict)
+    """The latest of each kind and range: whoever comes after it comes after the earlier ones too."""
+
+
+class Event:
+    def __init__(self, stream: str, inner: Any, clock: Clock) -> None:
+        self.stream = stream
+        self.inner = inner
+        self.clock = clock
+
+
+class OrderedStreams(TorchDispatchMode):
+    """See the module's head.
+
+    Args:
+        inner: what really copies. Streams with a queue (threads) keep sources alive a little longer, which may hide
+            an early release.
+    """
+
+    def __init__(self, inner: Streams | None = None) -> None:
+        super().__init__()
+        self.inner = inner or Immediate()
+        self.violations: list[str] = []
+        self.checked = 0
+        """Pairs of accesses that were looked at."""
+        self._clocks: dict[str, Clock] = {s: dict.fromkeys((COMPUTE, D2H, H2D), 0) for s in (COMPUTE, D2H, H2D)}
+        self._histories: dict[int, History] = {}  # address of a living StorageImpl → its past
+        self._paused = 0
+        self._late: deque[str] = deque()
+
+    # ---- Streams
+
+    def mark(self, stream: str) -> Event:
+        self.verify()
+        return Event(stream, self.inner.mark(stream), dict(self._clocks[stream]))
+
+    def wait(self, stream: str, event: Event) -> None:
+        self.inner.wait(stream, event.inner)
+        clock = self._clocks[stream]
+        for other, step in event.clock.items():
+            clock[other] = max(clock[other], step)
+        self.verify()
+
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.verify()
+        self._step(stream)
+        what = f"{tuple(src.shape)} {str(src.dtype).removeprefix('torch.')}"
+        self._access(stream, src, False, f"copy of {what}")
+        self._access(stream, dst, True, f"copy of {what}")
+        self._paused += 1
+        try:
+            self.inner.copy(stream, dst, src)
+        finally:
+            self._paused -= 1
+
+    def stall_s(self) -> dict[str, float]:
+        return self.inner.stall_s()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    # ---- compute
+
+    def watch(self, slab: HostSlab) -> HostSlab:
+        """Follow the blocks of a slab; returns it."""
+        take, give = slab.take, slab.give
+
+        def watched_take(nbytes: int, wanted_by: str) -> Block:
+            block = take(nbytes, wanted_by)
+            self._step(COMPUTE)
+            self._access(COMPUTE, block.memory, True, f"block lent to {wanted_by}")
+            return block
+
+        def watched_give(block: Block) -> None:
+            self._step(COMPUTE)
+            self._access(COMPUTE, block.memory, True, "block given back")
+            give(block)
+
+        slab.take, slab.give = watched_take, watched_give
+        return slab
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func._schema.is_mutable:
+            self._step(COMPUTE)
+            written = _written(func, args, kwargs)
+            for tensor in given:
+                self._access(COMPUTE, tensor, any(tensor is other for other in written), str(func))
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        old = {_key(tensor) for tensor in given}
+        new = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and _key(leaf) not in old]
+        if not new and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(out)):
+            return out  # a view: nothing was touched
+        self._step(COMPUTE)
+        for tensor in given:
+            self._access(COMPUTE, tensor, False, str(func))
+        for tensor in new:
+            self._access(COMPUTE, tensor, True, str(func))
+        return out
+
+    def verify(self) -> None:
+        """Raise what was found while memory was being freed."""
+        if self._late:
+            raise OrderError(self._late.popleft())
+
+    # ---- inside
+
+    def _step(self, stream: str) -> None:
+        self._clocks[stream][stream] += 1
+
+    def _access(self, stream: str, tensor: torch.Tensor, write: bool, label: str) -> None:
+        if not tensor.numel() or tensor.layout is not torch.strided:
+            return
+        begin = tensor.storage_offset() * tensor.itemsize
+        span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        access = Access(stream, self._clocks[stream][stream], write, begin, begin + span * tensor.itemsize, label)
+        history = self._history(tensor)
+        clock = self._clocks[stream]
+        others = history.copies if stream == COMPUTE else [*history.copies, *history.compute.values()]
+        for earlier in others:
+            if earlier.stream != stream and earlier.conflicts_with(access):
+                self.checked += 1
+                if earlier.step > clock[earlier.stream]:
+                    self._found(earlier, access)
+        if stream == COMPUTE:
+            history.compute[write, access.begin, access.end] = access
+        else:
+            history.copies.append(access)
+
+    def _found(self, earlier: Access, later: Access) -> None:
+        message = f"nothing orders {later} behind {earlier}"
+        self.violations.append(message)
+        raise OrderError(message)
+
+    def _history(self, tensor: torch.Tensor) -> History:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        history = self._histories.get(key)
+        if history is None:
+            history = self._histories[key] = History()
+            weakref.finalize(storage, self._died, key).atexit = False
+        return history
+
+    def _died(self, key: int) -> None:
+        history = self._histories.pop(key)
+        clock = self._clocks[COMPUTE]
+        for access in history.copies:
+            if access.step > clock[access.stream]:
+                message = f"memory was let go by compute step {clock[COMPUTE]} while nothing orders that behind {access}"
+                self.violations.append(message)
+                self._late.append(message)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    written: list[torch.Tensor] = []
+    for position, parameter in enumerate(func._schema.arguments):
+        if parameter.alias_info is not None and parameter.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(parameter.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            written.extend(item for item in values if isinstance(item, torch.Tensor))
+    return written

@@ -1,0 +1,123 @@
+"""Short training stories, each of which leans on some wait of the engine. A story returns what its result depends on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from rig import Block, Stack, gradients
+from torch.nn import functional as F
+
+from ds_memo.integrate.attach import Memo
+
+Story = Callable[[Memo, torch.nn.Module, list[torch.Tensor]], dict[str, torch.Tensor]]
+LENGTH, HIDDEN = 24, 16
+
+
+def batches() -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(0)
+    return [torch.randn(2, LENGTH, HIDDEN, generator=made) for _ in range(6)]
+
+
+def train(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    for batch in x[:3]:
+        model(batch).backward()
+    return gradients(model)
+
+
+def raise_in_a_layer(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer raises when its first copies are under way; training goes on."""
+    model(x[0]).backward()
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    hook = model.blocks[-1].down.register_forward_pre_hook(fail)
+    with suppress(ArithmeticError):
+        model(x[1])
+    hook.remove()
+    model(x[2]).backward()
+    return gradients(model)
+
+
+def drop_on_the_way_out(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A graph dies right after its forward; the next one gets its host blocks."""
+    model(x[0]).backward()
+    model(x[1])
+    model(x[2]).backward()
+    return gradients(model)
+
+
+def drop_on_the_way_back(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A graph dies with a reload issued ahead; the next one gets its host blocks."""
+    model(x[0]).backward()
+    loss = model(x[1])
+    torch.autograd.grad(loss, model.blocks[-1].up.weight)
+    del loss
+    gc.collect()
+    model(x[2]).backward()
+    return gradients(model)
+
+
+def change_in_place(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer, and then its caller, write to tensors that are kept and whose copies may be under way."""
+    for batch in x[:3]:
+        total = torch.zeros(())
+        for block in model.blocks:
+            batch, extra = block(batch)
+            batch.add_(1.0)
+            total = total + extra
+        (total + batch.square().mean()).backward()
+    return gradients(model)
+
+
+def detach_with_copies_under_way(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    model(x[0]).backward()
+    loss = model(x[1])
+    memo.detach()
+    del loss
+    return gradients(model)
+
+
+def detach_with_a_reload_under_way(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    model(x[0]).backward()
+    loss = model(x[1])
+    torch.autograd.grad(loss, model.blocks[-1].up.weight)
+    memo.detach()
+    del loss
+    return gradients(model)
+
+
+class WritesInPlace(Block):
+    """Autograd saves nothing of `wide` and `out` themselves, so changing them is allowed, but what it saves depends on them."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = self.up(x)
+        doubled = wide * 2
+        other = self.proj(x)
+        wide.add_(1.0)
+        out = self.down(F.gelu(doubled) + wide) + 0 * other.sigmoid()
+        out = self.proj(out)
+        return out, F.gelu(out * 2).mean()
+
+
+def stack(story: Story) -> torch.nn.Module:
+    model = Stack(5, HIDDEN)
+    if story is change_in_place:
+        torch.manual_seed(4)
+        model.blocks = torch.nn.ModuleList(WritesInPlace(HIDDEN) for _ in range(4))
+    return model
+
+
+STORIES: list[Story] = [
+    train,
+    raise_in_a_layer,
+    drop_on_the_way_out,
+    drop_on_the_way_back,
+    change_in_place,
+    detach_with_copies_under_way,
+    detach_with_a_reload_under_way,
+]

@@ -1,0 +1,179 @@
+"""Frames: the state machine, and layouts over odd shapes and strides."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.swap.frame import ALIGN, Frame, Layout, check_unchanged, dense_order
+
+LEGAL = {
+    ("recording", "swapping"),
+    ("recording", "ready"),
+    ("recording", "done"),
+    ("swapping", "away"),
+    ("swapping", "done"),
+    ("away", "returning"),
+    ("returning", "ready"),
+    ("ready", "done"),
+    ("done", "returning"),
+    ("done", "ready"),
+}
+STATES = ["recording", "swapping", "away", "returning", "ready", "done"]
+
+
+def frame(name: str = "model.layers.7", resident: bool = False) -> Frame:
+    return Frame(name, resident, 1, lambda _: None)
+
+
+@pytest.mark.parametrize("now", STATES)
+@pytest.mark.parametrize("then", STATES)
+def test_each_step_is_legal_or_raises_with_the_frames_name(now, then):
+    one = frame()
+    one.state = now
+    if (now, then) in LEGAL:
+        one.move(then)
+        assert one.state == then
+    else:
+        with pytest.raises(MemoError, match=rf"model\.layers\.7 cannot go from '{now}' to '{then}'"):
+            one.move(then)
+        assert one.state == now
+
+
+@pytest.mark.parametrize("state", [state for state in STATES if state != "ready"])
+def test_only_a_ready_frame_can_be_read(state):
+    one = frame()
+    kept = one.layout.add(torch.empty(4, 4))
+    one.state = state
+    with pytest.raises(MemoError, match=rf"model\.layers\.7 was read while '{state}'"):
+        one.tensor(kept)
+
+
+# ---- layouts
+
+S, D = 5, 3
+TENSORS = {
+    "gemm output": lambda: torch.randn(7, 13),
+    "one row": lambda: torch.randn(1, 13),
+    "one column": lambda: torch.randn(13, 1),
+    "one element": lambda: torch.randn(1, 1),
+    "vector": lambda: torch.randn(17),
+    "SDPA output, transposed": lambda: torch.randn(2, S, 4, D).transpose(1, 2),
+    "SDPA output, batch of one": lambda: torch.randn(1, S, 4, D).transpose(1, 2),
+    "SDPA output, one head": lambda: torch.randn(2, S, 1, D).transpose(1, 2),
+    "sequence first": lambda: torch.randn(S, 2, 6).transpose(0, 1),
+    "fully reversed": lambda: torch.randn(2, 3, 4, 5).permute(3, 2, 1, 0),
+    "log-sum-exp in float32": lambda: torch.randn(2, 4, S),
+    "bfloat16": lambda: torch.randn(3, 5).bfloat16(),
+    "float64": lambda: torch.randn(3, 5, dtype=torch.float64),
+    "complex": lambda: torch.randn(3, 5, dtype=torch.complex128),
+    "indices": lambda: torch.randint(-9, 9, (3, 5)),
+    "bytes": lambda: torch.randint(0, 255, (3, 5), dtype=torch.uint8),
+    "bools": lambda: torch.rand(3, 5) > 0.5,
+    "inner view": lambda: torch.randn(9, 5)[2:6],
+}
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
+def test_a_kept_tensor_round_trips_bit_exactly_with_its_strides(make):
+    tensor = make()
+    layout = Layout()
+    layout.add(torch.empty(3, 1, dtype=torch.uint8))  # an odd number of bytes before it
+    kept = layout.add(tensor)
+    host = torch.full((layout.host_bytes,), 0xAB, dtype=torch.uint8)
+    buffer = torch.full((layout.buffer_bytes,), 0xCD, dtype=torch.uint8)
+
+    kept.rows_in(host).copy_(kept.rows_of(tensor))
+    slot = kept.slot_in(buffer)
+    kept.rows_of(slot).copy_(kept.rows_in(host))
+
+    assert slot.dtype == tensor.dtype
+    assert slot.stride() == tensor.stride()
+    assert torch.equal(slot, tensor)
+    for view in (kept.rows_in(host), kept.rows_of(slot), kept.rows_of(tensor)):
+        assert view.is_contiguous(), "a copy that is not one piece cannot run on a copy engine"
+    assert slot.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+    assert kept.stored_bytes == tensor.numel() * tensor.itemsize
+    assert host[:3].tolist() == [0xAB] * 3, "the neighbour was written to"
+    assert buffer[:3].tolist() == [0xCD] * 3, "the neighbour was written to"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 7])
+def test_rows_are_the_leading_ones(rows):
+    tensor = torch.arange(7 * 4.0).view(7, 4)
+    layout = Layout()
+    kept = layout.add(tensor, rows)
+    assert kept.stored_bytes == layout.stored_bytes == rows * 16
+    host = torch.zeros(layout.host_bytes, dtype=torch.uint8)
+    kept.rows_in(host).copy_(kept.rows_of(tensor))
+    slot = kept.slot_in(torch.zeros(layout.buffer_bytes, dtype=torch.uint8))
+    assert slot.shape == tensor.shape, "the slot is whole whatever the host holds"
+    kept.rows_of(slot).copy_(kept.rows_in(host))
+    assert torch.equal(slot[:rows], tensor[:rows])
+    assert not slot[rows:].any()
+
+
+def test_offsets_are_aligned_and_do_not_overlap():
+    layout = Layout()
+    tensors = [make() for make in TENSORS.values()]
+    kept = [layout.add(tensor, max(1, tensor.shape[dense_order(tensor)[0]] // 2)) for tensor in tensors]
+    for before, after in itertools.pairwise(kept):
+        assert before.host_offset + before.stored_bytes <= after.host_offset
+    for item, after in zip(kept, [*(k.buffer_offset for k in kept[1:]), layout.buffer_bytes], strict=True):
+        whole = torch.Size(item.shape).numel() * item.dtype.itemsize
+        assert item.buffer_offset + whole <= after
+        assert item.host_offset % ALIGN == item.buffer_offset % ALIGN == 0
+    assert layout.host_bytes % ALIGN == layout.buffer_bytes % ALIGN == 0
+    assert layout.stored_bytes == sum(item.stored_bytes for item in kept)
+
+
+def test_changing_a_slot_in_place_does_not_count_on_its_neighbours():
+    layout = Layout()
+    one, two = layout.add(torch.empty(4, 4)), layout.add(torch.empty(4, 4))
+    buffer = torch.zeros(layout.buffer_bytes, dtype=torch.uint8)
+    first, second = one.slot_in(buffer), two.slot_in(buffer)
+    before = second._version, buffer._version
+    first.add_(1)
+    assert (second._version, buffer._version) == before
+
+
+NOT_DENSE = {
+    "scalar": torch.tensor(1.0),
+    "empty": torch.empty(0, 4),
+    "every other column": torch.empty(4, 8)[:, ::2],
+    "a slice of columns": torch.empty(4, 8)[:, 2:5],
+    "expanded": torch.empty(1, 4).expand(3, 4),
+    "overlapping windows": torch.empty(9).unfold(0, 4, 1),
+}
+
+
+@pytest.mark.parametrize("tensor", NOT_DENSE.values(), ids=NOT_DENSE)
+def test_tensors_with_gaps_or_overlaps_are_refused(tensor):
+    assert dense_order(tensor) is None
+    with pytest.raises(MemoError, match="only dense tensors"):
+        Layout().add(tensor)
+
+
+# ---- in-place changes from outside
+
+
+def test_a_change_behind_the_frames_back_raises_with_its_name():
+    one = frame()
+    tensor = torch.zeros(3, 4)
+    kept = one.layout.add(tensor)
+    one.device[kept.index] = tensor.detach()
+    one.versions[kept.index] = tensor._version
+    check_unchanged(one, one.layout.kept)
+    tensor.mul_(2)
+    with pytest.raises(MemoError, match=r"model\.layers\.7: a tensor of shape \(3, 4\) .* changed in place"):
+        check_unchanged(one, one.layout.kept)
+
+
+def test_a_dying_frame_reports_itself():
+    dead = []
+    one = Frame("x", False, 1, lambda dying: dead.append(dying.name))
+    del one
+    assert dead == ["x"]

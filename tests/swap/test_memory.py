@@ -1,0 +1,60 @@
+"""How much is stored, how much stays on the device: the bars of benchmarks/memory.py, on fewer layers and tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from memory import ALPHAS, SHAPES, Bench
+
+from ds_memo.swap.engine import SwapEngine
+
+LAYERS, LENGTH = 5, 192
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def bench(request):
+    return Bench(request.param, LAYERS, LENGTH)
+
+
+@pytest.mark.parametrize(("resident_layers", "step"), [(0, 2), (2, 2)])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_bars(bench, alpha, resident_layers, step):
+    measured = bench.measure(alpha, resident_layers, step)
+    assert not measured.misses()
+    assert measured.stored
+    assert 1 <= measured.buffers <= 2
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_the_first_step_meets_the_bars_too(bench, alpha):
+    assert not bench.measure(alpha, 2, step=1).misses()
+
+
+def test_with_every_layer_resident_nothing_is_stored(bench):
+    measured = bench.measure(0.5, LAYERS)
+    assert (measured.stored, measured.buffers) == (0, 0)
+    assert not measured.misses()
+    assert measured.live < bench.plain.after_forward, "what is cheap to recompute is not kept even there"
+
+
+def test_bfloat16():
+    assert not Bench("gpt", 3, 64, dtype=torch.bfloat16).measure(0.5, 0).misses()
+
+
+def test_a_frame_that_is_not_let_go_is_noticed(bench, monkeypatch):
+    hoard = []
+    let_go = SwapEngine._let_go
+
+    def hoarding(engine, frame) -> None:
+        if frame is not None:
+            hoard.append(dict(frame.device))
+        let_go(engine, frame)
+
+    monkeypatch.setattr(SwapEngine, "_let_go", hoarding)
+    assert any(miss.startswith("live") for miss in bench.measure(0.5, 0).misses())
+
+
+def test_a_row_too_many_is_noticed(bench):
+    measured = bench.measure(0.55, 0)
+    measured.stored_bar = SHAPES[bench.shape].stored(0.5)
+    assert any(miss.startswith("stored") for miss in measured.misses())

@@ -1,0 +1,267 @@
+"""The streams: order within one, waits between them, failures, and how they end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from delayed import DelayedStreams
+
+from ds_memo.errors import MemoError
+from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, ThreadStreams, streams_for
+
+LONG_S = 30.0
+"""No test waits this long unless it hangs."""
+
+
+class HeldStreams(ThreadStreams):
+    """A copy thread does nothing until `release()` is called; then it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = {name: threading.Event() for name in (D2H, H2D)}
+        for name, gate in self.gates.items():
+            self._queues[name].put((gate.wait, LONG_S))
+
+    def release(self, *names: str) -> None:
+        for name in names or self.gates:
+            self.gates[name].set()
+
+
+@pytest.fixture
+def held():
+    streams = HeldStreams()
+    yield streams
+    streams.release()
+    streams.close()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device(request.param)
+
+
+def alive(streams: ThreadStreams) -> list[bool]:
+    return [thread.is_alive() for thread in streams._threads]
+
+
+def ended(threads: list[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(LONG_S)
+    return not any(thread.is_alive() for thread in threads)
+
+
+# ---- both implementations
+
+
+def test_there_and_back(device):
+    streams = streams_for(device)
+    source = torch.randn(1000, device=device)
+    host = torch.empty(1000, pin_memory=device.type == "cuda")
+    target = torch.empty(1000, device=device)
+    streams.wait(D2H, streams.mark(COMPUTE))
+    streams.copy(D2H, host, source)
+    streams.wait(H2D, streams.mark(D2H))
+    streams.copy(H2D, target, host)
+    streams.wait(COMPUTE, streams.mark(H2D))
+    assert torch.equal(target, source)
+    assert streams.stall_s().keys() == {D2H, H2D}
+    assert all(seconds >= 0 for seconds in streams.stall_s().values())
+    streams.close()
+
+
+def test_copies_of_one_stream_keep_their_order(device):
+    streams = streams_for(device)
+    host = torch.zeros(50_000, pin_memory=device.type == "cuda")
+    sources = [torch.full((50_000,), float(value), device=device) for value in range(20)]
+    streams.wait(D2H, streams.mark(COMPUTE))
+    for source in sources:
+        streams.copy(D2H, host, source)
+    streams.wait(COMPUTE, streams.mark(D2H))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert host.unique().tolist() == [19.0]
+    streams.close()
+
+
+def test_an_event_knows_its_stream(device):
+    streams = streams_for(device)
+    assert [streams.mark(name).stream for name in (COMPUTE, D2H, H2D)] == [COMPUTE, D2H, H2D]
+    streams.close()
+
+
+def test_a_device_without_streams_is_refused():
+    with pytest.raises(MemoError, match="cuda and cpu devices; the layers are on meta"):
+        streams_for(torch.device("meta"))
+
+
+def test_the_device_decides():
+    streams = streams_for(torch.device("cpu"))
+    assert isinstance(streams, ThreadStreams)
+    streams.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_copy_waits_for_a_busy_compute_stream():
+    streams = CudaStreams(torch.device("cuda"))
+    source = torch.zeros(1 << 20, device="cuda")
+    host = torch.empty(1 << 20, pin_memory=True)
+    torch.cuda._sleep(200_000_000)
+    source.add_(1)
+    streams.wait(D2H, streams.mark(COMPUTE))
+    streams.copy(D2H, host, source)
+    streams.wait(COMPUTE, streams.mark(D2H))
+    source.zero_()
+    torch.cuda.synchronize()
+    assert host.unique().tolist() == [1.0]
+    assert streams.stall_s()[D2H] > 0
+    streams.close()
+
+
+# ---- threads
+
+
+def test_compute_goes_on_while_copies_wait(held):
+    source, host = torch.ones(4), torch.zeros(4)
+    held.copy(D2H, host, source)
+    event = held.mark(D2H)
+    assert not event.done.is_set()
+    assert host.tolist() == [0.0] * 4
+    held.release(D2H)
+    held.wait(COMPUTE, event)
+    assert host.tolist() == [1.0] * 4
+
+
+def test_one_stream_waits_for_the_other(held):
+    source, host, target = torch.ones(4), torch.zeros(4), torch.zeros(4)
+    held.copy(D2H, host, source)
+    held.wait(H2D, held.mark(D2H))
+    held.copy(H2D, target, host)
+    back = held.mark(H2D)
+    held.release(H2D)
+    time.sleep(0.02)
+    assert not back.done.is_set(), "h2d overtook the d2h it was told to wait for"
+    held.release(D2H)
+    held.wait(COMPUTE, back)
+    assert target.tolist() == [1.0] * 4
+
+
+def test_the_streams_do_not_wait_for_each_other_unasked(held):
+    host, target = torch.ones(4), torch.zeros(4)
+    held.copy(D2H, torch.zeros(4), torch.ones(4))
+    held.copy(H2D, target, host)
+    held.release(H2D)
+    held.wait(COMPUTE, held.mark(H2D))
+    assert target.tolist() == [1.0] * 4
+    assert not held.mark(D2H).done.is_set()
+
+
+def test_waiting_counts_as_stall(held):
+    held.copy(D2H, torch.zeros(4), torch.ones(4))
+    event = held.mark(D2H)
+    threading.Timer(0.05, held.release).start()
+    held.wait(COMPUTE, event)
+    stall = held.stall_s()
+    assert stall[D2H] > 0.02
+    assert stall[H2D] == 0.0
+
+
+@pytest.mark.parametrize("stream", [D2H, H2D])
+def test_a_copy_that_fails_raises_where_compute_waits(stream):
+    streams = ThreadStreams()
+    streams.copy(stream, torch.zeros(3), torch.zeros(4))
+    streams.copy(stream, torch.zeros(4), torch.zeros(4))
+    with pytest.raises(MemoError, match=f"a copy on the {stream} stream failed") as caught:
+        streams.wait(COMPUTE, streams.mark(stream))
+    assert caught.value.__cause__ is not None
+    assert all(alive(streams)), "a failed copy must not end the thread: later waits would hang"
+    streams.close()
+
+
+def test_a_failure_is_told_by_the_stream_it_happened_on():
+    streams = ThreadStreams()
+    streams.copy(D2H, torch.zeros(3), torch.zeros(4))
+    streams.mark(D2H).done.wait(LONG_S)
+    streams.copy(H2D, torch.zeros(4), torch.zeros(4))
+    with pytest.raises(MemoError, match="a copy on the d2h stream failed"):
+        streams.wait(COMPUTE, streams.mark(H2D))
+    streams.close()
+
+
+def test_close_finishes_what_was_issued_and_ends_the_threads():
+    streams = DelayedStreams(0, delays_s=(2e-3,))
+    pairs = [(torch.zeros(8), torch.full((8,), float(n))) for n in range(10)]
+    for host, source in pairs:
+        streams.copy(D2H, host, source)
+    streams.close()
+    assert all(torch.equal(host, source) for host, source in pairs)
+    assert alive(streams) == [False, False]
+    streams.close()
+
+
+def test_nothing_hangs_after_close():
+    streams = ThreadStreams()
+    streams.close()
+    with pytest.raises(MemoError, match="closed"):
+        streams.copy(D2H, torch.zeros(1), torch.zeros(1))
+    with pytest.raises(MemoError, match="closed"):
+        streams.wait(COMPUTE, streams.mark(D2H))
+
+
+def test_an_abandoned_object_ends_its_threads():
+    streams = ThreadStreams()
+    host, source = torch.zeros(8), torch.ones(8)
+    streams.copy(D2H, host, source)
+    threads, gone = streams._threads, weakref.ref(streams)
+    del streams
+    assert gone() is None, "its threads keep it alive"
+    assert ended(threads)
+    assert torch.equal(host, source), "what was issued is still done"
+
+
+def test_an_abandoned_object_in_a_cycle_ends_its_threads():
+    streams = ThreadStreams()
+    streams.cycle = streams
+    threads = streams._threads
+    del streams
+    gc.collect()
+    assert ended(threads)
+
+
+def test_an_idle_thread_keeps_no_tensor():
+    streams = ThreadStreams()
+    host, source = torch.zeros(8), torch.ones(8)
+    gone = [weakref.ref(host.untyped_storage()), weakref.ref(source.untyped_storage())]
+    streams.copy(D2H, host, source)
+    streams.wait(COMPUTE, streams.mark(D2H))
+    del host, source
+    streams.mark(D2H).done.wait(LONG_S)
+    time.sleep(0.01)
+    assert [ref() for ref in gone] == [None, None]
+    streams.close()
+
+
+def test_the_threads_do_not_keep_the_process():
+    streams = ThreadStreams()
+    assert all(thread.daemon for thread in streams._threads)
+    streams.close()
+
+
+def test_closing_from_a_copy_thread_does_not_hang():
+    streams = ThreadStreams()
+    closed = threading.Event()
+
+    def close_and_tell() -> None:
+        streams.close()
+        closed.set()
+
+    streams._queues[D2H].put((close_and_tell,))
+    assert closed.wait(LONG_S)
+    assert ended(streams._threads)
