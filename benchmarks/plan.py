@@ -87,9 +87,7 @@ def allocators() -> list[dict]:
                 "expandable/plan": expandable.reserved / plan.peak,
             }
         )
-    return table(
-        "Plan peak against what PyTorch's allocator reserves for the same trace (simulated, two iterations)", rows
-    )
+    return table("Plan peak against what PyTorch's allocator reserves for the same trace (simulated, two iterations)", rows)
 
 
 def minimalloc() -> list[dict]:
@@ -126,9 +124,7 @@ def packings() -> list[dict]:
                 began = time.perf_counter()
                 if fit(dense(n, seed, **shape), CAPACITY, seconds=10) is not None:
                     times.append(time.perf_counter() - began)
-            rows.append(
-                {"shape": name, "buffers": n, "solved": f"{len(times)}/3", "slowest solved s": max(times, default=0.0)}
-            )
+            rows.append({"shape": name, "buffers": n, "solved": f"{len(times)}/3", "slowest solved s": max(times, default=0.0)})
     return table("Own dense packings at capacity, 10 s each", rows)
 
 

@@ -84,9 +84,7 @@ class Plan:
     bilevel_peak: int
     flat_peak: int | None  # None where the bi-level plan was proven and no flat one was needed
     seconds: float
-    left: tuple[tuple[str, int, str], ...] = field(
-        default=()
-    )  # (id, bytes, why) of tensors left to the general allocator
+    left: tuple[tuple[str, int, str], ...] = field(default=())  # (id, bytes, why) of tensors left to the general allocator
     notes: tuple[str, ...] = field(default=())
 
 
@@ -147,8 +145,7 @@ def plan_trace(
             best, offsets, kind, method = flat.peak, flat.offsets, "flat", flat.method
     verify.require(buffers, offsets, peak=best, lower_bound=bound, alignment=UNIT)
     slots = tuple(
-        Slot(t.id, t.birth_phase, t.k, t.birth, t.death, t.death_phase, t.size, o)
-        for t, o in zip(planned, offsets, strict=True)
+        Slot(t.id, t.birth_phase, t.k, t.birth, t.death, t.death_phase, t.size, o) for t, o in zip(planned, offsets, strict=True)
     )
     return Plan(
         slots, tuple(reports), best, bound, best == proven_bound, kind, method, block_bound,

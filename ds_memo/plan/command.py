@@ -34,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--capacity", type=_bytes, metavar="N", help="exit with 1 where no plan of N bytes is found")
     parser.add_argument("--layers", type=int, metavar="N", help="repeat the trace's layer 1 to make N layers")
-    parser.add_argument(
-        "--min-bytes", type=_bytes, default=0, metavar="N", help="leave smaller tensors to the general allocator"
-    )
+    parser.add_argument("--min-bytes", type=_bytes, default=0, metavar="N", help="leave smaller tensors to the general allocator")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -106,9 +104,7 @@ def _summary(plan: Plan) -> dict:
 def _table(plan: Plan) -> str:
     head = ("phase", "tensors", "peak", "lower bound", "peak/bound", "proven", "seconds", "method")
     rows = [
-        _row(
-            p.name, p.tensors, p.peak, p.lower_bound, p.proven, p.seconds, "varies: left out" if p.varying else p.method
-        )
+        _row(p.name, p.tensors, p.peak, p.lower_bound, p.proven, p.seconds, "varies: left out" if p.varying else p.method)
         for p in plan.phases
     ]
     rows.append(_row("all", len(plan.slots), plan.peak, plan.lower_bound, plan.proven, plan.seconds, plan.kind))

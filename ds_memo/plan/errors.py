@@ -3,8 +3,10 @@ code 2."""
 
 from __future__ import annotations
 
+from ds_memo.errors import MemoError
 
-class PlanError(Exception):
+
+class PlanError(MemoError):
     """Base of all planner errors: the message says what was seen, what was expected and, where it helps, what to do."""
 
 

@@ -73,9 +73,7 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
     """As read_trace, from a string; `source` is for messages."""
     if text and not text.endswith("\n"):
         last = text.count("\n") + 1
-        raise TruncatedInput(
-            source, last, repr(text.rsplit("\n", 1)[-1]), "a whole line (the file ends inside this one)"
-        )
+        raise TruncatedInput(source, last, repr(text.rsplit("\n", 1)[-1]), "a whole line (the file ends inside this one)")
     requests: list[Request] = []
     marks: list[tuple[str, int]] = []
     born: dict[str, int] = {}  # id -> line
@@ -89,9 +87,7 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
                 if not PHASE_NAME.fullmatch(name):
                     raise UnknownPhase(source, line, f"phase {name!r}", PHASE_WORDS)
                 if requests and not marks:
-                    raise MalformedInput(
-                        source, line, "the first phase after requests", "a phase line before any request"
-                    )
+                    raise MalformedInput(source, line, "the first phase after requests", "a phase line before any request")
                 marks.append((name, len(requests)))
             case ["malloc", i, size]:
                 if i in born:

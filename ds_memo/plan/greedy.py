@@ -12,7 +12,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from .dsa import Buffer, Offset, lower_bound, peak, sections
+from .dsa import MAX_TOTAL, Buffer, Offset, lower_bound, peak, sections
+
+NO_CEILING = 2 * MAX_TOTAL - 1  # the largest address in 64 bits
 
 
 def portfolio(
@@ -81,13 +83,9 @@ def first_fit(
         floors = np.empty(len(starts) + 1, np.int64)
         floors[0] = 0
         np.maximum.accumulate(end[:placed][together], out=floors[1:])
-        gaps = starts - floors[:-1]
+        gaps = np.append(starts, NO_CEILING) - floors  # above the last one there is always room
         fitting = np.flatnonzero(gaps >= size)
-        if len(fitting) == 0:
-            at = int(floors[-1])
-        else:
-            at = int(floors[fitting[np.argmin(gaps[fitting])] if best else fitting[0]])
-        offsets[i] = at
+        at = offsets[i] = int(floors[fitting[np.argmin(gaps[fitting])] if best else fitting[0]])
         k = int(np.searchsorted(start[:placed], at, "right"))
         for column, value in ((start, at), (end, at + size), (lower, born), (upper, dead)):
             column[k + 1 : placed + 1] = column[k:placed]
@@ -111,7 +109,7 @@ def in_time(buffers: Sequence[Buffer], deadline: float = float("inf")) -> list[O
         if not alive.all():
             start, end, death = start[alive], end[alive], death[alive]
         floors = np.concatenate(([0], end))
-        gaps = np.append(start, floors[-1] + size) - floors  # above the last one there is always room
+        gaps = np.append(start, NO_CEILING) - floors
         fitting = np.flatnonzero(gaps >= size)
         k = int(fitting[np.argmin(gaps[fitting])])
         at = offsets[i] = int(floors[k])

@@ -75,9 +75,7 @@ def build(deadline: float = float("inf")) -> Path:
                 raise Unavailable(f"{cxx[0]} failed: {run.stderr.strip()[-400:]}")
             os.replace(out, library)  # whole or not at all, whoever else builds at the same time
     except subprocess.TimeoutExpired:
-        raise Unavailable(
-            "the time limit ended before it was compiled; `python -m ds_memo.plan.native` builds it"
-        ) from None
+        raise Unavailable("the time limit ended before it was compiled; `python -m ds_memo.plan.native` builds it") from None
     except OSError as e:
         raise Unavailable(f"cannot build in {folder}: {e}") from None
     return library

@@ -146,7 +146,5 @@ def _phases(plan: Plan, offsets: list[int], buffers: list[Buffer]) -> tuple[Phas
         bound = bounds[report.shape]
         low = min((offsets[i] for i in mine), default=0)
         extent = max((offsets[i] + buffers[i].size for i in mine), default=0) - low
-        out.append(
-            replace(report, peak=extent, lower_bound=bound, proven=extent == bound, method="rescaled", seconds=0.0)
-        )
+        out.append(replace(report, peak=extent, lower_bound=bound, proven=extent == bound, method="rescaled", seconds=0.0))
     return tuple(out)

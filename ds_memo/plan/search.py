@@ -1,7 +1,7 @@
 """Exact search: a placement below a capacity, or the proof that there is none.
 
 The work is done by ops/csrc/dsa_search.cpp (compiled at first use), or by search_py.py where there is no compiler:
-about 100 times slower, and the result says so. How it works is told in search_py.py.
+about 50 times slower, and the result says so. How it works is told in search_py.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from ds_memo.errors import MemoWarning
 
 from . import native
 from .dsa import MAX_TOTAL, Buffer, Offset, sections
@@ -73,7 +75,7 @@ def search(
         except native.Unavailable as e:
             if engine == "c++":
                 raise
-            warnings.warn(f"ds_memo: exact search runs in Python, about 100 times slower: {e}", stacklevel=2)
+            warnings.warn(f"ds_memo: exact search runs in Python, about 50 times slower: {e}", MemoWarning, stacklevel=2)
     if library is None:
         python = Search(count, first, last, size, capacity, twin)
         verdict = _with_deep_stack(lambda: python.run(preference, seconds, max_nodes, seed))
@@ -92,7 +94,7 @@ def search(
         )
     )  # fmt: skip
     if verdict == -3:
-        warnings.warn(f"ds_memo: exact search over {n} buffers ran out of memory", stacklevel=2)
+        warnings.warn(f"ds_memo: exact search over {n} buffers ran out of memory", MemoWarning, stacklevel=2)
     return Answer(list(offsets) if verdict == 1 else None, verdict in (0, 1), nodes.value, "c++")
 
 

@@ -14,7 +14,7 @@ it.
 
 Canonical solutions, sections and decomposition are ideas of MiniMalloc (Moffitt, ASPLOS 2023, doi
 10.1145/3623278.3624752). The two implementations visit the same nodes in the same order (tests/plan/test_search.py),
-this one about 100 times slower.
+this one about 50 times slower.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def mix(x: int) -> int:
 class Search:
     """One question: `n` buffers over `sections` sections, below `capacity`. See search.py for the arguments."""
 
-    def __init__(
-        self, sections: int, first: list[int], last: list[int], size: list[int], capacity: int, twin: list[int]
-    ):
+    def __init__(self, sections: int, first: list[int], last: list[int], size: list[int], capacity: int, twin: list[int]):
         self.n, self.sections = len(size), sections
         self.first, self.last, self.size, self.capacity, self.twin = first, last, size, capacity, twin
         self.offset: list[int | None] = [None] * self.n

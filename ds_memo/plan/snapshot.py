@@ -32,9 +32,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise UnsafePickle(f"{self.source}: the pickle asks for {module}.{name}; a snapshot has plain containers only")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise UnsafePickle(
-            f"{self.source}: the pickle refers to an outside object; a snapshot has plain containers only"
-        )
+        raise UnsafePickle(f"{self.source}: the pickle refers to an outside object; a snapshot has plain containers only")
 
 
 def read_snapshot(path: str | Path, device: int | None = None) -> Trace:
@@ -61,9 +59,7 @@ def read_snapshot(path: str | Path, device: int | None = None) -> Trace:
         raise error(source, 0, f"{type(e).__name__}: {e}", "a pickle by torch.cuda.memory._dump_snapshot") from None
     traces = data.get("device_traces") if isinstance(data, dict) else None
     if not isinstance(traces, list) or not all(isinstance(t, list) for t in traces) or not any(traces):
-        raise MalformedInput(
-            source, 0, "no device_traces", "a snapshot recorded with torch.cuda.memory._record_memory_history()"
-        )
+        raise MalformedInput(source, 0, "no device_traces", "a snapshot recorded with torch.cuda.memory._record_memory_history()")
     if device is None:
         device = max(range(len(traces)), key=lambda d: len(traces[d]))
     if not 0 <= device < len(traces):

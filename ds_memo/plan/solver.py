@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ds_memo.errors import MemoWarning
+
 from . import greedy, milp, verify
 from .dsa import Buffer, Offset, Problem, lower_bound, peak
 from .search import search
@@ -81,9 +83,7 @@ class _Run:
             self.progress(stage, self.peak * self.unit, self.bound * self.unit, self.limit - self.left, self.limit)
 
 
-def solve(
-    problem: Problem, *, solver: str = "cbc", seconds: float = 60.0, progress: Progress | None = None
-) -> Solution:
+def solve(problem: Problem, *, solver: str = "cbc", seconds: float = 60.0, progress: Progress | None = None) -> Solution:
     """The smallest plan that `solver` finds in `seconds` (kept to about 0.2 s, and the verifier's time).
 
     Args:
@@ -103,7 +103,7 @@ def solve(
     run.offer(offsets, f"greedy ({order})")
     if order == "stacked" and run.peak > run.bound:
         run.notes.append("the time limit ended before any greedy order was done: the buffers share no addresses")
-        warnings.warn(f"ds_memo: {run.notes[-1]}", stacklevel=2)
+        warnings.warn(f"ds_memo: {run.notes[-1]}", MemoWarning, stacklevel=2)
     run.tell("greedy")
     if solver != "greedy" and not run.done:
         if solver != "search":
@@ -112,9 +112,7 @@ def solve(
                 _mip(run, solver, 0.7 * run.left)
         if not run.done:
             _search(run, run.left)
-    verify.require(
-        problem.buffers, [o * unit for o in run.offsets], peak=max(run.peak, 0) * unit, lower_bound=base * unit
-    )
+    verify.require(problem.buffers, [o * unit for o in run.offsets], peak=max(run.peak, 0) * unit, lower_bound=base * unit)
     return Solution(
         [o * unit for o in run.offsets], max(run.peak, 0) * unit, base * unit, run.bound * unit, run.method,
         time.monotonic() - run.began, tuple(run.notes),
@@ -182,7 +180,7 @@ def _mip(run: _Run, solver: str, seconds: float) -> None:
         answer = milp.solve_milp(run.buffers, seconds, solver=solver, start=run.offsets, progress=heard)
     except milp.MilpFailed as e:
         run.notes.append(f"MIP ({solver}) failed: {e}")
-        warnings.warn(f"ds_memo: MIP ({solver}) failed, the plan is from {run.method}: {e}", stacklevel=3)
+        warnings.warn(f"ds_memo: MIP ({solver}) failed, the plan is from {run.method}: {e}", MemoWarning, stacklevel=3)
         return
     run.offer(answer.offsets, f"mip ({solver})")
     if answer.bound <= run.peak:

@@ -86,9 +86,7 @@ class Trace:
                     born[request.id] = (request.size, t, p, k)
                     k += 1
         end = (len(self.requests), len(self.phases) - 1)
-        return [
-            Tensor(i, size, t, died.get(i, end)[0], p, died.get(i, end)[1], k) for i, (size, t, p, k) in born.items()
-        ]
+        return [Tensor(i, size, t, died.get(i, end)[0], p, died.get(i, end)[1], k) for i, (size, t, p, k) in born.items()]
 
     def shape(self, phase: int, home: dict[str, tuple[int, int]]) -> tuple:
         """A phase's requests without run-specific ids: mallocs by size, frees by (phases back, k of the malloc)."""
@@ -119,9 +117,7 @@ def varying_phases(iterations: Sequence[Trace]) -> list[int]:
         if seen != names:
             raise TracesDiffer(f"iteration {number} has phases {seen}, iteration 1 has {names}")
     homes = [it.homes() for it in iterations]
-    return [
-        p for p in range(len(names)) if len({it.shape(p, home) for it, home in zip(iterations, homes, strict=True)}) > 1
-    ]
+    return [p for p in range(len(names)) if len({it.shape(p, home) for it, home in zip(iterations, homes, strict=True)}) > 1]
 
 
 def repeat_layer(trace: Trace, layers: int, like: int = 1) -> Trace:
@@ -140,9 +136,7 @@ def repeat_layer(trace: Trace, layers: int, like: int = 1) -> Trace:
     if len(passes) < sum(1 for ph in trace.phases if LAYER_PASS.fullmatch(ph.name)):
         raise TracesDiffer("cannot repeat a layer of a trace with several passes over it (gradient accumulation)")
     if not (0 < like < have - 1 and (like, "f") in passes and extra >= 0):
-        raise TracesDiffer(
-            f"cannot make {layers} layers by repeating layer {like} of {have}: it must lie between two others"
-        )
+        raise TracesDiffer(f"cannot make {layers} layers by repeating layer {like} of {have}: it must lie between two others")
 
     plan: list[tuple[int, int]] = []  # (old phase, its new layer)
     for p in range(len(trace.phases)):
@@ -181,9 +175,7 @@ def repeat_layer(trace: Trace, layers: int, like: int = 1) -> Trace:
                 if not source_way and new_id not in alive and new_layer != old_layer:
                     continue  # another copy has freed it
                 if new_id not in alive or sizes[new_id] != trace.requests[_index(trace, q, source_k)].size:
-                    raise TracesDiffer(
-                        f"{name} would free tensor {source_k} of {source}, which does not match the profile's"
-                    )
+                    raise TracesDiffer(f"{name} would free tensor {source_k} of {source}, which does not match the profile's")
                 alive.remove(new_id)
                 requests.append(Request(new_id, None))
         phases.append(Phase(name, first, len(requests)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from ds_memo.errors import MemoError
 from ds_memo.plan import Plan, Slot
 
 SKELETAL, TRANSIENT = "#4878a8", "#e8a33d"  # told apart by lightness too, for those who do not see the hues
 GIB, MIB = 2**30, 2**20
 
 
-class MissingPackage(Exception):
+class MissingPackage(MemoError):
     """A plotting package is not installed."""
 
 
@@ -76,8 +77,7 @@ def draw_png(plan: Plan, path: str | Path) -> None:
                       rotation=90 if phase.end - phase.first < end / 25 else 0)  # fmt: skip
     for (label, slots), colour in zip(_split(plan).items(), (SKELETAL, TRANSIENT), strict=True):
         boxes = [
-            [(s.birth, s.offset), (s.birth, s.offset + s.size), (s.death, s.offset + s.size), (s.death, s.offset)]
-            for s in slots
+            [(s.birth, s.offset), (s.birth, s.offset + s.size), (s.death, s.offset + s.size), (s.death, s.offset)] for s in slots
         ]
         boxes = [[(x, y / scale.unit) for x, y in box] for box in boxes]
         axes.add_collection(

@@ -15,9 +15,7 @@ MINIMALLOC = sorted((DATA / "minimalloc").glob("?.1048576.csv"))
 CAPACITY = 1 << 20
 
 
-def dense(
-    n: int, seed: int, *, pinwheels: float = 0.2, trim: float = 0.0, drop: float = 0.0, upright: float = 0.5
-) -> Problem:
+def dense(n: int, seed: int, *, pinwheels: float = 0.2, trim: float = 0.0, drop: float = 0.0, upright: float = 0.5) -> Problem:
     """About n buffers that fit exactly below CAPACITY: a rectangle cut again and again, most pieces kept whole.
 
     Args:

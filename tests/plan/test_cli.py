@@ -61,9 +61,7 @@ def test_a_csv_without_capacity_is_minimised(run):
 def test_nothing_found_is_exit_code_1(run, tmp_path):
     """B fits, but greedy alone does not find it."""
     out = tmp_path / "out.csv"
-    code, _, err = run(
-        "plan", DATA / "minimalloc" / "B.1048576.csv", "--capacity", CAPACITY, "--solver", "greedy", "-o", out
-    )
+    code, _, err = run("plan", DATA / "minimalloc" / "B.1048576.csv", "--capacity", CAPACITY, "--solver", "greedy", "-o", out)
     assert code == 1 and "nothing that fits" in err and not out.exists()
 
 

@@ -129,9 +129,7 @@ def test_bad_plans(change, error):
 
 def snapshot(*events, devices=1, device=0):
     traces = [[] for _ in range(devices)]
-    traces[device] = [
-        {"action": a, "addr": p, "size": s, "stream": 0, "time_us": 1, "frames": []} for a, p, s in events
-    ]
+    traces[device] = [{"action": a, "addr": p, "size": s, "stream": 0, "time_us": 1, "frames": []} for a, p, s in events]
     return {"segments": [], "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
 
 

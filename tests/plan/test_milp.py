@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from ds_memo.errors import MemoWarning
 from ds_memo.plan import milp, read_csv, solve, verify
 from ds_memo.plan.dsa import Problem, lower_bound, peak
 from ds_memo.plan.search import search
@@ -87,10 +88,7 @@ def test_random_small_programs(problem):
 
 def test_pairs():
     expected = {
-        (i, j)
-        for j, b in enumerate(GAP.buffers)
-        for i, a in enumerate(GAP.buffers[:j])
-        if a.lifespan.overlaps(b.lifespan)
+        (i, j) for j, b in enumerate(GAP.buffers) for i, a in enumerate(GAP.buffers[:j]) if a.lifespan.overlaps(b.lifespan)
     }
     assert set(milp.pairs(GAP.buffers)) == expected
     assert milp.count_pairs(GAP.buffers) == len(expected)
@@ -127,7 +125,7 @@ def test_a_broken_solver_falls_back_with_a_warning_and_a_verified_plan(monkeypat
     monkeypatch.setattr("ds_memo.plan.solver._search", lambda run, seconds: None)  # so that the MIP is reached
     problem = Problem.of((b.id, *b.lifespan, b.size * 512) for b in GAP.buffers)
     began = time.monotonic()
-    with pytest.warns(UserWarning, match="MIP .cbc. failed, the plan is from greedy"):
+    with pytest.warns(MemoWarning, match="MIP .cbc. failed, the plan is from greedy"):
         found = solve(problem, solver="cbc", seconds=2)
     assert time.monotonic() - began < 3
     assert verify.check(problem.buffers, found.offsets, peak=found.peak) is None

@@ -17,9 +17,7 @@ GPT_NONE = next(p for p in TRACES if p.stem == "gpt_none_L4_s16k")
 
 
 def resized(trace: Trace, change) -> Trace:
-    return Trace(
-        tuple(r._replace(size=change(r.size)) if r.size is not None else r for r in trace.requests), trace.phases
-    )
+    return Trace(tuple(r._replace(size=change(r.size)) if r.size is not None else r for r in trace.requests), trace.phases)
 
 
 def check(plan):

@@ -7,6 +7,7 @@ import time
 import pytest
 from hypothesis import given, settings
 
+from ds_memo.errors import MemoWarning
 from ds_memo.plan import fit, native, read_csv, solve, verify
 from ds_memo.plan.dsa import Problem, lower_bound
 from ds_memo.plan.search import search
@@ -97,9 +98,7 @@ def test_deep_recursion():
 def test_keeps_its_time_limit(engine):
     hard = dense(150, seed=1002, trim=0.2)
     began = time.monotonic()
-    answer = search(
-        Problem(tuple(b._replace(size=b.size + 1) for b in hard.buffers)).buffers, CAPACITY, 0.3, engine=engine
-    )
+    answer = search(Problem(tuple(b._replace(size=b.size + 1) for b in hard.buffers)).buffers, CAPACITY, 0.3, engine=engine)
     assert answer.offsets is None
     assert time.monotonic() - began < 1.0
 
@@ -140,6 +139,6 @@ def test_the_result_says_that_python_was_used(monkeypatch):
     monkeypatch.setattr(native, "_loaded", None)
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     problem = dense(40, seed=2)
-    with pytest.warns(UserWarning, match="runs in Python"):
+    with pytest.warns(MemoWarning, match="runs in Python"):
         found = solve(problem, solver="search", seconds=20)
     assert found.peak == CAPACITY and "exact search ran in Python: no compiler" in found.notes
