@@ -35,7 +35,7 @@ def test_every_package_is_listed(setup_cfg):
 def test_requirements_and_extras(setup_cfg):
     assert names(setup_cfg["options"]["install_requires"]) == {"deepspeed", "torch", "numpy", "mip"}
     extras = {name: names(text) for name, text in setup_cfg["options.extras_require"].items()}
-    assert set(extras) == {"hf", "plot", "flash", "dev"}
+    assert set(extras) == {"hf", "plot", "highs", "flash", "dev"}
     assert extras["dev"] >= extras["hf"] | extras["plot"] | {"pytest", "ruff"}
 
 
@@ -92,7 +92,9 @@ def test_an_ordinary_install(tmp_path, source):
     assert where("ds_memo", target) == target / "ds_memo" / "__init__.py"
     assert where("ds_memo.ops", target) == target / "ds_memo" / "ops" / "__init__.py"
     assert sources(target / "ds_memo") == sources(REPO / "ds_memo") | {f"ops/{name}" for name in sources(REPO / "ops")}
-    assert {p.name.split("-")[0] for p in target.iterdir()} == {"ds_memo"}  # neither tests nor launch beside it
+    assert {p.name.split("-")[0] for p in target.iterdir()} == {"ds_memo", "bin"}  # neither tests nor launch beside it
+    assert [p.name for p in (target / "bin").iterdir()] == ["ds-memo"]
+    assert (target / "ds_memo" / "ops" / "csrc" / "dsa_search.cpp").is_file()  # compiled at first use
 
 
 def test_an_editable_install(tmp_path, source):

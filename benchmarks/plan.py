@@ -1,0 +1,215 @@
+"""The planner's numbers: python benchmarks/plan.py [--quick]
+
+Prints every figure of docs/plan.md and writes them with hardware and versions to benchmarks/results/plan.json.
+--quick leaves out the dense packings (up to 10 s each).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from ds_memo.plan import fit, native, plan_trace, read_csv, read_trace, solve, verify  # noqa: E402
+from ds_memo.plan.dsa import Problem, peak  # noqa: E402
+from ds_memo.plan.milp import MilpFailed, solve_milp  # noqa: E402
+from ds_memo.plan.rescale import rescale  # noqa: E402
+from ds_memo.plan.search import search  # noqa: E402
+from ds_memo.plan.simulate import simulate  # noqa: E402
+from ds_memo.plan.trace import Trace, repeat_layer  # noqa: E402
+from tests.plan.instances import CAPACITY, MINIMALLOC, TRACES, dense  # noqa: E402
+
+GIB = 2**30
+
+
+def table(title: str, rows: list[dict]) -> list[dict]:
+    print(f"\n{title}")
+    head = list(rows[0])
+    text = [head] + [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    wide = [max(len(r[c]) for r in text) for c in range(len(head))]
+    for r in text:
+        print("  " + "  ".join(x.ljust(w) for x, w in zip(r, wide, strict=True)).rstrip())
+    return rows
+
+
+def all_traces() -> list[tuple[str, Trace]]:
+    out = []
+    for path in TRACES:
+        trace = read_trace(path)
+        out.append((path.stem, trace))
+        if "_L4_" in path.stem:
+            out.append((path.stem.replace("_L4_", "_L32_"), repeat_layer(trace, 32)))
+    return out
+
+
+def plans() -> list[dict]:
+    rows = []
+    for name, trace in all_traces():
+        plan = plan_trace(trace)
+        segments = [p for p in plan.phases if p.tensors]
+        rows.append(
+            {
+                "trace": name,
+                "requests": len(trace.requests),
+                "level-1 segments": len(segments),
+                "at their bound": sum(p.peak == p.lower_bound for p in segments),
+                "slowest s": max(p.seconds for p in segments),
+                "pseudo blocks/bound": plan.block_bound / plan.lower_bound,
+                "bi-level/bound": plan.bilevel_peak / plan.lower_bound,
+                "plan/bound": plan.peak / plan.lower_bound,
+                "proven": plan.proven,
+                "seconds": plan.seconds,
+            }
+        )
+    return table("Plans of the shared traces, and of 32 layers (level 1 at its bound: each under 0.1 s)", rows)
+
+
+def allocators() -> list[dict]:
+    rows = []
+    for name, trace in all_traces():
+        plan = plan_trace(trace)
+        native_, expandable = simulate(trace, iterations=2), simulate(trace, expandable=True, iterations=2)
+        rows.append(
+            {
+                "trace": name,
+                "plan GiB": plan.peak / GIB,
+                "native GiB": native_.reserved / GIB,
+                "expandable GiB": expandable.reserved / GIB,
+                "native/plan": native_.reserved / plan.peak,
+                "expandable/plan": expandable.reserved / plan.peak,
+            }
+        )
+    return table("Plan peak against what PyTorch's allocator reserves for the same trace (simulated, two iterations)", rows)
+
+
+def minimalloc() -> list[dict]:
+    rows = []
+    for path in MINIMALLOC:
+        problem = read_csv(path)
+        found = fit(problem, CAPACITY, seconds=10)
+        good = found is not None and verify.check(problem.buffers, found.offsets, capacity=CAPACITY) is None
+        rows.append(
+            {
+                "instance": path.name[0],
+                "buffers": len(problem),
+                "fits": good,
+                "seconds": found.seconds if found else 10.0,
+                "by": found.method if found else "-",
+            }
+        )
+    return table(f"MiniMalloc's challenging set, capacity {CAPACITY} (target: each under 10 s on one core)", rows)
+
+
+def packings() -> list[dict]:
+    shapes = {
+        "no holes": {},
+        "pinwheels": {"pinwheels": 0.5},
+        "few holes": {"drop": 0.02},
+        "5 % trimmed": {"trim": 0.05},
+        "20 % trimmed": {"trim": 0.2},
+    }
+    rows = []
+    for name, shape in shapes.items():
+        for n in (150, 300, 450):
+            times = []
+            for seed in (1, 2, 3):
+                began = time.perf_counter()
+                if fit(dense(n, seed, **shape), CAPACITY, seconds=10) is not None:
+                    times.append(time.perf_counter() - began)
+            rows.append({"shape": name, "buffers": n, "solved": f"{len(times)}/3", "slowest solved s": max(times, default=0.0)})
+    return table("Own dense packings at capacity, 10 s each", rows)
+
+
+def mip() -> list[dict]:
+    example = read_csv(MINIMALLOC[0].with_name("input.12.csv"))
+    gap = [(0, 8, 1), (6, 9, 5), (0, 3, 5), (8, 9, 4), (0, 5, 3), (0, 5, 1), (3, 4, 4), (3, 9, 1), (4, 8, 3)]
+    cases = {"input.12": example, "gap": Problem.of((str(i), *row) for i, row in enumerate(gap))}
+    cases["dense 14"] = dense(14, 5, trim=0.3).scaled()[0]
+    rows = []
+    for name, problem in cases.items():
+        best = solve(problem, solver="search", seconds=10)
+        for solver in ("cbc", "highs"):
+            began = time.perf_counter()
+            try:
+                answer = solve_milp(problem.buffers, 60, solver=solver, tight=False)
+                found = peak(problem.buffers, answer.offsets)
+            except MilpFailed as e:
+                found = str(e)
+            seconds = time.perf_counter() - began
+            rows.append(
+                {"instance": name, "solver": solver, "MIP": found, "search": best.peak, "bound": best.lower_bound,
+                 "seconds": seconds}
+            )  # fmt: skip
+    return table("The paper's MIP alone (no greedy, no start, no tightening) against the proven optimum", rows)
+
+
+def speed() -> list[dict]:
+    rows = []
+    gpt = repeat_layer(read_trace(next(p for p in TRACES if p.stem == "gpt_none_L4_s16k")), 43)
+    plan = plan_trace(gpt, solver="greedy")
+    sizes = [2 * s.requested for s in plan.slots]
+    took = [_time(lambda: rescale(plan, sizes)) for _ in range(7)]
+    rows.append({"what": f"rescale {len(gpt.requests)} requests (target 0.05)", "seconds": min(took)})
+    buffers, offsets = [s.buffer() for s in plan.slots], [s.offset for s in plan.slots]
+    rows.append({"what": f"verify {len(buffers)} slots", "seconds": _time(lambda: verify.check(buffers, offsets))})
+    hard = Problem(tuple(b._replace(size=b.size + i % 512) for i, b in enumerate(dense(300, 1, trim=0.2).buffers)))
+    for solver in ("search", "cbc", "highs"):
+        took = _time(lambda s=solver: solve(hard, solver=s, seconds=1))
+        rows.append({"what": f"a limit of 1 s on a hard problem, {solver}", "seconds": took})
+    began = time.perf_counter()
+    plain = search(dense(100, 3).buffers, CAPACITY, 20, engine="python")
+    rows.append({"what": f"search in Python, {plain.nodes} nodes", "seconds": time.perf_counter() - began})
+    return table("Times", rows)
+
+
+def _time(work) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def machine() -> dict:
+    cpu = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        models = [x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")]
+        cpu = models[0] if models else cpu
+    packages = {}
+    for name in ("numpy", "mip", "cbcbox", "highspy"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    return {
+        "cpu": cpu, "cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version(),
+        "system": platform.system(), "packages": packages, "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    try:
+        native.load()  # compile before anything is timed
+    except native.Unavailable as e:
+        print(f"exact search in Python only: {e}")
+    results = {"machine": machine(), "plans": plans(), "allocators": allocators(), "minimalloc": minimalloc()}
+    results |= {"mip": mip(), "speed": speed()}
+    if not args.quick:
+        results["packings"] = packings()
+    target = ROOT / "benchmarks" / "results" / "plan.json"
+    target.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\n{target.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

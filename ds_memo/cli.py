@@ -1,0 +1,48 @@
+"""The `ds-memo` command: one verb per stage, each a module of its own that is imported only when its verb is used.
+
+A verb's module has `add_arguments(parser)`, `run(args) -> exit code`, and INPUT_ERRORS, the exceptions whose message is
+for the user. Exit codes: 0 done, 1 no plan fits, 2 wrong input or usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+
+VERBS = {  # verb: (module, what it does)
+    "plan": ("ds_memo.plan.command", "from a request trace to an address for every tensor"),
+    "show": ("ds_memo.show.command", "draw a plan: time × address, as PNG or interactive HTML"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="ds-memo", description="Long-context training for DeepSpeed.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    chosen = next((w for w in words if not w.startswith("-")), None)
+    module = None
+    for verb, (name, text) in VERBS.items():
+        sub = verbs.add_parser(verb, help=text, description=text.capitalize() + ".")
+        if verb == chosen:  # only this verb's module, and what it needs, is imported
+            module = import_module(name)
+            module.add_arguments(sub)
+    args = parser.parse_args(words)
+    warnings.showwarning = lambda message, *_: print(f"ds-memo {args.verb}: warning: {message}", file=sys.stderr)
+    try:
+        return module.run(args)
+    except module.INPUT_ERRORS as e:
+        print(f"ds-memo {args.verb}: {e}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `ds-memo … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

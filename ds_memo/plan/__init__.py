@@ -1,0 +1,29 @@
+"""The memory planner: from a request trace to an address for every tensor, proven or verified. No torch, and no
+solver, is imported here.
+
+    from ds_memo.plan import plan_trace, read_trace
+    plan = plan_trace(read_trace("trace.txt"))
+    plan.peak, plan.lower_bound, plan.proven
+
+| file | subject |
+|---|---|
+| trace.py | requests, phases, tensors; repeating a profiled layer |
+| formats.py, snapshot.py | text traces, MiniMalloc CSV, plan JSON; PyTorch memory snapshots |
+| dsa.py | buffers, lifespans, lower bound, sections |
+| greedy.py, search.py, milp.py | three ways to place buffers |
+| solver.py | one problem, all three in order, with a deadline |
+| bilevel.py | a whole iteration: level 1, level 2, the flat plan beside them |
+| rescale.py | a plan for another sequence length |
+| verify.py | the independent check that every plan passes |
+| simulate.py | what PyTorch's caching allocator would have reserved |
+"""
+
+from .bilevel import Plan, Slot, plan_trace
+from .errors import PlanError
+from .formats import plan_from_json, plan_to_json, read_csv, read_plan, read_trace, write_csv
+from .solver import Solution, fit, solve
+
+__all__ = [
+    "Plan", "PlanError", "Slot", "Solution", "fit", "plan_from_json", "plan_to_json", "plan_trace", "read_csv",
+    "read_plan", "read_trace", "solve", "write_csv",
+]  # fmt: skip

@@ -1,0 +1,74 @@
+"""Everything that can be wrong with a planner's input, each under its own name. The command line turns them into exit
+code 2."""
+
+from __future__ import annotations
+
+from ds_memo.errors import MemoError
+
+
+class PlanError(MemoError):
+    """Base of all planner errors: the message says what was seen, what was expected and, where it helps, what to do."""
+
+
+class MalformedInput(PlanError):
+    """A line (or element) of a file that does not parse.
+
+    Args:
+        source: File name, or whatever the text came from.
+        line: 1-based line number; 0 where the file as a whole is at fault.
+        seen: What was read.
+        expected: What should have been there.
+    """
+
+    def __init__(self, source: str, line: int, seen: str, expected: str):
+        where = f"{source}:{line}" if line else source
+        super().__init__(f"{where}: read {seen}, expected {expected}")
+        self.source, self.line, self.seen, self.expected = source, line, seen, expected
+
+
+class TruncatedInput(MalformedInput):
+    """The file ends in the middle of a line or of a structure."""
+
+
+class UnknownPhase(MalformedInput):
+    """A phase name outside DESIGN's vocabulary."""
+
+
+class BadSize(MalformedInput):
+    """A size that is negative or does not fit into a signed 64-bit integer."""
+
+
+class FreeBeforeMalloc(MalformedInput):
+    """A free of an id that was never allocated."""
+
+
+class DoubleFree(MalformedInput):
+    """A second free of the same id."""
+
+
+class DuplicateMalloc(MalformedInput):
+    """A second malloc of an id: ids are unique within a trace."""
+
+
+class UnsafePickle(PlanError):
+    """A pickle that wants to build something other than plain containers."""
+
+
+class CapacityBelowLowerBound(PlanError):
+    """No plan can fit: more bytes are alive at once than the capacity has."""
+
+
+class TooLarge(PlanError):
+    """All sizes together reach 2^62: the solvers add them up in 64 bits."""
+
+
+class TracesDiffer(PlanError):
+    """Traces that should tell of the same run (other iterations, other sequence lengths) do not line up."""
+
+
+class InvalidPlan(PlanError):
+    """The verifier refused a plan. `name` is one of verify.ERRORS."""
+
+    def __init__(self, name: str, detail: str):
+        super().__init__(f"{name}: {detail}")
+        self.name, self.detail = name, detail

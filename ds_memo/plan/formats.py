@@ -1,0 +1,217 @@
+"""Files in and out: the paper's text trace, MiniMalloc's CSV, and the plan as JSON.
+
+A trace file:
+
+    phase L0.f
+    malloc 6 268435456
+    free 6
+
+Blank lines and lines that begin with # are skipped. A file without any phase line is one phase called step. A tensor
+that is never freed lives to the end of the iteration.
+
+A MiniMalloc CSV has the columns id, lower, upper, size (and offset, in a solution): the buffer is alive at times t with
+lower <= t < upper. Sizes have no unit.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from .bilevel import PhaseReport, Plan, Slot
+from .dsa import Buffer, Lifespan, Offset, Problem
+from .errors import (
+    BadSize,
+    DoubleFree,
+    DuplicateMalloc,
+    FreeBeforeMalloc,
+    MalformedInput,
+    PlanError,
+    TruncatedInput,
+    UnknownPhase,
+)
+from .trace import PHASE_NAME, PHASE_WORDS, Phase, Request, Trace
+
+SCHEMA = "ds_memo.plan/1"
+MAX_SIZE = 2**63
+
+
+def _size(text: str, source: str, line: int, least: int) -> int:
+    words = f"a size in bytes, {least} to 2^63 - 1"
+    try:
+        size = int(text)
+    except ValueError:
+        raise MalformedInput(source, line, repr(text), words) from None
+    if not least <= size < MAX_SIZE:
+        raise BadSize(source, line, text, words)
+    return size
+
+
+def _read(path: str | Path) -> str:
+    """Text with plain line ends; a file that ends without one ends in the middle of a line."""
+    try:
+        return Path(path).read_text(encoding="utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as e:
+        raise MalformedInput(str(path), 0, f"byte {e.object[e.start]:#04x} at {e.start}", "UTF-8 text") from None
+    except OSError as e:
+        raise PlanError(f"{path}: {e.strerror}") from None
+
+
+# ---- traces
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Reads a text trace. Raises a MalformedInput with file and line."""
+    return parse_trace(_read(path), str(path))
+
+
+def parse_trace(text: str, source: str = "trace") -> Trace:
+    """As read_trace, from a string; `source` is for messages."""
+    if text and not text.endswith("\n"):
+        last = text.count("\n") + 1
+        raise TruncatedInput(source, last, repr(text.rsplit("\n", 1)[-1]), "a whole line (the file ends inside this one)")
+    requests: list[Request] = []
+    marks: list[tuple[str, int]] = []
+    born: dict[str, int] = {}  # id -> line
+    freed: dict[str, int] = {}
+    for line, raw in enumerate(text.split("\n"), 1):
+        words = raw.split()
+        if not words or words[0].startswith("#"):
+            continue
+        match words:
+            case ["phase", name]:
+                if not PHASE_NAME.fullmatch(name):
+                    raise UnknownPhase(source, line, f"phase {name!r}", PHASE_WORDS)
+                if requests and not marks:
+                    raise MalformedInput(source, line, "the first phase after requests", "a phase line before any request")
+                marks.append((name, len(requests)))
+            case ["malloc", i, size]:
+                if i in born:
+                    raise DuplicateMalloc(source, line, f"malloc of {i}, allocated in line {born[i]}", "a new id")
+                requests.append(Request(i, _size(size, source, line, 0)))
+                born[i] = line
+            case ["free", i]:
+                if i not in born:
+                    raise FreeBeforeMalloc(source, line, f"free of {i}, never allocated", "the id of an earlier malloc")
+                if i in freed:
+                    raise DoubleFree(source, line, f"free of {i}, freed in line {freed[i]}", "a tensor that is alive")
+                freed[i] = line
+                requests.append(Request(i, None))
+            case _:
+                raise MalformedInput(source, line, repr(raw.strip()), "'phase NAME', 'malloc ID SIZE' or 'free ID'")
+    if not requests:
+        raise TruncatedInput(source, 0, "no requests", "at least one malloc")
+    return make_trace(requests, marks)
+
+
+def make_trace(requests: Sequence[Request], marks: Sequence[tuple[str, int]], notes: Sequence[str] = ()) -> Trace:
+    """A trace from requests and (phase name, index of its first request)."""
+    marks = list(marks) or [("step", 0)]
+    ends = [first for _, first in marks[1:]] + [len(requests)]
+    phases = tuple(Phase(name, first, end) for (name, first), end in zip(marks, ends, strict=True))
+    return Trace(tuple(requests), phases, tuple(notes))
+
+
+def write_trace(trace: Trace) -> str:
+    """The text that parse_trace reads back."""
+    lines = []
+    for phase in trace.phases:
+        lines.append(f"phase {phase.name}")
+        for r in trace.requests[phase.first : phase.end]:
+            lines.append(f"free {r.id}" if r.size is None else f"malloc {r.id} {r.size}")
+    return "\n".join(lines) + "\n"
+
+
+# ---- MiniMalloc
+
+
+def read_csv(path: str | Path) -> Problem:
+    """Reads a MiniMalloc problem; further columns are ignored."""
+    return parse_csv(_read(path), str(path))
+
+
+def parse_csv(text: str, source: str = "csv") -> Problem:
+    rows = csv.reader(io.StringIO(text))
+    head = [c.strip() for c in next(rows, [])]
+    wanted = ("id", "lower", "upper", "size")
+    missing = [c for c in wanted if c not in head]
+    if missing:
+        raise MalformedInput(source, 1, f"the columns {','.join(head) or 'nothing'}", f"the columns {','.join(wanted)}")
+    where = [head.index(c) for c in wanted]
+    buffers: list[Buffer] = []
+    ids: dict[str, int] = {}
+    for row in rows:
+        line = rows.line_num
+        if not row:
+            continue
+        if len(row) < len(head):
+            raise TruncatedInput(source, line, f"{len(row)} fields in {','.join(row)!r}", f"{len(head)} fields")
+        i, lower, upper, size = (row[c].strip() for c in where)
+        try:
+            life = Lifespan(int(lower), int(upper))
+        except ValueError:
+            raise MalformedInput(source, line, f"lower {lower!r}, upper {upper!r}", "two integers") from None
+        if not -MAX_SIZE <= life.lower < life.upper < MAX_SIZE:
+            raise MalformedInput(source, line, f"lower {lower}, upper {upper}", "lower < upper, both within 64 bits")
+        if i in ids:
+            raise DuplicateMalloc(source, line, f"buffer {i}, already in line {ids[i]}", "a new id")
+        ids[i] = line
+        buffers.append(Buffer(i, life, _size(size, source, line, 1)))
+    if not buffers:
+        raise TruncatedInput(source, 0, "no buffers", "at least one row")
+    return Problem(tuple(buffers))
+
+
+def write_csv(problem: Problem, offsets: Sequence[Offset]) -> str:
+    """MiniMalloc's output: the input's columns and the offset."""
+    lines = ["id,lower,upper,size,offset"]
+    for b, o in zip(problem.buffers, offsets, strict=True):
+        lines.append(f"{b.id},{b.lifespan.lower},{b.lifespan.upper},{b.size},{o}")
+    return "\n".join(lines) + "\n"
+
+
+# ---- plans
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The plan as JSON: one line per phase and per slot, so that a person and a diff can read it."""
+    whole = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    lists = {
+        "phases": [asdict(p) for p in whole.pop("phases")],
+        "slots": [s._asdict() for s in whole.pop("slots")],
+        "left": whole.pop("left"),
+    }
+    head = json.dumps({"schema": SCHEMA, **whole}, indent=1)[:-2]
+    parts = []
+    for key, rows in lists.items():
+        body = ",\n".join("  " + json.dumps(row) for row in rows)
+        parts.append(f' "{key}": [\n{body}\n ]' if rows else f' "{key}": []')
+    return head + ",\n" + ",\n".join(parts) + "\n}\n"
+
+
+def read_plan(path: str | Path) -> Plan:
+    return plan_from_json(_read(path), str(path))
+
+
+def plan_from_json(text: str, source: str = "plan") -> Plan:
+    """Reads what plan_to_json wrote; the schema must be this version's."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as e:
+        error = TruncatedInput if e.pos >= len(text.rstrip()) else MalformedInput
+        raise error(source, e.lineno, e.msg.lower(), "a plan as JSON") from None
+    schema = data.pop("schema", None) if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise MalformedInput(source, 0, f"schema {schema!r}", f"{SCHEMA!r}: make the plan anew with ds-memo plan")
+    try:
+        data["slots"] = tuple(Slot(**row) for row in data["slots"])
+        data["phases"] = tuple(PhaseReport(**row) for row in data["phases"])
+        data["left"] = tuple((i, size, why) for i, size, why in data["left"])
+        data["notes"], data["unpacked"] = tuple(data["notes"]), tuple(data["unpacked"])
+        return Plan(**data)
+    except (KeyError, TypeError, ValueError) as e:
+        raise MalformedInput(source, 0, str(e), f"the fields of {SCHEMA}") from None

@@ -1,0 +1,150 @@
+"""A plan for another sequence length, without solving again.
+
+Tensor sizes of a transformer are affine in the sequence length, `size = a + b·s`, and which tensor lies above which is
+the hard part of a plan. So two profiled lengths give every size (`fit_sizes`), and `rescale` keeps the vertical order
+and stacks anew: each slot as low as the ones below it allow. 6,000 slots take some 40 ms.
+
+The result is verified, and its lower bound is that of the new sizes: it can be above it, where the order is no longer
+the best.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil
+from typing import NamedTuple
+
+from . import verify
+from .bilevel import PhaseReport, Plan
+from .dsa import Buffer, Lifespan, lower_bound
+from .errors import BadSize, TracesDiffer
+from .trace import UNIT, Trace
+
+
+class Affine(NamedTuple):
+    """Bytes of one tensor as a + b·s; exact fractions."""
+
+    a: Fraction
+    b: Fraction
+
+    def at(self, s: int) -> int:
+        return ceil(self.a + self.b * s)
+
+
+def fit_sizes(short: Trace, s_short: int, long: Trace, s_long: int) -> dict[str, Affine]:
+    """Size of every tensor of `short` as a function of the sequence length, from two traces of the same run.
+
+    Tensors are matched by phase and order (the k-th malloc), not by id.
+
+    Raises:
+        TracesDiffer: Other phases, other order of mallocs and frees, or the same length twice.
+    """
+    if s_short == s_long:
+        raise TracesDiffer(f"two sequence lengths are needed to fit sizes, got {s_short} twice")
+    names = [[p.name for p in t.phases] for t in (short, long)]
+    if names[0] != names[1]:
+        raise TracesDiffer(f"the traces have other phases: {names[0]} and {names[1]}")
+    homes = [t.homes() for t in (short, long)]
+    if len(short.requests) != len(long.requests):
+        raise TracesDiffer(f"{len(short.requests)} requests at {s_short} tokens, {len(long.requests)} at {s_long}")
+    sizes: dict[str, Affine] = {}
+    for at, (x, y) in enumerate(zip(short.requests, long.requests, strict=True)):
+        if homes[0][x.id] != homes[1][y.id] or (x.size is None) != (y.size is None):
+            raise TracesDiffer(f"request {at} is {x} at {s_short} tokens and {y} at {s_long}")
+        if x.size is not None and y.size is not None:
+            b = Fraction(y.size - x.size, s_long - s_short)
+            sizes[x.id] = Affine(x.size - b * s_short, b)
+    return sizes
+
+
+def sizes_at(plan: Plan, fitted: dict[str, Affine], s: int) -> list[int]:
+    """Requested bytes of the plan's slots at sequence length s.
+
+    Raises:
+        TracesDiffer: The plan has a slot that the fit does not know.
+        BadSize: A size that would be negative.
+    """
+    try:
+        sizes = [fitted[slot.id].at(s) for slot in plan.slots]
+    except KeyError as e:
+        raise TracesDiffer(f"slot {e.args[0]} is not in the fitted traces") from None
+    if (least := min(sizes, default=1)) <= 0:
+        slot = plan.slots[sizes.index(least)]
+        raise BadSize("rescale", 0, f"{least} bytes for {slot.id} at {s} tokens", "a positive size")
+    return sizes
+
+
+def rescale(plan: Plan, sizes: Sequence[int]) -> Plan:
+    """The plan with other sizes (bytes asked for, one per slot) and the same vertical order.
+
+    Raises:
+        TracesDiffer: Not one size per slot.
+    """
+    began = time.monotonic()
+    if len(sizes) != len(plan.slots):
+        raise TracesDiffer(f"{len(sizes)} sizes for {len(plan.slots)} slots")
+    above = _neighbours(plan)
+    order = sorted(range(len(plan.slots)), key=lambda i: plan.slots[i].offset)
+    rounded_sizes = [-(-z // UNIT) * UNIT for z in sizes]
+    offsets = [0] * len(order)
+    for i in order:
+        end = offsets[i] + rounded_sizes[i]
+        for j in above[i]:
+            if offsets[j] < end:
+                offsets[j] = end
+    slots = tuple(slot._replace(requested=z, offset=o) for slot, z, o in zip(plan.slots, sizes, offsets, strict=True))
+    buffers = [Buffer(x.id, Lifespan(x.birth, x.death), z) for x, z in zip(slots, rounded_sizes, strict=True)]
+    peak = max((o + z for o, z in zip(offsets, rounded_sizes, strict=True)), default=0)
+    bound = lower_bound(buffers)
+    verify.require(buffers, offsets, peak=peak, lower_bound=bound, alignment=UNIT)
+    return replace(
+        plan, slots=slots, phases=_phases(plan, offsets, buffers), peak=peak, lower_bound=bound, proven=peak == bound,
+        kind="rescaled", method=f"the order of a plan by {plan.method}", flat_peak=None, bilevel_peak=peak,
+        seconds=time.monotonic() - began, notes=(),
+    )  # fmt: skip
+
+
+def _neighbours(plan: Plan) -> list[list[int]]:
+    """For each slot the slots that at some time lie directly above it. All other overlaps follow from these."""
+    events = [(s.birth, 1, i) for i, s in enumerate(plan.slots)] + [(s.death, 0, i) for i, s in enumerate(plan.slots)]
+    events.sort()
+    keys = [(s.offset, i) for i, s in enumerate(plan.slots)]
+    above: list[list[int]] = [[] for _ in plan.slots]
+    alive: list[tuple[int, int]] = []
+    for _, birth, i in events:
+        at = bisect_left(alive, keys[i])
+        if birth:
+            if at < len(alive):
+                above[i].append(alive[at][1])
+            alive.insert(at, keys[i])
+            if at > 0:
+                above[alive[at - 1][1]].append(i)
+        else:
+            del alive[at]
+            if 0 < at < len(alive):
+                above[alive[at - 1][1]].append(alive[at][1])
+    return above
+
+
+def _phases(plan: Plan, offsets: list[int], buffers: list[Buffer]) -> tuple[PhaseReport, ...]:
+    """The phases with the transient tensors' new bounds and extents; equal shapes are still equal."""
+    inside: dict[int, list[int]] = defaultdict(list)
+    for i, slot in enumerate(plan.slots):
+        if slot.transient:
+            inside[slot.phase].append(i)
+    bounds: dict[int, int] = {}
+    out = []
+    for p, report in enumerate(plan.phases):
+        mine = inside[p]
+        if report.shape not in bounds:
+            bounds[report.shape] = lower_bound([buffers[i] for i in mine])
+        bound = bounds[report.shape]
+        low = min((offsets[i] for i in mine), default=0)
+        extent = max((offsets[i] + buffers[i].size for i in mine), default=0) - low
+        out.append(replace(report, peak=extent, lower_bound=bound, proven=extent == bound, method="rescaled", seconds=0.0))
+    return tuple(out)

@@ -1,0 +1,125 @@
+"""Exact search: a placement below a capacity, or the proof that there is none.
+
+The work is done by ops/csrc/dsa_search.cpp (compiled at first use), or by search_py.py where there is no compiler:
+about 50 times slower, and the result says so. How it works is told in search_py.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ds_memo.errors import MemoWarning
+
+from . import native
+from .dsa import MAX_TOTAL, Buffer, Offset, sections
+from .search_py import Search
+
+STACK = 512 << 20  # bytes of address space for the recursion, one frame a decision; touched only as deep as it goes
+NO_LIMIT = 2**62
+
+
+class Answer(NamedTuple):
+    """offsets is None where nothing was found; `proven` then says whether there is nothing to find."""
+
+    offsets: list[Offset] | None
+    proven: bool
+    nodes: int
+    engine: str  # "c++" or "python"
+
+
+def search(
+    buffers: Sequence[Buffer],
+    capacity: int,
+    seconds: float,
+    *,
+    max_nodes: int = NO_LIMIT,
+    seed: int = 1,
+    engine: str | None = None,
+) -> Answer:
+    """Places all buffers below `capacity`, both in the same unit.
+
+    Args:
+        seconds: Time limit; kept to within some milliseconds.
+        max_nodes: Limit of the decisions tried; a run is repeatable where this ends it, or nothing does.
+        engine: "c++" or "python"; None takes C++ where it can be had, else warns and takes Python.
+
+    Raises:
+        native.Unavailable: engine="c++" cannot be had.
+    """
+    if not buffers:
+        return Answer([], True, 0, "none")
+    capacity = min(capacity, MAX_TOTAL)  # Problem keeps the sizes below it
+    first, last, count = sections(buffers)
+    size = [b.size for b in buffers]
+    seen: dict[tuple, int] = {}
+    twin = []
+    for i, key in enumerate(zip(first, last, size, strict=True)):
+        twin.append(seen.get(key, -1))
+        seen[key] = i
+    # What to try first at a corner: the buffer of most sections, of the largest area in time, or in sections.
+    preference = [
+        [float(hi - lo + 1) for lo, hi in zip(first, last, strict=True)],
+        [float(b.area) for b in buffers],
+        [float(z * (hi - lo + 1)) for lo, hi, z in zip(first, last, size, strict=True)],
+    ]
+    library = None
+    if engine != "python":
+        try:
+            library = native.load(time.monotonic() + seconds)
+        except native.Unavailable as e:
+            if engine == "c++":
+                raise
+            warnings.warn(f"ds_memo: exact search runs in Python, about 50 times slower: {e}", MemoWarning, stacklevel=2)
+    if library is None:
+        python = Search(count, first, last, size, capacity, twin)
+        verdict = _with_deep_stack(lambda: python.run(preference, seconds, max_nodes, seed))
+        found = [o for o in python.offset if o is not None] if verdict == 1 else None
+        return Answer(found, verdict in (0, 1), python.nodes, "python")
+
+    n = len(buffers)
+    ints, longs = ctypes.c_int * n, ctypes.c_int64 * n
+    flat = [p for order in preference for p in order]
+    offsets, nodes = longs(), ctypes.c_int64()
+    verdict = _with_deep_stack(
+        lambda: library.ds_memo_dsa_search(
+            n, count, ints(*first), ints(*last), longs(*size), capacity, ints(*twin),
+            (ctypes.c_double * len(flat))(*flat), len(preference), min(seconds, 1e9), max_nodes, seed, offsets,
+            ctypes.byref(nodes),
+        )
+    )  # fmt: skip
+    if verdict == -3:
+        warnings.warn(f"ds_memo: exact search over {n} buffers ran out of memory", MemoWarning, stacklevel=2)
+    return Answer(list(offsets) if verdict == 1 else None, verdict in (0, 1), nodes.value, "c++")
+
+
+def _with_deep_stack(work):
+    """Runs `work` in a thread whose stack holds one frame per decision."""
+    out: list = []
+
+    def call() -> None:
+        try:
+            out.append((work(), None))
+        except BaseException as e:
+            out.append((None, e))
+
+    old_size, old_depth = threading.stack_size(STACK), sys.getrecursionlimit()
+    sys.setrecursionlimit(max(old_depth, 200_000))
+    try:
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+    finally:
+        threading.stack_size(old_size)
+    try:
+        thread.join()
+    finally:
+        sys.setrecursionlimit(old_depth)
+    value, error = out[0]
+    if error is not None:
+        raise error
+    return value

@@ -1,0 +1,188 @@
+"""One allocation problem, start to end: greedy, exact search, MIP, search again; verified.
+
+Each stage ends the work when the peak equals the best lower bound known, which is a proof. `solver` says how far to go:
+
+| solver | stages |
+|---|---|
+| greedy | the greedy portfolio |
+| search | and the exact search for the whole time limit |
+| cbc, highs | and, between a short and a long search, the MIP |
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ds_memo.errors import MemoWarning
+
+from . import greedy, milp, verify
+from .dsa import Buffer, Offset, Problem, lower_bound, peak
+from .search import search
+
+SOLVERS = ("greedy", "search", "cbc", "highs")
+MAX_PAIRS = 4000  # overlapping pairs, one binary each; above it CBC has never improved a plan within minutes
+Progress = Callable[[str, int, int, float, float], None]  # stage, best peak, bound, seconds used, seconds allowed
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A verified placement.
+
+    Args:
+        offsets: One per buffer, in the problem's unit.
+        peak: The highest address used.
+        lower_bound: The most units alive at once.
+        bound: The best proven bound, at least lower_bound: the search can prove that lower_bound cannot be reached.
+        method: What found the offsets, as "greedy (size)", "search (c++)" or "mip (cbc)".
+        notes: Every stage that could not do its part, and why.
+    """
+
+    offsets: list[Offset]
+    peak: int
+    lower_bound: int
+    bound: int
+    method: str
+    seconds: float
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def proven(self) -> bool:
+        """No plan is smaller."""
+        return self.peak == self.bound
+
+
+class _Run:
+    """The state that the stages share: the best plan, the best bound, the clock."""
+
+    def __init__(self, buffers: Sequence[Buffer], unit: int, seconds: float, progress: Progress | None):
+        self.buffers, self.unit, self.limit, self.progress = buffers, unit, seconds, progress
+        self.began = time.monotonic()
+        self.bound = lower_bound(buffers)
+        self.offsets: list[Offset] = []
+        self.peak = -1
+        self.method = "none"
+        self.notes: list[str] = []
+
+    @property
+    def left(self) -> float:
+        return self.began + self.limit - time.monotonic()
+
+    @property
+    def done(self) -> bool:
+        return self.peak == self.bound or self.left <= 0.05
+
+    def offer(self, offsets: list[Offset] | None, method: str) -> None:
+        if offsets is not None and (self.peak < 0 or peak(self.buffers, offsets) < self.peak):
+            self.offsets, self.peak, self.method = offsets, peak(self.buffers, offsets), method
+
+    def tell(self, stage: str) -> None:
+        if self.progress:
+            self.progress(stage, self.peak * self.unit, self.bound * self.unit, self.limit - self.left, self.limit)
+
+
+def solve(problem: Problem, *, solver: str = "cbc", seconds: float = 60.0, progress: Progress | None = None) -> Solution:
+    """The smallest plan that `solver` finds in `seconds` (kept to about 0.2 s, and the verifier's time).
+
+    Args:
+        progress: Called with stage, best peak, bound (the problem's unit), seconds used and allowed, at every change.
+
+    Raises:
+        ValueError: No such solver.
+    """
+    if solver not in SOLVERS:
+        raise ValueError(f"solver {solver!r}, expected one of {', '.join(SOLVERS)}")
+    scaled, unit = problem.scaled()
+    run = _Run(scaled.buffers, unit, seconds, progress)
+    base = run.bound
+    # Greedy gets a third of a short limit, so that something is left for the rest.
+    share = 0.6 if solver == "greedy" else 0.33
+    offsets, order = greedy.portfolio(run.buffers, run.began + share * seconds, run.began + 0.9 * seconds)
+    run.offer(offsets, f"greedy ({order})")
+    if order == "stacked" and run.peak > run.bound:
+        run.notes.append("the time limit ended before any greedy order was done: the buffers share no addresses")
+        warnings.warn(f"ds_memo: {run.notes[-1]}", MemoWarning, stacklevel=2)
+    run.tell("greedy")
+    if solver != "greedy" and not run.done:
+        if solver != "search":
+            _search(run, 0.2 * run.left)
+            if not run.done:
+                _mip(run, solver, 0.7 * run.left)
+        if not run.done:
+            _search(run, run.left)
+    verify.require(problem.buffers, [o * unit for o in run.offsets], peak=max(run.peak, 0) * unit, lower_bound=base * unit)
+    return Solution(
+        [o * unit for o in run.offsets], max(run.peak, 0) * unit, base * unit, run.bound * unit, run.method,
+        time.monotonic() - run.began, tuple(run.notes),
+    )  # fmt: skip
+
+
+def fit(problem: Problem, capacity: int, *, solver: str = "cbc", seconds: float = 60.0) -> Solution | None:
+    """A placement below `capacity`, or None where none was found; any that fits will do.
+
+    This is MiniMalloc's question. It is easier than the smallest plan: the search is given the capacity at once, and
+    every solver but "greedy" means the same here.
+    """
+    began = time.monotonic()
+    scaled, unit = problem.scaled()
+    room, base = capacity // unit, lower_bound(problem.buffers)
+    offsets, order = greedy.portfolio(scaled.buffers, began + seconds / 4, began + seconds / 2, room)
+    method, notes = f"greedy ({order})", ()
+    if peak(scaled.buffers, offsets) > room:
+        if solver == "greedy":
+            return None
+        answer = search(scaled.buffers, room, seconds - (time.monotonic() - began))
+        offsets, method = answer.offsets, f"search ({answer.engine})"
+        if answer.engine == "python":
+            notes = ("exact search ran in Python: no compiler",)
+        if offsets is None:
+            return None
+    found = [o * unit for o in offsets]
+    top = peak(problem.buffers, found)
+    verify.require(problem.buffers, found, peak=top, lower_bound=base, capacity=capacity)
+    return Solution(found, top, base, base, method, time.monotonic() - began, notes)
+
+
+def _search(run: _Run, seconds: float) -> None:
+    """Exact search at the bound; where that fails, halfway between it and the best plan, in half the time left."""
+    end = time.monotonic() + min(seconds, run.left)
+    target = run.bound
+    while not run.done and target < run.peak and (left := end - time.monotonic()) > 0.02:
+        run.tell("search")
+        answer = search(run.buffers, target, left / 2)
+        if answer.engine == "python" and (note := "exact search ran in Python: no compiler") not in run.notes:
+            run.notes.append(note)
+        if answer.offsets is not None:
+            run.offer(answer.offsets, f"search ({answer.engine})")
+            target = (run.bound + run.peak - 1) // 2
+            continue
+        if answer.proven:
+            run.bound = max(run.bound, target + 1)
+        target += max(1, (run.peak - target) // 2)
+    run.tell("search")
+
+
+def _mip(run: _Run, solver: str, seconds: float) -> None:
+    count = milp.count_pairs(run.buffers)
+    if count > MAX_PAIRS:
+        run.notes.append(f"MIP left out: {count} overlapping pairs, more than {MAX_PAIRS}")
+        return
+    run.tell(f"mip ({solver})")
+
+    def heard(best: float, bound: float) -> None:
+        if run.progress:
+            best_unit, bound_unit = (int(v * run.unit) if abs(v) < 1e40 else -1 for v in (best, bound))
+            run.progress(f"mip ({solver})", best_unit, bound_unit, run.limit - run.left, run.limit)
+
+    try:
+        answer = milp.solve_milp(run.buffers, seconds, solver=solver, start=run.offsets, progress=heard)
+    except milp.MilpFailed as e:
+        run.notes.append(f"MIP ({solver}) failed: {e}")
+        warnings.warn(f"ds_memo: MIP ({solver}) failed, the plan is from {run.method}: {e}", MemoWarning, stacklevel=3)
+        return
+    run.offer(answer.offsets, f"mip ({solver})")
+    if answer.bound <= run.peak:
+        run.bound = max(run.bound, answer.bound)
+    run.tell(f"mip ({solver})")

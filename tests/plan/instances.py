@@ -1,0 +1,64 @@
+"""Instances for the planner's tests and benchmarks: traces on disk, and dense packings cut from a full rectangle."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+from pathlib import Path
+
+from ds_memo.plan.dsa import Buffer, Problem
+from ds_memo.plan.milp import stack
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+TRACES = sorted((DATA / "requests").glob("*.txt"))
+MINIMALLOC = sorted((DATA / "minimalloc").glob("?.1048576.csv"))
+CAPACITY = 1 << 20
+
+
+def dense(n: int, seed: int, *, pinwheels: float = 0.2, trim: float = 0.0, drop: float = 0.0, upright: float = 0.5) -> Problem:
+    """About n buffers that fit exactly below CAPACITY: a rectangle cut again and again, most pieces kept whole.
+
+    Args:
+        pinwheels: How often a piece is cut into five that no straight cut separates.
+        trim: The fraction of pieces that lose some of their lifespan, so that there are holes.
+        drop: The fraction of pieces left out.
+        upright: How often a straight cut divides time; the others divide memory.
+    """
+    rng = random.Random(seed)
+    pieces = [(0, 0, 1024, 1024)]  # left, bottom, right, top
+    while len(pieces) < n:
+        pieces.sort(key=lambda p: (p[2] - p[0]) * (p[3] - p[1]) * rng.uniform(0.3, 1.0))
+        left, bottom, right, top = pieces.pop()
+        wide, high = right - left, top - bottom
+        if wide < 3 and high < 3:
+            pieces.insert(0, (left, bottom, right, top))
+            continue
+        if wide >= 4 and high >= 4 and rng.random() < pinwheels:
+            x1 = rng.randint(left + 1, right - 2)
+            x2 = rng.randint(x1 + 1, right - 1)
+            y1 = rng.randint(bottom + 1, top - 2)
+            y2 = rng.randint(y1 + 1, top - 1)
+            pieces += [(left, bottom, x2, y1), (x2, bottom, right, y2), (x1, y2, right, top), (left, y1, x1, top)]
+            pieces.append((x1, y1, x2, y2))
+        elif high < 3 or (wide >= 3 and rng.random() < upright):
+            x = rng.randint(left + 1, right - 1)
+            pieces += [(left, bottom, x, top), (x, bottom, right, top)]
+        else:
+            y = rng.randint(bottom + 1, top - 1)
+            pieces += [(left, bottom, right, y), (left, y, right, top)]
+    rows = []
+    for left, bottom, right, top in pieces:
+        if rng.random() < drop:
+            continue
+        if rng.random() < trim and right - left > 2:
+            cut = rng.randint(1, (right - left) // 2)
+            left, right = (left + cut, right) if rng.random() < 0.5 else (left, right - cut)
+        rows.append((left, right, (top - bottom) * 1024))
+    rng.shuffle(rows)
+    return Problem.of((str(i), left, right, size) for i, (left, right, size) in enumerate(rows))
+
+
+def best_peak(buffers: tuple[Buffer, ...]) -> int:
+    """The smallest peak there is, by trying every vertical order: for up to 7 buffers."""
+    orders = permutations(range(len(buffers)))
+    return min(max(o + b.size for o, b in zip(stack(buffers, order), buffers, strict=True)) for order in orders)

@@ -1,0 +1,193 @@
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_memo.plan import plan_trace, read_trace, solve, verify
+from ds_memo.plan.bilevel import Plan
+from ds_memo.plan.dsa import Buffer, Lifespan, Problem, lower_bound
+from ds_memo.plan.errors import TooLarge, TracesDiffer
+from ds_memo.plan.formats import make_trace, parse_trace
+from ds_memo.plan.trace import Request, Trace, repeat_layer
+
+from .instances import TRACES, dense
+
+LONG = [p for p in TRACES if "_L4_" in p.name]
+
+
+def reverify(plan: Plan, trace: Trace) -> None:
+    """From the trace and the slots alone: nothing of the planner's own book-keeping."""
+    tensors = {t.id: t for t in trace.tensors()}
+    assert {s.id for s in plan.slots} | {i for i, _, _ in plan.left} == set(tensors)
+    for s in plan.slots:
+        t = tensors[s.id]
+        assert (s.phase, s.k, s.requested, s.birth) == (t.birth_phase, t.k, t.size, t.birth) and s.death >= t.death
+        assert s.offset % 512 == 0 and s.size % 512 == 0
+    buffers = [s.buffer() for s in plan.slots]
+    offsets = [s.offset for s in plan.slots]
+    assert verify.check(buffers, offsets, peak=plan.peak, lower_bound=plan.lower_bound, alignment=512) is None
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)
+def test_every_segment_of_the_shared_traces_is_proven_quickly(path):
+    plan = plan_trace(read_trace(path), solver="greedy")
+    for phase in plan.phases:
+        assert phase.peak == phase.lower_bound and phase.proven, phase
+        assert phase.seconds < 0.1, phase
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)
+def test_bilevel_ratio(path):
+    trace = read_trace(path)
+    plan = plan_trace(trace)
+    reverify(plan, trace)
+    assert plan.kind == "bilevel"
+    allowed = 1.0 if "_full_" in path.name else 1.005
+    assert plan.bilevel_peak <= allowed * plan.lower_bound
+    assert plan.proven and plan.peak == plan.lower_bound
+
+
+@pytest.mark.parametrize("path", LONG, ids=lambda p: p.stem)
+def test_32_layers_in_two_seconds(path):
+    trace = repeat_layer(read_trace(path), 32)
+    assert sum(p.name.startswith("L") for p in trace.phases) == 64
+    began = time.monotonic()
+    plan = plan_trace(trace)
+    assert time.monotonic() - began < 2
+    reverify(plan, trace)
+    assert plan.peak == plan.lower_bound
+    assert len({p.shape for p in plan.phases if p.name.startswith("L")}) <= 6  # first, last and the ones between, twice
+
+
+def test_repeating_a_layer_adds_the_same_each_time():
+    trace = read_trace(LONG[0])
+
+    def alive(t: Trace) -> int:
+        return lower_bound([Buffer(x.id, Lifespan(x.birth, x.death), x.size) for x in t.tensors() if x.size])
+
+    def unfreed(t: Trace) -> int:
+        return sum(1 if r.size is not None else -1 for r in t.requests)
+
+    longer = [repeat_layer(trace, n) for n in (4, 5, 6, 7)]
+    peaks = [alive(t) for t in longer]
+    assert peaks[0] == alive(trace)
+    assert len({b - a for a, b in pairwise(peaks)}) == 1 and peaks[0] < peaks[1]
+    assert {unfreed(t) for t in longer} == {unfreed(trace)}
+    assert [p.name for p in longer[1].phases if p.name.startswith("L")] == (
+        [f"L{i}.f" for i in range(5)] + [f"L{i}.b" for i in reversed(range(5))]
+    )
+
+
+def test_repeating_needs_a_layer_between_two_others():
+    with pytest.raises(TracesDiffer, match="between two others"):
+        repeat_layer(parse_trace("phase L0.f\nmalloc a 1\nphase L0.b\nfree a\n"), 8)
+
+
+def test_repeating_refuses_several_passes():
+    names = ["L0.f", "L1.f", "L2.f", "L0.f", "L1.f", "L2.f"]
+    trace = make_trace([Request(str(i), 1) for i in range(6)], [(n, i) for i, n in enumerate(names)])
+    with pytest.raises(TracesDiffer, match="gradient accumulation"):
+        repeat_layer(trace, 8)
+
+
+def test_sizes_that_overflow_are_refused():
+    with pytest.raises(TooLarge, match="less than 2\\^62"):
+        plan_trace(parse_trace(f"malloc a {2**62}\n"))
+    assert plan_trace(parse_trace(f"malloc a {2**61}\nmalloc b {2**60}\n")).peak == 2**61 + 2**60
+
+
+def test_a_block_is_unpacked_where_it_would_raise_the_peak():
+    # The transient's worst moment (t) comes when the skeletal tensor is not yet there (s, freed in the next phase).
+    trace = parse_trace("phase L0.f\nmalloc t 4096\nfree t\nmalloc s 4096\nmalloc u 512\nfree u\nphase L0.b\nfree s\n")
+    plan = plan_trace(trace)
+    assert plan.block_bound == 8192
+    assert plan.unpacked == ("L0.f",)
+    assert plan.peak == plan.lower_bound == 4608 and plan.proven
+
+
+def moe(sizes: list[int]) -> Trace:
+    lines = ["phase L0.f", "malloc x 4096", "phase L1.f"]
+    lines += [f"malloc e{i} {z}" for i, z in enumerate(sizes)] + [f"free e{i}" for i in range(len(sizes))]
+    return parse_trace("\n".join([*lines, "free x", "phase L2.f", "malloc y 8192", "free y"]) + "\n")
+
+
+def test_phases_that_vary_are_left_out_and_said_so():
+    one, two = moe([512, 1024]), moe([2048, 512, 512])
+    plan = plan_trace([one, two])
+    assert [p.name for p in plan.phases if p.varying] == ["L1.f"]
+    assert {s.id for s in plan.slots} == {"x", "y"}
+    assert [i for i, _, _ in plan.left] == ["e0", "e1"] and "varies between iterations" in plan.left[0][2]
+    x = next(s for s in plan.slots if s.id == "x")
+    assert x.death == one.phases[1].end, "where in the varying phase it dies is not known"
+    assert not any(p.varying for p in plan_trace([one, one]).phases)
+
+
+def test_iterations_must_have_the_same_phases():
+    with pytest.raises(TracesDiffer, match="iteration 2 has phases"):
+        plan_trace([moe([1]), parse_trace("malloc a 1\n")])
+
+
+def test_small_and_empty_tensors_are_left_out():
+    plan = plan_trace(parse_trace("malloc a 100\nmalloc b 5000\nmalloc c 0\n"), min_bytes=101)
+    assert [s.id for s in plan.slots] == ["b"]
+    assert {i: why for i, _, why in plan.left} == {"a": "smaller than 101 bytes", "c": "empty"}
+
+
+@st.composite
+def traces(draw):
+    """Random traces over the usual phases, with frees anywhere later."""
+    names = ["embed.f", "L0.f", "L1.f", "head.f", "head.b", "L1.b", "L0.b", "end"]
+    requests, marks, alive, number = [], [], [], 0
+    for name in names[: draw(st.integers(1, len(names)))]:
+        marks.append((name, len(requests)))
+        for _ in range(draw(st.integers(0, 8))):
+            if alive and draw(st.booleans()):
+                requests.append(Request(alive.pop(draw(st.integers(0, len(alive) - 1))), None))
+            else:
+                requests.append(Request(str(number), draw(st.integers(0, 9000))))
+                alive.append(str(number))
+                number += 1
+    return make_trace(requests, marks)
+
+
+@given(traces(), st.sampled_from(["greedy", "search"]))
+@settings(max_examples=150, deadline=None)
+def test_random_traces_give_verified_plans(trace, solver):
+    plan = plan_trace(trace, solver=solver, seconds=2)
+    reverify(plan, trace)
+    assert plan.peak >= plan.lower_bound
+    assert plan.peak == min(p for p in (plan.bilevel_peak, plan.flat_peak) if p is not None)
+    if plan.peak == plan.lower_bound:
+        assert plan.proven
+
+
+@given(traces())
+@settings(max_examples=5, deadline=None)
+def test_random_traces_with_cbc(trace):
+    reverify(plan_trace(trace, solver="cbc", seconds=4), trace)
+
+
+@pytest.mark.parametrize("solver", ["greedy", "search", "cbc", "highs"])
+@pytest.mark.parametrize("n", [60, 300, 3000])
+def test_a_limit_of_one_second_is_kept_within_two(solver, n):
+    hard = Problem(tuple(b._replace(size=b.size + i % 512) for i, b in enumerate(dense(n, seed=1, trim=0.2).buffers)))
+    began = time.monotonic()
+    found = solve(hard, solver=solver, seconds=1)
+    assert time.monotonic() - began < 2
+    assert verify.check(hard.buffers, found.offsets, peak=found.peak) is None
+
+
+def test_a_limit_of_one_second_is_kept_for_a_trace():
+    requests, marks = [], []
+    for p in range(8):
+        marks.append((f"L{p}.f", len(requests)))
+        rows = dense(120, seed=p, trim=0.2).buffers
+        events = sorted([(b.lifespan.upper, 0, b) for b in rows] + [(b.lifespan.lower, 1, b) for b in rows])
+        requests += [Request(f"{p}:{b.id}", b.size * 513 if birth else None) for _, birth, b in events]
+    trace = make_trace(requests, marks)
+    began = time.monotonic()
+    plan = plan_trace(trace, seconds=1)
+    assert time.monotonic() - began < 2
+    reverify(plan, trace)

@@ -1,0 +1,189 @@
+import pickle
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_memo.plan import errors, plan_from_json, plan_to_json, plan_trace, read_csv, read_trace, write_csv
+from ds_memo.plan.formats import parse_csv, parse_trace, write_trace
+from ds_memo.plan.snapshot import read_snapshot
+
+from .instances import DATA, TRACES
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)
+def test_traces_round_trip(path):
+    trace = read_trace(path)
+    assert write_trace(trace) == path.read_text()
+
+
+def test_a_trace_without_phases_is_one_step():
+    trace = parse_trace("# a comment\n\nmalloc a 5\nfree a\n")
+    assert [p.name for p in trace.phases] == ["step"]
+    (tensor,) = trace.tensors()
+    assert tensor == ("a", 5, 0, 1, 0, 0, 0) and tensor.transient
+
+
+def test_skeletal_and_never_freed():
+    trace = parse_trace("phase L0.f\nmalloc a 1\nmalloc b 2\nphase L0.b\nfree a\n")
+    a, b = trace.tensors()
+    assert (a.transient, a.death, b.transient, b.death, b.k) == (False, 2, False, 3, 1)
+
+
+BAD_TRACES = [
+    ("phase L0.f\nfree 7\n", errors.FreeBeforeMalloc, 2, "free of 7"),
+    ("malloc a 1\nfree a\nfree a\n", errors.DoubleFree, 3, "freed in line 2"),
+    ("malloc a 1\nmalloc a 1\n", errors.DuplicateMalloc, 2, "allocated in line 1"),
+    ("malloc a -1\n", errors.BadSize, 1, "-1"),
+    (f"malloc a {2**63}\n", errors.BadSize, 1, str(2**63)),
+    ("malloc a 1.5\n", errors.MalformedInput, 1, "'1.5'"),
+    ("malloc a ten\n", errors.MalformedInput, 1, "'ten'"),
+    ("malloc a\n", errors.MalformedInput, 1, "'malloc a'"),
+    ("phase L0.x\n", errors.UnknownPhase, 1, "'L0.x'"),
+    ("phase layer0\n", errors.UnknownPhase, 1, "'layer0'"),
+    ("malloc a 1\nphase L0.f\n", errors.MalformedInput, 2, "before any request"),
+    ("alloc a 1\n", errors.MalformedInput, 1, "'alloc a 1'"),
+    ("malloc a 1\nmalloc b 10", errors.TruncatedInput, 2, "'malloc b 10'"),
+    ("phase L0.f\n", errors.TruncatedInput, 0, "no requests"),
+    ("", errors.TruncatedInput, 0, "no requests"),
+]
+
+
+@pytest.mark.parametrize("text, error, line, words", BAD_TRACES, ids=lambda x: getattr(x, "__name__", None))
+def test_bad_traces(text, error, line, words):
+    with pytest.raises(error) as caught:
+        parse_trace(text, "t.txt")
+    assert type(caught.value) is error
+    assert caught.value.line == line and words in str(caught.value) and "expected" in str(caught.value)
+    assert str(caught.value).startswith(f"t.txt:{line}:" if line else "t.txt:")
+
+
+def test_not_text(tmp_path):
+    (tmp_path / "t").write_bytes(b"malloc a \xff\n")
+    with pytest.raises(errors.MalformedInput, match="UTF-8"):
+        read_trace(tmp_path / "t")
+    with pytest.raises(errors.PlanError, match="No such file"):
+        read_trace(tmp_path / "absent")
+
+
+def test_csv_round_trips_and_ignores_other_columns():
+    problem = read_csv(DATA / "minimalloc" / "input.12.csv")
+    assert [b.id for b in problem.buffers] == ["b1", "b2", "b3", "b4", "b5"]
+    text = write_csv(problem, [8, 8, 4, 4, 0])
+    assert text.splitlines()[:2] == ["id,lower,upper,size,offset", "b1,0,3,4,8"]
+    assert parse_csv(text) == problem
+
+
+BAD_CSVS = [
+    ("id,lower,upper\n1,2,3\n", errors.MalformedInput, 1),
+    ("", errors.MalformedInput, 1),
+    ("id,lower,upper,size\n", errors.TruncatedInput, 0),
+    ("id,lower,upper,size\na,1,2\n", errors.TruncatedInput, 2),
+    ("id,lower,upper,size\na,1,x,5\n", errors.MalformedInput, 2),
+    ("id,lower,upper,size\na,2,2,5\n", errors.MalformedInput, 2),
+    ("id,lower,upper,size\na,1,2,0\n", errors.BadSize, 2),
+    (f"id,lower,upper,size\na,1,2,{2**63}\n", errors.BadSize, 2),
+    ("id,lower,upper,size\na,1,2,5\na,1,2,5\n", errors.DuplicateMalloc, 3),
+]
+
+
+@pytest.mark.parametrize("text, error, line", BAD_CSVS)
+def test_bad_csvs(text, error, line):
+    with pytest.raises(error) as caught:
+        parse_csv(text, "p.csv")
+    assert type(caught.value) is error and caught.value.line == line
+
+
+@given(st.text(alphabet="mallocfrephs 0123456789\nLxb.-", max_size=60))
+def test_any_text_is_a_trace_or_a_named_error(text):
+    with suppress(errors.PlanError):
+        assert parse_trace(text).requests
+
+
+def test_plans_round_trip():
+    plan = plan_trace(read_trace(TRACES[0]), min_bytes=600)
+    text = plan_to_json(plan)
+    assert plan_from_json(text) == plan
+    assert plan.left and text.count("\n") > len(plan.slots)
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        (lambda t: t[: len(t) // 2], errors.MalformedInput),
+        (lambda t: t.replace("ds_memo.plan/1", "ds_memo.plan/0"), errors.MalformedInput),
+        (lambda t: t.replace('"peak"', '"pique"', 1), errors.MalformedInput),
+        (lambda t: "[]", errors.MalformedInput),
+        (lambda t: "", errors.TruncatedInput),
+    ],
+)
+def test_bad_plans(change, error):
+    text = plan_to_json(plan_trace(parse_trace("malloc a 5\nfree a\n")))
+    with pytest.raises(error):
+        plan_from_json(change(text))
+
+
+# ---- snapshots
+
+
+def snapshot(*events, devices=1, device=0):
+    traces = [[] for _ in range(devices)]
+    traces[device] = [{"action": a, "addr": p, "size": s, "stream": 0, "time_us": 1, "frames": []} for a, p, s in events]
+    return {"segments": [], "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
+
+
+@pytest.fixture
+def dump(tmp_path):
+    def write(data) -> str:
+        path = tmp_path / "run.pickle"
+        path.write_bytes(data if isinstance(data, bytes) else pickle.dumps(data))
+        return str(path)
+
+    return write
+
+
+def test_a_snapshot_becomes_a_trace(dump):
+    path = dump(
+        snapshot(
+            ("free_completed", 0x900, 64),  # from before the recording
+            ("segment_alloc", 0x100, 2**21), ("alloc", 0x100, 1000), ("alloc", 0x800, 24),
+            ("free_requested", 0x100, 1000), ("free_completed", 0x100, 1000), ("alloc", 0x100, 512), ("snapshot", 0, 0),
+            devices=2, device=1,
+        )
+    )  # fmt: skip
+    trace = read_snapshot(path)
+    assert [(x.size, x.birth, x.death) for x in trace.tensors()] == [(1000, 0, 2), (24, 1, 4), (512, 3, 4)]
+    assert trace.notes == ("1 frees of memory from before the recording were left out",)
+    plan = plan_trace(trace)
+    assert plan.proven and plan.peak == 1536 and trace.notes[0] in plan.notes
+
+
+class _Attack:
+    def __reduce__(self):
+        import os
+
+        return os.system, ("echo owned > /tmp/ds_memo_owned",)
+
+
+@pytest.mark.parametrize(
+    "data, error, words",
+    [
+        (_Attack(), errors.UnsafePickle, "system"),
+        ({"device_traces": [[_Attack()]]}, errors.UnsafePickle, "system"),
+        (range(3), errors.UnsafePickle, "range"),
+        (b"", errors.TruncatedInput, "whole pickle"),
+        (pickle.dumps(snapshot(("alloc", 1, 1)))[:-40], errors.TruncatedInput, "read"),
+        (b"not a pickle at all", errors.MalformedInput, "pickle"),
+        ([1, 2], errors.MalformedInput, "device_traces"),
+        (snapshot(), errors.MalformedInput, "device_traces"),
+        (snapshot(("alloc", 1, -5)), errors.BadSize, "-5"),
+        (snapshot(("alloc", 1, 5), ("alloc", 1, 5)), errors.MalformedInput, "in use"),
+        (snapshot(("alloc", "x", 5)), errors.MalformedInput, "'x'"),
+        (snapshot(("free_completed", 1, 5)), errors.TruncatedInput, "no alloc"),
+    ],
+    ids=range(12),
+)
+def test_bad_snapshots(dump, data, error, words):
+    with pytest.raises(error, match=words):
+        read_snapshot(dump(data))

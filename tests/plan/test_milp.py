@@ -1,0 +1,198 @@
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from ds_memo.errors import MemoWarning
+from ds_memo.plan import milp, read_csv, solve, verify
+from ds_memo.plan.dsa import Problem, lower_bound, peak
+from ds_memo.plan.search import search
+
+from .instances import DATA, best_peak, dense
+from .test_dsa import problems
+
+# The most alive at once are 10, but no placement is below 11: the smallest such instance that a random search found.
+GAP = Problem.of(
+    (name, *row)
+    for name, row in zip(
+        "abcdefghi",
+        [(0, 8, 1), (6, 9, 5), (0, 3, 5), (8, 9, 4), (0, 5, 3), (0, 5, 1), (3, 4, 4), (3, 9, 1), (4, 8, 3)],
+        strict=True,
+    )
+)
+GAP_BOUND, GAP_BEST = 10, 11
+
+
+def test_the_gap_instance_by_the_search():
+    assert lower_bound(GAP.buffers) == GAP_BOUND
+    assert search(GAP.buffers, GAP_BEST, 10).offsets is not None
+    answer = search(GAP.buffers, GAP_BEST - 1, 10)
+    assert answer.offsets is None and answer.proven
+
+
+def test_a_proof_that_the_lower_bound_cannot_be_reached():
+    found = solve(GAP, solver="search", seconds=10)
+    assert (found.peak, found.lower_bound, found.bound, found.proven) == (GAP_BEST, GAP_BOUND, GAP_BEST, True)
+
+
+def has_highs() -> bool:
+    try:
+        import highspy  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+SOLVERS = ["cbc", pytest.param("highs", marks=pytest.mark.skipif(not has_highs(), reason="no highspy"))]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_papers_program_alone_finds_the_optimum(solver):
+    """No greedy, no tightening, no start: the formulation itself."""
+    for problem, best in ((GAP, GAP_BEST), (read_csv(DATA / "minimalloc" / "input.12.csv"), 12)):
+        answer = milp.solve_milp(problem.buffers, 30, solver=solver, tight=False)
+        assert answer.optimal
+        assert peak(problem.buffers, answer.offsets) == best == answer.bound
+        assert verify.check(problem.buffers, answer.offsets, peak=best) is None
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_papers_program_agrees_with_the_search(solver):
+    problem, _ = dense(14, seed=5, trim=0.3).scaled()
+    answer = milp.solve_milp(problem.buffers, 30, solver=solver, tight=False)
+    best = peak(problem.buffers, answer.offsets)
+    assert answer.optimal and answer.bound == best
+    assert search(problem.buffers, best, 10).offsets is not None
+    assert search(problem.buffers, best - 1, 10).proven
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_tightened_program_keeps_the_optimum(solver):
+    worst = [sum(b.size for b in GAP.buffers[:i]) for i in range(len(GAP))]
+    answer = milp.solve_milp(GAP.buffers, 30, solver=solver, start=worst)
+    assert answer.optimal and peak(GAP.buffers, answer.offsets) == answer.bound == GAP_BEST
+
+
+@given(problem=problems(most=6, longest=6, largest=5))
+@settings(max_examples=5, deadline=None)
+def test_random_small_programs(problem):
+    answer = milp.solve_milp(problem.buffers, 30, tight=False)
+    assert peak(problem.buffers, answer.offsets) == best_peak(problem.buffers)
+
+
+def test_pairs():
+    expected = {
+        (i, j) for j, b in enumerate(GAP.buffers) for i, a in enumerate(GAP.buffers[:j]) if a.lifespan.overlaps(b.lifespan)
+    }
+    assert set(milp.pairs(GAP.buffers)) == expected
+    assert milp.count_pairs(GAP.buffers) == len(expected)
+
+
+# ---- the child process
+
+
+def child(code: str):
+    """A child command that runs `code` in place of the solver."""
+    return lambda: [sys.executable, "-c", code]
+
+
+MISSING = """
+import sys
+sys.modules["mip"] = None
+sys.path[0] = {root!r}
+from ds_memo.plan.milp import child
+child()
+"""
+BROKEN = {
+    "missing": (MISSING.format(root=str(Path(milp.__file__).parents[2])), "ModuleNotFoundError|ImportError"),
+    "crashing": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+    "exiting": ("import sys; print('no licence'); sys.exit(3)", "exit status 3: no licence"),
+    "hanging": ("import time; time.sleep(60)", "ran past its time limit"),
+    "babbling": ("import os, sys; os.write(int(sys.argv[-1]), b'{')", "brought back no answer"),
+}
+
+
+@pytest.mark.parametrize("way", BROKEN)
+def test_a_broken_solver_falls_back_with_a_warning_and_a_verified_plan(monkeypatch, way):
+    code, why = BROKEN[way]
+    monkeypatch.setattr(milp, "child_command", child(code))
+    monkeypatch.setattr("ds_memo.plan.solver._search", lambda run, seconds: None)  # so that the MIP is reached
+    problem = Problem.of((b.id, *b.lifespan, b.size * 512) for b in GAP.buffers)
+    began = time.monotonic()
+    with pytest.warns(MemoWarning, match="MIP .cbc. failed, the plan is from greedy"):
+        found = solve(problem, solver="cbc", seconds=2)
+    assert time.monotonic() - began < 3
+    assert verify.check(problem.buffers, found.offsets, peak=found.peak) is None
+    assert not found.proven
+    (note,) = found.notes
+    assert re.search(why, note), note
+
+
+def test_the_mip_stage_improves_and_proves(monkeypatch):
+    monkeypatch.setattr("ds_memo.plan.solver._search", lambda run, seconds: None)
+    found = solve(GAP, solver="cbc", seconds=20)
+    assert (found.peak, found.lower_bound, found.bound, found.proven) == (GAP_BEST, GAP_BOUND, GAP_BEST, True)
+    assert found.notes == ()
+
+
+PARENT = """
+import sys
+sys.path.insert(0, {root!r})
+from ds_memo.plan import milp
+real = milp.child_command()
+milp.child_command = lambda: [sys.executable, "-c", real[-1].replace("; child()", {stall!r})]
+from ds_memo.plan.dsa import Problem
+try:
+    milp.solve_milp(Problem.of([("a", 0, 2, 1), ("b", 1, 3, 2)]).buffers, 60, tight=False)
+except milp.MilpFailed as e:
+    print("FAILED", e)
+"""
+# The child reports its pid and then works for ever, as a solver in a long loop does.
+STALL = """
+import os, time
+import ds_memo.plan.milp as m
+def work(job):
+    print("child", os.getpid(), flush=True)
+    open({mark!r}, "w").write(str(os.getpid()))
+    while True: time.sleep(0.01)
+m._solve = work
+child()"""
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_child_dies_with_its_parent(tmp_path):
+    mark = tmp_path / "pid"
+    stall = "\n" + STALL.format(mark=str(mark))
+    code = PARENT.format(root=str(Path(milp.__file__).parents[2]), stall=stall)
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        for _ in range(200):
+            if mark.exists() and mark.read_text():
+                break
+            time.sleep(0.05)
+        pid = int(mark.read_text())
+        assert not _gone(pid)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    for _ in range(100):
+        if _gone(pid):
+            return
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("the child outlived its parent by 2 s")

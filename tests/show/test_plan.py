@@ -1,0 +1,82 @@
+import builtins
+import json
+import re
+import struct
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from ds_memo import cli
+from ds_memo.plan import plan_to_json, plan_trace, read_trace
+from ds_memo.plan.formats import parse_trace
+from ds_memo.show.plan import SKELETAL, TRANSIENT, MissingPackage, _labelled, draw_html, draw_png
+
+TRACE = Path(__file__).resolve().parents[1] / "data" / "requests" / "gpt_none_L2_s128k.txt"
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_trace(read_trace(TRACE))
+
+
+def pixels_of(path: Path, colour: str, tolerance: float = 0.01) -> int:
+    """How many pixels have the colour, or nearly."""
+    image = pytest.importorskip("matplotlib.image").imread(path)
+    wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return int((abs(image[:, :, :3] - wanted).max(axis=-1) < tolerance).sum())
+
+
+def test_png_tells_skeletal_and_transient_apart(plan, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "plan.json").write_text(plan_to_json(plan))
+    assert cli.main(["show", str(tmp_path / "plan.json")]) == 0
+    picture = tmp_path / "plan.png"
+    width, height = struct.unpack(">II", picture.read_bytes()[16:24])
+    assert width > 1000 and height > 500
+    assert pixels_of(picture, SKELETAL) > 50_000 and pixels_of(picture, TRANSIENT) > 5_000
+    assert pixels_of(picture, "#dc143c", 0.15) > 300  # crimson: the lower bound
+
+
+def test_png_without_transients_has_none_of_their_colour(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw_png(plan_trace(parse_trace("phase L0.f\nmalloc a 9000\nphase L0.b\nfree a\n")), tmp_path / "p.png")
+    assert 0 < pixels_of(tmp_path / "p.png", TRANSIENT) < 2000  # the legend's alone
+
+
+def test_html_holds_every_slot_and_both_lines(plan, tmp_path):
+    pytest.importorskip("plotly")
+    draw_html(plan, tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    assert "<html>" in text and "https://cdn.plot.ly" not in re.sub(r"<script>.*?</script>", "", text, flags=re.S)
+    from plotly.io import from_json
+
+    start = text.rindex("Plotly.newPlot(")
+    body = text[text.index("[", start) :]
+    data, _ = json.JSONDecoder().raw_decode(body)
+    names = [trace["name"] for trace in data]
+    assert names[0].startswith("skeletal") and names[1].startswith("transient")
+    assert names[2].startswith("peak") and names[3].startswith("lower bound")
+    assert len(data[0]["customdata"]) + len(data[1]["customdata"]) == len(plan.slots)
+    assert from_json(json.dumps({"data": data}))
+
+
+def test_labels_do_not_run_into_each_other(plan):
+    end = max(p.end for p in plan.phases)
+    middles = [(plan.phases[i].first + plan.phases[i].end) / 2 for i in sorted(_labelled(plan, end))]
+    assert len(middles) > 4
+    assert all(b - a > end / 75 for a, b in pairwise(middles))
+
+
+@pytest.mark.parametrize("draw, package", [(draw_png, "matplotlib"), (draw_html, "plotly")])
+def test_a_missing_package_is_named(plan, tmp_path, monkeypatch, draw, package):
+    real = builtins.__import__
+
+    def fake(name, *args, **kwargs):
+        if name.split(".")[0] == package:
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", fake)
+    with pytest.raises(MissingPackage, match=package):
+        draw(plan, tmp_path / "p")
