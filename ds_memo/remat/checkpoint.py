@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 from ds_memo.errors import MemoError
 from ds_memo.remat.modes import Analyse, Call, Record, Replay, Work, inside_a_layer, keep_dynamo_out
@@ -120,13 +120,7 @@ class Remat:
         try:
             # These hooks see the layer's inputs only: inside, torch's checkpoint puts its own on top.
             with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-                out = torch_checkpoint(
-                    fn,
-                    *args,
-                    use_reentrant=False,
-                    preserve_rng_state=preserve_rng_state,
-                    context_fn=lambda: (mode, Replay(call)),
-                )
+                out = _checkpoint(fn, args, preserve_rng_state, lambda: (mode, Replay(call)))
         finally:
             if frame.state == "recording":  # raised before the mode was entered
                 self.engine.abort(frame)
@@ -207,6 +201,23 @@ class Remat:
                     f'layer {layer.name}: memo.attention is "{self._attention}", but PyTorch has no such kernel for this call '
                     "(dtype, head size, mask, dropout or device). Leave memo.attention out to take what there is."
                 ) from error
+
+
+def _checkpoint(fn: Callable[..., Any], args: tuple, preserve_rng_state: bool, context_fn: Callable[[], tuple]) -> Any:
+    """torch.utils.checkpoint.checkpoint(use_reentrant=False), driven as torch.distributed._composable drives it.
+
+    Up to torch 2.11 the public function leaves the forward's contexts entered when `fn` raises, until the traceback is dropped.
+    """
+    generator = _checkpoint_without_reentrant_generator(fn, preserve_rng_state, context_fn, "default", False, True, *args)
+    next(generator)
+    try:
+        out = fn(*args)
+    except BaseException as error:
+        generator.throw(error)
+        raise
+    for _ in generator:  # leaves the contexts
+        pass
+    return out
 
 
 class _Stays:

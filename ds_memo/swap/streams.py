@@ -78,6 +78,7 @@ class ThreadStreams:
 
     @staticmethod
     def _work(name: str, work: queue.SimpleQueue, failures: list[tuple[str, BaseException]]) -> None:
+        torch.set_grad_enabled(False)  # of this thread
         while (item := work.get()) is not None:
             call, *args = item
             try:
