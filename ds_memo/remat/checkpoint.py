@@ -121,7 +121,7 @@ class Remat:
             # These hooks see the layer's inputs only: inside, torch's checkpoint puts its own on top.
             with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                 out = torch_checkpoint(
-                    fn,
+                    _catching(call, fn),
                     *args,
                     use_reentrant=False,
                     preserve_rng_state=preserve_rng_state,
@@ -130,6 +130,12 @@ class Remat:
         finally:
             if frame.state == "recording":  # raised before the mode was entered
                 self.engine.abort(frame)
+        if call.failure is not None:
+            failure, call.failure = call.failure, None
+            try:
+                raise failure
+            finally:
+                del failure  # or its traceback and this frame hold each other
         if frame.device or call.loose:
             for tensor in tree_leaves(out):  # whoever gets it may change it in place
                 if isinstance(tensor, torch.Tensor):
@@ -207,6 +213,21 @@ class Remat:
                     f'layer {layer.name}: memo.attention is "{self._attention}", but PyTorch has no such kernel for this call '
                     "(dtype, head size, mask, dropout or device). Leave memo.attention out to take what there is."
                 ) from error
+
+
+def _catching(call: Call, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, whose exceptions go around torch's checkpoint: 2.11's leaves our modes on while somebody holds one."""
+
+    def run(*args: Any) -> Any:
+        if call.frame.state != "recording":  # a replay, which torch ends by an exception of its own
+            return fn(*args)
+        try:
+            return fn(*args)
+        except BaseException as failure:
+            call.failure = failure
+            return None
+
+    return run
 
 
 class _Stays:

@@ -52,6 +52,8 @@ class Call:
         """Outputs of whole ops that are no stored tensor (ints, None, tiny tensors), by op index."""
         self.rng_after: dict[int, torch.Tensor] = {}
         """Generator state behind attention ops that drew from it: supplying their output skips the draw."""
+        self.failure: BaseException | None = None
+        """What the layer raised in its forward, on its way to the caller."""
         self.keywords: list[Any] = []
         """Tensors that the layer got by keyword; autograd does not watch over them."""
         self.altered: set[int] = set()
@@ -156,7 +158,7 @@ class Record(_NotingMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         call, recipe = self.call, self.call.recipe
-        if exception[0] is not None:
+        if exception[0] is not None or self.call.failure is not None:
             call.engine.abort(call.frame)
             return
         complete = self._next == len(recipe.ops) and self._packs == recipe.packs and self._awaits_bias is None
@@ -296,7 +298,7 @@ class Analyse(_NotingMode):
         super().__exit__(*exception)
         self._sources.clear()
         self._alive.clear()
-        if exception[0] is not None:
+        if exception[0] is not None or self.call.failure is not None:
             self.call.engine.abort(self.call.frame)
             return
         try:
