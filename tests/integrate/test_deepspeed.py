@@ -144,7 +144,7 @@ def test_detach_gives_the_engine_back() -> None:
 
 
 def test_an_engine_without_memo_has_no_report() -> None:
-    with pytest.raises(ds_memo.MemoError, match='DeepSpeedEngine is not under ds_memo.*"enabled": true'):
+    with pytest.raises(ds_memo.MemoError, match=r'DeepSpeedEngine is not under ds_memo.*"enabled": true'):
         ds_memo.report(start(ds_config(memo={**MEMO, "enabled": False})))
 
 

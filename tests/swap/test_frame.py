@@ -12,7 +12,6 @@ from ds_memo.swap.frame import ALIGN, Frame, Layout, check_unchanged, dense_orde
 
 LEGAL = {
     ("recording", "swapping"),
-    ("recording", "ready"),
     ("recording", "done"),
     ("swapping", "away"),
     ("swapping", "done"),
