@@ -220,7 +220,7 @@ def test_host_budget_too_small() -> None:
 def test_host_budget_too_small_for_any_alpha() -> None:
     model = build("llama")
     handle = ds_memo.attach(model, {"resident_layers": 0, "host_memory_gib": 1e-5})
-    with pytest.raises(ds_memo.MemoError, match=r"even memo.alpha 0 does not fit"):
+    with pytest.raises(ds_memo.MemoError, match=r"even memo\.alpha 0 does not fit"):
         step(model, BATCH)
     handle.detach()
 

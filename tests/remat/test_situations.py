@@ -447,6 +447,28 @@ def test_an_exception_and_a_clean_next_step(
 
 
 @every_config
+def test_another_try_while_the_exception_is_held(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As code does that runs out of memory and goes on with a smaller batch inside its except block."""
+    model = toy(Stumbles)
+    model.blocks[1].weak = True
+    stock = copy.deepcopy(model)
+    handle = ds_memo.attach(model, config)
+    for _ in range(2):
+        frames = handle.report()["frames"]
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(Stumbles, "where", "forward")
+                step(model, BATCH)
+        except ZeroDivisionError as error:
+            with poisoned_memory():
+                assert_same(step(model, Batch.random(1, 17)), step(stock, Batch.random(1, 17)))
+            assert handle.report()["frames"] == frames + 2 + LAYERS
+            assert error.__traceback__ is not None
+        gradients(model)
+    handle.detach()
+
+
+@every_config
 def test_backward_again_after_one_that_failed(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(model: nn.Module, number: int) -> Outcome:
         model.blocks[1].weak = True
