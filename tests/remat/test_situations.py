@@ -790,7 +790,8 @@ def test_a_write_out_of_sight_is_named() -> None:
 
     model = toy(Calls)
     handle = ds_memo.attach(model, {"alpha": 1.0})
-    with pytest.warns(ds_memo.MemoWarning, match=r"layer blocks\.0: outputs of aten\.addmm\.default were changed in place"):
+    # mm: DeepSpeed leaves its own linear in torch.nn.functional once a ZeRO-3 model was built in this process
+    with pytest.warns(ds_memo.MemoWarning, match=r"layer blocks\.0: outputs of aten\.(add)?mm\.default were changed in place"):
         step(model, BATCH)
     handle.detach()
 
