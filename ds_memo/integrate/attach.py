@@ -146,6 +146,7 @@ class Memo:
         self._by_module = weakref.WeakKeyDictionary(
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
         )
+        self._layers_known = bool(self.layers)
         self.residents = self._place()
         self._restore: list[Callable[[], None]] = []
         for layer, (_, module) in zip(self.layers, layers, strict=True):
@@ -176,6 +177,8 @@ class Memo:
         """See :class:`ds_memo.remat.checkpoint.Policy`."""
         swapped = max(1, len(self.layers) - len(self.residents))
         budget, alpha = self.slab.budget, self.config.alpha
+        if alpha is None and not self._layers_known:
+            alpha = 0.0  # how many layers will share the host shows in this forward
         slack = swapped * _SLACK_PER_FRAME if alpha is None else 0
         fits = alpha_for_host(budget - slack, swapped, whole_bytes, row_bytes)
         if fits < (alpha or 0.0):
@@ -186,10 +189,9 @@ class Memo:
                 f"{budget / GIB:.3g} GiB are available to this rank; {way_out}. More memo.resident_layers, a larger "
                 "memo.host_memory_gib, a smaller batch or more sequence-parallel ranks help too."
             )
-        reason = "as configured"
         if alpha is None:
             alpha = fits
-            reason = "host memory" if alpha < 1 else "all rows fit the host"
+        reason = "as configured" if self.config.alpha is not None else "host memory" if alpha < 1 else "all rows fit the host"
         used = swapped * (whole_bytes + alpha * row_bytes)
         self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of host memory at alpha {alpha:.3g}"
         self.alpha_used = alpha
@@ -316,7 +318,11 @@ class Memo:
         self.in_forward = False
 
     def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.residents = self._place()  # a model that calls ds_memo.checkpoint itself makes its layers known as it runs
+        if not self._layers_known and self.layers:  # a model that calls ds_memo.checkpoint itself shows them as it runs
+            self._layers_known = True
+            self.residents = self._place()
+            for layer in self.layers:
+                layer.recipes.clear()
         if not (module.training and torch.is_grad_enabled()):
             return
         if self.engine.traffic.frames > self._frames_before:

@@ -99,6 +99,7 @@ class Remat:
         if inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         fn, args = _lift_keywords(fn, args, kwargs)
+        keywords = fn.keywords if isinstance(fn, functools.partial) else {}
         if self._sdpa is not None:
             fn = functools.partial(self._with_sdpa, layer, fn)
         resident = self.policy.is_resident(layer)
@@ -106,7 +107,6 @@ class Remat:
         key = layer.kind_of_call(args, resident) if layer.follows_recipes else None
         recipe = layer.recipes.get(key)
         call = Call(self.engine, frame, recipe, self.work)
-        keywords = fn.keywords if isinstance(fn, functools.partial) else {}
         call.keywords = [_Stays(layer.name, value) for value in keywords.values() if isinstance(value, torch.Tensor)]
         if recipe is not None:
             layer.latest = recipe

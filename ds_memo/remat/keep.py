@@ -34,7 +34,7 @@ ATTENTION_NAMES = {
 }
 """Attention ops of packages that need not be installed."""
 
-CHOICE = {aten.topk.default, aten.argmax.default}
+CHOICE = {aten.topk.default, aten.argmax.default, aten.max.dim, aten.sort.default, aten.sort.stable}
 """A router's choice: recomputed logits could flip an expert, so the choice and the GEMM it looks at are kept whole."""
 
 BLANK = {

@@ -256,11 +256,12 @@ def test_alpha_follows_from_the_budget_where_the_model_calls_checkpoint() -> Non
     probe.detach()
     budget = everything * 0.7 + LAYERS * (1 << 16)
     handle = ds_memo.attach(model, {"resident_layers": 0, "host_memory_gib": budget / 2**30}, layers=())
-    try:
-        for _ in range(2):
-            step(model, BATCH)
-    except ds_memo.MemoError as error:
-        assert "GiB" in str(error)  # refused with numbers is right too; a wrong gradient would not be
+    for _ in range(2):
+        step(model, BATCH)
+    report = handle.report()
+    assert 0.3 < report["alpha"] < 0.8
+    assert report["binding"].startswith("host memory")
+    assert report["host"]["slab"] <= report["host"]["budget"]
     handle.detach()
 
 
