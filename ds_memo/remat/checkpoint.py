@@ -14,8 +14,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 from ds_memo.errors import MemoError
-from ds_memo.remat.modes import Analyse, Call, Record, Replay, Work, inside_a_layer, keep_dynamo_out
+from ds_memo.remat.analyse import Analyse
+from ds_memo.remat.call import Call, Work
+from ds_memo.remat.modes import inside_a_layer, keep_dynamo_out
 from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe, storable
+from ds_memo.remat.record import Record
+from ds_memo.remat.replay import Replay
 from ds_memo.swap.engine import SwapEngine
 
 _RECIPES = 64

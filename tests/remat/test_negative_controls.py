@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.remat import keep, modes
+from ds_memo.remat import analyse, keep, replay
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, ThreadStreams
@@ -129,17 +129,17 @@ def stored_rows_computed_too_late(patch: Patch) -> None:
 
 
 def leave_out_a_product(patch: Patch) -> None:
-    gemm = modes.Replay._gemm
-    patch.setattr(modes.Replay, "_gemm", lambda self, op, args, kw: gemm(self, replace(op, wanted=self._next != 2), args, kw))
+    gemm = replay.Replay._gemm
+    patch.setattr(replay.Replay, "_gemm", lambda self, op, args, kw: gemm(self, replace(op, wanted=self._next != 2), args, kw))
 
 
 def no_note_of_what_is_saved(patch: Patch) -> None:
     """The analysis forgets that a saved tensor was made of products."""
 
-    def forgetful(self: modes.Analyse, tensor: torch.Tensor) -> None:
+    def forgetful(self: analyse.Analyse, tensor: torch.Tensor) -> None:
         self.seen.packs += 1
 
-    patch.setattr(modes.Analyse, "_note", forgetful)
+    patch.setattr(analyse.Analyse, "_note", forgetful)
 
 
 def unclipped_groups(patch: Patch) -> None:

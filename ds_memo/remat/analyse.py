@@ -1,0 +1,148 @@
+"""Analyse: a layer's first forward of a kind, watched to make its recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from ds_memo.remat import keep
+from ds_memo.remat.call import Call, as_tuple, detached, noticing_draws, storage_of
+from ds_memo.remat.keep import Kind, kind_of
+from ds_memo.remat.modes import NotingMode
+from ds_memo.remat.recipe import Seen, SeenGemm, SeenWhole, fingerprint
+
+ALL_SO_FAR = -1
+
+
+class Analyse(NotingMode):
+    """Watch a layer's first forward of a kind: which outputs its backward depends on. Nothing leaves the device before the end.
+
+    Dependence is tracked from storage to storage and only back to the nearest GEMM or whole op. A storage that comes from nowhere
+    (a compiled region's output, memory that NumPy made) may be made of everything computed before it was first seen.
+
+    Args:
+        givens: tensors that were there before: the layer's parameters, buffers and arguments.
+    """
+
+    def __init__(self, call: Call, seen: Seen, givens: Iterable[torch.Tensor], finish: Callable[[Call, Seen], None]) -> None:
+        super().__init__()
+        self.call = call
+        self.seen = seen
+        self._finish = finish
+        self._sources = {storage_of(tensor): 0 for tensor in givens}  # storage → bit set of the GEMMs it was made of
+        self._sources.pop(0, None)
+        self._alive: list[StorageWeakRef] = []  # no address is used twice while we look
+        self._gemms: list[SeenGemm] = []
+        self._fresh: SeenGemm | None = None  # the op before this one, views aside
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._sources.clear()
+        self._alive.clear()
+        if exception[0] is not None:
+            self.call.engine.abort(self.call.frame)
+            return
+        try:
+            self.seen.note_unseen_writes()
+            self._finish(self.call, self.seen)
+        except BaseException:
+            self.call.engine.abort(self.call.frame)
+            raise
+        finally:
+            self.seen.forget()  # the graph's hooks lead here and would keep every output that was seen
+            self._gemms.clear()
+            self._fresh = None
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        self.seen.packs += 1
+        self.seen.wanted |= self._made_of(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        kind = kind_of(func)
+        sources = self._made_of_all(args, kwargs)
+        if kind is Kind.ATTENTION or kind is Kind.CHOICE:
+            out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
+            if state is not None:
+                self.call.rng_after[len(self.seen.ops)] = state
+            outputs = tuple(detached(value) for value in as_tuple(out))
+            self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
+            if kind is Kind.CHOICE:
+                for bit, gemm in enumerate(self._gemms):
+                    gemm.chosen_from |= bool(sources >> bit & 1)
+            self._fresh = None
+            self._made(out, 0)
+            return out
+        fresh, self._fresh = self._fresh, self._fresh if func in keep.LOOKS else None
+        if kind is Kind.MUTATES:
+            if fresh is not None and not kwargs and keep.adds_bias_to(func, args, fresh.out):
+                fresh.biased = True
+            else:
+                for tensor in keep.written_tensors(func, args, kwargs):
+                    self._about_to_change(tensor)
+            if keep.overwrites_all(func, args):
+                self._sources[storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)
+            for tensor in keep.written_tensors(func, args, kwargs):
+                self._made(tensor, sources)
+        if keep.looks_at_values(func):
+            self.seen.wanted |= sources
+        if keep.looks_like_attention(func):
+            self.seen.softmax = str(func)
+        out = func(*args, **kwargs)
+        if kind is Kind.MUTATES and fresh is not None and fresh.biased:
+            fresh.fingerprint = fingerprint(fresh.out)
+        if kind is Kind.GEMM:
+            product, flops = out.detach(), keep.gemm_flops(func, args, out)
+            gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))
+            self.seen.ops.append(gemm)
+            self._gemms.append(gemm)
+            self._fresh = gemm if gemm.splits else None
+            self._made(out, 1 << (len(self._gemms) - 1))
+        else:
+            self._made(out, ALL_SO_FAR if keep.is_blank(func) else sources)
+        return out
+
+    def _made_of(self, tensor: torch.Tensor) -> int:
+        storage = storage_of(tensor)
+        if not storage:  # sparse, and the like
+            return (1 << len(self._gemms)) - 1
+        if storage not in self._sources:
+            self._made(tensor, (1 << len(self._gemms)) - 1)
+        sources = self._sources[storage]
+        # A kernel that we cannot see may have filled this memory with anything computed so far.
+        return (1 << len(self._gemms)) - 1 if sources == ALL_SO_FAR else sources
+
+    def _made_of_all(self, *trees: Any) -> int:
+        sources = 0
+        for leaf in tree_leaves(trees):
+            if isinstance(leaf, torch.Tensor):
+                sources |= self._made_of(leaf)
+        return sources
+
+    def _made(self, out: Any, sources: int) -> None:
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and (storage := storage_of(leaf)):
+                if storage not in self._sources:
+                    self._alive.append(StorageWeakRef(leaf.untyped_storage()))
+                self._sources[storage] = self._sources.get(storage, 0) | sources
+
+    def _about_to_change(self, tensor: torch.Tensor) -> None:
+        """Set aside the present value of whatever was seen of a tensor that the layer changes in place."""
+        storage = storage_of(tensor)
+
+        def aside(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or storage_of(value) != storage:
+                return value
+            self.seen.set_aside.append(value.clone())
+            return self.seen.set_aside[-1]
+
+        self.seen.inputs = [aside(value) for value in self.seen.inputs]
+        for op in self.seen.ops:
+            if isinstance(op, SeenGemm):
+                op.out = aside(op.out)
+            else:
+                op.outputs = tuple(aside(value) for value in op.outputs)

@@ -1,0 +1,98 @@
+"""One layer call, and small things that the modes share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_memo.remat.recipe import Recipe, Whole
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Frame
+
+
+@dataclass
+class Work:
+    """What replays cost so far."""
+
+    gemm_flops: int = 0
+    """Of all recorded forwards."""
+    gemm_flops_recomputed: int = 0
+    attention_ops: int = 0
+    """Attention calls that were supplied."""
+    attention_ops_recomputed: int = 0
+    """Attention that ran again: no kernel that could be kept, or a call that left its recipe."""
+
+
+class Call:
+    """One layer call: its frame, its recipe, and what belongs to this call alone."""
+
+    def __init__(self, engine: SwapEngine, frame: Frame, recipe: Recipe | None, work: Work) -> None:
+        self.engine = engine
+        self.frame = frame
+        self.recipe = recipe
+        self.work = work
+        self.loose: dict[int, tuple[Any, ...]] = {}
+        """Outputs of whole ops that are no stored tensor (ints, None, tiny tensors), by op index."""
+        self.rng_after: dict[int, torch.Tensor] = {}
+        """Generator state behind attention ops that drew from it: supplying their output skips the draw."""
+        self.keywords: list[Any] = []
+        """Tensors that the layer got by keyword; autograd does not watch over them."""
+        self.altered: set[int] = set()
+        """Whole ops whose loose outputs the layer changes in place, and will again in each replay."""
+
+    def about_to_change(self, tensor: torch.Tensor) -> None:
+        """Somebody is about to write to `tensor` in place: what is kept of it must keep its present value."""
+        self.engine.about_to_change(self.frame, tensor)
+        storage = storage_of(tensor)
+        for index, values in self.loose.items():
+            if any(isinstance(value, torch.Tensor) and storage_of(value) == storage for value in values):
+                self.altered.add(index)
+                self.loose[index] = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
+
+    def keep_whole(self, index: int, op: Whole, outputs: tuple[Any, ...]) -> None:
+        """Keep the outputs of whole op `index`: stored ones in the frame, the others as they are."""
+        for kept, value in zip(op.kept, outputs, strict=True):
+            if kept is not None:
+                self.engine.keep(self.frame, kept, value)
+        self.loose[index] = tuple(
+            None if kept is not None else detached(value) for kept, value in zip(op.kept, outputs, strict=True)
+        )
+
+    def input_tensor(self, position: int) -> torch.Tensor:
+        if self.frame.state != "ready":
+            self.engine.bring_back(self.frame)
+        return self.frame.tensor(self.recipe.inputs[position])
+
+
+def noticing_draws(device: torch.device, func: Any, args: tuple, kwargs: dict) -> tuple[Any, torch.Tensor | None]:
+    """Run an op; its output, and the generator's state behind it if the op drew from it."""
+    generator = generator_of(device)
+    before = generator.get_state()
+    out = func(*args, **kwargs)
+    after = generator.get_state()
+    return out, None if torch.equal(before, after) else after
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+
+
+def as_tuple(out: Any) -> tuple[Any, ...]:
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def detached(value: Any) -> Any:
+    """The autograd engine will tie `value` into the graph; keep a second look at the same memory instead."""
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,148 @@
+"""Record: a layer's forward once its recipe is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from ds_memo.remat import keep
+from ds_memo.remat.call import Call, as_tuple, noticing_draws, storage_of
+from ds_memo.remat.keep import Kind, kind_of
+from ds_memo.remat.modes import NotingMode
+from ds_memo.remat.recipe import Gemm, Whole
+
+
+class Record(NotingMode):
+    """Follow a recipe: send kept outputs on their way as they are born."""
+
+    def __init__(self, call: Call, left_recipe: Callable[[], None]) -> None:
+        super().__init__()
+        self.call = call
+        self._left_recipe = left_recipe
+        self._next = 0
+        self._packs = 0
+        self._following = True
+        self._awaits_bias: tuple[Gemm, torch.Tensor] | None = None
+        self._left_out: dict[int, StorageWeakRef] = {}
+        """Storages made of products that the replay will not compute; few, since those come last."""
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        call, recipe = self.call, self.call.recipe
+        if exception[0] is not None:
+            call.engine.abort(call.frame)
+            return
+        complete = self._next == len(recipe.ops) and self._packs == recipe.packs and self._awaits_bias is None
+        if self._following and not complete:
+            self._leave()
+        if self._packs:
+            call.work.gemm_flops += call.recipe.gemm_flops
+            call.engine.end(call.frame)
+        else:
+            call.engine.abort(call.frame)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        self._packs += 1
+        if self._left_out and self._following and storage_of(tensor) in self._left_out:
+            self._leave()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kind = kind_of(func)
+        if self._left_out and self._following:
+            return self._watch_left_out(kind, func, args, kwargs or {})
+        if kind is Kind.PLAIN:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._dispatch(kind, func, args, kwargs or {})
+
+    def _watch_left_out(self, kind: Kind, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Follow what is made of products that the replay leaves out: nothing that is wanted may come to depend on them."""
+        touched = self._reads_left_out(args) or (bool(kwargs) and self._reads_left_out(kwargs.values()))
+        if touched and (keep.looks_at_values(func) or (kind is Kind.GEMM and self._computes_next())):
+            self._leave()
+        out = self._dispatch(kind, func, args, kwargs)
+        if touched and kind is not Kind.GEMM and kind is not Kind.ATTENTION and kind is not Kind.CHOICE:
+            self._leave_out(out)
+            if kind is Kind.MUTATES:
+                self._leave_out(keep.written_tensors(func, args, kwargs))
+        return out
+
+    def _reads_left_out(self, values: Iterable[Any]) -> bool:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if storage_of(value) in self._left_out:
+                    return True
+            elif isinstance(value, (list, tuple)) and self._reads_left_out(value):
+                return True
+        return False
+
+    def _computes_next(self) -> bool:
+        """Whether the replay will compute rows of the product that comes now."""
+        op = self.call.recipe.ops[self._next] if self._next < len(self.call.recipe.ops) else None
+        return isinstance(op, Gemm) and op.wanted and op.rows < op.shape[0]
+
+    def _leave_out(self, made: Any) -> None:
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and (storage := storage_of(leaf)) and storage not in self._left_out:
+                self._left_out[storage] = StorageWeakRef(leaf.untyped_storage())
+
+    def _dispatch(self, kind: Kind, func: Any, args: tuple, kwargs: dict) -> Any:
+        if kind is Kind.MUTATES:
+            return self._change(func, args, kwargs)
+        if kind is Kind.PLAIN or not self._following:
+            return func(*args, **kwargs)
+        if kind is Kind.GEMM:
+            out = func(*args, **kwargs)
+            op = self._expect(func, out)
+            if op is not None and not op.wanted:
+                self._leave_out(out)
+            if op is not None and op.kept is not None:
+                if op.biased:
+                    self._awaits_bias = (op, out)
+                else:
+                    self.call.engine.keep(self.call.frame, op.kept, out)
+            return out
+        out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
+        outputs = as_tuple(out)
+        op = self._expect(func, outputs)
+        if op is not None and op.kept is not None:
+            index = self._next - 1
+            self.call.keep_whole(index, op, outputs)
+            if state is not None:
+                self.call.rng_after[index] = state
+        return out
+
+    def _change(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An op that writes in place: a bias that belongs to the GEMM before, or a change that kept tensors must not see."""
+        if self._awaits_bias is not None:
+            op, product = self._awaits_bias
+            if keep.adds_bias_to(func, args, product) and not kwargs:
+                self._awaits_bias = None
+                out = func(*args)
+                self.call.engine.keep(self.call.frame, op.kept, product)
+                return out
+            self._leave()
+        for tensor in keep.written_tensors(func, args, kwargs):
+            self.call.about_to_change(tensor)
+        return func(*args, **kwargs)
+
+    def _expect(self, func: Any, out: Any) -> Gemm | Whole | None:
+        ops = self.call.recipe.ops
+        op = ops[self._next] if self._next < len(ops) else None
+        as_foreseen = op is not None and op.func is func and op.makes(out)
+        if not as_foreseen or self._awaits_bias is not None:
+            self._leave()
+            return None
+        self._next += 1
+        return op
+
+    def _leave(self) -> None:
+        """This call does something else than the recipe says: from here on nothing more is kept or left out."""
+        self._following = False
+        followed = self._next - (self._awaits_bias is not None)  # a product without its bias was not kept
+        self._awaits_bias = None
+        self.call.recipe = self.call.recipe.without_shortcuts(followed)
+        self._left_recipe()

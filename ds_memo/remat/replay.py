@@ -1,0 +1,98 @@
+"""Replay: a layer's second run, just before its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.remat import keep
+from ds_memo.remat.call import Call, cloned, detached, generator_of
+from ds_memo.remat.keep import Kind, kind_of
+from ds_memo.remat.modes import Mode
+from ds_memo.remat.recipe import Gemm, Whole
+
+
+class Replay(Mode):
+    """Run the layer again: supply what was kept, compute missing rows straight into their slots, leave out what nobody reads."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+    def __enter__(self) -> Replay:
+        self._next = 0
+        self._awaits_bias: tuple[torch.Tensor, int] | None = None
+        for keyword in self.call.keywords:
+            keyword.check()
+        if self.call.frame.state != "ready":  # no input of the layer was swapped
+            self.call.engine.bring_back(self.call.frame)
+        recipe = self.call.recipe
+        self.call.work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.call.engine.replayed(self.call.frame)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kind = kind_of(func)
+        if kind is Kind.MUTATES and self._awaits_bias is not None:
+            return self._add_bias(func, args)
+        if kind is Kind.PLAIN or kind is Kind.MUTATES:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        call, index = self.call, self._next
+        if index >= len(call.recipe.ops):  # the forward left its recipe here
+            call.work.attention_ops_recomputed += kind is Kind.ATTENTION
+            return func(*args, **(kwargs or {}))
+        self._next += 1
+        op = call.recipe.ops[index]
+        if op.func is not func:
+            raise MemoError(
+                f"layer {call.frame.name} did not repeat its forward: op {index} was {op.func}, now it is {func}. "
+                "Layers under ds_memo must do the same work twice, as under torch.utils.checkpoint."
+            )
+        if kind is Kind.GEMM:
+            return self._gemm(op, args, kwargs or {})
+        if op.kept is None:
+            call.work.attention_ops_recomputed += kind is Kind.ATTENTION
+            return func(*args, **(kwargs or {}))
+        return self._supply(index, op)
+
+    def _gemm(self, op: Gemm, args: tuple, kwargs: dict) -> torch.Tensor:
+        if not op.wanted:
+            return keep.empty_output(op.func, args, op.shape)
+        m, rows = op.shape[0], op.rows
+        if m:
+            self.call.work.gemm_flops_recomputed += op.flops * (m - rows) // m
+        if op.kept is None:
+            return op.func(*args, **kwargs)
+        out = self.call.frame.tensor(op.kept)
+        if rows < m:
+            keep.compute_rows(op.func, args, kwargs, rows, out)
+        if op.biased:
+            self._awaits_bias = (out.detach(), rows)
+        return out
+
+    def _add_bias(self, func: Any, args: tuple) -> torch.Tensor:
+        """The in-place bias of the GEMM before: stored rows have it already."""
+        (product, rows), self._awaits_bias = self._awaits_bias, None
+        if not keep.adds_bias_to(func, args, product):
+            raise MemoError(
+                f"layer {self.call.frame.name} did not repeat its forward: {func} came where a bias was added in place. "
+                "Layers under ds_memo must do the same work twice, as under torch.utils.checkpoint."
+            )
+        product[rows:].add_(args[1])
+        return args[0]
+
+    def _supply(self, index: int, op: Whole) -> Any:
+        state = self.call.rng_after.get(index)
+        if state is not None:
+            generator_of(self.call.engine.device).set_state(state)
+        self.call.work.attention_ops += kind_of(op.func) is Kind.ATTENTION
+        loose, own = self.call.loose[index], cloned if index in self.call.altered else detached
+        outputs = tuple(
+            own(value) if kept is None else self.call.frame.tensor(kept) for kept, value in zip(op.kept, loose, strict=True)
+        )
+        return outputs if len(op.func._schema.returns) > 1 else outputs[0]
