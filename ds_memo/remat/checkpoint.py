@@ -16,8 +16,9 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 from ds_memo.errors import MemoError
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work
+from ds_memo.remat.inputs import Stays, lift_keywords, pack_followed, pack_watched, unpack
 from ds_memo.remat.modes import inside_a_layer, keep_dynamo_out
-from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe, storable
+from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.engine import SwapEngine
@@ -102,7 +103,7 @@ class Remat:
     def _run(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         if inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        fn, args = _lift_keywords(fn, args, kwargs)
+        fn, args = lift_keywords(fn, args, kwargs)
         keywords = fn.keywords if isinstance(fn, functools.partial) else {}
         if self._sdpa is not None:
             fn = functools.partial(self._with_sdpa, layer, fn)
@@ -111,19 +112,19 @@ class Remat:
         key = layer.kind_of_call(args, resident) if layer.follows_recipes else None
         recipe = layer.recipes.get(key)
         call = Call(self.engine, frame, recipe, self.work)
-        call.keywords = [_Stays(layer.name, value) for value in keywords.values() if isinstance(value, torch.Tensor)]
+        call.keywords = [Stays(layer.name, value) for value in keywords.values() if isinstance(value, torch.Tensor)]
         if recipe is not None:
             layer.latest = recipe
             self.engine.adopt(frame, recipe.layout)
             mode: Record | Analyse = Record(call, functools.partial(self._forget, layer))
-            pack = _pack_followed(call)
+            pack = pack_followed(call)
         else:
             seen = Seen()
             mode = Analyse(call, seen, _givens(layer, fn, args), functools.partial(self._settle, layer, key))
-            pack = _pack_watched(call, seen)
+            pack = pack_watched(call, seen)
         try:
             # These hooks see the layer's inputs only: inside, torch's checkpoint puts its own on top.
-            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = _checkpoint(fn, args, preserve_rng_state, lambda: (mode, Replay(call)))
         finally:
             if frame.state == "recording":  # raised before the mode was entered
@@ -222,88 +223,6 @@ def _checkpoint(fn: Callable[..., Any], args: tuple, preserve_rng_state: bool, c
     for _ in generator:  # leaves the contexts
         pass
     return out
-
-
-class _Stays:
-    """A layer input that stays where it is, and must stay what it is."""
-
-    __slots__ = ("layer", "tensor", "version")
-
-    def __init__(self, layer: str, tensor: torch.Tensor) -> None:
-        self.layer = layer  # not the call, which holds this
-        self.tensor = tensor
-        self.version = None if tensor.is_inference() else tensor._version
-
-    def check(self) -> torch.Tensor:
-        if self.version is not None and self.tensor._version != self.version:
-            raise MemoError(
-                f"layer {self.layer}: an argument of shape {tuple(self.tensor.shape)} was changed in place after the layer "
-                "began, so the layer cannot be run again as it was. torch.utils.checkpoint refuses that too; "
-                "give each call a tensor of its own."
-            )
-        return self.tensor
-
-
-class _Input:
-    """Stands for a layer input that waits in its frame."""
-
-    __slots__ = ("call", "position")
-
-    def __init__(self, call: Call, position: int) -> None:
-        self.call = call
-        self.position = position
-
-
-def _pack_watched(call: Call, seen: Seen) -> Callable[[torch.Tensor], Any]:
-    def pack(tensor: torch.Tensor) -> Any:
-        if not tensor.numel():  # torch 2.11 saves an empty tensor first
-            return tensor
-        position = len(seen.inputs)
-        # Hidden states come first or need a gradient. Others (masks, rotary tables) are shared by all layers: they stay.
-        goes = (position == 0 or tensor.requires_grad) and tensor.is_floating_point() and storable(tensor)
-        seen.inputs.append(tensor.detach() if goes else None)
-        return _Input(call, position) if goes else _Stays(call.frame.name, tensor)
-
-    return pack
-
-
-def _pack_followed(call: Call) -> Callable[[torch.Tensor], Any]:
-    inputs = iter(enumerate(call.recipe.inputs))
-
-    def pack(tensor: torch.Tensor) -> Any:
-        if not tensor.numel():
-            return tensor
-        position, kept = next(inputs, (0, None))
-        if kept is None or tensor.shape != kept.shape or tensor.stride() != kept.stride:
-            return _Stays(call.frame.name, tensor)
-        call.engine.keep(call.frame, kept, tensor)
-        return _Input(call, position)
-
-    return pack
-
-
-def _unpack(value: Any) -> torch.Tensor:
-    if isinstance(value, _Input):
-        return value.call.input_tensor(value.position)
-    return value.check() if isinstance(value, _Stays) else value
-
-
-def _lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], tuple]:
-    """Make keyword tensors that need a gradient positional: torch's checkpoint lets a hook see only those."""
-    if isinstance(fn, functools.partial):
-        fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
-    if not kwargs:
-        return fn, args
-    lifted = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
-    if not lifted:
-        return functools.partial(fn, **kwargs), args
-    fixed = functools.partial(fn, **{name: value for name, value in kwargs.items() if name not in lifted})
-    positional = len(args)
-
-    def call(*values: Any) -> Any:
-        return fixed(*values[:positional], **dict(zip(lifted, values[positional:], strict=True)))
-
-    return call, (*args, *(kwargs[name] for name in lifted))
 
 
 def _givens(layer: Layer, fn: Callable[..., Any], args: tuple) -> list[torch.Tensor]:

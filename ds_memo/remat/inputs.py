@@ -1,0 +1,95 @@
+"""A layer's inputs: which of them wait in its frame, and the saved-tensor hooks that take them there and back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.remat.call import Call
+from ds_memo.remat.recipe import Seen, storable
+
+
+class Stays:
+    """A layer input that stays where it is, and must stay what it is."""
+
+    __slots__ = ("layer", "tensor", "version")
+
+    def __init__(self, layer: str, tensor: torch.Tensor) -> None:
+        self.layer = layer  # not the call, which holds this
+        self.tensor = tensor
+        self.version = None if tensor.is_inference() else tensor._version
+
+    def check(self) -> torch.Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise MemoError(
+                f"layer {self.layer}: an argument of shape {tuple(self.tensor.shape)} was changed in place after the layer "
+                "began, so the layer cannot be run again as it was. torch.utils.checkpoint refuses that too; "
+                "give each call a tensor of its own."
+            )
+        return self.tensor
+
+
+class Input:
+    """Stands for a layer input that waits in its frame."""
+
+    __slots__ = ("call", "position")
+
+    def __init__(self, call: Call, position: int) -> None:
+        self.call = call
+        self.position = position
+
+
+def pack_watched(call: Call, seen: Seen) -> Callable[[torch.Tensor], Any]:
+    def pack(tensor: torch.Tensor) -> Any:
+        if not tensor.numel():  # torch 2.11 saves an empty tensor first
+            return tensor
+        position = len(seen.inputs)
+        # Hidden states come first or need a gradient. Others (masks, rotary tables) are shared by all layers: they stay.
+        goes = (position == 0 or tensor.requires_grad) and tensor.is_floating_point() and storable(tensor)
+        seen.inputs.append(tensor.detach() if goes else None)
+        return Input(call, position) if goes else Stays(call.frame.name, tensor)
+
+    return pack
+
+
+def pack_followed(call: Call) -> Callable[[torch.Tensor], Any]:
+    inputs = iter(enumerate(call.recipe.inputs))
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if not tensor.numel():
+            return tensor
+        position, kept = next(inputs, (0, None))
+        if kept is None or tensor.shape != kept.shape or tensor.stride() != kept.stride:
+            return Stays(call.frame.name, tensor)
+        call.engine.keep(call.frame, kept, tensor)
+        return Input(call, position)
+
+    return pack
+
+
+def unpack(value: Any) -> torch.Tensor:
+    if isinstance(value, Input):
+        return value.call.input_tensor(value.position)
+    return value.check() if isinstance(value, Stays) else value
+
+
+def lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], tuple]:
+    """Make keyword tensors that need a gradient positional: torch's checkpoint lets a hook see only those."""
+    if isinstance(fn, functools.partial):
+        fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+    if not kwargs:
+        return fn, args
+    lifted = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+    if not lifted:
+        return functools.partial(fn, **kwargs), args
+    fixed = functools.partial(fn, **{name: value for name, value in kwargs.items() if name not in lifted})
+    positional = len(args)
+
+    def call(*values: Any) -> Any:
+        return fixed(*values[:positional], **dict(zip(lifted, values[positional:], strict=True)))
+
+    return call, (*args, *(kwargs[name] for name in lifted))
