@@ -22,6 +22,7 @@ import itertools
 import json
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -52,10 +53,11 @@ def environment(device: torch.device) -> dict[str, Any]:
             return None
         return getattr(importlib.import_module(name), "__version__", "present")
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    git = shutil.which("git")
+    commit = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout if git else ""
     found = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit.strip() or None,
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "deepspeed", "flash_attn", "numpy")},
         "memlock_limit": memlock_limit(),

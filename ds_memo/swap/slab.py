@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +130,8 @@ def _pin(block: Block) -> None:
     address = block.memory.data_ptr()
     status = cudart.cudaHostRegister(address, block.nbytes, 0)
     if status != cudart.cudaError.success:
+        with suppress(RuntimeError):  # the runtime remembers the failure and would blame the next kernel for it
+            torch.zeros(1, device="cuda")
         raise MemoError(
             f"cudaHostRegister refused {block.nbytes / GIB:.3g} GiB ({status}): "
             "look at `ulimit -l` and at the memory limit of the cgroup, or lower memo.host_memory_gib."
