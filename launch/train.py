@@ -242,10 +242,7 @@ def start(args: argparse.Namespace) -> Run:
     model = hf.build(args.model, config, ds_config, dtype_of(ds_config), args.attn_implementation)
     use_tiled_loss(model)
     flops = model_flops(model, args.seq_length)
-    try:
-        engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
-    except ds_memo.MemoError as error:
-        raise UsageError(str(error)) from error
+    engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
     return Run(args, engine, training, validation, flops)
 
 
@@ -298,9 +295,12 @@ def main() -> None:
     args = parse_args()
     try:
         train(start(args))
-    except (UsageError, long_data.DataError, hf.ModelError, HeadError) as error:
+    except (UsageError, long_data.DataError, hf.ModelError, HeadError, ds_memo.MemoConfigError) as error:
         if args.local_rank == 0:
             print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ds_memo.MemoError as error:  # how much host memory a rank has may be its own affair
+        print(f"train.py: error on rank {args.local_rank}: {error}", file=sys.stderr)
         sys.exit(2)
     dist.destroy_process_group()
 

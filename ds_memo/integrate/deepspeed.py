@@ -34,7 +34,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     asked = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     section = _read_config(asked)
     config = memo_config(section.get(SECTION, {}))
-    if not config.enabled:
+    if not config.enabled or asked.get("model") is None:  # without a model DeepSpeed itself has something to say
         return deepspeed.initialize(*args, **kwargs)
     _refuse_conflicts(section, asked["model"])
     check_residents(config, len(find_layers(asked["model"])))
