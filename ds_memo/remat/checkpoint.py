@@ -129,6 +129,8 @@ class Remat:
         finally:
             if frame.state == "recording":  # raised before the mode was entered
                 self.engine.abort(frame)
+        if recipe is not None and call.recipe is recipe:
+            layer.times_left = 0
         if frame.device or call.loose:
             for tensor in tree_leaves(out):  # whoever gets it may change it in place
                 if isinstance(tensor, torch.Tensor):
@@ -165,7 +167,7 @@ class Remat:
         self.engine.end(frame)
 
     def _forget(self, layer: Layer) -> None:
-        """A call left its recipe. A layer that keeps doing so (experts in a Python loop) is analysed each time."""
+        """A call left its recipe. A layer that does nothing else (experts in a Python loop) is analysed each time."""
         layer.recipes.clear()
         layer.times_left += 1
         layer.follows_recipes = layer.times_left < 3
