@@ -1,0 +1,30 @@
+"""Fixtures of the tests of training situations."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+
+from ds_memo.swap.frame import Frame
+from tests.models import (
+    Batch,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
+BATCH = Batch.random(2, 17)
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Frame]:
+    """The frames that are alive, of those made in this test."""
+    alive: weakref.WeakSet[Frame] = weakref.WeakSet()
+    init = Frame.__init__
+
+    def noted(self: Frame, *args: Any) -> None:
+        init(self, *args)
+        alive.add(self)
+
+    monkeypatch.setattr(Frame, "__init__", noted)
+    return alive

@@ -1,0 +1,298 @@
+"""Hooks, escapes, and every way a layer can be called and a model attached."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import ds_memo
+from tests.models import (
+    LAYERS,
+    Batch,
+    Block,
+    Outcome,
+    Toy,
+    assert_same,
+    assert_same_grads,
+    build,
+    compare_with_stock,
+    every_config,
+    gradients,
+    step,
+)
+from tests.remat.situations import BATCH, Lines, drive, toy
+
+pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
+
+# ---- hooks and what escapes
+
+
+@every_config
+def test_a_hook_that_keeps_a_product(config: dict) -> None:
+    """What a hook holds is its own for ever: no copy, reload or replay writes over it."""
+    model = build("llama")
+    held: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        for part in (layer.self_attn.q_proj, layer.mlp.up_proj):
+            part.register_forward_hook(lambda module, args, out: held.append(out) if not replaying() else None)
+
+    def replaying() -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    handle = ds_memo.attach(model, config)
+    values = []
+    for number in range(3):
+        step(model, Batch.random(2, 17, seed=number))
+        values += [tensor.detach().clone() for tensor in held[len(values) :]]
+        for tensor, value in zip(held, values, strict=True):
+            assert torch.equal(tensor, value)
+    handle.detach()
+    reference = build("llama")
+    seen: list[torch.Tensor] = []
+    for layer in reference.model.layers:
+        for part in (layer.self_attn.q_proj, layer.mlp.up_proj):
+            part.register_forward_hook(lambda module, args, out: seen.append(out))
+    for number in range(3):
+        step(reference, Batch.random(2, 17, seed=number))
+    assert len(seen) == len(held)
+    assert all(torch.equal(a, b) for a, b in zip(held, seen, strict=True))
+
+
+@every_config
+def test_a_hook_that_holds_what_replays_produce(config: dict) -> None:
+    """Slots of a reload buffer that escape must not be reused under the holder."""
+
+    def hold_everything(model: nn.Module, number: int) -> Outcome:
+        held = []
+        hooks = [
+            b.qkv.register_forward_hook(lambda module, args, out: held.append((out, out.detach().clone()))) for b in model.blocks
+        ]
+        outcome = drive(model, number)
+        drive(model, number)
+        assert all(torch.equal(tensor, value) for tensor, value in held)
+        for hook in hooks:
+            hook.remove()
+        return outcome
+
+    compare_with_stock(toy(), hold_everything, config)
+
+
+@every_config
+def test_output_hidden_states(config: dict) -> None:
+    kept: dict[bool, list[torch.Tensor]] = {}
+
+    def hidden(model: nn.Module, number: int) -> Outcome:
+        out = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels, output_hidden_states=True)
+        (out.loss + sum(state.pow(2).mean() for state in out.hidden_states)).backward()
+        attached = model in ds_memo.integrate.attach._attached
+        kept[attached] = [state.detach() for state in out.hidden_states]
+        return Outcome(out.loss.detach(), gradients(model))
+
+    compare_with_stock(build("llama"), hidden, config)
+    assert all(torch.equal(a, b) for a, b in zip(kept[True], kept[False], strict=True))
+
+
+@every_config
+def test_backward_hooks(config: dict) -> None:
+    class Hooked(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 2,))
+            self.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 0.5,))
+
+    compare_with_stock(toy(Hooked), drive, config)
+
+
+@every_config
+def test_tensor_hooks_inside_a_layer(config: dict) -> None:
+    class Hooked(Lines):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            if y.requires_grad:
+                y.register_hook(lambda grad: grad * 3)
+            return x + self.b(F.gelu(y))
+
+    compare_with_stock(toy(Hooked), drive, config)
+
+
+# ---- how layers are called
+
+
+@every_config
+def test_hidden_states_by_keyword(config: dict) -> None:
+    class Model(Toy):
+        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+            x = inputs_embeds
+            for block in self.blocks:
+                x = block(x=x)
+            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+    torch.manual_seed(0)
+    report = compare_with_stock(Model(), drive, config)
+    assert (report["bytes_to_host"] > 0) == (config["resident_layers"] < LAYERS)
+
+
+@every_config
+def test_arguments_that_share_names_with_ours(config: dict) -> None:
+    class Named(Lines):
+        def forward(self, x: torch.Tensor, *, fn: Any, layer: int, preserve_rng_state: float) -> torch.Tensor:
+            return x + self.b(fn(self.a(x))) * layer * preserve_rng_state
+
+    arguments = {"fn": F.gelu, "layer": 3, "preserve_rng_state": 0.5}
+    compare_with_stock(toy(Named), lambda model, number: step(model, BATCH, **arguments), config)
+
+
+@every_config
+def test_layers_that_return_structures(config: dict) -> None:
+    class Returns(Block):
+        def forward(self, x: torch.Tensor, extra: torch.Tensor | None) -> dict:
+            y = super().forward(x)
+            more = self.attend(x) if extra is None else extra * 0.5 + self.feed(x)
+            return {"out": (y, [more, None, 7]), "same": x}
+
+    class Model(Toy):
+        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+            x, extra = inputs_embeds, None
+            for block in self.blocks:
+                returned = block(x, extra)
+                x, (extra, _, seven) = returned["out"]
+                x = x + 0.1 * returned["same"] * (seven / 7)
+            logits = self.head(x + extra)
+            return types.SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+    torch.manual_seed(0)
+    compare_with_stock(Model(Returns), drive, config)
+
+
+@every_config
+def test_a_layer_called_several_times(config: dict) -> None:
+    class Model(Toy):
+        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+            x = inputs_embeds
+            for block in [self.blocks[0], self.blocks[0], *self.blocks, self.blocks[0]]:
+                x = block(x)
+            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+    torch.manual_seed(0)
+    compare_with_stock(Model(), drive, config)
+
+
+class CallsCheckpoint(Toy):
+    """A model that checkpoints by itself, as those with their own flag do."""
+
+    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, how: str = "module") -> Any:
+        checkpoint = ds_memo.checkpoint if self in ds_memo.integrate.attach._attached else lambda fn, *args, **kw: fn(*args)
+        x = inputs_embeds
+        for block in self.blocks:
+            if how == "module":
+                x = checkpoint(block, x, use_reentrant=False)
+            elif how == "methods":
+                x = x + checkpoint(block.attend, x)
+                x = x + checkpoint(block.feed, x, use_reentrant=True)
+            else:
+                x = checkpoint(lambda x, block=block: block(x), x)
+        return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+
+@pytest.mark.parametrize("how", ["module", "methods", "function"])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_checkpoint_called_by_the_model(how: str, alpha: float) -> None:
+    torch.manual_seed(0)
+    config = {"alpha": alpha, "resident_layers": 1}
+    report = compare_with_stock(CallsCheckpoint(), lambda model, number: step(model, BATCH, how=how), config, steps=5, layers=())
+    assert report["bytes_to_host"] > 0
+
+
+@every_config
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_several_layers(config: dict, reentrant: bool) -> None:
+    class Model(Toy):
+        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+            def half(x: torch.Tensor, first: int) -> torch.Tensor:
+                for block in self.blocks[first : first + 2]:
+                    x = block(x)
+                return x
+
+            x = inputs_embeds
+            for first in (0, 2):
+                x = torch_checkpoint(half, x, first, use_reentrant=reentrant)
+            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+    torch.manual_seed(0)
+    compare_with_stock(Model(), drive, config)
+
+
+def test_two_models_at_once() -> None:
+    models = [build("llama"), build("gpt2")]
+    stocks = [copy.deepcopy(model) for model in models]
+    handles = [ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1}) for model in models]
+    for _ in range(3):
+        losses = [model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss for model in models]
+        losses[0].backward()
+        losses[1].backward()
+        for model, stock in zip(models, stocks, strict=True):
+            stock(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss.backward()
+            assert_same_grads(gradients(model), gradients(stock))
+    handles[0].detach()
+    assert_same(step(models[1], BATCH), step(stocks[1], BATCH))
+    handles[1].detach()
+
+
+def test_two_models_that_call_checkpoint() -> None:
+    torch.manual_seed(0)
+    models = [CallsCheckpoint(), CallsCheckpoint()]
+    stocks = [copy.deepcopy(model) for model in models]
+    handles = [ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0}, layers=()) for model in models]
+    for model, stock in zip(models, stocks, strict=True):
+        assert_same(step(model, BATCH), step(stock, BATCH))
+    assert all(handle.report()["frames"] == LAYERS for handle in handles)
+    with pytest.raises(ds_memo.MemoError, match="2 models attached and 0 of them in forward"):
+        ds_memo.checkpoint(models[0].blocks[0], BATCH.embeds)
+    for handle in handles:
+        handle.detach()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_no_cache_is_filled(name: str) -> None:
+    """A cache in training would hold all keys and values on the device, and a replay would add to it."""
+    model = build(name)
+    handle = ds_memo.attach(model, {"alpha": 0.5})
+    out = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels)
+    assert out.get("past_key_values") is None or out.past_key_values.get_seq_length() == 0
+    handle.detach()
+    assert model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).past_key_values.get_seq_length() == 17
+
+
+@every_config
+def test_weights_that_change_between_steps(config: dict) -> None:
+    """Training proper: an optimizer step after each backward, losses equal all along."""
+    optimizers: dict[int, torch.optim.Optimizer] = {}
+
+    def train(model: nn.Module, number: int) -> Outcome:
+        optimizer = optimizers.setdefault(id(model), torch.optim.SGD(model.parameters(), lr=0.1))
+        loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+        loss.backward()
+        optimizer.step()
+        return Outcome(loss.detach(), gradients(model))
+
+    compare_with_stock(build("llama"), train, {**config, "alpha": 1.0})
+
+
+def test_a_dead_model_leaves_nothing(frames: Any) -> None:
+    model = build("llama")
+    ds_memo.attach(model, {"alpha": 0.5})
+    loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+    gone = weakref.ref(model)
+    del model, loss
+    gc.collect()  # a module and its own hooks and methods are a circle
+    assert gone() is None
+    assert not frames

@@ -1,0 +1,338 @@
+"""Gradients stay stock's whatever layers do inside, or a clear error says why not."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import ds_memo
+from tests.models import (
+    HIDDEN,
+    Batch,
+    Different,
+    Outcome,
+    Toy,
+    compare_with_stock,
+    every_config,
+    gradients,
+    step,
+)
+from tests.remat.situations import BATCH, Lines, drive, toy
+
+pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
+
+# ---- what layers do inside
+
+
+class ChangesProducts(Lines):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(self.norm(x))
+        y += self.bias
+        y.mul_(2)
+        F.relu_(y)
+        z = self.b(y)
+        z[:, 1:].add_(0.5)
+        z = torch.tanh_(z)
+        return x + self.c(z)
+
+
+class ChangesItsOutput(Lines):
+    """The product that the layer returns is changed by whoever comes next."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(F.gelu(self.b(x)))
+        return x.add_(1)
+
+
+class ChangesItsInput(Lines):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x.add_(1))
+        return x + self.b(F.gelu(y))
+
+
+class LooksAtValues(Lines):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        if y.isinf().any():
+            y = y.clamp(-1, 1)
+        if y.sum() > 0:  # nothing saved depends on the product that decides
+            return x + y
+        return x - F.gelu(self.b(x))
+
+
+class LooksWithoutSaving(Lines):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            gate = self.c(x).mean()
+        return x + F.gelu(self.a(x)) if gate.item() > 0 else x - torch.sigmoid(self.b(x))
+
+
+class ChangesChoice(Lines):
+    """A router that scales its top-k in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, _ = self.a(x).softmax(-1).topk(2, -1)
+        weights *= 2.5
+        return x + self.b(x) * weights.sum(-1, keepdim=True)
+
+
+class Strided(Lines):
+    """Products whose operands are transposed, sliced, expanded, and one with a single column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x.transpose(0, 1)).transpose(0, 1)
+        z = torch.addmm(x.flatten(0, 1), F.gelu(y).flatten(0, 1), self.b.weight, beta=0.5, alpha=2.0).view_as(x)
+        w = self.c.weight @ x[:, :1].expand(-1, 3, -1).flatten(0, 1).T
+        return F.silu(z) * torch.sigmoid(self.gate(x)) + w.sum() * 0.01
+
+
+class NestedCheckpoint(Lines):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        z = torch_checkpoint(lambda t: self.b(F.gelu(t)), y, use_reentrant=self.reentrant)
+        return x + self.c(F.silu(z))
+
+    reentrant = False
+
+
+class NestedReentrantCheckpoint(NestedCheckpoint):
+    reentrant = True
+
+
+class NestedMemoCheckpoint(Lines):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = ds_memo.checkpoint(self.a, x) if any(ds_memo.integrate.attach._attached) else self.a(x)
+        return x + self.c(F.silu(y))
+
+
+class Sparse(Lines):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = torch.eye(x.shape[1]).roll(1, 0).to_sparse()
+        return x + torch.stack([torch.sparse.mm(shift, F.gelu(row)) for row in self.a(x)])
+
+
+class TakesAnIndex(Lines):
+    """Rows of a table are picked by a product that nothing else needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(10, HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            index = (self.a(x)[..., 0].abs() * 3).clamp(max=9).nan_to_num(0).long()
+        return x + self.table[index] + self.b(F.gelu(self.c(x)))
+
+
+class SharesAProduct(Lines):
+    """One product read by many, a saved view of it, and a second product of the same weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        z = y[:, ::2].tanh().mean() + y.chunk(2, -1)[1].sigmoid().sum(-1, keepdim=True)
+        return x + self.a(F.gelu(y)) * z
+
+
+@every_config
+@pytest.mark.parametrize(
+    "block",
+    [
+        ChangesProducts,
+        ChangesItsOutput,
+        LooksAtValues,
+        LooksWithoutSaving,
+        ChangesChoice,
+        Strided,
+        NestedCheckpoint,
+        NestedReentrantCheckpoint,
+        NestedMemoCheckpoint,
+        Sparse,
+        TakesAnIndex,
+        SharesAProduct,
+    ],
+)
+@pytest.mark.parametrize("shape", [(2, 17), (1, 4)], ids=str)
+def test_layer(config: dict, block: type, shape: tuple) -> None:
+    batch = Batch.random(*shape)
+    compare_with_stock(toy(block), lambda model, number: step(model, batch), config, steps=4)
+
+
+@every_config
+def test_layer_that_changes_its_input(config: dict) -> None:
+    class Model(Toy):
+        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+            return super().forward(inputs_embeds * 1.0, labels)  # a leaf must not be changed
+
+    torch.manual_seed(0)
+    compare_with_stock(Model(ChangesItsInput), drive, config)
+
+
+@every_config
+def test_input_changed_after_the_layer(config: dict) -> None:
+    """Plain autograd does not mind as long as nobody saved the input; memo either has its own copy or says no."""
+
+    class Scale(Lines):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(F.gelu(x * 2))
+
+    class Model(Toy):
+        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+            x = inputs_embeds * 1.0
+            for block in self.blocks:
+                y = block(x)
+                x.zero_()
+                x = y
+            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+    torch.manual_seed(0)
+    try:
+        compare_with_stock(Model(Scale), drive, config)
+    except Different:
+        raise
+    except (ds_memo.MemoError, RuntimeError) as error:
+        assert "changed in place" in str(error) or "modified by an inplace operation" in str(error)
+
+
+@every_config
+def test_shared_argument_changed_between_two_forwards(config: dict) -> None:
+    """Stock has used the mask up when it changes; a replay would see the new one, so it must be refused."""
+
+    class Masked(Lines):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return x + self.b(F.gelu(self.a(x) * (mask * 1.0)))
+
+    class Model(Toy):
+        by_keyword = False
+
+        def __init__(self) -> None:
+            super().__init__(Masked)
+            self.register_buffer("mask", torch.ones(17, 1))
+
+        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, fill: float) -> Any:
+            x = inputs_embeds
+            self.mask.fill_(fill)
+            for block in self.blocks:
+                x = block(x, mask=self.mask) if self.by_keyword else block(x, self.mask)
+            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+    def twice(model: nn.Module, number: int) -> Outcome:
+        losses = [model(BATCH.embeds, BATCH.labels, fill).loss for fill in (1.0, 2.0)]
+        sum(losses).backward()
+        return Outcome(sum(losses).detach(), gradients(model))
+
+    for by_keyword in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        model.by_keyword = by_keyword
+        with pytest.raises(ds_memo.MemoError, match="changed in place"):
+            compare_with_stock(model, twice, config)
+
+
+@every_config
+def test_other_work_behind_the_same_ops(config: dict) -> None:
+    """Op for op alike, but another product is the one that nothing saved depends on."""
+
+    class Switches(Lines):
+        def forward(self, x: torch.Tensor, other: bool) -> torch.Tensor:
+            y, z = self.a(x), self.b(x)
+            return x + (F.gelu(y * 2) + z * 1 if other else y * 1 + F.gelu(z * 2))
+
+    compare_with_stock(toy(Switches), lambda model, number: step(model, BATCH, other=number % 2 == 1), config, steps=5)
+
+
+@every_config
+def test_another_number_of_experts_per_token(config: dict) -> None:
+    class Routes(Lines):
+        def forward(self, x: torch.Tensor, k: int) -> torch.Tensor:
+            weights, _ = self.a(x).softmax(-1).topk(k, -1)
+            return x + self.b(x) * weights.sum(-1, keepdim=True)
+
+    compare_with_stock(toy(Routes), lambda model, number: step(model, BATCH, k=2 - number % 2), config, steps=4)
+
+
+# ---- kernels that the dispatcher does not see: NumPy stands for Triton
+
+
+def unseen(compute: Any, backward: Any) -> type[torch.autograd.Function]:
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return compute(ctx, x)
+
+    Kernel.backward = staticmethod(lambda ctx, grad: backward(grad))
+    return Kernel
+
+
+def _into_empty(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(x.shape)
+    np.multiply(x.detach().numpy(), 3, out=out.numpy())
+    return out
+
+
+def _onto_zeros(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(x.shape)
+    out.numpy()[...] += 3 * x.detach().numpy()
+    return out
+
+
+def _onto_zeroed(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(x.shape).zero_()
+    out.numpy()[...] += 3 * x.detach().numpy()
+    return out
+
+
+def _elsewhere(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(3 * x.detach().numpy())
+
+
+def _in_place(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    x.detach().numpy()[...] *= 3  # as Liger's rotary embedding
+    return x.view_as(x)
+
+
+def _in_place_and_says_so(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    x.detach().numpy()[...] *= 3
+    ctx.mark_dirty(x)
+    return x
+
+
+@every_config
+@pytest.mark.parametrize("compute", [_into_empty, _onto_zeros, _onto_zeroed, _elsewhere, _in_place, _in_place_and_says_so])
+def test_a_kernel_out_of_sight(config: dict, compute: Any) -> None:
+    kernel = unseen(compute, lambda grad: 3 * grad)
+
+    class Calls(Lines):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(F.gelu(kernel.apply(self.a(self.norm(x)))))
+
+    compare_with_stock(toy(Calls), drive, config)
+
+
+def test_a_write_out_of_sight_is_named() -> None:
+    kernel = unseen(_in_place, lambda grad: 3 * grad)
+
+    class Calls(Lines):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(F.gelu(kernel.apply(self.a(self.norm(x)))))
+
+    model = toy(Calls)
+    handle = ds_memo.attach(model, {"alpha": 1.0})
+    # mm: DeepSpeed leaves its own linear in torch.nn.functional once a ZeRO-3 model was built in this process
+    with pytest.warns(ds_memo.MemoWarning, match=r"layer blocks\.0: outputs of aten\.(add)?mm\.default were changed in place"):
+        step(model, BATCH)
+    handle.detach()

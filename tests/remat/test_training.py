@@ -1,0 +1,435 @@
+"""Gradients stay stock's whatever training does around the layers: randomness, batches, graphs, exceptions."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ds_memo
+from tests.models import (
+    BF16,
+    LAYERS,
+    Batch,
+    Block,
+    Outcome,
+    assert_same,
+    build,
+    compare_with_stock,
+    every_config,
+    gradients,
+    poisoned_memory,
+    step,
+)
+from tests.remat.situations import BATCH, Lines, assert_nothing_leaked, drive, toy
+
+pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
+
+# ---- randomness, precision, parameters
+
+
+@every_config
+@pytest.mark.parametrize(
+    "name, more", [("gpt2", {"resid_pdrop": 0.2, "embd_pdrop": 0.2}), ("gpt2", {"attn_pdrop": 0.2}), ("opt", {"dropout": 0.2})]
+)
+def test_dropout(config: dict, name: str, more: dict) -> None:
+    compare_with_stock(build(name, **more), lambda model, number: step(model, BATCH, seed=number), config)
+
+
+@every_config
+def test_dropout_in_a_plain_block(config: dict) -> None:
+    model = toy(lambda: Block(attention_dropout=0.3, dropout=0.3))
+    compare_with_stock(model, lambda model, number: step(model, BATCH, seed=number), config)
+
+
+@every_config
+def test_lora(config: dict) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = peft.get_peft_model(build("llama"), lora).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)  # starts as zeros, which would hide lora_A
+    report = compare_with_stock(model, lambda model, number: step(model, BATCH, seed=number), config)
+    assert report["frames"] == 3 * LAYERS
+
+
+@every_config
+@pytest.mark.parametrize("name", ["llama", "plain"])
+def test_frozen_first_layers(config: dict, name: str) -> None:
+    model = build(name)
+    layers = model.model.layers if name == "llama" else model.blocks
+    layers[:2].requires_grad_(False)
+    compare_with_stock(model, drive, config)
+
+    def without_input_gradient(model: nn.Module, number: int) -> Outcome:
+        loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+        loss.backward()
+        return Outcome(loss.detach(), gradients(model))
+
+    compare_with_stock(model, without_input_gradient, config)
+
+
+@every_config
+def test_freezing_and_unfreezing_between_steps(config: dict) -> None:
+    def freeze(model: nn.Module, number: int) -> Outcome:
+        for index, layer in enumerate(model.blocks):
+            layer.requires_grad_(index >= number % 3)
+            layer.up.weight.requires_grad_(number % 2 == 0)
+        return drive(model, number)
+
+    compare_with_stock(toy(), freeze, config, steps=6)
+
+
+@every_config
+def test_replaced_parameters(config: dict) -> None:
+    """The weights that memo looked at when it attached are not the ones in use, and the frozen one changes."""
+
+    class Chain(Lines):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.c(F.gelu(self.b(F.gelu(self.a(x)))))
+
+    def replace(model: nn.Module, number: int) -> Outcome:
+        for layer in model.blocks:
+            layer.a.weight = nn.Parameter(layer.a.weight.data.clone(), requires_grad=number % 2 == 0)
+            layer.b.weight = nn.Parameter(layer.b.weight.data.clone(), requires_grad=number % 2 == 1)
+        return drive(model, number)
+
+    compare_with_stock(toy(Chain), replace, config, steps=4)
+
+
+@every_config
+@pytest.mark.parametrize("name", ["llama", "mixtral", "plain"])
+def test_autocast(config: dict, name: str) -> None:
+    def cast(model: nn.Module, number: int) -> Outcome:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return drive(model, number)
+
+    compare_with_stock(build(name), cast, config, tolerance=BF16)
+
+
+@every_config
+def test_autocast_that_changes_between_steps(config: dict) -> None:
+    def cast(model: nn.Module, number: int) -> Outcome:
+        dtype = [torch.bfloat16, torch.float16, None][number % 3]
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            return drive(model, number)
+
+    compare_with_stock(toy(), cast, config, steps=6, tolerance=BF16)
+
+
+@every_config
+def test_mixture_of_experts_in_a_python_loop(config: dict) -> None:
+    """How many tokens an expert gets differs from step to step: no recipe can be followed."""
+    model = build("mixtral", experts_implementation="eager")
+    compare_with_stock(model, lambda model, number: step(model, Batch.random(2, 17, seed=number)), config, steps=5)
+
+
+@every_config
+def test_router_logits_and_their_loss(config: dict) -> None:
+    """Hooks take the logits out of the layer, and a second loss goes back through them."""
+    model = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    compare_with_stock(model, drive, config)
+
+
+# ---- batches
+
+
+@every_config
+@pytest.mark.parametrize("name", ["llama", "plain"])
+def test_changing_batch_and_length(config: dict, name: str) -> None:
+    shapes = [(2, 17), (1, 64), (2, 17), (1, 4), (2, 33), (1, 64)]
+    compare_with_stock(build(name), lambda model, number: step(model, Batch.random(*shapes[number])), config, steps=6)
+
+
+@every_config
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_packed_position_ids(config: dict, name: str) -> None:
+    """With a cache Hugging Face models do not notice packing; memo gives them none, so stock gets none either."""
+    positions = torch.cat([torch.arange(5), torch.arange(9), torch.arange(3)]).expand(2, -1)
+    compare_with_stock(build(name), lambda model, number: step(model, BATCH, position_ids=positions, use_cache=False), config)
+
+
+@every_config
+def test_padding_mask(config: dict) -> None:
+    mask = torch.ones(2, 17, dtype=torch.long)
+    mask[0, :6] = 0
+    masks = [mask, None, mask]
+    compare_with_stock(build("llama"), lambda model, number: step(model, BATCH, attention_mask=masks[number]), config)
+
+
+@every_config
+def test_gradient_accumulation(config: dict) -> None:
+    def accumulate(model: nn.Module, number: int) -> Outcome:
+        losses = []
+        for seed in range(3):
+            batch = Batch.random(2, 17, seed=seed)
+            loss = model(inputs_embeds=batch.embeds, labels=batch.labels).loss / 3
+            loss.backward()
+            losses.append(loss.detach())
+        return Outcome(sum(losses), gradients(model))
+
+    compare_with_stock(build("llama"), accumulate, config)
+
+
+# ---- graphs
+
+
+@every_config
+def test_retain_graph_twice(config: dict) -> None:
+    def thrice(model: nn.Module, number: int) -> Outcome:
+        torch.manual_seed(number)
+        x = BATCH.embeds.clone().requires_grad_()
+        loss = model(inputs_embeds=x, labels=BATCH.labels).loss
+        for retain in (True, True, False):
+            loss.backward(retain_graph=retain)
+        return Outcome(loss.detach(), {**gradients(model), "x": x.grad})
+
+    compare_with_stock(toy(lambda: Block(dropout=0.2)), thrice, config)
+    compare_with_stock(build("mixtral"), thrice, config)
+
+
+@every_config
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first-first", "last-first"])
+def test_two_forwards_before_a_backward(config: dict, order: tuple) -> None:
+    def both(model: nn.Module, number: int) -> Outcome:
+        batches = [Batch.random(2, 17), Batch.random(1, 33)]
+        losses = [model(inputs_embeds=batch.embeds, labels=batch.labels).loss for batch in batches]
+        for which in order:
+            losses[which].backward()
+        return Outcome(losses[0].detach() + losses[1].detach(), gradients(model))
+
+    compare_with_stock(build("llama"), both, config)
+
+
+@every_config
+def test_two_losses_through_one_backward(config: dict) -> None:
+    def together(model: nn.Module, number: int) -> Outcome:
+        losses = [model(inputs_embeds=b.embeds, labels=b.labels).loss for b in (BATCH, Batch.random(2, 17, seed=5))]
+        sum(losses).backward()
+        return Outcome(sum(losses).detach(), gradients(model))
+
+    compare_with_stock(toy(), together, config)
+
+
+@every_config
+def test_interleaved_retained_backwards(config: dict) -> None:
+    def interleaved(model: nn.Module, number: int) -> Outcome:
+        losses = [model(inputs_embeds=b.embeds, labels=b.labels).loss for b in (BATCH, Batch.random(2, 17, seed=5))]
+        for which, retain in ((0, True), (1, True), (0, False), (1, False)):
+            losses[which].backward(retain_graph=retain)
+        return Outcome(sum(losses).detach(), gradients(model))
+
+    compare_with_stock(toy(), interleaved, config)
+
+
+@every_config
+def test_backwards_from_the_middle(config: dict) -> None:
+    """Losses on hidden states: the upper layers are replayed once, the lower ones twice."""
+
+    def middle(model: nn.Module, number: int) -> Outcome:
+        out = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels, output_hidden_states=True)
+        out.hidden_states[2].pow(2).mean().backward(retain_graph=True)
+        out.loss.backward(retain_graph=True)
+        out.hidden_states[1].abs().mean().backward()
+        return Outcome(out.loss.detach(), gradients(model))
+
+    compare_with_stock(build("llama"), middle, config)
+
+
+@every_config
+def test_autograd_grad(config: dict) -> None:
+    def grad(model: nn.Module, number: int) -> Outcome:
+        x = BATCH.embeds.clone().requires_grad_()
+        loss = model(inputs_embeds=x, labels=BATCH.labels).loss
+        parameters = dict(model.named_parameters())
+        taken = torch.autograd.grad(loss, [x, *parameters.values()], allow_unused=True)
+        return Outcome(loss.detach(), dict(zip(["x", *parameters], taken, strict=True)))
+
+    compare_with_stock(build("llama"), grad, config)
+
+
+@every_config
+def test_gradient_penalty(config: dict) -> None:
+    """A backward through the backward."""
+
+    class Smooth(Lines):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(torch.tanh(self.a(self.norm(x))))
+
+    def penalty(model: nn.Module, number: int) -> Outcome:
+        x = BATCH.embeds.clone().requires_grad_()
+        loss = model(x, BATCH.labels).loss
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.pow(2).sum()).backward()
+        return Outcome(loss.detach(), {**gradients(model), "x": x.grad})
+
+    compare_with_stock(toy(Smooth), penalty, config)
+
+
+@every_config
+def test_eval_between_forward_and_backward(config: dict) -> None:
+    def evaluate(model: nn.Module, number: int) -> Outcome:
+        x = BATCH.embeds.clone().requires_grad_()
+        loss = model(inputs_embeds=x, labels=BATCH.labels).loss
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                model(inputs_embeds=BATCH.embeds, labels=BATCH.labels)
+        model.eval()
+        with torch.no_grad():
+            model(inputs_embeds=BATCH.embeds, labels=BATCH.labels)
+        model.train()
+        loss.backward()
+        return Outcome(loss.detach(), {**gradients(model), "x": x.grad})
+
+    compare_with_stock(build("llama"), evaluate, config)
+    compare_with_stock(toy(), evaluate, config)
+
+
+@every_config
+def test_eval_with_gradients(config: dict) -> None:
+    def evaluate(model: nn.Module, number: int) -> Outcome:
+        return drive(model.train(number != 1), number)
+
+    compare_with_stock(build("gpt2", resid_pdrop=0.2), evaluate, config)
+    compare_with_stock(toy(lambda: Block(dropout=0.2)), evaluate, config)
+
+
+@pytest.mark.parametrize("config", [{"alpha": 0.5, "resident_layers": 1}])
+def test_a_graph_dropped_without_a_backward(config: dict, frames: Any) -> None:
+    model = build("llama")
+    handle = ds_memo.attach(model, config)
+    for _ in range(5):
+        loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+        assert handle.slab.used > 0
+        del loss
+    assert_nothing_leaked(handle, frames)
+    assert handle.slab.size == handle.slab.peak_used  # later steps took the blocks of the first
+    assert len(handle.engine._stack) <= 2 * LAYERS
+    handle.detach()
+
+
+def test_nothing_grows_with_the_steps(frames: Any) -> None:
+    model = build("llama")
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    sizes = []
+    for _ in range(8):
+        step(model, BATCH)
+        sizes.append((handle.slab.size, len(handle.engine._stack)))
+    assert len(set(sizes[1:])) == 1
+    assert_nothing_leaked(handle, frames)
+    handle.detach()
+
+
+# ---- exceptions
+
+
+class Stumbles(Block):
+    """Raises in its forward or, by way of an autograd function, in its backward, while `where` says so."""
+
+    where: str | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if type(self).where == "forward" and self.weak:
+            raise ZeroDivisionError("in the middle of forward")
+        return Trips.apply(x, self.weak)
+
+    weak = False
+
+
+class Trips(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weak: bool) -> torch.Tensor:
+        ctx.weak = weak
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        if Stumbles.where == "backward" and ctx.weak:
+            raise ZeroDivisionError("in the middle of backward")
+        return grad, None
+
+
+@every_config
+@pytest.mark.parametrize("first", [True, False], ids=["first-step", "later-step"])
+@pytest.mark.parametrize("where", ["forward", "backward", "replay", "head"])
+def test_an_exception_and_a_clean_next_step(
+    config: dict, where: str, first: bool, frames: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = toy(Stumbles)
+    model.blocks[1].weak = True
+    stock = copy.deepcopy(model)
+    handle = ds_memo.attach(model, config)
+    if not first:
+        step(model, BATCH)
+    with monkeypatch.context() as patch:
+        if where == "replay":  # the layer's second run, not its first
+            runs = itertools.count()
+            gelu = F.gelu
+
+            def breaks(x: torch.Tensor) -> torch.Tensor:
+                if next(runs) == LAYERS + 1:
+                    raise ZeroDivisionError("in the middle of a replay")
+                return gelu(x)
+
+            patch.setattr(F, "gelu", breaks)
+        elif where == "head":
+            patch.setattr(model.head, "forward", lambda x: x / 0 if 1 // 0 else x)
+        else:
+            patch.setattr(Stumbles, "where", where)
+        with pytest.raises(ZeroDivisionError):
+            step(model, BATCH)
+    gradients(model)
+    assert_nothing_leaked(handle, frames)
+    for _ in range(2):
+        with poisoned_memory():
+            assert_same(step(model, BATCH), step(stock, BATCH))
+    assert_nothing_leaked(handle, frames)
+    handle.detach()
+
+
+@every_config
+def test_another_try_while_the_exception_is_held(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As code does that runs out of memory and goes on with a smaller batch inside its except block."""
+    model = toy(Stumbles)
+    model.blocks[1].weak = True
+    stock = copy.deepcopy(model)
+    handle = ds_memo.attach(model, config)
+    for _ in range(2):
+        frames = handle.report()["frames"]
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(Stumbles, "where", "forward")
+                step(model, BATCH)
+        except ZeroDivisionError as error:
+            with poisoned_memory():
+                assert_same(step(model, Batch.random(1, 17)), step(stock, Batch.random(1, 17)))
+            assert handle.report()["frames"] == frames + 2 + LAYERS
+            assert error.__traceback__ is not None
+        gradients(model)
+    handle.detach()
+
+
+@every_config
+def test_backward_again_after_one_that_failed(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(model: nn.Module, number: int) -> Outcome:
+        model.blocks[1].weak = True
+        x = BATCH.embeds.clone().requires_grad_()
+        loss = model(x, BATCH.labels).loss
+        with monkeypatch.context() as patch:
+            patch.setattr(Stumbles, "where", "backward")
+            with pytest.raises(ZeroDivisionError):
+                loss.backward(retain_graph=True)
+        gradients(model)
+        x.grad = None
+        loss.backward()
+        return Outcome(loss.detach(), {**gradients(model), "x": x.grad})
+
+    compare_with_stock(toy(Stumbles), twice, config)
