@@ -8,12 +8,6 @@ from typing import Any
 import pytest
 
 from ds_memo.swap.frame import Frame
-from tests.models import (
-    Batch,
-)
-
-pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
-BATCH = Batch.random(2, 17)
 
 
 @pytest.fixture

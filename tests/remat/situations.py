@@ -6,7 +6,6 @@ import gc
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -20,7 +19,6 @@ from tests.models import (
     step,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 BATCH = Batch.random(2, 17)
 
 
