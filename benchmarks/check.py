@@ -116,7 +116,7 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
     """Random alpha, residents and delays; what was let go is written over by compute at once."""
     model = models.build("llama", dtype).to(device)
     batch = models.Batch.random(2, 64, dtype).to(device)
-    failures = []
+    failures, poisoned = [], 0
     for seed in range(schedules):
         draw = random.Random(seed)
         config = {"alpha": draw.choice(ALPHAS), "resident_layers": draw.randrange(models.LAYERS + 1)}
@@ -128,12 +128,15 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
         let_go = handle.engine._let_go
 
         def poison_and_let_go(frame: Any, let_go: Callable = let_go) -> None:
-            kept = list(frame.device.values()) if frame is not None else []
+            nonlocal poisoned
+            kept = list(frame.device.values()) if frame is not None and frame.state == "swapping" else []
             let_go(frame)
             while kept:
                 tensor = kept.pop()
-                if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2 and tensor.is_floating_point():
+                storage = tensor.untyped_storage()._cdata
+                if torch._C._storage_Use_Count(storage) == 2 and tensor.is_floating_point():  # `tensor` and its Python storage
                     tensor.fill_(float("nan"))  # on compute, as a later op that was handed this memory would
+                    poisoned += 1
 
         handle.engine._let_go = poison_and_let_go
         for _ in range(2):
@@ -142,8 +145,10 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
             if different or not torch.equal(got.loss, want.loss):
                 failures.append(f"seed {seed} {config}: {different[:3]}")
         handle.detach()
-    print(f"    {schedules} schedules, {len(failures)} of them wrong")
-    return {"schedules": schedules, "failures": failures}
+    if not poisoned:
+        failures.append("stream order: nothing was written over, so nothing was tested")
+    print(f"    {schedules} schedules, {poisoned} tensors written over, {len(failures)} failures")
+    return {"schedules": schedules, "poisoned": poisoned, "failures": failures}
 
 
 def _bit_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
