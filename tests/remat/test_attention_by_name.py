@@ -1,0 +1,63 @@
+"""Attention ops of packages that are not installed here are known by their names: stand-ins with those names, on a CPU."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ds_memo
+from ds_memo.remat.keep import ATTENTION_NAMES
+from tests.models import HEADS, HIDDEN, Batch, Block, Toy, assert_same, step
+
+calls: list[str] = []
+
+
+def stand_in(name: str) -> torch.library.CustomOpDef:
+    """Causal attention over (b, s, heads, d) under another package's op name; returns the output and the log-sum-exp."""
+
+    @torch.library.custom_op(name, mutates_args=(), device_types="cpu")
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(name)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        return out.transpose(1, 2).contiguous(), lse
+
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, *output)
+
+    def backward(ctx, grad, _):
+        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, grad = (x.transpose(1, 2) for x in (q, k, v, out, grad))
+        back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return tuple(x.transpose(1, 2) for x in back(grad, q, k, v, out, lse, 0.0, True))
+
+    forward.register_autograd(backward, setup_context=save)
+    return forward
+
+
+@pytest.mark.parametrize("name", sorted(ATTENTION_NAMES))
+def test_is_supplied_not_run_again(name):
+    if importlib.util.find_spec(name.split("::")[0]):
+        pytest.skip(f"{name} itself is installed")
+    attention = stand_in(name)
+
+    class Layer(Block):
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            b, s, _ = x.shape
+            q, k, v = (part.view(b, s, HEADS, -1) for part in F.linear(x, self.qkv.weight, self.qkv.bias).chunk(3, dim=-1))
+            return self.o(attention(q, k, v)[0].reshape(b, s, HIDDEN))
+
+    torch.manual_seed(0)
+    model: nn.Module = Toy(Layer)
+    batch = Batch.random(2, 17)
+    want = step(model, batch)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    calls.clear()
+    for number in (1, 2, 3):
+        assert_same(step(model, batch), want)
+        assert len(calls) == number * len(model.blocks)  # forwards only
+    assert handle.report()["attention_recomputed"] == 0
+    assert not handle.report()["warnings"]
+    handle.detach()
