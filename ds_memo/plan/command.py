@@ -14,6 +14,7 @@ from .bilevel import Plan, plan_trace
 from .dsa import lower_bound
 from .errors import CapacityBelowLowerBound, PlanError
 from .formats import plan_to_json, read_csv, read_trace, write_csv
+from .simulate import simulate
 from .snapshot import read_snapshot
 from .solver import SOLVERS, Solution, fit, solve
 from .trace import Trace, repeat_layer
@@ -77,7 +78,8 @@ def _plan_trace(args: argparse.Namespace, progress: _Bar | None) -> int:
         raise CapacityBelowLowerBound(_too_small(args.capacity, plan.lower_bound))
     if args.output:
         _write(args.output, plan_to_json(plan))
-    print(json.dumps(_summary(plan), indent=1) if args.json else _table(plan))
+    reserved = _reserved(traces[0])
+    print(json.dumps(_summary(plan) | {"reserved": reserved}, indent=1) if args.json else _table(plan, reserved))
     if args.capacity is not None and plan.peak > args.capacity:
         print(f"ds-memo plan: no plan of {args.capacity} bytes found; the best has {plan.peak}", file=sys.stderr)
         return 1
@@ -92,6 +94,14 @@ def _too_small(capacity: int, bound: int) -> str:
     return f"capacity {capacity} is below the lower bound {bound}: that much is alive at once, so no plan can fit"
 
 
+def _reserved(trace: Trace) -> dict[str, int]:
+    """Bytes that PyTorch's allocators would have reserved for two iterations of the trace: what the plan compares with."""
+    return {
+        "native": simulate(trace, iterations=2).reserved,
+        "expandable_segments": simulate(trace, expandable=True, iterations=2).reserved,
+    }
+
+
 def _summary(plan: Plan) -> dict:
     return {
         "peak": plan.peak, "lower_bound": plan.lower_bound, "proven": plan.proven, "seconds": round(plan.seconds, 4),
@@ -101,7 +111,7 @@ def _summary(plan: Plan) -> dict:
     }  # fmt: skip
 
 
-def _table(plan: Plan) -> str:
+def _table(plan: Plan, reserved: dict[str, int]) -> str:
     head = ("phase", "tensors", "peak", "lower bound", "peak/bound", "proven", "seconds", "method")
     rows = [
         _row(p.name, p.tensors, p.peak, p.lower_bound, p.proven, p.seconds, "varies: left out" if p.varying else p.method)
@@ -115,6 +125,9 @@ def _table(plan: Plan) -> str:
         lines.append("  ".join([*cells, row[-1]]).rstrip())
     lines.insert(len(lines) - 1, "-" * max(map(len, lines)))
     lines.append(f"by {plan.method}; phases are their transient tensors alone, 'all' has every tensor; bytes")
+    if plan.peak:
+        shares = (f"{size:,} ({size / plan.peak:.3f} of the plan) {name}" for name, size in reserved.items())
+        lines.append(f"PyTorch would reserve (simulated): {', '.join(shares)}")
     if plan.unpacked:
         lines.append(f"planned tensor by tensor at level 2: {', '.join(plan.unpacked)}")
     if plan.left:
