@@ -135,6 +135,8 @@ class Memo:
         self.binding = "not known before the first forward"
         self.alpha_used = config.alpha
         self.warnings: list[str] = []
+        for field in sorted(_NOT_YET & config.model_fields_set):
+            self.warn(f"memo.{field} is set, but this version does not use it yet")
         self._model = weakref.ref(model)
         self._detached = False
         pinned = device.type == "cuda"
@@ -165,8 +167,6 @@ class Memo:
         self._tokens = 0
         self._steps: deque[tuple[float, int]] = deque(maxlen=21)
         """When the latest optimizer steps ended, and how many tokens this rank had seen by then."""
-        for field in sorted(_NOT_YET & config.model_fields_set):
-            self.warn(f"memo.{field} is set, but this version does not use it yet")
 
     # ---- the policy that remat asks
 

@@ -135,7 +135,9 @@ class Seen:
         if not self.ops:
             return
         now = [fingerprint(op.out if isinstance(op, SeenGemm) else op.outputs) for op in self.ops]
-        same = torch.stack([op.fingerprint for op in self.ops]).eq(torch.stack(now)).tolist()
+        device = now[0].device  # one look at the device for all
+        before = torch.stack([op.fingerprint.to(device) for op in self.ops])
+        same = before.eq(torch.stack([number.to(device) for number in now])).tolist()
         for op, unchanged in zip(self.ops, same, strict=True):
             if unchanged:
                 continue
@@ -213,13 +215,19 @@ def _unkept(op: SeenGemm | SeenWhole) -> Gemm | Whole:
 
 
 def fingerprint(outputs: Any) -> torch.Tensor:
-    """A number, on the device, that changes when the values of these tensors do."""
-    total = torch.zeros((), dtype=torch.int64)
-    for value in outputs if isinstance(outputs, tuple) else (outputs,):
-        if type(value) is torch.Tensor and value.numel() and torch._C._has_storage(value):
-            value = torch.view_as_real(value) if value.is_complex() else value
-            total = value.view(_INTEGERS[value.dtype.itemsize]).sum(dtype=torch.int64) + total.to(value.device)
-    return total
+    """A number, on the device of the first tensor, that changes when the values of these tensors do.
+
+    Tensors elsewhere do not count: some attention kernels return their seed on the host, where no device kernel writes.
+    """
+    values = outputs if isinstance(outputs, tuple) else (outputs,)
+    tensors = [value for value in values if type(value) is torch.Tensor and value.numel() and torch._C._has_storage(value)]
+    sums = [_integers(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.device == tensors[0].device]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

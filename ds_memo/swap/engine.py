@@ -67,7 +67,7 @@ class SwapEngine:
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
         self._clear_graves()
-        while self._stack and self._stack[-1]() is None:
+        while self._stack and self._stack[-1]() is None:  # of steps before, or of graphs that were dropped
             self._stack.pop()
         while len(self._leaving) >= 2:
             self._let_go(self._leaving.popleft()())
@@ -119,8 +119,6 @@ class SwapEngine:
             return
         frame.sent = self.streams.mark(D2H)
         frame.move("swapping")
-        while self._stack and self._stack[-1]() is None:  # of steps before, or of graphs that were dropped
-            self._stack.pop()
         self._stack.append(weakref.ref(frame))
         self._leaving.append(weakref.ref(frame))
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 import types
+import warnings
 import weakref
 from typing import Any
 
@@ -399,3 +400,13 @@ def test_a_deep_copy_is_a_model_of_its_own(name: str) -> None:
     assert handle.report()["frames"] == frames
     handle.detach()
     assert_same(step(twin, BATCH), step(stock, BATCH))
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was() -> None:
+    model = build("llama")
+    before = fingerprint(model)
+    with warnings.catch_warnings(), pytest.raises(ds_memo.MemoWarning, match=r"memo\.profile is set"):
+        warnings.simplefilter("error", ds_memo.MemoWarning)
+        ds_memo.attach(model, {"alpha": 0.5, "profile": {"method": "direct"}})
+    assert fingerprint(model) == before
+    ds_memo.attach(model, {"alpha": 0.5}).detach()

@@ -27,6 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ds_memo.remat.keep import written_tensors
 from ds_memo.swap.slab import Block, HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams
 
@@ -166,7 +167,7 @@ class OrderedStreams(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func._schema.is_mutable:
             self._step(COMPUTE)
-            written = _written(func, args, kwargs)
+            written = written_tensors(func, args, kwargs)
             for tensor in given:
                 self._access(COMPUTE, tensor, any(tensor is other for other in written), str(func))
             return func(*args, **kwargs)
@@ -237,13 +238,3 @@ class OrderedStreams(TorchDispatchMode):
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
-
-
-def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    written: list[torch.Tensor] = []
-    for position, parameter in enumerate(func._schema.arguments):
-        if parameter.alias_info is not None and parameter.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(parameter.name)
-            values = value if isinstance(value, (list, tuple)) else [value]
-            written.extend(item for item in values if isinstance(item, torch.Tensor))
-    return written

@@ -1,0 +1,27 @@
+"""Fingerprints, by which writes out of sight are found."""
+
+import pytest
+import torch
+
+from ds_memo.remat.recipe import fingerprint
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64])
+def test_changes_with_a_value(dtype):
+    value = torch.ones(3, 5).to(dtype)
+    before = fingerprint((value.T, None, 7))
+    assert torch.equal(before, fingerprint((value.T, None, 7)))
+    value[2, 3] = 0
+    assert not torch.equal(before, fingerprint((value.T, None, 7)))
+
+
+def test_tensors_on_another_device_do_not_count():
+    """Memory-efficient attention returns its random seed on the host."""
+    out, elsewhere = torch.randn(4), torch.zeros(1, device="meta")
+    number = fingerprint((out, elsewhere))
+    assert number.device == out.device
+    assert torch.equal(number, fingerprint(out))
+
+
+def test_of_nothing():
+    assert fingerprint((None, torch.empty(0))).item() == 0
