@@ -9,6 +9,7 @@ There are two backends, cpu and cuda, from one core; both need a C++20 compiler 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -121,8 +122,25 @@ class AllocatorBuilder(OpBuilder):
     def _compiled(self, verbose: bool) -> ModuleType:
         if missing := self.missing():
             raise RuntimeError(f"{self.name} cannot be compiled: {'; '.join(missing)}")
-        with _ninja_on_path(), _alone_in(Path(cpp_extension._get_build_directory(self.name, verbose=False))):
-            return self.jit_load(verbose)
+        folder = self.build_folder()
+        with _ninja_on_path(), _alone_in(folder):
+            # Not through jit_load(): its folder has the op's name alone, so two checkouts or torches would take turns in it.
+            return cpp_extension.load(
+                name=self.name,
+                sources=self.sources(),
+                extra_include_paths=self.include_paths(),
+                extra_cflags=self.cxx_args(),
+                extra_ldflags=self.extra_ldflags(),
+                build_directory=str(folder),
+                verbose=verbose,
+            )
+
+    def build_folder(self) -> Path:
+        """Where it is compiled to, in torch's cache of extensions; another torch, source or flag has another one."""
+        key = hashlib.sha256("\0".join([torch.__version__, *self.cxx_args(), *self.include_paths()]).encode())
+        for file in sorted(SOURCES.glob("allocator_*")):
+            key.update(file.read_bytes())
+        return Path(cpp_extension._get_build_directory(f"{self.name}_{key.hexdigest()[:12]}", verbose=False))
 
 
 def cuda_headers() -> Path | None:
