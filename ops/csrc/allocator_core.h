@@ -24,11 +24,12 @@ namespace ds_memo {
 
 using Address = uintptr_t;
 using Bytes = uint64_t;
-using Stream = uintptr_t;  // the handle of a device stream; 0 on a CPU
+using Stream = uintptr_t;  // a device stream's handle; on a CPU, where a thread is what runs things in order, the thread's
 using Fence = uint64_t;    // the backend's name for events that a range's next user must wait for; 0: none
 
 constexpr Bytes kNative = ~Bytes{0};  // the offset of a slot that the plan leaves to the native allocator
 constexpr int kNoPhase = -1;
+constexpr Stream kAnyStream = ~Stream{0};
 
 enum class Mode : int { off, profile, plan };
 
@@ -58,7 +59,7 @@ enum class Outcome : int {
   abandoned,  // came after that
   end,        // more requests than planned
   unplanned,  // the plan does not know this visit
-  stream,     // asked for on another stream than the arena's
+  stream,     // asked for on another stream than the pass's or the arena's
   pool,       // while a graph is captured or a memory pool is in use
   arena,      // there is no arena
 };
@@ -284,7 +285,8 @@ class Core {
     if (pool) return Outcome::pool;
     if (!visit_) return Outcome::unplanned;
     if (!arena_) return Outcome::arena;
-    if (stream != arena_->stream()) return Outcome::stream;  // not in the plan's order: the cursor stays
+    if (stream != stream_ || (stream != arena_->stream() && arena_->stream() != kAnyStream))
+      return Outcome::stream;  // not in the plan's order: the cursor stays
     if (abandoned_) return Outcome::abandoned;
     if (next_ == visit_->size()) return Outcome::end;
     const Slot& slot = (*visit_)[next_];

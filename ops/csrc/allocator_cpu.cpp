@@ -24,6 +24,8 @@ Core& the_core() {
 
 
 
+Stream this_thread() { return static_cast<Stream>(pthread_self()); }
+
 void free_planned(void* address) {
   Core& core = the_core();
   std::unique_ptr<Arena> drained;
@@ -68,9 +70,9 @@ class PlannedAllocator final : public c10::Allocator {
     if (core.mode() == Mode::profile) return allocate_logged(core, size);
     std::optional<Address> address;
     {
-      std::vector<Fence> none;  // there are no streams here
+      std::vector<Fence> none;  // nothing runs behind the host's back here
       std::lock_guard<std::mutex> lock(core.mutex);
-      address = core.take(size, 0, false, none);
+      address = core.take(size, this_thread(), false, none);
     }
     if (!address) return native->allocate(size);
     void* data = reinterpret_cast<void*>(*address);
@@ -89,7 +91,7 @@ class PlannedAllocator final : public c10::Allocator {
     c10::DataPtr data = native->allocate(size);
     if (data.get() == data.get_context() && data.compare_exchange_deleter(native_free, &free_logged)) {
       std::lock_guard<std::mutex> lock(core.mutex);
-      core.log_malloc(reinterpret_cast<Address>(data.get()), size, 0);
+      core.log_malloc(reinterpret_cast<Address>(data.get()), size, this_thread());
     }
     return data;
   }
@@ -130,12 +132,13 @@ struct Cpu {
     if (installed()) c10::SetAllocator(c10::kCPU, native, kPriority);
   }
 
-  static Stream current_stream(int) { return 0; }
+  static Stream current_stream(int) { return this_thread(); }
 
   static std::unique_ptr<Arena> make_arena(int, Bytes bytes) {
     auto block = std::make_shared<c10::DataPtr>(native->allocate(bytes + kAlignment));
     const auto address = reinterpret_cast<Address>(block->get());
-    return std::make_unique<Arena>((address + kAlignment - 1) / kAlignment * kAlignment, bytes, 0, std::move(block));
+    return std::make_unique<Arena>((address + kAlignment - 1) / kAlignment * kAlignment, bytes, kAnyStream,
+                                   std::move(block));
   }
 
   static void drop(int, std::unique_ptr<Arena> arena) { arena.reset(); }
