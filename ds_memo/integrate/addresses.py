@@ -1,7 +1,8 @@
 """Addresses: profile the requests of a pass, plan them, give them their planned addresses from then on.
 
 A *pass* is a training forward with everything until the next one; an *iteration* is the passes up to an optimizer step (one
-pass, where there are no steps). Passes whose model inputs have the same shapes share a plan. Per such *kind* of pass:
+pass, where there are no steps). Passes share a plan if the model's inputs have the same shapes and they have the same place in
+the accumulation of gradients. Per such *kind* of pass:
 
     profiled ─► profiled with the same requests as in the iteration before ─► planned ─► followed
        ▲                                                                                   │
@@ -26,7 +27,7 @@ from ds_memo.errors import MemoError
 from ds_memo.ops.allocator import MISSES, NATIVE, Allocator
 from ds_memo.plan import Plan, PlanError, plan_trace
 from ds_memo.plan.rescale import fit_sizes, rescale
-from ds_memo.profile.lengths import Kind, length_between
+from ds_memo.profile.lengths import Kind, Shapes, length_between
 from ds_memo.profile.requests import NEVER, Place, RequestLog, read_log
 
 _TROUBLE = 0.01
@@ -84,8 +85,7 @@ class Addresses:
         self._allocator.install()
         _owners[self._place] = self
         self._device = device
-        self.last_layer = -1
-        """Number of the layer behind which the head begins."""
+        self._last_layer = -1
         self._known: dict[Kind, _Known] = {}
         self._kind: Kind | None = None
         """Of the running pass."""
@@ -103,13 +103,20 @@ class Addresses:
 
     # ---- what the run says
 
-    def pass_begins(self, kind: Kind, last_layer: int) -> None:
-        """A training forward begins."""
+    def pass_begins(self, shapes: Shapes, last_layer: int, last: bool) -> None:
+        """A training forward begins.
+
+        Args:
+            shapes: of its inputs.
+            last_layer: number of the layer behind which the head begins.
+            last: it is known to be the last micro-batch of an optimizer step.
+        """
         self._finish_pass()
-        if self._stepped or not self._steps_happen:
+        first = self._stepped or not self._steps_happen
+        if first:
             self._finish_iteration()
-        self.last_layer = last_layer
-        self._kind = kind
+        self._last_layer = last_layer
+        self._kind = kind = Kind(shapes, first, last)
         known = self._known.get(kind) or self._new(kind)
         if known.plan is not None:
             self._have_arena(known)
@@ -126,7 +133,7 @@ class Addresses:
         self._allocator.phase(f"L{layer}.f")
 
     def layer_ends(self, layer: int) -> None:
-        if layer == self.last_layer:
+        if layer == self._last_layer:
             self._allocator.phase("head")
 
     def layer_replays(self, layer: int) -> None:
