@@ -71,7 +71,7 @@ class Allocator:
         if device.type == "cuda":
             torch.cuda.init()
         self._device = 0 if device.type == "cpu" else torch.cuda.current_device() if device.index is None else device.index
-        self._min_bytes = MIN_BYTES[device.type]
+        self.min_bytes = MIN_BYTES[device.type]
 
     def install(self) -> None:
         """Put the op before torch's allocator of this kind of device. Twice is once; nothing changes until a pass begins.
@@ -80,7 +80,7 @@ class Allocator:
             RuntimeError: another allocator is in the way.
         """
         self._op.install()
-        self._op.set_min_bytes(self._device, self._min_bytes)
+        self._op.set_min_bytes(self._device, self.min_bytes)
 
     def uninstall(self) -> None:
         """Put torch's allocator back. Blocks of the arena stay valid, and the arena goes with the last of them."""
