@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -15,7 +16,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError
-from ds_memo.integrate.attach import Memo, attach, check_residents
+from ds_memo.integrate.attach import Memo, attach_model, check_residents
 from ds_memo.integrate.layers import find_layers
 
 _ONE_OR_THE_OTHER = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
@@ -47,11 +48,13 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     """Attach the model of a ready engine and follow the engine's steps."""
     if isinstance(engine, PipelineEngine):
         raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")
-    memo = attach(engine.module, config, device=engine.device)
+    memo = attach_model(engine.module, config, device=engine.device)
+    memo.on_last_micro_batch = _weakly(engine.is_gradient_accumulation_boundary)
     take_step = engine._take_model_step
 
     @functools.wraps(take_step)
     def take_step_and_tell(*args: Any, **kwargs: Any) -> Any:
+        memo.step_begins()
         result = take_step(*args, **kwargs)
         memo.stepped()
         return result
@@ -60,6 +63,16 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     memo.on_detach(functools.partial(_give_step_back, weakref.ref(engine)))  # attached models must not keep engines alive
     engine.memo = memo
     return memo
+
+
+def _weakly(boundary: Callable[[], bool]) -> Callable[[], bool]:
+    method = weakref.WeakMethod(boundary)  # attached models must not keep engines alive
+
+    def ask() -> bool:
+        live = method()
+        return live is not None and bool(live())
+
+    return ask
 
 
 def _give_step_back(engine: weakref.ref) -> None:
