@@ -83,7 +83,8 @@ class Allocator:
         self._op.set_min_bytes(self._device, self.min_bytes)
 
     def uninstall(self) -> None:
-        """Put torch's allocator back. Blocks of the arena stay valid, and the arena goes with the last of them."""
+        """End the pass, let the arena go and put torch's allocator back. Where blocks of the arena are still alive they stay
+        valid, and the arena goes with the last of them; until it has gone the op stays in front, and off."""
         self._op.stop(self._device)
         self._op.set_arena(self._device, 0)
         self._op.uninstall()
