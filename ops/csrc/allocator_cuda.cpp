@@ -338,8 +338,9 @@ struct Cuda {
                 int{kPriority});
   }
 
+  // While something lives in an arena we stay in front: it could come back through the raw interface.
   static void uninstall() {
-    if (installed()) set(planned->native());
+    if (installed() && !planned->has_arena()) set(planned->native());
   }
 
   static Stream current_stream(int device) {
