@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ds_memo.config import MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
 from ds_memo.estimate.flops import mfu, peak_flops
+from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
 from ds_memo.integrate.transformers import model_flops
+from ds_memo.profile.lengths import kind_of_pass
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.solve.homes import alpha_for_host, place_residents
@@ -31,7 +34,7 @@ from ds_memo.swap.streams import streams_for
 
 _attached: weakref.WeakKeyDictionary[nn.Module, Memo] = weakref.WeakKeyDictionary()
 _MISSING = object()
-_NOT_YET = {"plan", "profile", "device_memory_gib"}
+_NOT_YET = {"profile", "device_memory_gib"}
 _SLACK_PER_FRAME = 1 << 16
 """Bytes that alignment and page rounding may add to a frame; only counts when alpha is worked out from the budget."""
 
@@ -57,6 +60,18 @@ def attach(
         MemoConfigError: a value is refused.
         MemoError: already attached, or the layers are not known.
     """
+    memo = attach_model(model, config, layers, device)
+    memo.watch_optimizers()
+    return memo
+
+
+def attach_model(
+    model: nn.Module,
+    config: Mapping[str, Any] | MemoConfig,
+    layers: Iterable[str | nn.Module] | None = None,
+    device: torch.device | None = None,
+) -> Memo:
+    """As attach; whoever calls says when optimizer steps begin and end."""
     config = memo_config(config)
     if not config.enabled and "enabled" in config.model_fields_set:
         raise MemoConfigError("memo.enabled: got false; attach() was asked to put the model under ds_memo, so true or nothing")
@@ -142,7 +157,8 @@ class Memo:
         pinned = device.type == "cuda"
         budget = budget_bytes(config.host_memory_gib, ranks_on_node(), locked=pinned and memlock_binds())
         self.slab = HostSlab(budget, pinned)
-        self.engine = SwapEngine(streams_for(device), self.slab, device)
+        self.addresses = self._plan_addresses(device)
+        self.engine = SwapEngine(streams_for(device), self.slab, device, self.addresses)
         self.remat = Remat(self.engine, self, self.warn, config.attention)
         self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
         self._by_module = weakref.WeakKeyDictionary(
@@ -158,7 +174,7 @@ class Memo:
                 self._set(module, "gradient_checkpointing", True)
                 self._set(module, "_gradient_checkpointing_func", _Ours(self.run, _plainly))
         for hook in (
-            model.register_forward_pre_hook(_Ours(self._forward_begins, _nothing)),
+            model.register_forward_pre_hook(_Ours(self._forward_begins, _nothing), with_kwargs=True),
             model.register_forward_hook(_Ours(self._forward_is_over, _nothing), always_call=True),
             model.register_forward_hook(_Ours(self._forward_ends, _nothing)),
         ):
@@ -216,9 +232,53 @@ class Memo:
             self.warnings.append(message)
             warnings.warn(message, MemoWarning, stacklevel=3)
 
+    def step_begins(self) -> None:
+        """An optimizer step begins."""
+        if self.addresses:
+            self.addresses.step_begins()
+
     def stepped(self) -> None:
         """An optimizer step is over."""
+        if self.addresses:
+            self.addresses.step_ends()
         self._steps.append((time.perf_counter(), self._tokens))
+
+    def watch_optimizers(self) -> None:
+        """Follow the steps of every torch optimizer that has a parameter of the model."""
+        mine: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        memo = weakref.ref(self)  # the hooks are torch's, and must keep nothing alive
+
+        def told(say: Callable[[Memo], None]) -> Callable[..., None]:
+            def hook(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+                target = memo()
+                model = target._model() if target else None
+                if model is None:
+                    return
+                if optimizer not in mine:
+                    own = set(map(id, model.parameters()))
+                    mine[optimizer] = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+                if mine[optimizer]:
+                    say(target)
+
+            return hook
+
+        for register, say in (
+            (register_optimizer_step_pre_hook, Memo.step_begins),
+            (register_optimizer_step_post_hook, Memo.stepped),
+        ):
+            handle = register(told(say))
+            self._restore.append(handle.remove)
+            weakref.finalize(self, handle.remove)
+
+    def release_arena(self) -> int:
+        """Give the arena of planned addresses back to PyTorch's allocator, for an evaluation that needs the memory, say.
+
+        The next training forward takes it again.
+
+        Returns:
+            How many bytes that were; 0 if there is none.
+        """
+        return self.addresses.release_arena() if self.addresses else 0
 
     def on_detach(self, undo: Callable[[], Any]) -> None:
         self._restore.append(undo)
@@ -232,6 +292,8 @@ class Memo:
         self._detached = True
         while self._restore:
             self._restore.pop()()
+        if self.addresses:
+            self.addresses.close()
         model = self._model()
         if model is not None:
             _attached.pop(model, None)
@@ -263,7 +325,7 @@ class Memo:
             "step_s": step_s,
             "tokens_per_s": tokens_per_s,
             "mfu": self._mfu(tokens_per_s),
-            "plan": None,
+            "plan": self.addresses.report() if self.addresses else None,
             "warnings": list(self.warnings),
         }
 
@@ -310,7 +372,22 @@ class Memo:
 
         self._restore.append(restore)
 
-    def _forward_begins(self, module: nn.Module, args: tuple) -> None:
+    def _plan_addresses(self, device: torch.device) -> Addresses | None:
+        if not self.config.plan.enabled:
+            return None
+        if "cache_dir" in self.config.plan.model_fields_set:
+            self.warn("memo.plan.cache_dir is set, but this version does not use it yet")
+        try:
+            return Addresses(device, self.config.plan, self.warn)
+        except (MemoError, RuntimeError) as error:
+            self.warn(f"memory addresses are not planned: {error}")
+            return None
+
+    def _forward_begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.addresses and not (module.training and torch.is_grad_enabled()):
+            self.addresses.leave_phase()
+        elif self.addresses:
+            self.addresses.pass_begins(kind_of_pass(args, kwargs), len(self.layers) - 1)
         self.in_forward = True
         self._frames_before = self.engine.traffic.frames
 
@@ -325,6 +402,8 @@ class Memo:
                 layer.recipes.clear()
         if not (module.training and torch.is_grad_enabled()):
             return
+        if self.addresses:
+            self.addresses.forward_ended()
         if self.engine.traffic.frames > self._frames_before:
             self._tokens += math.prod(self._hidden_shape()[:-1])
         else:

@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError
-from ds_memo.integrate.attach import Memo, attach, check_residents
+from ds_memo.integrate.attach import Memo, attach_model, check_residents
 from ds_memo.integrate.layers import find_layers
 
 _ONE_OR_THE_OTHER = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
@@ -47,11 +47,12 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     """Attach the model of a ready engine and follow the engine's steps."""
     if isinstance(engine, PipelineEngine):
         raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")
-    memo = attach(engine.module, config, device=engine.device)
+    memo = attach_model(engine.module, config, device=engine.device)
     take_step = engine._take_model_step
 
     @functools.wraps(take_step)
     def take_step_and_tell(*args: Any, **kwargs: Any) -> Any:
+        memo.step_begins()
         result = take_step(*args, **kwargs)
         memo.stepped()
         return result

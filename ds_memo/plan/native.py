@@ -26,10 +26,8 @@ class Unavailable(Exception):
 
 
 def source() -> Path:
-    """Installed beside ds_memo.ops, or in ops/ of a checkout."""
     spec = find_spec("ds_memo.ops")
     places = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    places.append(Path(__file__).resolve().parents[2] / "ops")
     for place in places:
         if (file := place / "csrc" / "dsa_search.cpp").is_file():
             return file

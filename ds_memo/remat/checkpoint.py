@@ -108,7 +108,7 @@ class Remat:
         if self._sdpa is not None:
             fn = functools.partial(self._with_sdpa, layer, fn)
         resident = self.policy.is_resident(layer)
-        frame = self.engine.begin(layer.name, resident)
+        frame = self.engine.begin(layer.name, resident, layer.index)
         key = layer.kind_of_call(args, resident) if layer.follows_recipes else None
         recipe = layer.recipes.get(key)
         call = Call(self.engine, frame, recipe, self.work)
@@ -126,6 +126,9 @@ class Remat:
             # These hooks see the layer's inputs only: inside, torch's checkpoint puts its own on top.
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = _checkpoint(fn, args, preserve_rng_state, lambda: (mode, Replay(call)))
+        except BaseException:
+            self.engine.phases.interrupted()
+            raise
         finally:
             if frame.state == "recording":  # raised before the mode was entered
                 self.engine.abort(frame)
@@ -135,6 +138,7 @@ class Remat:
             for tensor in tree_leaves(out):  # whoever gets it may change it in place
                 if isinstance(tensor, torch.Tensor):
                     call.about_to_change(tensor)
+        self.engine.phases.layer_ends(layer.index)
         return out
 
     def _settle(self, layer: Layer, key: Any, call: Call, seen: Seen) -> None:

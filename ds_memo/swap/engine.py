@@ -22,6 +22,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.frame import Frame, Kept, Layout, check_unchanged
+from ds_memo.swap.phases import NoPhases, Phases
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams
 
@@ -46,12 +47,14 @@ class SwapEngine:
         streams: the three streams.
         slab: where rows wait; its budget is the host's.
         device: where the layers run.
+        phases: who wants to know which layer runs.
     """
 
-    def __init__(self, streams: Streams, slab: HostSlab, device: torch.device) -> None:
+    def __init__(self, streams: Streams, slab: HostSlab, device: torch.device, phases: Phases | None = None) -> None:
         self.streams = streams
         self.slab = slab
         self.device = device
+        self.phases = phases or NoPhases()
         self.traffic = Traffic()
         self._stack: list[weakref.ref[Frame]] = []  # swapped frames, oldest first
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not let go yet
@@ -62,17 +65,18 @@ class SwapEngine:
 
     # ---- forward
 
-    def begin(self, name: str, resident: bool) -> Frame:
-        """Open the frame of a layer that is about to run."""
+    def begin(self, name: str, resident: bool, layer: int = 0) -> Frame:
+        """Open the frame of a layer that is about to run, the `layer`-th of the model."""
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
+        self.phases.layer_begins(layer)
         self._clear_graves()
         while self._stack and self._stack[-1]() is None:  # of steps before, or of graphs that were dropped
             self._stack.pop()
         while len(self._leaving) >= 2:
             self._let_go(self._leaving.popleft()())
         self.traffic.frames += 1
-        return Frame(name, resident, self.traffic.frames, self._bury)
+        return Frame(name, resident, layer, self.traffic.frames, self._bury)
 
     def adopt(self, frame: Frame, layout: Layout) -> None:
         """Say what a recording frame keeps; its host block is taken now."""
@@ -141,6 +145,7 @@ class SwapEngine:
                 f"layer {frame.name} runs a backward of its own (autograd.grad) inside its forward, before it can be replayed. "
                 "Leave it out: ds_memo.attach(model, config, layers=[…])"
             )
+        self.phases.layer_replays(frame.layer)
         self._clear_graves()
         while self._leaving:
             self._let_go(self._leaving.popleft()())

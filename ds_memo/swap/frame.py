@@ -120,9 +120,10 @@ class Frame:
 
     _bury: Callable[[Frame], None] = staticmethod(lambda frame: None)  # dynamo makes frames without __init__
 
-    def __init__(self, name: str, resident: bool, age: int, bury: Callable[[Frame], None]) -> None:
+    def __init__(self, name: str, resident: bool, layer: int, age: int, bury: Callable[[Frame], None]) -> None:
         self.name = name
         self.resident = resident
+        self.layer = layer
         self.age = age
         """The how-manieth frame it is; backward usually goes from high to low."""
         self.replays = 0

@@ -1,0 +1,292 @@
+"""Addresses: profile the requests of a pass, plan them, give them their planned addresses from then on.
+
+A *pass* is a training forward with everything until the next one; an *iteration* is the passes up to an optimizer step (one
+pass, where there are no steps). Passes whose model inputs have the same shapes share a plan. Per such *kind* of pass:
+
+    profiled ─► profiled with the same requests as in the iteration before ─► planned ─► followed
+       ▲                                                                                   │
+       └───────────────────── two passes in a row did not fit the plan ◄───────────────────┘
+
+and after three plans that did not last, a kind is left to torch's allocator, with a warning. Where two lengths are known, the
+plan for a third is made from theirs (ds_memo/plan/rescale.py) without profiling it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from ds_memo.config import PlanConfig
+from ds_memo.errors import MemoError
+from ds_memo.ops.allocator import MISSES, NATIVE, Allocator
+from ds_memo.plan import Plan, PlanError, plan_trace
+from ds_memo.plan.rescale import fit_sizes, rescale
+from ds_memo.profile.lengths import Kind, length_between
+from ds_memo.profile.requests import NEVER, Place, RequestLog, read_log
+
+_TROUBLE = 0.01
+"""Share of a pass's requests that may miss before the pass counts as not fitting its plan."""
+_PLANS_PER_KIND = 3
+_KINDS = 64
+
+_owners: weakref.WeakValueDictionary[tuple[str, int], Addresses] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class _Known:
+    """What is known of one kind of pass."""
+
+    number: int
+    """The op's key of its plan."""
+    before: RequestLog | None = None
+    """Of the iteration before."""
+    now: RequestLog | None = None
+    """Of the present iteration, so far."""
+    wrapping: set[Place] = field(default_factory=set)
+    """Mallocs that wrapped around from one such pass to the next."""
+    log: RequestLog | None = None
+    """What was planned."""
+    plan: Plan | None = None
+    plans: int = 0
+    trouble: int = 0
+    """Passes in a row that did not fit."""
+
+    def forget_plan(self) -> None:
+        self.before = self.now = self.log = self.plan = None
+        self.trouble = 0
+
+
+class Addresses:
+    """The addresses of one model's training passes on one device.
+
+    Args:
+        device: where the layers run.
+        config: the "plan" section.
+        warn: says something once and shows it in the report.
+
+    Raises:
+        MemoError: another model already has the device's addresses planned.
+        RuntimeError: the op cannot be built or installed here; says why.
+    """
+
+    def __init__(self, device: torch.device, config: PlanConfig, warn: Callable[[str], None]) -> None:
+        self._config = config
+        self._warn = warn
+        self._allocator = Allocator(device)
+        self._place = (device.type, device.index or 0)
+        if self._place in _owners:
+            raise MemoError(f"another attached model has the addresses on {device} planned, and one allocator follows one plan")
+        self._allocator.install()
+        _owners[self._place] = self
+        self._device = device
+        self.last_layer = -1
+        """Number of the layer behind which the head begins."""
+        self._known: dict[Kind, _Known] = {}
+        self._kind: Kind | None = None
+        """Of the running pass."""
+        self._numbers = 0
+        self._good = False
+        """Whether the running pass got to the end of its forward, and of its backward if it began one."""
+        self._in_backward = False
+        self._escaped: dict[int, Place] = {}
+        """Blocks of the last profiled pass that outlived it."""
+        self._escaped_from: Kind | None = None
+        self._steps_happen = False
+        self._stepped = False
+        self._stats = self._allocator.stats()
+        self._at_start = self._stats
+
+    # ---- what the run says
+
+    def pass_begins(self, kind: Kind, last_layer: int) -> None:
+        """A training forward begins."""
+        self._finish_pass()
+        if self._stepped or not self._steps_happen:
+            self._finish_iteration()
+        self.last_layer = last_layer
+        self._kind = kind
+        known = self._known.get(kind) or self._new(kind)
+        if known.plan is not None:
+            self._have_arena(known)
+        if known.plan is not None:
+            self._allocator.follow(known.number)
+        elif known.plans < _PLANS_PER_KIND:
+            self._allocator.profile()
+        self._allocator.phase("embed")
+
+    def forward_ended(self) -> None:
+        self._good = True
+
+    def layer_begins(self, layer: int) -> None:
+        self._allocator.phase(f"L{layer}.f")
+
+    def layer_ends(self, layer: int) -> None:
+        if layer == self.last_layer:
+            self._allocator.phase("head")
+
+    def layer_replays(self, layer: int) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._backward_ended)
+        self._allocator.phase(f"L{layer}.b")
+
+    def interrupted(self) -> None:
+        self._good = False
+        self.leave_phase()
+
+    def step_begins(self) -> None:
+        self._allocator.phase("step")
+
+    def step_ends(self) -> None:
+        self._steps_happen = self._stepped = True
+        self.leave_phase()
+
+    def leave_phase(self) -> None:
+        """What follows is none of the plan's business: an evaluation, say."""
+        self._allocator.phase(None)
+
+    # ---- what the user says
+
+    def release_arena(self) -> int:
+        """Give the arena back to torch's allocator until the next training forward; the bytes that it had."""
+        return self._allocator.release()
+
+    def report(self) -> dict[str, Any]:
+        """See Memo.report."""
+        known = self._known.get(self._kind) if self._kind is not None else None
+        plan = known.plan if known else None
+        counts = {name: count - self._at_start[name] for name, count in self._allocator.stats().items()}
+        return {
+            "peak": plan.peak if plan else 0,
+            "lower_bound": plan.lower_bound if plan else 0,
+            "proven": plan.proven if plan else False,
+            "arena": self._allocator.arena_bytes,
+            "plans": sum(known.plan is not None for known in self._known.values()),
+            "hits": counts["hit"],
+            "misses": {name: counts[name] for name in MISSES},
+        }
+
+    def close(self) -> None:
+        """End planning. Blocks that are still alive stay valid."""
+        if _owners.get(self._place) is not self:
+            return
+        del _owners[self._place]
+        self._allocator.stop()
+        self._allocator.reserve(0)
+        for known in self._known.values():
+            self._allocator.forget_plan(known.number)
+        if not any(kind == self._place[0] for kind, _ in _owners):
+            self._allocator.uninstall()
+
+    # ---- inside
+
+    def _backward_ended(self) -> None:
+        self._in_backward = False
+        self.leave_phase()
+
+    def _new(self, kind: Kind) -> _Known:
+        while len(self._known) >= _KINDS:
+            self._allocator.forget_plan(self._known.pop(next(iter(self._known))).number)
+        known = self._known[kind] = _Known(self._numbers)
+        self._numbers += 1
+        self._plan_from_others(kind, known)
+        return known
+
+    def _finish_pass(self) -> None:
+        """Learn from the pass that is over."""
+        known = self._known.get(self._kind) if self._kind is not None else None
+        mode, complete = self._allocator.mode, self._good and not self._in_backward
+        self._allocator.stop()
+        self._good = self._in_backward = False
+        before, self._stats = self._stats, self._allocator.stats()
+        if mode == "profile":
+            log, wrapping = read_log(self._allocator.requests(), self._escaped)
+            if known is not None and complete:
+                known.now = (known.now and known.now.merged(log)) or log
+                known.wrapping = wrapping if self._escaped_from == self._kind else set()
+            self._escaped_from = self._kind
+        elif mode == "plan" and known is not None and complete:
+            self._judge(known, {name: self._stats[name] - before[name] for name in self._stats})
+
+    def _finish_iteration(self) -> None:
+        self._stepped = False
+        for known in self._known.values():
+            if known.now is None:
+                continue
+            if known.plan is None and known.before is not None and known.before.repeated_by(known.now):
+                self._plan(known, known.now)
+            known.before, known.now = known.now, None
+
+    def _judge(self, known: _Known, counts: dict[str, int]) -> None:
+        misses = sum(counts[name] for name in ("overlap", "size", "abandoned", "end", "unplanned"))
+        fits = misses <= _TROUBLE * (counts["hit"] + counts["native"] + misses)
+        known.trouble = 0 if fits else known.trouble + 1
+        if known.trouble < 2:
+            return
+        known.forget_plan()
+        self._allocator.forget_plan(known.number)
+        if known.plans >= _PLANS_PER_KIND:
+            self._warn(
+                "memory requests of passes with the same shapes differ from each other (experts with uneven loads, work that "
+                "depends on the data): they are left to PyTorch's allocator"
+            )
+
+    def _plan(self, known: _Known, log: RequestLog) -> None:
+        known.plans += 1
+        # Where the first plan did not last, an address that is taken at the begin of a pass may have been in the way.
+        wrapping = {p for p in known.wrapping if log.deaths[p[0]][p[1]] == NEVER} if known.plans == 1 else set()
+        trace = log.trace(wrapping)
+        if not trace.requests:
+            return
+        try:
+            plan = plan_trace(trace, solver=self._config.solver, seconds=self._config.time_limit_s)
+        except PlanError as error:
+            self._warn(f"no plan of the memory addresses was found ({error}); PyTorch's allocator goes on")
+            return
+        self._adopt(known, log, plan)
+
+    def _plan_from_others(self, kind: Kind, known: _Known) -> None:
+        """From two planned kinds that differ from this one and from each other in a length only."""
+        planned = [(other, k) for other, k in self._known.items() if k.plan is not None and k.log is not None]
+        for base, base_known in planned:
+            to = length_between(base, kind)
+            if to is None:
+                continue
+            for other, other_known in planned:
+                between = length_between(base, other)
+                if between is None or between.places != to.places:
+                    continue
+                try:
+                    traces = base_known.log.trace(escapees=True), other_known.log.trace(escapees=True)
+                    fitted = fit_sizes(traces[0], between.here, traces[1], between.there)
+                    sizes = {name: size.at(to.there) for name, size in fitted.items()}
+                    plan = rescale(base_known.plan, [sizes[slot.id] for slot in base_known.plan.slots])
+                except PlanError:
+                    continue
+                self._adopt(known, base_known.log.resized(sizes), plan)
+                return
+
+    def _adopt(self, known: _Known, log: RequestLog, plan: Plan) -> None:
+        offsets = {slot.id: slot.offset for slot in plan.slots}
+        self._allocator.load_plan(known.number, log.slots(offsets, NATIVE))
+        known.log, known.plan, known.trouble = log, plan, 0
+
+    def _have_arena(self, known: _Known) -> None:
+        """An arena that is large enough for the plan. The old one goes first, and what torch's cache holds of the profiling."""
+        if self._allocator.arena_bytes >= known.plan.peak:
+            return
+        self._allocator.reserve(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        try:
+            self._allocator.reserve(known.plan.peak)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            size = known.plan.peak / (1 << 30)
+            known.forget_plan()
+            known.plans = _PLANS_PER_KIND
+            self._warn(f"there is no room for an arena of {size:.3g} GiB ({error}); PyTorch's allocator goes on")

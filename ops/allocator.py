@@ -1,0 +1,195 @@
+"""The allocator op as Python sees it: log the requests of a pass, then give each of them its planned address.
+
+    allocator = Allocator(torch.device("cpu"))
+    allocator.install()
+    allocator.profile()                  # a pass begins; from here on requests are logged
+    allocator.phase("L0.f")
+    …
+    log = allocator.requests()           # -> a trace -> a plan (ds_memo.plan)
+    allocator.load_plan(0, visits)
+    allocator.reserve(plan.peak)         # the arena, one block of the native allocator
+    allocator.follow(0)                  # a pass begins that follows plan 0
+    allocator.phase("L0.f")
+
+Words: a *pass* is one training forward with what follows until the next; it *visits* phases; the k-th request of a visit gets
+slot k. A request that does not fit the plan goes to torch's own allocator and is counted; no wrong plan can make two live
+blocks overlap. State belongs to the device, not to a thread: on CUDA the backward runs on another one.
+
+C++: csrc/allocator_core.h (what is decided), allocator_cpu.cpp and allocator_cuda.cpp (where it hooks into torch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ds_memo.ops.builder import AllocatorBuilder
+
+MIN_BYTES = {"cpu": 64 << 10, "cuda": 1 << 20}
+"""Smaller requests are left to the native allocator. CUDA's has a pool of its own for them, which fragments nothing."""
+NATIVE = (1 << 64) - 1
+"""Offset of a slot that the plan leaves to the native allocator."""
+MISSES = ("native", "overlap", "size", "abandoned", "end", "unplanned", "stream", "pool", "arena")
+"""Why a request inside a phase did not get its planned address; see Outcome in csrc/allocator_core.h."""
+
+_MODES = ("off", "profile", "plan")
+_phases: dict[str, int] = {}  # numbers are given once per process
+_names: list[str] = []
+
+
+class Request(NamedTuple):
+    """One event of a profiled pass."""
+
+    kind: str
+    """ "enter", "malloc" or "free"."""
+    phase: str | None
+    """Of "enter" and "malloc"."""
+    id: int
+    """Of "malloc" and "free"."""
+    size: int
+    """Of "malloc": bytes."""
+
+
+Slot = tuple[int, int]
+"""Bytes as requested, and offset from the arena's start (or NATIVE)."""
+
+
+class Allocator:
+    """The op on one device. All instances of a device share its state.
+
+    Args:
+        device: where; a CUDA device without index is the current one.
+
+    Raises:
+        RuntimeError: the op cannot be built here, with what is missing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._op = AllocatorBuilder(device.type).load()
+        if device.type == "cuda":
+            torch.cuda.init()
+        self._device = 0 if device.type == "cpu" else torch.cuda.current_device() if device.index is None else device.index
+        self._min_bytes = MIN_BYTES[device.type]
+
+    def install(self) -> None:
+        """Put the op before torch's allocator of this kind of device. Twice is once; nothing changes until a pass begins.
+
+        Raises:
+            RuntimeError: another allocator is in the way.
+        """
+        self._op.install()
+        self._op.set_min_bytes(self._device, self._min_bytes)
+
+    def uninstall(self) -> None:
+        """Put torch's allocator back. Blocks of the arena stay valid, and the arena goes with the last of them."""
+        self._op.stop(self._device)
+        self._op.set_arena(self._device, 0)
+        self._op.uninstall()
+
+    @property
+    def installed(self) -> bool:
+        return self._op.installed()
+
+    @property
+    def mode(self) -> str:
+        """ "off", "profile" or "plan"."""
+        return _MODES[self._op.mode(self._device)]
+
+    def profile(self) -> None:
+        """Begin a pass whose requests are logged."""
+        self._op.begin_pass(self._device, 1, 0)
+
+    def follow(self, key: int) -> None:
+        """Begin a pass that follows plan `key`.
+
+        Raises:
+            KeyError: it was never loaded.
+        """
+        self._op.begin_pass(self._device, 2, key)
+
+    def stop(self) -> None:
+        """End the pass: everything goes to the native allocator."""
+        self._op.stop(self._device)
+
+    def phase(self, name: str | None) -> None:
+        """Enter a phase, for requests on any thread; None: leave the present one."""
+        self._op.enter(self._device, -1 if name is None else number_of(name))
+
+    def requests(self) -> list[Request]:
+        """What was logged since the last call. Frees of blocks from earlier passes come with their old ids."""
+        kinds = ("enter", "malloc", "free")
+        return [
+            Request(kinds[kind], _names[phase] if phase >= 0 and kind < 2 else None, id_, size)
+            for kind, phase, id_, size in self._op.take_log(self._device)
+        ]
+
+    def load_plan(self, key: int, visits: Iterable[tuple[str, Sequence[Slot]]]) -> None:
+        """Make plan `key` known.
+
+        Args:
+            key: any number; an earlier plan of this number is replaced.
+            visits: the phases in the order of the pass, each with its slots in the order of its requests.
+        """
+        self._op.load_plan(self._device, key, [(number_of(phase), list(slots)) for phase, slots in visits])
+
+    def forget_plan(self, key: int) -> None:
+        self._op.forget_plan(self._device, key)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have an arena of exactly so many bytes; 0 for none. One that is in use lives on until its last block is freed.
+
+        Raises:
+            torch.OutOfMemoryError: (CUDA) the native allocator has no such block; the arena is as before.
+            RuntimeError: (CPU) the same.
+        """
+        self._op.set_arena(self._device, nbytes)
+
+    def release(self) -> int:
+        """Give the arena back to the native allocator, for an evaluation, say.
+
+        Returns:
+            How many bytes that were.
+        """
+        nbytes = self.arena_bytes
+        self._op.stop(self._device)
+        self._op.set_arena(self._device, 0)
+        return nbytes
+
+    @property
+    def arena(self) -> tuple[int, int]:
+        """Address and bytes; zeros without one."""
+        return self._op.arena(self._device)[:2]
+
+    @property
+    def arena_bytes(self) -> int:
+        return self._op.arena(self._device)[1]
+
+    @property
+    def live_blocks(self) -> int:
+        """In the present arena."""
+        return self._op.arena(self._device)[2]
+
+    @property
+    def retired_arenas(self) -> int:
+        """Arenas that were replaced and still hold a live block."""
+        return self._op.arena(self._device)[3]
+
+    def owns(self, address: int) -> bool:
+        """Whether an address lies in an arena."""
+        return self._op.owns(self._device, address)
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the process began: "hit" and each of MISSES, in requests; "waits" of the compute stream for others;
+        "live_bytes", "peak_bytes" in arenas; "highest_end", the end of the highest slot that was handed out."""
+        return self._op.stats(self._device)
+
+
+def number_of(phase: str) -> int:
+    """The op's number for a phase name."""
+    number = _phases.get(phase)
+    if number is None:
+        number = _phases[phase] = len(_names)
+        _names.append(phase)
+    return number

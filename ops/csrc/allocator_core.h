@@ -1,0 +1,339 @@
+// The allocator op's core: which request of which phase gets which address. Knows neither torch nor CUDA.
+//
+// A pass (one training forward with its backward and step) visits phases; in each visit the requests come in the order
+// of the plan, so the k-th request of a visit gets slot k. One Core serves one device.
+//
+// Invariant: an address is handed out only while no live range overlaps it. A wrong plan costs misses, never data.
+//
+// Threads: whatever is not atomic is called with `mutex` held. The core never calls the native allocator; what has to be
+// given back to it is returned, for the backend to drop once the mutex is free.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace ds_memo {
+
+using Address = uintptr_t;
+using Bytes = uint64_t;
+using Stream = uintptr_t;  // a device stream's handle; on a CPU, where a thread is what runs things in order, the thread's
+using Fence = uint64_t;    // the backend's name for events that a range's next user must wait for; 0: none
+
+constexpr Bytes kNative = ~Bytes{0};  // the offset of a slot that the plan leaves to the native allocator
+constexpr int kNoPhase = -1;
+constexpr Stream kAnyStream = ~Stream{0};
+
+enum class Mode : int { off, profile, plan };
+
+struct Slot {
+  Bytes size;    // as asked for; any other size is a mismatch
+  Bytes offset;  // from the arena's start, or kNative
+};
+
+using Visit = std::vector<Slot>;                            // in the order of the requests
+using Plan = std::unordered_map<int, std::vector<Visit>>;  // phase -> its visits in the order of a pass
+
+enum class Kind : int { enter, malloc, free };
+
+struct Request {
+  Kind kind;
+  int phase;    // of `enter` and `malloc`
+  uint64_t id;  // of `malloc` and `free`
+  Bytes size;   // of `malloc`
+};
+
+// What became of a request that came in a phase while a plan was followed. Everything but `hit` went to the native allocator.
+enum class Outcome : int {
+  hit,
+  native,     // the plan leaves it out
+  overlap,    // its slot is still in use
+  size,       // another size than planned: the rest of this visit is abandoned
+  abandoned,  // came after that
+  end,        // more requests than planned
+  unplanned,  // the plan does not know this visit
+  stream,     // asked for on another stream than the pass's or the arena's
+  pool,       // while a graph is captured or a memory pool is in use
+  arena,      // there is no arena
+};
+constexpr int kOutcomes = 10;
+constexpr std::array<const char*, kOutcomes> kOutcomeNames = {
+    "hit", "native", "overlap", "size", "abandoned", "end", "unplanned", "stream", "pool", "arena"};
+
+struct Stats {
+  std::array<uint64_t, kOutcomes> count{};
+  uint64_t waits = 0;      // for fences, by the compute stream
+  Bytes live_bytes = 0;    // in arenas, now
+  Bytes peak_bytes = 0;    // the most of them
+  Bytes highest_end = 0;   // of any slot that was handed out
+};
+
+// One block of native memory, and which parts of it are in use.
+class Arena {
+ public:
+  Arena(Address base, Bytes bytes, Stream stream, std::shared_ptr<void> backing)
+      : base_(base), bytes_(bytes), stream_(stream), backing_(std::move(backing)) {}
+
+  Address base() const { return base_; }
+  Bytes bytes() const { return bytes_; }
+  Stream stream() const { return stream_; }
+  bool owns(Address address) const { return address - base_ < bytes_; }
+  size_t live() const { return live_; }
+
+  // Marks [offset, offset + size) as live; false where that would overlap a live range or leave the arena. Fences of
+  // ranges that were freed before go to `fences`: wait for them before the memory is written.
+  bool take(Bytes offset, Bytes size, std::vector<Fence>& fences) {
+    if (offset > bytes_ || size > bytes_ - offset) return false;
+    const auto first = reaching_past(offset);
+    auto last = first;
+    for (; last != ranges_.end() && last->begin < offset + size; ++last)
+      if (!last->fence) return false;
+    for (auto range = first; range != last; ++range) fences.push_back(range->fence);
+    if (first == last) {
+      ranges_.insert(first, Range{offset, offset + size, 0});
+    } else {
+      *first = Range{offset, offset + size, 0};
+      ranges_.erase(first + 1, last);
+    }
+    ++live_;
+    return true;
+  }
+
+  // Frees the live range that begins at `address` and returns its size; 0 where none does. With a fence the range stays,
+  // for take() to find.
+  Bytes give(Address address, Fence fence) {
+    const Bytes offset = address - base_;
+    const auto range = reaching_past(offset);
+    if (range == ranges_.end() || range->begin != offset || range->fence) return 0;
+    const Bytes size = range->end - range->begin;
+    if (fence) {
+      range->fence = fence;
+    } else {
+      ranges_.erase(range);
+    }
+    --live_;
+    return size;
+  }
+
+  std::vector<Fence> fences() const {
+    std::vector<Fence> all;
+    for (const Range& range : ranges_)
+      if (range.fence) all.push_back(range.fence);
+    return all;
+  }
+
+ private:
+  struct Range {
+    Bytes begin, end;
+    Fence fence;  // 0: live
+  };
+  std::vector<Range>::iterator reaching_past(Bytes offset) {
+    return std::lower_bound(ranges_.begin(), ranges_.end(), offset, [](const Range& r, Bytes o) { return r.end <= o; });
+  }
+
+  Address base_;
+  Bytes bytes_;
+  Stream stream_;
+  std::shared_ptr<void> backing_;
+  std::vector<Range> ranges_;  // sorted, disjoint
+  size_t live_ = 0;
+};
+
+class Core {
+ public:
+  std::mutex mutex;
+
+  // ---- before the mutex is taken
+
+  // Whether a request is any of our business; false is the common case and must stay cheap.
+  bool concerns(Bytes size) const {
+    return mode_.load(std::memory_order_relaxed) != Mode::off && phase_.load(std::memory_order_relaxed) != kNoPhase &&
+           size >= min_bytes_.load(std::memory_order_relaxed);
+  }
+  Mode mode() const { return mode_.load(std::memory_order_relaxed); }
+  bool has_logged() const { return logged_.load(std::memory_order_relaxed) != 0; }
+  bool has_arena() const { return arenas_.load(std::memory_order_relaxed) != 0; }
+
+  // ---- passes and phases
+
+  void set_min_bytes(Bytes bytes) { min_bytes_ = bytes; }
+
+  // Replacing or forgetting the plan of the running pass ends the pass.
+  void load_plan(int key, Plan plan) {
+    forget_plan(key);
+    plans_.emplace(key, std::move(plan));
+  }
+  void forget_plan(int key) {
+    if (plan_ && plan_ == find_plan(key)) stop();
+    plans_.erase(key);
+  }
+
+  // A pass on `stream`; requests on others are not logged. False where plan `key` was never loaded.
+  bool begin_pass(Mode mode, int key, Stream stream) {
+    stop();
+    stream_ = stream;
+    if (mode == Mode::plan) {
+      plan_ = find_plan(key);
+      if (!plan_) return false;
+    }
+    mode_ = mode;
+    return true;
+  }
+
+  void stop() {
+    mode_ = Mode::off;
+    phase_ = kNoPhase;
+    plan_ = nullptr;
+    visit_ = nullptr;
+    visits_.clear();
+  }
+
+  void enter(int phase) {
+    phase_ = phase;
+    visit_ = nullptr;
+    abandoned_ = false;
+    next_ = 0;
+    if (mode() == Mode::off || phase == kNoPhase) return;
+    if (mode() == Mode::profile) {
+      log_.push_back({Kind::enter, phase, 0, 0});
+      return;
+    }
+    const size_t visit = visits_[phase]++;
+    const auto planned = plan_->find(phase);
+    if (planned != plan_->end() && visit < planned->second.size()) visit_ = &planned->second[visit];
+  }
+
+  // ---- following a plan
+
+  // An address in the arena, or nothing: then it is the native allocator's turn. Wait for `fences` before writing.
+  std::optional<Address> take(Bytes size, Stream stream, bool pool, std::vector<Fence>& fences) {
+    const Outcome outcome = place(size, stream, pool, fences);
+    ++stats.count[static_cast<int>(outcome)];
+    if (outcome != Outcome::hit) return std::nullopt;
+    const Bytes offset = (*visit_)[next_ - 1].offset;
+    stats.live_bytes += size;
+    stats.peak_bytes = std::max(stats.peak_bytes, stats.live_bytes);
+    stats.highest_end = std::max(stats.highest_end, offset + size);
+    stats.waits += fences.size();
+    return arena_->base() + offset;
+  }
+
+  Arena* owner(Address address) {
+    if (arena_ && arena_->owns(address)) return arena_.get();
+    for (auto& arena : retired_)
+      if (arena->owns(address)) return arena.get();
+    return nullptr;
+  }
+
+  // Frees a live block; false where `address` is none. An arena of which this was the last block goes to `drained`.
+  bool give(Address address, Fence fence, std::unique_ptr<Arena>& drained) {
+    Arena* arena = owner(address);
+    const Bytes size = arena ? arena->give(address, fence) : 0;
+    if (!size) return false;
+    stats.live_bytes -= size;
+    if (arena != arena_.get() && !arena->live()) drained = remove_retired(arena);
+    return true;
+  }
+
+  // Puts an arena (or none) in the place of the present one, which is returned if nothing lives in it. If something does,
+  // it stays until its last block is freed.
+  std::unique_ptr<Arena> replace_arena(std::unique_ptr<Arena> fresh) {
+    std::swap(arena_, fresh);
+    if (fresh && fresh->live()) {
+      retired_.push_back(std::move(fresh));
+      fresh.reset();
+    }
+    count_arenas();
+    return fresh;
+  }
+
+  const Arena* arena() const { return arena_.get(); }
+  size_t retired() const { return retired_.size(); }
+
+  // ---- profiling
+
+  void log_malloc(Address address, Bytes size, Stream stream) {
+    if (mode() != Mode::profile || stream != stream_) return;
+    const uint64_t id = next_id_++;
+    ids_[address] = id;
+    logged_ = ids_.size();
+    log_.push_back({Kind::malloc, phase_, id, size});
+  }
+
+  // Notes the free of a block that was logged, in whatever mode.
+  void log_free(Address address) {
+    const auto known = ids_.find(address);
+    if (known == ids_.end()) return;
+    if (mode() == Mode::profile) log_.push_back({Kind::free, phase_, known->second, 0});
+    ids_.erase(known);
+    logged_ = ids_.size();
+  }
+
+  std::vector<Request> take_log() { return std::exchange(log_, {}); }
+
+  Stats stats;
+
+ private:
+  Outcome place(Bytes size, Stream stream, bool pool, std::vector<Fence>& fences) {
+    if (pool) return Outcome::pool;
+    if (!visit_) return Outcome::unplanned;
+    if (!arena_) return Outcome::arena;
+    if (stream != stream_ || (stream != arena_->stream() && arena_->stream() != kAnyStream))
+      return Outcome::stream;  // not in the plan's order: the cursor stays
+    if (abandoned_) return Outcome::abandoned;
+    if (next_ == visit_->size()) return Outcome::end;
+    const Slot& slot = (*visit_)[next_];
+    if (slot.size != size) {
+      abandoned_ = true;  // guessing on would only give accidental hits
+      return Outcome::size;
+    }
+    ++next_;
+    if (slot.offset == kNative) return Outcome::native;
+    return arena_->take(slot.offset, size, fences) ? Outcome::hit : Outcome::overlap;
+  }
+
+  const Plan* find_plan(int key) const {
+    const auto found = plans_.find(key);
+    return found == plans_.end() ? nullptr : &found->second;
+  }
+
+  std::unique_ptr<Arena> remove_retired(Arena* arena) {
+    const auto at = std::find_if(retired_.begin(), retired_.end(), [&](const auto& a) { return a.get() == arena; });
+    std::unique_ptr<Arena> removed = std::move(*at);
+    retired_.erase(at);
+    count_arenas();
+    return removed;
+  }
+
+  void count_arenas() { arenas_ = retired_.size() + (arena_ ? 1 : 0); }
+
+  std::atomic<Mode> mode_{Mode::off};
+  std::atomic<int> phase_{kNoPhase};
+  std::atomic<Bytes> min_bytes_{0};
+  std::atomic<size_t> logged_{0};
+  std::atomic<size_t> arenas_{0};
+
+  std::unordered_map<int, Plan> plans_;
+  const Plan* plan_ = nullptr;               // of the running pass
+  std::unordered_map<int, size_t> visits_;   // phase -> visits in this pass
+  const Visit* visit_ = nullptr;
+  size_t next_ = 0;                          // slot of the visit's next request
+  bool abandoned_ = false;
+  Stream stream_ = 0;  // of the running pass
+
+  std::unique_ptr<Arena> arena_;
+  std::vector<std::unique_ptr<Arena>> retired_;  // still hold live blocks
+
+  std::vector<Request> log_;
+  std::unordered_map<Address, uint64_t> ids_;  // of logged blocks that are alive
+  uint64_t next_id_ = 0;
+};
+
+}  // namespace ds_memo
