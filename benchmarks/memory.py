@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -215,9 +216,9 @@ def _watch_frames(engine: SwapEngine, count: LiveBytes, live: list[int]) -> list
     frames: list[tuple[bool, int]] = []
     begin, end = engine.begin, engine.end
 
-    def watched_begin(name: str, resident: bool) -> Frame:
+    def watched_begin(*args: Any) -> Frame:
         live.append(count.live)
-        return begin(name, resident)
+        return begin(*args)
 
     def watched_end(frame: Frame) -> None:
         end(frame)

@@ -84,8 +84,7 @@ class Allocator:
 
     def uninstall(self) -> None:
         """Put torch's allocator back. Blocks of the arena stay valid, and the arena goes with the last of them."""
-        self._op.stop(self._device)
-        self._op.set_arena(self._device, 0)
+        self.reset()
         self._op.uninstall()
 
     @property
@@ -135,7 +134,13 @@ class Allocator:
         self._op.load_plan(self._device, key, [(number_of(phase), list(slots)) for phase, slots in visits])
 
     def forget_plan(self, key: int) -> None:
+        """A pass that follows it ends."""
         self._op.forget_plan(self._device, key)
+
+    def reset(self) -> None:
+        """Forget every plan, and the arena."""
+        self._op.forget_plans(self._device)
+        self._op.set_arena(self._device, 0)
 
     def reserve(self, nbytes: int) -> None:
         """Have an arena of exactly so many bytes; 0 for none. One that is in use lives on until its last block is freed.

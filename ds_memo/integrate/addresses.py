@@ -1,14 +1,15 @@
 """Addresses: profile the requests of a pass, plan them, give them their planned addresses from then on.
 
 A *pass* is a training forward with everything until the next one; an *iteration* is the passes up to an optimizer step (one
-pass, where there are no steps). Passes whose model inputs have the same shapes share a plan. Per such *kind* of pass:
+pass, where there are no steps). Passes share a plan if the model's inputs have the same shapes and they have the same place in
+the accumulation of gradients. Per such *kind* of pass:
 
     profiled ─► profiled with the same requests as in the iteration before ─► planned ─► followed
        ▲                                                                                   │
        └───────────────────── two passes in a row did not fit the plan ◄───────────────────┘
 
-and after three plans that did not last, a kind is left to torch's allocator, with a warning. Where two lengths are known, the
-plan for a third is made from theirs (ds_memo/plan/rescale.py) without profiling it.
+The third plan is the last: it is followed while it serves most requests, else the kind is left to torch's allocator. Where two
+lengths are known, the plan for a third is made from theirs (ds_memo/plan/rescale.py) without profiling it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ds_memo.errors import MemoError
 from ds_memo.ops.allocator import MISSES, NATIVE, Allocator
 from ds_memo.plan import Plan, PlanError, plan_trace
 from ds_memo.plan.rescale import fit_sizes, rescale
-from ds_memo.profile.lengths import Kind, length_between
+from ds_memo.profile.lengths import Kind, Shapes, length_between
 from ds_memo.profile.requests import NEVER, Place, RequestLog, read_log
 
 _TROUBLE = 0.01
@@ -61,6 +62,13 @@ class _Known:
         self.trouble = 0
 
 
+def _end(allocator: Allocator, place: tuple[str, int]) -> None:
+    """The last one of a kind of device leaves torch's allocator as it was."""
+    allocator.reset()
+    if not any(kind == place[0] for kind, _ in _owners):
+        allocator.uninstall()
+
+
 class Addresses:
     """The addresses of one model's training passes on one device.
 
@@ -83,9 +91,10 @@ class Addresses:
             raise MemoError(f"another attached model has the addresses on {device} planned, and one allocator follows one plan")
         self._allocator.install()
         _owners[self._place] = self
+        self._end = weakref.finalize(self, _end, self._allocator, self._place)
+        self._end.atexit = False
         self._device = device
-        self.last_layer = -1
-        """Number of the layer behind which the head begins."""
+        self._last_layer = -1
         self._known: dict[Kind, _Known] = {}
         self._kind: Kind | None = None
         """Of the running pass."""
@@ -103,13 +112,20 @@ class Addresses:
 
     # ---- what the run says
 
-    def pass_begins(self, kind: Kind, last_layer: int) -> None:
-        """A training forward begins."""
+    def pass_begins(self, shapes: Shapes, last_layer: int, last: bool) -> None:
+        """A training forward begins.
+
+        Args:
+            shapes: of its inputs.
+            last_layer: number of the layer behind which the head begins.
+            last: it is known to be the last micro-batch of an optimizer step.
+        """
         self._finish_pass()
-        if self._stepped or not self._steps_happen:
+        first = self._stepped or not self._steps_happen
+        if first:
             self._finish_iteration()
-        self.last_layer = last_layer
-        self._kind = kind
+        self._last_layer = last_layer
+        self._kind = kind = Kind(shapes, first, last)
         known = self._known.get(kind) or self._new(kind)
         if known.plan is not None:
             self._have_arena(known)
@@ -126,7 +142,7 @@ class Addresses:
         self._allocator.phase(f"L{layer}.f")
 
     def layer_ends(self, layer: int) -> None:
-        if layer == self.last_layer:
+        if layer == self._last_layer:
             self._allocator.phase("head")
 
     def layer_replays(self, layer: int) -> None:
@@ -173,15 +189,8 @@ class Addresses:
 
     def close(self) -> None:
         """End planning. Blocks that are still alive stay valid."""
-        if _owners.get(self._place) is not self:
-            return
-        del _owners[self._place]
-        self._allocator.stop()
-        self._allocator.reserve(0)
-        for known in self._known.values():
-            self._allocator.forget_plan(known.number)
-        if not any(kind == self._place[0] for kind, _ in _owners):
-            self._allocator.uninstall()
+        _owners.pop(self._place, None)
+        self._end()
 
     # ---- inside
 
@@ -228,13 +237,17 @@ class Addresses:
         known.trouble = 0 if fits else known.trouble + 1
         if known.trouble < 2:
             return
-        known.forget_plan()
-        self._allocator.forget_plan(known.number)
         if known.plans >= _PLANS_PER_KIND:
             self._warn(
-                "memory requests of passes with the same shapes differ from each other (experts with uneven loads, work that "
-                "depends on the data): they are left to PyTorch's allocator"
+                "memory requests differ from pass to pass (experts with uneven loads, work that depends on the data, tensors "
+                "that are kept for later): those that do not fit the plan go to PyTorch's allocator; report()['plan'] counts them"
             )
+            if misses < counts["hit"]:
+                return
+        known.forget_plan()
+        self._allocator.forget_plan(known.number)
+        if not any(other.plan is not None or other.plans < _PLANS_PER_KIND for other in self._known.values()):
+            self._allocator.reserve(0)  # not before: whatever pins the arena would pin it beside the next one
 
     def _plan(self, known: _Known, log: RequestLog) -> None:
         known.plans += 1

@@ -23,7 +23,7 @@ from ds_memo.estimate.flops import mfu, peak_flops
 from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
 from ds_memo.integrate.transformers import model_flops
-from ds_memo.profile.lengths import kind_of_pass
+from ds_memo.profile.lengths import shapes_of
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.solve.homes import alpha_for_host, place_residents
@@ -147,6 +147,8 @@ class Memo:
     def __init__(self, model: nn.Module, config: MemoConfig, layers: list[tuple[str, nn.Module]], device: torch.device) -> None:
         self.config = config
         self.in_forward = False
+        self.on_last_micro_batch: Callable[[], bool] = lambda: False
+        """Whether the optimizer is known to step after the present micro-batch."""
         self.binding = "not known before the first forward"
         self.alpha_used = config.alpha
         self.warnings: list[str] = []
@@ -387,7 +389,7 @@ class Memo:
         if self.addresses and not (module.training and torch.is_grad_enabled()):
             self.addresses.leave_phase()
         elif self.addresses:
-            self.addresses.pass_begins(kind_of_pass(args, kwargs), len(self.layers) - 1)
+            self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self.on_last_micro_batch())
         self.in_forward = True
         self._frames_before = self.engine.traffic.frames
 

@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -48,6 +49,7 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     if isinstance(engine, PipelineEngine):
         raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")
     memo = attach_model(engine.module, config, device=engine.device)
+    memo.on_last_micro_batch = _weakly(engine.is_gradient_accumulation_boundary)
     take_step = engine._take_model_step
 
     @functools.wraps(take_step)
@@ -61,6 +63,16 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     memo.on_detach(functools.partial(_give_step_back, weakref.ref(engine)))  # attached models must not keep engines alive
     engine.memo = memo
     return memo
+
+
+def _weakly(boundary: Callable[[], bool]) -> Callable[[], bool]:
+    method = weakref.WeakMethod(boundary)  # attached models must not keep engines alive
+
+    def ask() -> bool:
+        live = method()
+        return live is not None and bool(live())
+
+    return ask
 
 
 def _give_step_back(engine: weakref.ref) -> None:

@@ -1,4 +1,4 @@
-"""Kinds of passes by the shapes of their inputs, and the one length in which two kinds may differ."""
+"""Kinds of passes: what their memory requests depend on, and the one length in which two kinds may differ."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-Kind = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shape and dtype of every tensor that a model is called with."""
+
+
+class Kind(NamedTuple):
+    """Passes of one kind are expected to ask for the same memory."""
+
+    shapes: Shapes
+    first: bool
+    """The first micro-batch of an optimizer step: its gradients stay, those of the others are added to them."""
+    last: bool
+    """Known to be the last one, after which gradients are reduced."""
 
 
 class Length(NamedTuple):
@@ -20,19 +30,19 @@ class Length(NamedTuple):
     """(tensor, dimension) of each."""
 
 
-def kind_of_pass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     return tuple((tuple(x.shape), x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
 
 
 def length_between(here: Kind, there: Kind) -> Length | None:
     """None where the kinds are equal, or differ in more than one size."""
-    if [(len(shape), dtype) for shape, dtype in here] != [(len(shape), dtype) for shape, dtype in there]:
+    if here[1:] != there[1:] or [(len(s), dtype) for s, dtype in here.shapes] != [(len(s), dtype) for s, dtype in there.shapes]:
         return None
     places = tuple(
         (t, d)
-        for t, ((mine, _), (theirs, _)) in enumerate(zip(here, there, strict=True))
+        for t, ((mine, _), (theirs, _)) in enumerate(zip(here.shapes, there.shapes, strict=True))
         for d in range(len(mine))
         if mine[d] != theirs[d]
     )
-    sizes = {(here[t][0][d], there[t][0][d]) for t, d in places}
+    sizes = {(here.shapes[t][0][d], there.shapes[t][0][d]) for t, d in places}
     return Length(*sizes.pop(), places) if len(sizes) == 1 else None

@@ -174,6 +174,10 @@ class Core {
     if (plan_ && plan_ == find_plan(key)) stop();
     plans_.erase(key);
   }
+  void forget_plans() {
+    stop();
+    plans_.clear();
+  }
 
   // A pass on `stream`; requests on others are not logged. False where plan `key` was never loaded.
   bool begin_pass(Mode mode, int key, Stream stream) {
