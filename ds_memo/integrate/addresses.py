@@ -174,8 +174,7 @@ class Addresses:
 
     def report(self) -> dict[str, Any]:
         """See Memo.report."""
-        known = self._known.get(self._kind) if self._kind is not None else None
-        plan = known.plan if known else None
+        plan = self.plan
         counts = {name: count - self._at_start[name] for name, count in self._allocator.stats().items()}
         return {
             "peak": plan.peak if plan else 0,
@@ -186,6 +185,18 @@ class Addresses:
             "hits": counts["hit"],
             "misses": {name: counts[name] for name in MISSES},
         }
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the running kind of pass follows."""
+        known = self._known.get(self._kind) if self._kind is not None else None
+        return known.plan if known else None
+
+    @property
+    def log(self) -> RequestLog | None:
+        """What was planned for it."""
+        known = self._known.get(self._kind) if self._kind is not None else None
+        return known.log if known else None
 
     def close(self) -> None:
         """End planning. Blocks that are still alive stay valid."""
