@@ -83,10 +83,9 @@ class Allocator:
         self._op.set_min_bytes(self._device, self.min_bytes)
 
     def uninstall(self) -> None:
-        """End the pass, let the arena go and put torch's allocator back. Where blocks of the arena are still alive they stay
-        valid, and the arena goes with the last of them; until it has gone the op stays in front, and off."""
-        self._op.stop(self._device)
-        self._op.set_arena(self._device, 0)
+        """End the pass, forget the plans, let the arena go and put torch's allocator back. Where blocks of the arena are still
+        alive they stay valid, and the arena goes with the last of them; until it has gone the op stays in front, and off."""
+        self.reset()
         self._op.uninstall()
 
     @property
@@ -119,7 +118,7 @@ class Allocator:
         self._op.enter(self._device, -1 if name is None else number_of(name))
 
     def requests(self) -> list[Request]:
-        """What was logged since the last call. Frees of blocks from earlier passes come with their old ids."""
+        """What was logged since the pass began, or since the last call. Frees of blocks of earlier passes have their old ids."""
         kinds = ("enter", "malloc", "free")
         return [
             Request(kinds[kind], _names[phase] if phase >= 0 and kind < 2 else None, id_, size)
@@ -136,7 +135,13 @@ class Allocator:
         self._op.load_plan(self._device, key, [(number_of(phase), list(slots)) for phase, slots in visits])
 
     def forget_plan(self, key: int) -> None:
+        """A pass that follows it ends."""
         self._op.forget_plan(self._device, key)
+
+    def reset(self) -> None:
+        """Forget every plan, and the arena."""
+        self._op.forget_plans(self._device)
+        self._op.set_arena(self._device, 0)
 
     def reserve(self, nbytes: int) -> None:
         """Have an arena of exactly so many bytes; 0 for none. One that is in use lives on until its last block is freed.

@@ -23,8 +23,9 @@ from ds_memo.estimate.flops import mfu, peak_flops
 from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
 from ds_memo.integrate.transformers import model_flops
+from ds_memo.plan import Plan
 from ds_memo.profile.lengths import shapes_of
-from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.solve.homes import alpha_for_host, place_residents
 from ds_memo.swap.engine import SwapEngine
@@ -188,8 +189,8 @@ class Memo:
 
     # ---- the policy that remat asks
 
-    def is_resident(self, layer: Layer) -> bool:
-        return layer.index in self.residents
+    def setting(self, layer: Layer) -> Setting:
+        return Setting(resident=layer.index in self.residents)
 
     def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
         """See :class:`ds_memo.remat.checkpoint.Policy`."""
@@ -271,6 +272,14 @@ class Memo:
             handle = register(told(say))
             self._restore.append(handle.remove)
             weakref.finalize(self, handle.remove)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of memory addresses that the latest training pass followed; None before there is one.
+
+        ``ds_memo.plan.plan_to_json`` writes it, and ``ds-memo show`` draws what it wrote.
+        """
+        return self.addresses.plan if self.addresses else None
 
     def release_arena(self) -> int:
         """Give the arena of planned addresses back to PyTorch's allocator, for an evaluation that needs the memory, say.

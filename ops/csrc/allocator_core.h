@@ -172,11 +172,16 @@ class Core {
     if (plan_ && plan_ == find_plan(key)) stop();
     plans_.erase(key);
   }
+  void forget_plans() {
+    stop();
+    plans_.clear();
+  }
 
   // A pass on `stream`; requests on others are not logged. False where plan `key` was never loaded.
   bool begin_pass(Mode mode, int key, Stream stream) {
     stop();
     stream_ = stream;
+    log_.clear();
     if (mode == Mode::plan) {
       plan_ = find_plan(key);
       if (!plan_) return false;

@@ -358,12 +358,9 @@ def logged_blocks_freed_later() -> None:
     rig = Rig(CPU)
     reference = rig.forward_and_backward()
 
-    def a_logged_block() -> torch.Tensor:
-        rig.allocator.profile()
-        rig.allocator.phase("embed")
-        return torch.full((MIB,), 3, dtype=torch.uint8)
-
-    blocks = [a_logged_block() for _ in range(4)]
+    rig.allocator.profile()
+    rig.allocator.phase("embed")
+    blocks = [torch.full((MIB,), 3, dtype=torch.uint8) for _ in range(4)]
     born = [event.id for event in rig.allocator.requests() if event.kind == "malloc"]
     rig.allocator.stop()
     blocks.pop(0)  # off
