@@ -568,6 +568,7 @@ def run(name: str) -> str:
 
 def main() -> int:
     torch.cuda.init()
+    Allocator(torch.device("cuda")).uninstall()  # what was never installed
     failed = 0
     for name in runnable():
         print(f"run {name}", flush=True)

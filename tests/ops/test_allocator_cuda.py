@@ -68,7 +68,7 @@ def test_it_compiles(tmp_path):
         runtime_headers(),
         sysconfig.get_path("include"),
     ]
-    command = [compiler(), *flags, f"-I{CSRC}", *(word for i in includes for word in ("-isystem", i)), "-c"]
+    command = [*compiler(), *flags, f"-I{CSRC}", *(word for i in includes for word in ("-isystem", i)), "-c"]
     command += [CSRC / "allocator_cuda.cpp", "-o", tmp_path / "allocator_cuda.o"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,7 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("standin")
     library = folder / "libcuda.so.1"
     flags = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{runtime_headers()}"]
-    subprocess.run([compiler(), *flags, HERE / "cuda_standin.cpp", "-o", library], check=True)
+    subprocess.run([*compiler(), *flags, HERE / "cuda_standin.cpp", "-o", library], check=True)
     paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
     return {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": paths, "DS_ACCELERATOR": "cuda", "PYTHONPATH": str(ROOT)}
 
