@@ -105,8 +105,9 @@ class Addresses:
         self._escaped: dict[int, Place] = {}
         """Blocks of the last profiled pass that outlived it."""
         self._escaped_from: Kind | None = None
-        self._steps_happen = False
-        self._stepped = False
+        self.steps_happen = False
+        """Whether step_ends() is called; not known before the first time, unless somebody who knows sets it."""
+        self._stepped = True
         self._stats = self._allocator.stats()
         self._at_start = self._stats
 
@@ -121,7 +122,7 @@ class Addresses:
             last: it is known to be the last micro-batch of an optimizer step.
         """
         self._finish_pass()
-        first = self._stepped or not self._steps_happen
+        first = self._stepped or not self.steps_happen
         if first:
             self._finish_iteration()
         self._last_layer = last_layer
@@ -159,7 +160,7 @@ class Addresses:
         self._allocator.phase("step")
 
     def step_ends(self) -> None:
-        self._steps_happen = self._stepped = True
+        self.steps_happen = self._stepped = True
         self.leave_phase()
 
     def leave_phase(self) -> None:

@@ -148,8 +148,7 @@ class Memo:
     def __init__(self, model: nn.Module, config: MemoConfig, layers: list[tuple[str, nn.Module]], device: torch.device) -> None:
         self.config = config
         self.in_forward = False
-        self.on_last_micro_batch: Callable[[], bool] = lambda: False
-        """Whether the optimizer is known to step after the present micro-batch."""
+        self._on_last_micro_batch: Callable[[], bool] = lambda: False
         self.binding = "not known before the first forward"
         self.alpha_used = config.alpha
         self.warnings: list[str] = []
@@ -234,6 +233,16 @@ class Memo:
         if message not in self.warnings:
             self.warnings.append(message)
             warnings.warn(message, MemoWarning, stacklevel=3)
+
+    def expect_steps(self, on_last_micro_batch: Callable[[], bool]) -> None:
+        """Whoever calls tells of every optimizer step.
+
+        Args:
+            on_last_micro_batch: whether one will come after the present micro-batch.
+        """
+        self._on_last_micro_batch = on_last_micro_batch
+        if self.addresses:
+            self.addresses.steps_happen = True
 
     def step_begins(self) -> None:
         """An optimizer step begins."""
@@ -398,7 +407,7 @@ class Memo:
         if self.addresses and not (module.training and torch.is_grad_enabled()):
             self.addresses.leave_phase()
         elif self.addresses:
-            self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self.on_last_micro_batch())
+            self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch())
         self.in_forward = True
         self._frames_before = self.engine.traffic.frames
 
