@@ -63,6 +63,8 @@ def measure(rounds: int, device: torch.device) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         pairs = pairs_of(Path(folder), device)
         for label, size in SIZES.items():
+            if size < allocator.min_bytes:
+                continue  # never planned on this device
             samples[label] = of = {name: [] for name in ("stock", "native", *BARS)}
             for _ in range(rounds):
                 allocator.uninstall()

@@ -85,8 +85,9 @@ class Allocator:
     def uninstall(self) -> None:
         """End the pass, forget the plans, let the arena go and put torch's allocator back. Where blocks of the arena are still
         alive they stay valid, and the arena goes with the last of them; until it has gone the op stays in front, and off."""
-        self.reset()
-        self._op.uninstall()
+        if self.installed:
+            self.reset()
+            self._op.uninstall()
 
     @property
     def installed(self) -> bool:

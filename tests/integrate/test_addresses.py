@@ -21,6 +21,8 @@ from tests.models import MODELS, Batch, Outcome, Toy, assert_same, build, gradie
 BATCH = Batch.random(4, 128)  # 512 tokens of 64 floats: 128 KiB
 CONFIG = {"alpha": 0.5, "resident_layers": 1}
 BARE = {**CONFIG, "plan": {"enabled": False}}
+if missing := AllocatorBuilder("cpu").missing():
+    pytest.skip("; ".join(missing), allow_module_level=True)
 CPU = Allocator(torch.device("cpu"))
 
 

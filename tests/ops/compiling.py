@@ -7,10 +7,12 @@ import shlex
 import shutil
 
 
-def compiler() -> str:
-    return (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
+def compiler() -> list[str]:
+    """The command, as $CXX has it."""
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
 def lacks() -> str | None:
     """Why nothing can be compiled here; None where it can."""
-    return None if shutil.which(compiler()) else f"no C++ compiler: {compiler()} is not on the PATH"
+    command = compiler()[0]
+    return None if shutil.which(command) else f"no C++ compiler: {command} is not on the PATH"

@@ -65,7 +65,7 @@ def raw_blocks(tmp_path_factory):
     out = tmp_path_factory.mktemp("raw") / "raw_blocks.so"
     root = Path(torch.__file__).parent
     flags = ["-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}", f"-L{root / 'lib'}"]
-    subprocess.run([compiler(), *flags, HERE / "raw_blocks.cpp", "-lc10", "-o", out], check=True)
+    subprocess.run([*compiler(), *flags, HERE / "raw_blocks.cpp", "-lc10", "-o", out], check=True)
     return out
 
 

@@ -42,9 +42,9 @@ def sanitizer_is_missing(name: str, folder: Path) -> str | None:
     program = folder / f"empty_{name}"
     source = program.with_suffix(".cpp")
     source.write_text("int main() {}\n")
-    built = subprocess.run([compiler(), *SANITIZERS[name], source, "-o", program], capture_output=True, text=True)
+    built = subprocess.run([*compiler(), *SANITIZERS[name], source, "-o", program], capture_output=True, text=True)
     if built.returncode:
-        return f"{compiler()} has no {name} sanitizer: {built.stderr.strip().splitlines()[-1]}"
+        return f"{compiler()[0]} has no {name} sanitizer: {built.stderr.strip().splitlines()[-1]}"
     ran = subprocess.run([program], capture_output=True, text=True)
     return f"a program with the {name} sanitizer does not start: {ran.stderr[:200]}" if ran.returncode else None
 
@@ -62,7 +62,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             pytest.skip(reason)
         out = folder / f"{program}_{sanitizer}_{csrc.name}"
         strict = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-g", "-pthread", "-O1" if csrc == CSRC else "-O0"]
-        command = [compiler(), *strict, *SANITIZERS[sanitizer], f"-I{csrc}", HERE / f"{program}.cpp", "-o", out]
+        command = [*compiler(), *strict, *SANITIZERS[sanitizer], f"-I{csrc}", HERE / f"{program}.cpp", "-o", out]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return out
@@ -122,6 +122,6 @@ def test_the_thread_sanitizer_notices_a_missing_lock(tmp_path):
     stress = (HERE / "core_stress.cpp").read_text().replace("lock_guard<std::mutex> lock(model.", "lock_guard lock(model.")
     (tmp_path / "stress.cpp").write_text(stress)
     flags = ["-std=c++20", "-g", "-O1", "-pthread", *SANITIZERS["thread"], f"-I{tmp_path}"]
-    done = run(compiler(), *flags, tmp_path / "stress.cpp", "-o", tmp_path / "stress")
+    done = run(*compiler(), *flags, tmp_path / "stress.cpp", "-o", tmp_path / "stress")
     assert done.returncode == 0, done.stderr
     assert run(tmp_path / "stress", 100_000, THREADS, 1).returncode != 0
