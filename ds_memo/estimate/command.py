@@ -7,7 +7,7 @@ import csv
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ds_memo.estimate import answers, hardware, model
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.estimate import GIB, METHODS, OK, Estimate, Question, estimate
 
-INPUT_ERRORS = (MemoError, OSError)
+INPUT_ERRORS = (MemoError,)
 _MOST_TOKENS = 1 << 34
 
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if shown is None:
         raise EstimateError(f"{question.model.name} cannot be split over any number of GPUs as asked")
     if args.timeline:
-        _write_timeline(shown, args.timeline)
+        _write(lambda: _write_timeline(shown, args.timeline), args.timeline)
     if args.json:
         data = shown.as_json()
         if beyond is not None and beyond is not shown:
@@ -161,7 +161,7 @@ def _table(args: argparse.Namespace, question: Question) -> int:
     found = list(answers.sweep(question, lengths, methods))
     rows = [answer.as_json() for answer in found]
     if args.output:
-        _write_table(args.output, found, rows)
+        _write(lambda: _write_table(args.output, found, rows), args.output)
     if args.json:
         print(json.dumps(rows, indent=1, allow_nan=False))
         return 0
@@ -196,6 +196,13 @@ def _cells(answer: Estimate) -> tuple[str, ...]:
     )
 
 
+def _write(write: Callable[[], None], path: str) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise EstimateError(f"cannot write {path}: {error.strerror}") from None
+
+
 def _write_table(path: str, found: Sequence[Estimate], rows: Sequence[dict]) -> None:
     if path.endswith(".csv"):
         with open(path, "w", newline="") as file:
@@ -203,7 +210,7 @@ def _write_table(path: str, found: Sequence[Estimate], rows: Sequence[dict]) -> 
             writer.writeheader()
             writer.writerows(rows)
     elif path.endswith((".png", ".svg")):
-        from ds_memo.show.estimate import draw_sweep
+        from ds_memo.show.sweep import draw_sweep
 
         draw_sweep(found, path)
     else:
@@ -223,7 +230,7 @@ def _write_timeline(answer: Estimate, path: str) -> None:
     else:
         q = answer.question
         title = f"{q.model.name}, {_short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {q.method}: one sequence"
-        Path(path).write_text(draw_html(spans, title))
+        draw_html(spans, title, path)
 
 
 # ---- reading

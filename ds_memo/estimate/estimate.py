@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_memo.estimate import flops, requests
 from ds_memo.estimate import layout as layouts
@@ -26,6 +26,9 @@ from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.solve.homes import NothingFits, solve
 from ds_memo.solve.paper import paper_alpha
+
+if TYPE_CHECKING:
+    from ds_memo.profile.sample import Profile
 
 GIB = 2**30
 METHODS = ("memo", "paper", "full_recompute", "full_swap", "none")
@@ -64,6 +67,8 @@ class Question:
     plan: bool | None = None
     host_memory: float | None = None
     """Bytes of a node."""
+    profile: Profile | None = None
+    """Of a real run on the same number of ranks per sequence: its layers stand in for formulas, under memo."""
 
     @property
     def planned(self) -> bool:
@@ -214,8 +219,13 @@ def _memo(question: Question, costs: Costs) -> Estimate:
     loose = 1.0 if question.planned else question.hardware.fragmentation
     layer = costs.memo_layer()
     budget = question.hardware.usable_device_bytes - sum(states.values())
+    layers = (layer,) * model.layers
+    if question.profile is not None:
+        measured = question.profile.costs(1, max(1, round(costs.tokens)), 0, 0)
+        working["transients"] = measured.working_bytes
+        layers, layer = measured.layers, measured.layers[0]
     run = RunCosts(
-        layers=(layer,) * model.layers,
+        layers=layers,
         d2h_bytes_per_s=question.hardware.d2h,
         h2d_bytes_per_s=question.hardware.h2d,
         host_budget=int(question.host_bytes / question.ranks_on_node),
