@@ -46,11 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ask.add_argument("--max-length", action="store_true", help="the longest sequence that fits")
     ask.add_argument("--min-gpus", action="store_true", help="the fewest GPUs on which the length fits")
     ask.add_argument("--compare", action="store_true", help="all methods side by side")
-    ask.add_argument("--sweep", type=_lengths, metavar="A:B|A,B,…", help="lengths: doubled from A to B, or a list; with --compare, for all methods")
+    ask.add_argument(
+        "--sweep",
+        type=_lengths,
+        metavar="A:B|A,B,…",
+        help="lengths: doubled from A to B, or a list; with --compare, for all methods",
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="machine-readable, with everything")
     out.add_argument("-o", "--output", metavar="FILE", help="of a sweep or comparison: .csv, or a plot as .png or .svg")
-    out.add_argument("--timeline", metavar="FILE", help="the three streams of one sequence: .html, or .json for chrome://tracing and Perfetto")
+    out.add_argument(
+        "--timeline", metavar="FILE", help="the three streams of one sequence: .html, or .json for chrome://tracing and Perfetto"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -150,7 +157,19 @@ def _shares(seconds: dict[str, float], whole: float) -> str:
 
 # ---- tables
 
-_COLUMNS = ("method", "seq_length", "status", "mfu", "tgs", "step_s", "alpha", "resident_layers", "device_gib", "host_gib", "binding")
+_COLUMNS = (
+    "method",
+    "seq_length",
+    "status",
+    "mfu",
+    "tgs",
+    "step_s",
+    "alpha",
+    "resident_layers",
+    "device_gib",
+    "host_gib",
+    "binding",
+)
 
 
 def _table(args: argparse.Namespace, question: Question) -> int:

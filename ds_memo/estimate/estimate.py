@@ -1,11 +1,11 @@
 """From a question to an answer: what a step takes in time and memory, and what runs out first.
 
-    method           kept of a layer                                                layers
-    none             everything autograd saves                                      as they are
-    full_recompute   the input                                                      torch's or Megatron's checkpointing
-    full_swap        everything, on the host                                        the paper's ablation
-    paper            input and attention output, and alpha of everything else       MEMO as published
-    memo             input and attention output, and alpha of the GEMM outputs      this project, solved by ds_memo.solve
+method           kept of a layer                                                layers
+none             everything autograd saves                                      as they are
+full_recompute   the input                                                      torch's or Megatron's checkpointing
+full_swap        everything, on the host                                        the paper's ablation
+paper            input and attention output, and alpha of everything else       MEMO as published
+memo             input and attention output, and alpha of the GEMM outputs      this project, solved by ds_memo.solve
 """
 
 from __future__ import annotations
@@ -241,7 +241,9 @@ def _memo(question: Question, costs: Costs) -> Estimate:
         host = nothing.needed * question.ranks_on_node if status == OOHM else 0.0
         return Estimate(question, layout, status, str(nothing), parts, host)
     kept = homes.device_bytes - run.working_bytes
-    parts = _parts(question, states, {**working, "resident layers" if homes.plain else "resident layers and reload buffers": kept})
+    parts = _parts(
+        question, states, {**working, "resident layers" if homes.plain else "resident layers and reload buffers": kept}
+    )
     answer = Estimate(
         question,
         layout,

@@ -85,7 +85,9 @@ def load(path: str) -> Model:
     if file.is_dir():
         file = file / "config.json"
     if not file.is_file():
-        raise EstimateError(f"model {path!r}: no such file; expected a Hugging Face config JSON, e.g. ds_configs/models/gpt-7b.json")
+        raise EstimateError(
+            f"model {path!r}: no such file; expected a Hugging Face config JSON, e.g. ds_configs/models/gpt-7b.json"
+        )
     data = read_json(file, "model")
     inner = data.get("text_config")
     return from_config(inner if isinstance(inner, dict) else data, file.stem)
@@ -103,7 +105,9 @@ def from_config(config: dict[str, Any], name: str) -> Model:
                 raise EstimateError(f"model {name}: {key} is {value!r}, expected a whole number above 0")
             return value
         if default is None:
-            raise EstimateError(f"model {name}: no {' or '.join(keys)} in its config; expected a Hugging Face config of a decoder")
+            raise EstimateError(
+                f"model {name}: no {' or '.join(keys)} in its config; expected a Hugging Face config of a decoder"
+            )
         return default
 
     kind = config.get("model_type", "")

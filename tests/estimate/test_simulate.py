@@ -1,6 +1,7 @@
 """The simulator against the real engine on threads, and against the solver's own arithmetic."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -23,7 +24,7 @@ def clear_configurations() -> list[int]:
     found, seed = [], 0
     while len(found) < CONFIGURATIONS:
         times = [event.at for event in predicted_events(Configuration.random(seed).predicted())]
-        gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        gaps = [later - earlier for earlier, later in pairwise(times)]
         if all(gap < 1e-9 or gap > SURE_S for gap in gaps):
             found.append(seed)
         seed += 1
@@ -107,7 +108,9 @@ def test_it_agrees_with_the_solver(seed):
         LayerCosts(
             outputs=tuple(
                 Output(kind, draw.randint(1, 5000), 2 * draw.randint(1, 900), born)
-                for kind, born in zip(("input", "gemm", "attention", "gemm"), sorted(draw.random() for _ in range(4)), strict=True)
+                for kind, born in zip(
+                    ("input", "gemm", "attention", "gemm"), sorted(draw.random() for _ in range(4)), strict=True
+                )
             ),
             forward_s=draw.uniform(0.5, 2),
             backward_s=draw.uniform(1, 4),
@@ -135,6 +138,6 @@ def test_streams_do_one_thing_at_a_time_and_stalls_fill_computes_gaps():
     simulated = configuration.predicted()
     for stream in ("compute", "d2h", "h2d"):
         spans = [span for span in simulated.spans if span.stream == stream]
-        assert all(a.end <= b.begin + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(spans))
     compute = [span for span in simulated.spans if span.stream == "compute"]
     assert sum(span.end - span.begin for span in compute) == pytest.approx(simulated.seconds)

@@ -121,7 +121,9 @@ def predicted_events(simulated: Simulated) -> list[Event]:
     return sorted(found, key=lambda event: event.at)
 
 
-def measured_events(configuration: Configuration, engine_class: type[SwapEngine] = SwapEngine) -> tuple[list[Event], ThrottledStreams]:
+def measured_events(
+    configuration: Configuration, engine_class: type[SwapEngine] = SwapEngine
+) -> tuple[list[Event], ThrottledStreams]:
     """Run it; events from the start of the step, and the streams."""
     run, alpha = configuration.run, configuration.alpha
     streams = ThrottledStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
