@@ -15,6 +15,7 @@ from importlib import import_module
 
 VERBS = {  # verb: (module, what it does)
     "plan": ("ds_memo.plan.command", "from a request trace to an address for every tensor"),
+    "estimate": ("ds_memo.estimate.command", "what a run would take in time and memory, before anything is rented"),
     "show": ("ds_memo.show.command", "draw a plan: time × address, as PNG or interactive HTML"),
 }
 
