@@ -422,10 +422,8 @@ def a_planned_pass() -> None:
 
 def _read_by_a_side_stream(recorded: bool) -> bool:
     """Whether a slow reader on another stream saw what it should, though the block was freed and written anew."""
+    seen = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")  # before the pass: it is not planned
     slots, side = Slots((0, 8), (0, 8)), torch.cuda.Stream()
-    seen = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
-    slots.again()
     block = slots.take(8).fill_(1)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -561,6 +559,7 @@ def run(name: str) -> str:
     finally:
         allocator.install()
         gc.collect()
+        torch.cuda.ipc_collect()
         allocator.uninstall()
     left = allocator.retired_arenas
     return f"{left} arenas still have live blocks, and {expected} should\n" if left != expected else ""
