@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ds_memo.errors import MemoError
@@ -100,6 +99,12 @@ def _question(args: argparse.Namespace) -> Question:
         raise EstimateError("--max-length and --min-gpus: one question at a time")
     if (args.max_length or args.min_gpus) and (args.sweep is not None or args.compare):
         raise EstimateError("--max-length and --min-gpus do not go with --sweep and --compare")
+    if args.compare and (args.alpha is not None or args.plan is not None):
+        raise EstimateError("--compare shows each method with its own alpha and plan: leave --alpha and --[no-]plan out")
+    if args.seq_length is not None and (args.max_length or args.sweep is not None):
+        raise EstimateError("--seq-length does not go with --max-length and --sweep, which choose lengths")
+    if args.gpus is not None and args.min_gpus:
+        raise EstimateError("--gpus does not go with --min-gpus")
     if args.timeline and (args.sweep is not None or args.compare):
         raise EstimateError("--timeline draws one answer: it does not go with --sweep and --compare")
     question = Question(
@@ -174,8 +179,6 @@ _COLUMNS = (
 
 def _table(args: argparse.Namespace, question: Question) -> int:
     methods = METHODS if args.compare else (question.method,)
-    if args.compare:
-        question = replace(question, plan=None, alpha=None)
     lengths = args.sweep if args.sweep is not None else [question.seq_length]
     found = list(answers.sweep(question, lengths, methods))
     rows = [answer.as_json() for answer in found]

@@ -42,10 +42,6 @@ LOGIT_BYTES, FUSED_LOGIT_BYTES = 12, 4
 CACHE_GROWTH = 12
 """Without a plan, the cache of what comes and goes in a step grows to this many times its bytes before it settles: in the paper's
 ablation flushes begin between 64 Ki and 128 Ki tokens, which is between 9 and 19 times."""
-QUIET_LINK = 1.2
-"""The paper's alpha fits a link this much faster than the one its full swap saw: solved on a quiet host. Calibrated."""
-ALPHA_GRID = 8
-"""The paper's tables know alphas in steps of 1 / 8."""
 
 
 @dataclass(frozen=True)
@@ -310,24 +306,21 @@ def _published(question: Question, costs: Costs) -> Estimate:
 
 
 def _papers_alpha(question: Question, layer: LayerCosts, swapped: int) -> tuple[float, bool, bool]:
-    """Alpha on the paper's grid; whether the host, or the link, bounds it."""
+    """The paper's program, with its pinned blocks; whether the host, or the link, bounds it."""
     link = paper_alpha(
         input_bytes=layer.nbytes("input"),
         attention_bytes=layer.attention_bytes,
         other_bytes=layer.split_bytes,
-        bandwidth=question.hardware.d2h * QUIET_LINK,
+        bandwidth=min(question.hardware.d2h, question.hardware.h2d) * question.hardware.quiet_link,
         layer_forward_s=layer.forward_s,
         layers=swapped + 2,
         host_bytes=math.inf,
     )
-    steps = int((link or 0.0) * ALPHA_GRID)
-    fits = [
-        step
-        for step in range(steps + 1)
-        if _pinned(layer, step / ALPHA_GRID) * swapped * question.ranks_on_node <= question.host_bytes
-    ]
-    best = max(fits, default=0)
-    return best / ALPHA_GRID, best < steps, best == steps < ALPHA_GRID
+    link = link or 0.0
+    block = int(question.host_bytes / max(1, swapped * question.ranks_on_node))
+    largest = 1 << max(0, block.bit_length() - 1)  # that a power of two may have
+    host = max(0.0, (largest - layer.whole_bytes) / layer.split_bytes)
+    return min(link, host), host < link, link <= host and link < 1
 
 
 def _pinned(layer: LayerCosts, alpha: float) -> int:

@@ -58,12 +58,15 @@ def test_more_of_a_speed_is_never_slower(name, question, factor):
         assert after.step_s <= before.step_s * ROUNDING
 
 
+@pytest.mark.parametrize("names", [("d2h",), ("h2d",), RATE])
 @EXAMPLES
-@given(question=questions, alpha=st.floats(0, 1), factor=factors)
-def test_a_faster_link_is_never_slower_at_the_papers_alpha(question, alpha, factor):
+@given(question=questions, alpha=st.one_of(st.none(), st.floats(0, 1)), factor=factors)
+def test_a_faster_link_is_never_slower_under_the_papers_rules(names, question, alpha, factor):
     question = replace(question, method="paper", alpha=alpha, tp=4, cp=1)
     before = estimate(question)
-    machine = faster(faster(question.hardware, "d2h", factor), "h2d", factor)
+    machine = question.hardware
+    for name in names:
+        machine = faster(machine, name, factor)
     after = estimate(replace(question, hardware=machine))
     assert after.status == before.status
     assert before.step_s is None or after.step_s <= before.step_s * (1 + 1e-9)
