@@ -240,6 +240,8 @@ def _memo(question: Question, costs: Costs) -> Estimate:
     parts = _parts(
         question, states, {**working, "resident layers" if homes.plain else "resident layers and reload buffers": kept}
     )
+    if sum(parts.values()) > question.hardware.device_memory:  # as an alpha that was asked for may
+        return Estimate(question, layout, OOM, _device_use(question, parts), parts, 0.0)
     answer = Estimate(
         question,
         layout,
@@ -276,10 +278,9 @@ def _published(question: Question, costs: Costs) -> Estimate:
         "logits": costs.tokens * model.vocab * (FUSED_LOGIT_BYTES if megatron else LOGIT_BYTES),
     }
     parts = _parts(question, states, working)
-    used, usable = sum(parts.values()), question.hardware.device_memory
-    binding = f"device memory: {used / GIB:.1f} of {usable / GIB:.1f} GiB"
+    binding = _device_use(question, parts)
     answer = Estimate(question, costs.layout, OOM, binding, parts, 0.0)
-    if used > usable:
+    if sum(parts.values()) > question.hardware.device_memory:
         return answer
     rate = question.hardware.d2h
     run = RunCosts((layer,) * model.layers, rate, question.hardware.h2d, 0, 0, head_s=costs.head_s)
@@ -358,6 +359,10 @@ def _parts(question: Question, states: dict[str, float], working: dict[str, floa
     reserve = {"context and communication": question.hardware.device_reserve}
     parts = states | working | ({"fragmentation": loose} if loose else {}) | reserve
     return {name: nbytes for name, nbytes in parts.items() if nbytes > 0}
+
+
+def _device_use(question: Question, parts: dict[str, float]) -> str:
+    return f"device memory: {sum(parts.values()) / GIB:.1f} of {question.hardware.device_memory / GIB:.1f} GiB"
 
 
 def _timed(answer: Estimate, costs: Costs) -> Estimate:

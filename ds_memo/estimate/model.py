@@ -11,6 +11,7 @@ from ds_memo.estimate.hardware import read_json
 
 # Families whose MLP is up, activation, down; all others have a gate beside up.
 _UNGATED = {"gpt2", "gpt_neox", "gpt_neo", "gptj", "opt", "bloom", "falcon", "phi", "codegen", "starcoder2", "gpt_bigcode", "mpt"}
+_LARGEST, _MOST_LAYERS = 1 << 24, 4096
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ def from_config(config: dict[str, Any], name: str) -> Model:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise EstimateError(f"model {name}: {key} is {value!r}, expected a whole number above 0")
+            if value > _LARGEST:
+                raise EstimateError(f"model {name}: {key} is {value}, expected at most {_LARGEST}")
             return value
         if default is None:
             raise EstimateError(
@@ -114,6 +117,8 @@ def from_config(config: dict[str, Any], name: str) -> Model:
     if config.get("kv_lora_rank"):
         raise EstimateError(f"model {name}: multi-head latent attention (kv_lora_rank) is not modelled")
     layers = size("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if layers > _MOST_LAYERS:
+        raise EstimateError(f"model {name}: {layers} layers, expected at most {_MOST_LAYERS}")
     hidden = size("hidden_size", "n_embd", "d_model", "n_embed")
     heads = size("num_attention_heads", "n_head", "n_heads")
     kv_heads = 1 if config.get("multi_query") is True else size("num_key_value_heads", "num_kv_heads", default=heads)

@@ -173,6 +173,7 @@ def test_bad_input_is_one_line(capsys, words, says):
         ("{}", "num_hidden_layers"),
         ('{"num_hidden_layers": "many", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}', "'many'"),
         ('{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 3, "vocab_size": 9}', "multiple"),
+        ('{"num_hidden_layers": 9999999, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}', "at most 4096"),
         (
             '{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 3, "vocab_size": 9}',
             "key/value",

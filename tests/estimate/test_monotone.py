@@ -96,6 +96,18 @@ def test_the_planner_never_hurts(question):
 
 
 @EXAMPLES
+@given(question=questions, alpha=st.one_of(st.none(), st.floats(0, 1)), zero=st.integers(0, 3), host=st.floats(1e9, 4e12))
+def test_what_fits_keeps_every_budget(question, alpha, zero, host):
+    answer = estimate(replace(question, method="memo", alpha=alpha, zero=zero, host_memory=host))
+    if answer.status == "ok":
+        assert answer.device_total <= question.hardware.device_memory * (1 + 1e-9)
+        assert answer.host_bytes <= host
+        assert 0 < answer.mfu < 1
+    else:
+        assert answer.step_s is None and answer.binding
+
+
+@EXAMPLES
 @given(question=questions)
 def test_memo_goes_as_far_as_any_other(question):
     """Wherever another method fits, so does ds_memo; and it beats recomputing and swapping everything on the same layout."""
