@@ -46,6 +46,12 @@ def test_json_has_what_was_promised(capsys, method):
     assert 0.1 < got["mfu"] < 0.75
 
 
+def test_the_example_in_the_docs(capsys):
+    assert cli.main([*BASE, "--seq-length", "1M"]) == 0
+    shown = "".join(f"    {line}\n" for line in capsys.readouterr().out.splitlines())
+    assert shown in (ROOT / "docs" / "estimate.md").read_text()
+
+
 def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
     assert answer(capsys, "--seq-length", "1M", "--method", "none")["status"] == "oom"
     oohm = answer(capsys, "--seq-length", "384K", "--method", "full_swap", "--tp", "4", "--cp", "2")
