@@ -232,9 +232,12 @@ class _Attention:
 
 @functools.cache
 def _take_over(name: str) -> Callable[..., Any]:
-    """Have calls of this attention implementation that come from sequence-parallel models do as those want; the one that was there.
+    """Send what sequence-parallel models ask of this attention implementation through their :class:`_Attention`.
 
     Under its own name, as DeepSpeed does it: models ask for the name to choose their mask.
+
+    Returns:
+        The implementation that was there.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -255,7 +258,7 @@ def _attention_name(model: nn.Module) -> str:
         raise MemoError(f"{FIELD}: {type(model).__name__} is no Hugging Face model; Ulysses needs one whose attention it knows")
     if name in _NEEDS_A_MASK:
         raise MemoError(
-            f'{FIELD}: attn_implementation="{name}" needs a mask of length × length, which Ulysses drops; use "sdpa" or a flash one'
+            f'{FIELD}: attn_implementation="{name}" needs a mask of length × length, which Ulysses drops; use "sdpa" or a flash'
         )
     return name
 
