@@ -162,7 +162,7 @@ class Run:
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = self.engine(**batch)
-        return ulysses.mean_over_ranks(loss, batch["labels"]) if self.sp > 1 else loss
+        return ulysses.mean_over_ranks(loss, batch["labels"], self.engine) if self.sp > 1 else loss
 
     def mean(self, losses: list[torch.Tensor]) -> float:
         """Mean over this rank's losses and all ranks; every loss covers equally many tokens."""

@@ -47,6 +47,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         _refuse_conflicts(section, asked["model"])
         check_residents(config, len(find_layers(asked["model"])))
     if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
+        ulysses.refuse_conflicts(section)
         asked["mpu"] = ulysses.set_up(asked["model"], ranks)
     returned = deepspeed.initialize(*call.args, **call.kwargs)
     if config.enabled:

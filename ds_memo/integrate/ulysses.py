@@ -7,6 +7,7 @@ it another trades back (DeepSpeed: runtime/sequence_parallel/ulysses_sp.py). A r
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ds_memo.errors import MemoConfigError, MemoError
@@ -44,6 +46,20 @@ def size_in(config: Mapping[str, Any]) -> int:
     return size
 
 
+def refuse_conflicts(config: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed cannot do beside sequence parallelism.
+
+    Raises:
+        MemoConfigError: naming both settings.
+    """
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage") == 3 and zero.get("reduce_scatter") is False:
+        raise MemoConfigError(
+            f"zero_optimization.reduce_scatter: got false with stage 3 and {FIELD}; DeepSpeed then divides gradients of large "
+            "parameters by the number of all ranks and of small ones by that of groups. Leave reduce_scatter out"
+        )
+
+
 def check(size: int, model_config: Any, world_size: int, seq_length: int | None = None) -> None:
     """Refuse what cannot be split.
 
@@ -56,7 +72,9 @@ def check(size: int, model_config: Any, world_size: int, seq_length: int | None 
     Raises:
         MemoConfigError: with the numbers.
     """
-    heads, key_heads, _ = _heads(model_config)
+    model_config = model_config.get_text_config()
+    heads = model_config.num_attention_heads
+    key_heads = getattr(model_config, "num_key_value_heads", None) or heads
     if world_size % size:
         raise MemoConfigError(f"{FIELD}: got {size}, but the {world_size} ranks of this run are no multiple of it")
     if heads % size:
@@ -126,34 +144,51 @@ def split(batches: Iterable[dict[str, Any]], device: torch.device) -> Iterator[d
         yield {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in part.items()}
 
 
-def mean_over_ranks(loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean loss over the whole sequence, from every rank's mean over its part, weighted by the labels that count.
+def mean_over_ranks(loss: torch.Tensor, labels: torch.Tensor, engine: deepspeed.DeepSpeedEngine) -> torch.Tensor:
+    """The mean loss over whole sequences, from every rank's mean over its part, weighted by the labels that count.
 
-    The gradient is that of this rank's share of the sum, because DeepSpeed adds up the gradients of a group. (An all-gather that
-    autograd follows, as in DeepSpeed's tutorial, would make them larger by the size of the group.)
+    Its gradient, as `engine` reduces it, is the one without sequence parallelism, under every ZeRO stage. (The loss of
+    DeepSpeed's tutorial, an all-gather that autograd follows, gives that under ZeRO-3 only; below, gradients are too large by
+    the size of the group. Adam hides it, clipping does not.)
 
     Args:
         loss: scalar, the mean over those of `labels` that are not -100.
         labels: this rank's part, each the token to predict at that position.
+        engine: what runs the backward.
     """
     count = (labels != IGNORE).sum()
     total = count.clone()
     group = parallel_state_sp.get_sequence_parallel_group()
     dist.all_reduce(total, group=group)
     share = torch.where(count > 0, loss, torch.zeros_like(loss)) * (count / total.clamp(min=1))
-    return _SumOverRanks.apply(share, group)
+    return _SumOverRanks.apply(share, group, dist.get_world_size(group) if _divides_by_all_ranks(engine) else 1)
 
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup, factor: int) -> torch.Tensor:
+        ctx.factor = factor
         total = share.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad * ctx.factor, None, None
+
+
+def _divides_by_all_ranks(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether gradients are divided by the number of all ranks, not by that of groups, as ZeRO-3's reduce-scatter does.
+
+    Seen in DeepSpeed 0.19.8; should it learn of groups, its source will say so.
+    """
+    return engine.zero_optimization_stage() == 3 and not _reduce_scatter_knows_groups()
+
+
+@functools.cache
+def _reduce_scatter_knows_groups() -> bool:
+    reduce_scatter = DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
+    return "sequence_parallel" in inspect.getsource(reduce_scatter)
 
 
 class _Attention:
@@ -168,10 +203,10 @@ class _Attention:
     def __init__(self, name: str, model: nn.Module, group: dist.ProcessGroup) -> None:
         self._name = name
         self._core = _take_over(name)
-        self._config = model.config
+        self._layers = model.config.get_text_config().num_hidden_layers
         self._group = group
         self._ranks = dist.get_world_size(group)
-        self._by_batch: dict[int, UlyssesSPAttentionHF] = {}
+        self._by_shape: dict[tuple[int, ...], UlyssesSPAttentionHF] = {}
         self._calls = 0
         self.check_first: Any = None
 
@@ -185,7 +220,7 @@ class _Attention:
                 f"{FIELD} {self._ranks}: the model attends to a window of {window} tokens of {length}, which "
                 f'attn_implementation="{self._name}" knows from its mask alone, and Ulysses drops that. Use "flash_attention_2".'
             )
-        return self._of_batch(query.shape[0])(module, query, key, value, self._mask(mask), *args, **kwargs)
+        return self._of_shape(query, key)(module, query, key, value, self._mask(mask), *args, **kwargs)
 
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Without position_ids the model would number each part's tokens from 0, and train on that without a word."""
@@ -213,21 +248,23 @@ class _Attention:
     def _mask(self, mask: Any) -> Any:
         return mask if self._name == "flex_attention" else None  # of the part alone; causality comes from the positions
 
-    def _of_batch(self, batch: int) -> UlyssesSPAttentionHF:
-        if batch not in self._by_batch:
-            heads, key_heads, head_size = _heads(self._config)
-            self._by_batch[batch] = UlyssesSPAttentionHF(
+    def _of_shape(self, query: torch.Tensor, key: torch.Tensor) -> UlyssesSPAttentionHF:
+        """One per batch size and number of heads, which it wants to know beforehand."""
+        batch, heads, _, size = query.shape
+        shape = batch, heads, key.shape[1], size
+        if shape not in self._by_shape:
+            self._by_shape[shape] = UlyssesSPAttentionHF(
                 attn=self._core,
                 batch_size=batch,
                 attn_head_count=heads,
-                attn_head_size=head_size,
-                kv_head_count=key_heads,
-                num_hidden_layers=self._config.get_text_config().num_hidden_layers,
+                attn_head_size=size,
+                kv_head_count=key.shape[1],
+                num_hidden_layers=self._layers,
                 process_group=self._group,
                 seq_length_is_variable=True,
             )
-            self._by_batch[batch].core_attn_implementation = self._name
-        return self._by_batch[batch]
+            self._by_shape[shape].core_attn_implementation = self._name
+        return self._by_shape[shape]
 
 
 @functools.cache
@@ -261,14 +298,6 @@ def _attention_name(model: nn.Module) -> str:
             f'{FIELD}: attn_implementation="{name}" needs a mask of length × length, which Ulysses drops; use "sdpa" or a flash'
         )
     return name
-
-
-def _heads(config: Any) -> tuple[int, int, int]:
-    """Heads, key and value heads, head size."""
-    config = config.get_text_config()
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads, getattr(config, "num_key_value_heads", None) or heads, size
 
 
 def _make_groups(size: int) -> None:
