@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -304,6 +305,10 @@ def _make_groups(size: int) -> None:
     """The process groups that DeepSpeed asks for; its own function makes them once per process."""
     if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
         parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=size)
+        device = torch.device(get_accelerator().device_name())
+        timeout = dist.group.WORLD._get_backend(device).options._timeout  # else a lost rank would be waited for half an hour
+        for group in (parallel_state_sp.get_sequence_parallel_group(), parallel_state_sp.get_sequence_data_parallel_group()):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
     there = parallel_state_sp.get_sequence_parallel_world_size()
     if there != size:
         raise MemoError(f"{FIELD}: got {size}, but DeepSpeed's groups in this process are of {there} ranks; use one size")

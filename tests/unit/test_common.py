@@ -10,6 +10,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
+from tests.processes import assert_gone, processes_with
 from tests.unit.common import DistributedTest, OwnDistributedTest
 
 
@@ -109,22 +110,8 @@ def test_what_goes_wrong_is_told_and_leaves_nothing(how, tmp_path):
     assert time.monotonic() - begin < 45
     for words in TOLD[how]:
         assert words in str(failure.value)
-    deadline = time.monotonic() + 10
-    while processes_with(marker):  # killed, but the kernel takes its time
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert_gone(marker)
     assert set(os.listdir("/dev/shm")) <= before
-
-
-def processes_with(marker: str) -> list[int]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
 
 
 def test_the_search_for_orphans_finds_one():
