@@ -1,6 +1,6 @@
 """A rank is lost in the middle of a step: the other ends with an error in time, and nothing is left behind.
 
-Real processes train with ZeRO-3, two ranks to a sequence, and memo. "Frozen" takes the process group's timeout, at least a minute.
+Real processes train with ZeRO-3, two ranks to a sequence, and memo. "Frozen" takes the process group's timeout, a minute.
 """
 
 import os
