@@ -71,7 +71,7 @@ class Allocator:
         if device.type == "cuda":
             torch.cuda.init()
         self._device = 0 if device.type == "cpu" else torch.cuda.current_device() if device.index is None else device.index
-        self._min_bytes = MIN_BYTES[device.type]
+        self.min_bytes = MIN_BYTES[device.type]
 
     def install(self) -> None:
         """Put the op before torch's allocator of this kind of device. Twice is once; nothing changes until a pass begins.
@@ -80,13 +80,14 @@ class Allocator:
             RuntimeError: another allocator is in the way.
         """
         self._op.install()
-        self._op.set_min_bytes(self._device, self._min_bytes)
+        self._op.set_min_bytes(self._device, self.min_bytes)
 
     def uninstall(self) -> None:
-        """Put torch's allocator back. Blocks of the arena stay valid, and the arena goes with the last of them."""
-        self._op.stop(self._device)
-        self._op.set_arena(self._device, 0)
-        self._op.uninstall()
+        """End the pass, forget the plans, let the arena go and put torch's allocator back. Where blocks of the arena are still
+        alive they stay valid, and the arena goes with the last of them; until it has gone the op stays in front, and off."""
+        if self.installed:
+            self.reset()
+            self._op.uninstall()
 
     @property
     def installed(self) -> bool:
@@ -118,7 +119,7 @@ class Allocator:
         self._op.enter(self._device, -1 if name is None else number_of(name))
 
     def requests(self) -> list[Request]:
-        """What was logged since the last call. Frees of blocks from earlier passes come with their old ids."""
+        """What was logged since the pass began, or since the last call. Frees of blocks of earlier passes have their old ids."""
         kinds = ("enter", "malloc", "free")
         return [
             Request(kinds[kind], _names[phase] if phase >= 0 and kind < 2 else None, id_, size)
@@ -135,7 +136,13 @@ class Allocator:
         self._op.load_plan(self._device, key, [(number_of(phase), list(slots)) for phase, slots in visits])
 
     def forget_plan(self, key: int) -> None:
+        """A pass that follows it ends."""
         self._op.forget_plan(self._device, key)
+
+    def reset(self) -> None:
+        """Forget every plan, and the arena."""
+        self._op.forget_plans(self._device)
+        self._op.set_arena(self._device, 0)
 
     def reserve(self, nbytes: int) -> None:
         """Have an arena of exactly so many bytes; 0 for none. One that is in use lives on until its last block is freed.

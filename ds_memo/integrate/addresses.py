@@ -8,8 +8,8 @@ the accumulation of gradients. Per such *kind* of pass:
        ▲                                                                                   │
        └───────────────────── two passes in a row did not fit the plan ◄───────────────────┘
 
-and after three plans that did not last, a kind is left to torch's allocator, with a warning. Where two lengths are known, the
-plan for a third is made from theirs (ds_memo/plan/rescale.py) without profiling it.
+The third plan is the last: it is followed while it serves most requests, else the kind is left to torch's allocator. Where two
+lengths are known, the plan for a third is made from theirs (ds_memo/plan/rescale.py) without profiling it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,13 @@ class _Known:
         self.trouble = 0
 
 
+def _end(allocator: Allocator, place: tuple[str, int]) -> None:
+    """The last one of a kind of device leaves torch's allocator as it was."""
+    allocator.reset()
+    if not any(kind == place[0] for kind, _ in _owners):
+        allocator.uninstall()
+
+
 class Addresses:
     """The addresses of one model's training passes on one device.
 
@@ -84,6 +91,8 @@ class Addresses:
             raise MemoError(f"another attached model has the addresses on {device} planned, and one allocator follows one plan")
         self._allocator.install()
         _owners[self._place] = self
+        self._end = weakref.finalize(self, _end, self._allocator, self._place)
+        self._end.atexit = False
         self._device = device
         self._last_layer = -1
         self._known: dict[Kind, _Known] = {}
@@ -96,8 +105,9 @@ class Addresses:
         self._escaped: dict[int, Place] = {}
         """Blocks of the last profiled pass that outlived it."""
         self._escaped_from: Kind | None = None
-        self._steps_happen = False
-        self._stepped = False
+        self.steps_happen = False
+        """Whether step_ends() is called; not known before the first time, unless somebody who knows sets it."""
+        self._stepped = True
         self._stats = self._allocator.stats()
         self._at_start = self._stats
 
@@ -112,7 +122,7 @@ class Addresses:
             last: it is known to be the last micro-batch of an optimizer step.
         """
         self._finish_pass()
-        first = self._stepped or not self._steps_happen
+        first = self._stepped or not self.steps_happen
         if first:
             self._finish_iteration()
         self._last_layer = last_layer
@@ -150,7 +160,7 @@ class Addresses:
         self._allocator.phase("step")
 
     def step_ends(self) -> None:
-        self._steps_happen = self._stepped = True
+        self.steps_happen = self._stepped = True
         self.leave_phase()
 
     def leave_phase(self) -> None:
@@ -165,8 +175,7 @@ class Addresses:
 
     def report(self) -> dict[str, Any]:
         """See Memo.report."""
-        known = self._known.get(self._kind) if self._kind is not None else None
-        plan = known.plan if known else None
+        plan = self.plan
         counts = {name: count - self._at_start[name] for name, count in self._allocator.stats().items()}
         return {
             "peak": plan.peak if plan else 0,
@@ -178,17 +187,22 @@ class Addresses:
             "misses": {name: counts[name] for name in MISSES},
         }
 
+    @property
+    def plan(self) -> Plan | None:
+        """What the running kind of pass follows."""
+        known = self._known.get(self._kind) if self._kind is not None else None
+        return known.plan if known else None
+
+    @property
+    def log(self) -> RequestLog | None:
+        """What was planned for it."""
+        known = self._known.get(self._kind) if self._kind is not None else None
+        return known.log if known else None
+
     def close(self) -> None:
         """End planning. Blocks that are still alive stay valid."""
-        if _owners.get(self._place) is not self:
-            return
-        del _owners[self._place]
-        self._allocator.stop()
-        self._allocator.reserve(0)
-        for known in self._known.values():
-            self._allocator.forget_plan(known.number)
-        if not any(kind == self._place[0] for kind, _ in _owners):
-            self._allocator.uninstall()
+        _owners.pop(self._place, None)
+        self._end()
 
     # ---- inside
 
@@ -235,13 +249,17 @@ class Addresses:
         known.trouble = 0 if fits else known.trouble + 1
         if known.trouble < 2:
             return
-        known.forget_plan()
-        self._allocator.forget_plan(known.number)
         if known.plans >= _PLANS_PER_KIND:
             self._warn(
-                "memory requests of passes with the same shapes differ from each other (experts with uneven loads, work that "
-                "depends on the data): they are left to PyTorch's allocator"
+                "memory requests differ from pass to pass (experts with uneven loads, work that depends on the data, tensors "
+                "that are kept for later): those that do not fit the plan go to PyTorch's allocator; report()['plan'] counts them"
             )
+            if misses < counts["hit"]:
+                return
+        known.forget_plan()
+        self._allocator.forget_plan(known.number)
+        if not any(other.plan is not None or other.plans < _PLANS_PER_KIND for other in self._known.values()):
+            self._allocator.reserve(0)  # not before: whatever pins the arena would pin it beside the next one
 
     def _plan(self, known: _Known, log: RequestLog) -> None:
         known.plans += 1

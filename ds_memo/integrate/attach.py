@@ -23,8 +23,9 @@ from ds_memo.estimate.flops import mfu, peak_flops
 from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
 from ds_memo.integrate.transformers import model_flops
+from ds_memo.plan import Plan
 from ds_memo.profile.lengths import shapes_of
-from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.solve.homes import alpha_for_host, place_residents
 from ds_memo.swap.engine import SwapEngine
@@ -148,8 +149,7 @@ class Memo:
     def __init__(self, model: nn.Module, config: MemoConfig, layers: list[tuple[str, nn.Module]], device: torch.device) -> None:
         self.config = config
         self.in_forward = False
-        self.on_last_micro_batch: Callable[[], bool] = lambda: False
-        """Whether the optimizer is known to step after the present micro-batch."""
+        self._on_last_micro_batch: Callable[[], bool] = lambda: False
         self.binding = "not known before the first forward"
         self.alpha_used = config.alpha
         self.warnings: list[str] = []
@@ -189,8 +189,8 @@ class Memo:
 
     # ---- the policy that remat asks
 
-    def is_resident(self, layer: Layer) -> bool:
-        return layer.index in self.residents
+    def setting(self, layer: Layer) -> Setting:
+        return Setting(resident=layer.index in self.residents)
 
     def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
         """See :class:`ds_memo.remat.checkpoint.Policy`."""
@@ -235,6 +235,16 @@ class Memo:
             self.warnings.append(message)
             warnings.warn(message, MemoWarning, stacklevel=3)
 
+    def expect_steps(self, on_last_micro_batch: Callable[[], bool]) -> None:
+        """Whoever calls tells of every optimizer step.
+
+        Args:
+            on_last_micro_batch: whether one will come after the present micro-batch.
+        """
+        self._on_last_micro_batch = on_last_micro_batch
+        if self.addresses:
+            self.addresses.steps_happen = True
+
     def step_begins(self) -> None:
         """An optimizer step begins."""
         if self.addresses:
@@ -272,6 +282,14 @@ class Memo:
             handle = register(told(say))
             self._restore.append(handle.remove)
             weakref.finalize(self, handle.remove)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of memory addresses that the latest training pass followed; None before there is one.
+
+        ``ds_memo.plan.plan_to_json`` writes it, and ``ds-memo show`` draws what it wrote.
+        """
+        return self.addresses.plan if self.addresses else None
 
     def release_arena(self) -> int:
         """Give the arena of planned addresses back to PyTorch's allocator, for an evaluation that needs the memory, say.
@@ -395,7 +413,7 @@ class Memo:
         if self.addresses and not (module.training and torch.is_grad_enabled()):
             self.addresses.leave_phase()
         elif self.addresses:
-            self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self.on_last_micro_batch())
+            self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch())
         self.in_forward = True
         self._frames_before = self.engine.traffic.frames
 

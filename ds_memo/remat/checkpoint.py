@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +28,24 @@ _RECIPES = 64
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What is done with one layer call. Part of the key of its recipe."""
+
+    checkpointed: bool = True
+    """If not, the layer is simply called, and autograd saves what it likes."""
+    resident: bool = False
+    """What is kept stays on the device."""
+    alpha: float | None = None
+    """Of GEMM outputs, the share of rows that is kept. None: all of a resident layer, else the policy is asked with the sizes."""
+    keeps_attention: bool = True
+    """If not, attention is computed again in the replay."""
+
+
 class Policy(Protocol):
     """Who decides the homes."""
 
-    def is_resident(self, layer: Layer) -> bool: ...
+    def setting(self, layer: Layer) -> Setting: ...
 
     def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
         """Alpha for a layer of these sizes. Raises MemoError when it cannot fit."""
@@ -107,9 +122,11 @@ class Remat:
         keywords = fn.keywords if isinstance(fn, functools.partial) else {}
         if self._sdpa is not None:
             fn = functools.partial(self._with_sdpa, layer, fn)
-        resident = self.policy.is_resident(layer)
-        frame = self.engine.begin(layer.name, resident, layer.index)
-        key = layer.kind_of_call(args, resident) if layer.follows_recipes else None
+        setting = self.policy.setting(layer)
+        if not setting.checkpointed:
+            return fn(*args)
+        frame = self.engine.begin(layer.name, setting.resident, layer.index)
+        key = layer.kind_of_call(args, setting) if layer.follows_recipes else None
         recipe = layer.recipes.get(key)
         call = Call(self.engine, frame, recipe, self.work)
         call.keywords = [Stays(layer.name, value) for value in keywords.values() if isinstance(value, torch.Tensor)]
@@ -120,7 +137,7 @@ class Remat:
             pack = pack_followed(call)
         else:
             seen = Seen()
-            mode = Analyse(call, seen, _givens(layer, fn, args), functools.partial(self._settle, layer, key))
+            mode = Analyse(call, seen, _givens(layer, fn, args), functools.partial(self._settle, layer, setting, key))
             pack = pack_watched(call, seen)
         try:
             # These hooks see the layer's inputs only: inside, torch's checkpoint puts its own on top.
@@ -141,12 +158,16 @@ class Remat:
         self.engine.phases.layer_ends(layer.index)
         return out
 
-    def _settle(self, layer: Layer, key: Any, call: Call, seen: Seen) -> None:
+    def _settle(self, layer: Layer, setting: Setting, key: Any, call: Call, seen: Seen) -> None:
         """A layer was analysed: choose the homes, then let everything that is kept go there."""
         frame = call.frame
-        seen.close_over_inputs(frame.resident)
-        alpha = 1.0 if frame.resident or not seen.packs else self.policy.alpha(layer, *seen.sizes())
-        recipe, tensors = make_recipe(seen, alpha, frame.resident)
+        alpha = 1.0 if setting.resident and setting.alpha is None else setting.alpha
+        if not setting.keeps_attention:
+            seen.run_attention_again()
+        seen.close_over_inputs(all_rows_kept=alpha == 1.0)
+        if alpha is None:
+            alpha = self.policy.alpha(layer, *seen.sizes()) if seen.packs else 1.0
+        recipe, tensors = make_recipe(seen, alpha)
         call.recipe = layer.latest = recipe
         if key is not None:
             layer.remember(key, recipe)

@@ -148,10 +148,17 @@ class Seen:
                 op.again = True
                 self.wanted |= op.inputs
 
-    def close_over_inputs(self, resident: bool) -> None:
+    def run_attention_again(self) -> None:
+        """The last resort: attention outputs are not kept, so what they were made of is wanted."""
+        for op in self.ops:
+            if isinstance(op, SeenWhole) and keep.kind_of(op.func) is keep.Kind.ATTENTION:
+                op.again = True
+                self.wanted |= op.inputs
+
+    def close_over_inputs(self, all_rows_kept: bool) -> None:
         """A GEMM that will be computed again needs its operands: mark what they depend on, latest first."""
         for bit, op in reversed(list(enumerate(self.gemms()))):
-            supplied_whole = op.splits and (resident or op.chosen_from)
+            supplied_whole = op.splits and (all_rows_kept or op.chosen_from)
             if self.wanted >> bit & 1 and not supplied_whole:
                 self.wanted |= op.inputs
 
@@ -177,7 +184,7 @@ class Seen:
         return sum(map(_nbytes, whole)), sum(map(_nbytes, split))
 
 
-def make_recipe(seen: Seen, alpha: float, resident: bool) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:
+def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:
     """Decide every home.
 
     Returns:
@@ -204,7 +211,7 @@ def make_recipe(seen: Seen, alpha: float, resident: bool) -> tuple[Recipe, list[
         wanted = bool(seen.wanted >> bit & 1)
         bit += 1
         m = op.out.shape[0]
-        rows = m if resident or op.chosen_from else int(alpha * m)
+        rows = m if op.chosen_from else int(alpha * m)
         kept = store(op.out, rows) if wanted and op.splits and rows else None
         ops.append(Gemm(op.func, tuple(op.out.shape), op.flops, kept, wanted, op.biased))
     return Recipe(ops, inputs, layout, seen.packs, alpha, seen.softmax, ", ".join(seen.rewritten)), tensors

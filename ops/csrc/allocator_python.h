@@ -50,6 +50,11 @@ void bind(pybind11::module_& m) {
     Lock lock(core.mutex);
     core.forget_plan(key);
   });
+  m.def("forget_plans", [](int device) {
+    Core& core = Backend::core(device);
+    Lock lock(core.mutex);
+    core.forget_plans();
+  });
 
   m.def("begin_pass", [](int device, int mode, int key) {
     Core& core = Backend::core(device);

@@ -1,0 +1,72 @@
+"""Copy bandwidth between this rank's device and its host memory, over the streams and the slab that training uses."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from ds_memo.errors import MemoError
+from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams, streams_for
+
+CHUNK = 1 << 26
+"""Bytes of one copy: about what one kept output of a long layer takes."""
+_COPIES = 8
+_REPEATS = 3
+
+
+def measure_bandwidth(device: torch.device, pinned: bool, budget: int, chunk: int = CHUNK) -> tuple[float, float]:
+    """Bytes a second to and from the host, while every other rank that calls this does the same.
+
+    Args:
+        pinned: lock the host block, as training will.
+        budget: bytes of the host this rank may use; the block is made smaller to fit.
+
+    Raises:
+        MemoError: not even a page fits the budget.
+    """
+    chunk = min(chunk, budget // 4096 * 4096)
+    if chunk <= 0:
+        raise MemoError(f"host memory: {budget} bytes are available to this rank, too few to copy anything")
+    slab = HostSlab(budget, pinned)
+    block = slab.take(chunk, "the bandwidth measurement")
+    there = torch.zeros(chunk, dtype=torch.uint8, device=device)
+    here = block.memory[:chunk]
+    streams = streams_for(device)
+    try:
+        rates = []
+        for stream, dst, src in ((D2H, here, there), (H2D, there, here)):
+            _copy(streams, stream, dst, src, device, 1)  # touches every page, and starts the threads
+            _everybody()
+            rates.append(
+                chunk * _COPIES / statistics.median(_copy(streams, stream, dst, src, device, _COPIES) for _ in range(_REPEATS))
+            )
+        return rates[0], rates[1]
+    finally:
+        streams.close()
+        slab.give(block)
+        slab.close()
+
+
+def _copy(streams: Streams, stream: str, dst: torch.Tensor, src: torch.Tensor, device: torch.device, times: int) -> float:
+    streams.wait(stream, streams.mark(COMPUTE))
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(times):
+        streams.copy(stream, dst, src)
+    streams.wait(COMPUTE, streams.mark(stream))
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _everybody() -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()

@@ -1,0 +1,331 @@
+"""Measure one layer by running it alone: times, what it keeps, what autograd would save, and what it needs besides.
+
+Gradients are asked for with autograd.grad, so no parameter's .grad, and no hook on it, sees the profile. Random numbers are drawn
+from a fork of the generators. Nothing is copied to the host.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ds_memo.errors import MemoError
+from ds_memo.profile.live import LiveBytes
+from ds_memo.profile.sample import KeptOutput, LayerSample
+from ds_memo.remat import keep
+from ds_memo.remat.checkpoint import Layer, Remat, Setting
+from ds_memo.remat.recipe import Gemm, Recipe
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.streams import streams_for
+
+REPEATS = 3
+
+
+class LayerCall:
+    """A layer and what it was called with, to be called again at other lengths.
+
+    Args:
+        layer: whose parameters and name count.
+        fn, args, kwargs: as ds_memo.remat.checkpoint.Remat.run_with takes them.
+    """
+
+    def __init__(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        if isinstance(fn, partial):
+            fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+        self.layer = layer
+        self._fn = fn
+        self._args = args
+        self._kwargs = kwargs
+        self.hidden = next(
+            (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()), None
+        )
+        if self.hidden is None or self.hidden.dim() < 2:
+            raise MemoError(f"layer {layer.name} takes no hidden states (batch, length, …) that a profile could vary")
+
+    @property
+    def batch(self) -> int:
+        return self.hidden.shape[0] if self.hidden.dim() > 2 else 1
+
+    @property
+    def length(self) -> int:
+        return self.hidden.shape[1] if self.hidden.dim() > 2 else self.hidden.shape[0]
+
+    def can_shorten(self) -> bool:
+        """Whether the length is unlike every other size, so that cutting it is safe."""
+        others = set(self.hidden.shape[2:] if self.hidden.dim() > 2 else self.hidden.shape[1:]) | {self.batch}
+        return self.length not in others
+
+    def of(self, layer: Layer, fn: Callable[..., Any]) -> LayerCall:
+        """The same call of another layer."""
+        return LayerCall(layer, fn, self._args, self._kwargs)
+
+    def at(self, length: int) -> tuple[Callable[..., Any], tuple, torch.Tensor]:
+        """The call with every tensor cut to `length`, cut off from its graph; and its hidden states, which want a gradient."""
+        made: dict[int, torch.Tensor] = {}
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in made:
+                short = value.detach()
+                for dim, size in enumerate(short.shape):
+                    if size == self.length and length < size:
+                        short = short.narrow(dim, 0, length)
+                short = short.contiguous()
+                made[id(value)] = short.clone() if short.data_ptr() == value.data_ptr() else short
+            return made[id(value)]
+
+        args, kwargs = tree_map(cut, self._args), tree_map(cut, self._kwargs)
+        hidden = made[id(self.hidden)].requires_grad_()
+        return (partial(self._fn, **kwargs) if kwargs else self._fn), args, hidden
+
+
+def measure(call: LayerCall, length: int, device: torch.device, attention: str | None = None) -> LayerSample:
+    """One layer at one length, which must not be longer than it was called with.
+
+    Args:
+        attention: as the "memo" section's.
+
+    Raises:
+        MemoError: it saves nothing for a backward.
+    """
+    indices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=indices, enabled=True), torch.enable_grad():
+        fn, args, hidden = call.at(length)
+        trained = [parameter for parameter in call.layer.parameters if parameter.requires_grad]
+        bench = _Bench(call.layer, fn, args, [hidden, *trained], device, attention)
+        try:
+            plain = bench.timed(Setting(checkpointed=False))
+            kept = bench.timed(Setting(resident=True))
+            full, none = bench.recipe(Setting(resident=True)), bench.recipe(Setting(resident=True, alpha=0.0))
+            if not full.packs:
+                raise MemoError(f"layer {call.layer.name} has nothing to train")
+            watch = bench.watched()
+            peak = bench.peak(Setting(resident=True))
+            forward_s, backward_s = plain
+            outputs, gemm_s = _outputs(full, none, watch)
+            return LayerSample(
+                batch=call.batch,
+                length=length,
+                forward_s=forward_s,
+                attention_s=min(forward_s, watch.attention_s),
+                backward_s=backward_s,
+                attention_backward_s=min(backward_s, watch.attention_backward_s),
+                replay_s=max(0.0, kept[1] - backward_s),
+                gemm_s=min(forward_s, gemm_s),
+                all_gemms_s=watch.gemm_s,
+                gemm_flops=full.gemm_flops,
+                attention_flops=watch.attention_flops,
+                plain_bytes=bench.saved_bytes(),
+                working_bytes=max(0, peak - full.layout.buffer_bytes),
+                outputs=outputs,
+            )
+        finally:
+            bench.close()
+
+
+class _Fixed:
+    """A policy with one answer."""
+
+    setting_now = Setting()
+
+    def setting(self, layer: Layer) -> Setting:
+        return self.setting_now
+
+    def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
+        raise AssertionError("no rows are swapped in a profile")
+
+
+class _Bench:
+    """One layer on the table."""
+
+    def __init__(
+        self, layer: Layer, fn: Callable, args: tuple, leaves: list[torch.Tensor], device: torch.device, attention: str | None
+    ) -> None:
+        self._layer = Layer(layer.index, layer.name, layer.module() if layer.module else None)
+        self._fn, self._args, self._leaves = fn, args, leaves
+        self._device = device
+        self._policy = _Fixed()
+        self._engine = SwapEngine(streams_for(device), HostSlab(0, pinned=False), device)
+        self._remat = Remat(self._engine, self._policy, lambda message: None, attention)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def forward(self, setting: Setting) -> list[torch.Tensor]:
+        self._policy.setting_now = setting
+        out = self._remat.run(self._layer, self._fn, *self._args)
+        return [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+    def backward(self, outputs: list[torch.Tensor]) -> None:
+        torch.autograd.grad(outputs, self._leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
+
+    def timed(self, setting: Setting) -> tuple[float, float]:
+        """Seconds of a forward and of a backward, medians after one run for warming up."""
+        forwards, backwards = [], []
+        for _ in range(REPEATS + 1):
+            start = self._clock()
+            outputs = self.forward(setting)
+            between = self._clock()
+            self.backward(outputs)
+            end = self._clock()
+            forwards.append(between - start)
+            backwards.append(end - between)
+        return statistics.median(forwards[1:]), statistics.median(backwards[1:])
+
+    def recipe(self, setting: Setting) -> Recipe:
+        self.forward(setting)
+        return self._layer.latest
+
+    def watched(self) -> Stopwatch:
+        """When each kernel that counts ran, once."""
+        with Stopwatch(self._device) as watch:
+            start = watch.now()
+            outputs = self.forward(Setting(checkpointed=False))
+            watch.forward_over(start)
+            self.backward(outputs)
+        watch.read()
+        return watch
+
+    def peak(self, setting: Setting) -> int:
+        """The most bytes alive at once that a forward and backward made."""
+        with LiveBytes(self._device) as count:
+            self.backward(self.forward(setting))
+        return count.peak
+
+    def saved_bytes(self) -> int:
+        """Storages that autograd saves, but for parameters and what other layers share."""
+        module = self._layer.module() if self._layer.module else None
+        own = [*module.parameters(), *module.buffers()] if module is not None else []
+        shared = [
+            x for x in tree_leaves((self._args, self._fn.keywords if isinstance(self._fn, partial) else ())) if torch.is_tensor(x)
+        ]
+        known = {x.untyped_storage().data_ptr() for x in (*own, *shared) if x is not self._leaves[0]}
+        saved: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known and not isinstance(tensor, nn.Parameter):
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            self.forward(Setting(checkpointed=False))
+        return sum(saved.values())
+
+    def _clock(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class Stopwatch(TorchDispatchMode):
+    """Time the GEMMs, attention and choices of a layer's forward, and attention in its backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._on_cuda = device.type == "cuda"
+        self._ops: list[tuple[Any, Any, Any]] = []
+        self._backward: list[tuple[Any, Any]] = []
+        self._in_forward = True
+        self._start: Any = None
+        self._end: Any = None
+        self.attention_flops = 0
+        self.gemm_s = self.attention_s = self.attention_backward_s = 0.0
+        self.seconds: list[float] = []
+        """Of each op that a recipe lists, in order."""
+        self.born: list[float] = []
+        """When each was over, as a share of the forward."""
+
+    def now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def forward_over(self, start: Any) -> None:
+        self._start, self._end = start, self.now()
+        self._in_forward = False
+
+    def read(self) -> None:
+        """Work out the attributes, when everything has run."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        whole = self._between(self._start, self._end)
+        for func, begin, end in self._ops:
+            seconds, kind = self._between(begin, end), keep.kind_of(func)
+            self.seconds.append(seconds)
+            self.born.append(min(1.0, self._between(self._start, end) / whole) if whole else 1.0)
+            self.gemm_s += seconds if kind is keep.Kind.GEMM else 0.0
+            self.attention_s += seconds if kind is keep.Kind.ATTENTION else 0.0
+        self.attention_backward_s = sum(self._between(*times) for times in self._backward)
+
+    def _between(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) * 1e-3 if self._on_cuda else end - start
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._in_forward:
+            kind = keep.kind_of(func)
+            if kind in (keep.Kind.PLAIN, keep.Kind.MUTATES):
+                return func(*args, **kwargs)
+            begin = self.now()
+            out = func(*args, **kwargs)
+            self._ops.append((func, begin, self.now()))
+            if kind is keep.Kind.ATTENTION:
+                query, key = args[0], args[1]  # (b, heads, s, d) or, flash-attn's, (b, s, heads, d)
+                self.attention_flops += 2 * query.numel() * max(key.shape[1:-1])
+            return out
+        if "backward" in (name := func.name()) and ("attention" in name or "attn" in name):
+            begin = self.now()
+            out = func(*args, **kwargs)
+            self._backward.append((begin, self.now()))
+            return out
+        return func(*args, **kwargs)
+
+
+def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[KeptOutput, ...], float]:
+    """What is kept, in the order of birth, and the seconds of the GEMMs that alpha splits."""
+    outputs = [KeptOutput("input", 1, kept.stored_bytes, 0.0) for kept in full.inputs if kept]
+    gemm_s = 0.0
+    for index, (op, at_zero) in enumerate(zip(full.ops, none.ops, strict=True)):
+        timed = index < len(watch.seconds)
+        born = watch.born[index] if timed else 1.0
+        if isinstance(op, Gemm):
+            if op.kept is None:
+                continue
+            split = at_zero.kept is None
+            rows = op.kept.rows
+            outputs.append(KeptOutput("gemm" if split else "choice", rows, op.kept.stored_bytes // rows, born))
+            gemm_s += watch.seconds[index] if split and timed else 0.0
+        else:
+            kind = "attention" if keep.kind_of(op.func) is keep.Kind.ATTENTION else "choice"
+            outputs += [KeptOutput(kind, 1, kept.stored_bytes, born) for kept in op.kept or () if kept]
+    # GEMMs that are only wanted at alpha 0, because others are computed from them, count too.
+    gemm_s += sum(
+        watch.seconds[index]
+        for index, (op, at_zero) in enumerate(zip(full.ops, none.ops, strict=True))
+        if isinstance(op, Gemm) and not op.wanted and at_zero.wanted and index < len(watch.seconds)
+    )
+    return tuple(outputs), gemm_s
+
+
+def kinds_of(layers: Iterable[Layer]) -> list[int]:
+    """For each layer the number of its kind: layers of one class with parameters of the same shapes are alike."""
+    numbers: dict[Any, int] = {}
+    found = []
+    for layer in layers:
+        module = layer.module() if layer.module else None
+        shapes = tuple((tuple(getattr(p, "ds_shape", p.shape)), p.dtype, p.requires_grad) for p in layer.parameters)
+        found.append(numbers.setdefault((type(module), shapes), len(numbers)))
+    return found

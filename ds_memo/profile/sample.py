@@ -1,0 +1,243 @@
+"""What is measured of a run, as plain data: samples of layers at a few lengths, bandwidths, and the JSON file they make.
+
+Every byte count of a layer is a + b·t in its tokens t, and so is every time but attention's, which is b·t + c·t·s for t tokens in
+sequences of s. Two samples give the lines; a third, longer one checks them. One sample gives lines through the origin. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ds_memo.errors import MemoError
+from ds_memo.solve.costs import LayerCosts, Output, RunCosts
+
+FORMAT = 1
+_KINDS = ("input", "attention", "choice", "gemm")
+_OFF = 0.25
+"""How far, relative, the check may be from the lines before they are not trusted."""
+
+
+class ProfileError(MemoError, ValueError):
+    """A profile that cannot be used: says why."""
+
+
+@dataclass(frozen=True)
+class KeptOutput:
+    """One tensor that the layer keeps, at the sample's length."""
+
+    kind: str
+    rows: int
+    row_bytes: int
+    born: float
+    """When it existed, as a share of the layer's forward."""
+
+
+@dataclass(frozen=True)
+class LayerSample:
+    """One kind of layer, measured at one length. Seconds and bytes of one rank."""
+
+    batch: int
+    length: int
+    """Tokens of each sequence on this rank."""
+    forward_s: float
+    attention_s: float
+    """Of the forward, in attention kernels."""
+    backward_s: float
+    """Without checkpointing."""
+    attention_backward_s: float
+    """Of the backward, in attention kernels."""
+    replay_s: float
+    """What the replay of a resident layer adds to the backward."""
+    gemm_s: float
+    """Of the forward, in the GEMMs whose rows alpha splits."""
+    all_gemms_s: float
+    """Of the forward, in all GEMMs."""
+    gemm_flops: int
+    """Of all GEMMs in the forward."""
+    attention_flops: int
+    """Of attention in the forward, counted as causal."""
+    plain_bytes: int
+    """What autograd saves without ds_memo."""
+    working_bytes: int
+    """The most that a forward, replay and backward hold at once beside what is kept."""
+    outputs: tuple[KeptOutput, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One kind of layer at several lengths."""
+
+    name: str
+    """Of the first such layer."""
+    samples: tuple[LayerSample, ...]
+    """Shortest first."""
+    check: LayerSample | None = None
+    """A longer one that the lines through `samples` were held against."""
+
+    def costs(self, batch: int, length: int) -> LayerCosts:
+        """The layer at any length."""
+        tokens = batch * length
+
+        def line(of: Callable[[LayerSample], float]) -> float:
+            return _line([(sample.tokens, of(sample)) for sample in self.samples], tokens)
+
+        def attention(of: Callable[[LayerSample], float]) -> float:
+            return _attention([(sample.tokens, sample.length, of(sample)) for sample in self.samples], tokens, length)
+
+        def nbytes(of: Callable[[LayerSample], float]) -> int:
+            return max(0, round(line(of)))
+
+        attention_s = attention(lambda sample: sample.attention_s)
+        rest_s = line(lambda sample: sample.forward_s - sample.attention_s)
+        latest = self.samples[-1]
+        outputs = []
+        for index, output in enumerate(latest.outputs):
+            rows, row_bytes = nbytes(lambda sample, i=index: sample.outputs[i].rows), output.row_bytes
+            if output.kind != "gemm":  # never split: how its bytes fall into rows does not matter
+                rows, row_bytes = 1, nbytes(lambda sample, i=index: sample.outputs[i].rows * sample.outputs[i].row_bytes)
+            outputs.append(Output(output.kind, rows, row_bytes, min(1.0, max(0.0, output.born))))
+        backward_s = line(lambda sample: sample.backward_s - sample.attention_backward_s)
+        return LayerCosts(
+            outputs=tuple(outputs),
+            forward_s=rest_s + attention_s,
+            backward_s=backward_s + attention(lambda sample: sample.attention_backward_s),
+            replay_s=line(lambda sample: sample.replay_s),
+            gemm_s=line(lambda sample: sample.gemm_s),
+            attention_s=attention_s,
+            plain_bytes=nbytes(lambda sample: sample.plain_bytes),
+        )
+
+    def working_bytes(self, batch: int, length: int) -> int:
+        points = [(sample.tokens, float(sample.working_bytes)) for sample in self.samples]
+        return max(0, math.ceil(_line(points, batch * length)))
+
+    def off(self) -> float:
+        """How far the check is from the lines: of the seconds relatively, infinitely if a size differs by over 1 %."""
+        if self.check is None:
+            return 0.0
+        here = self.costs(self.check.batch, self.check.length)
+        kept = sum(output.rows * output.row_bytes for output in self.check.outputs)
+        if [output.kind for output in here.outputs] != [output.kind for output in self.check.outputs]:
+            return math.inf
+        for got, want in ((here.nbytes(*_KINDS), kept), (here.plain_bytes, self.check.plain_bytes)):
+            if abs(got - want) > 0.01 * want:
+                return math.inf
+        seconds = self.check.forward_s + self.check.backward_s
+        return abs(here.forward_s + here.backward_s - seconds) / seconds if seconds else 0.0
+
+    def is_trusted(self) -> bool:
+        return self.off() <= _OFF
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of a run. One readable JSON."""
+
+    key: dict[str, Any]
+    """Everything the measurements depend on."""
+    method: str
+    kinds: tuple[LayerProfile, ...]
+    layers: tuple[int, ...]
+    """For each layer of the model, in order, its kind."""
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    ranks_copying: int
+    """How many ranks of the node copied at once."""
+    measured: dict[str, Any] = field(default_factory=dict, compare=False)
+    """For people: when, on what, how long it took, memory seen then."""
+
+    def costs(self, batch: int, length: int, host_budget: int, device_budget: int, other_s: float = 0.0) -> RunCosts:
+        """The run at any length, for the solver."""
+        kinds = [kind.costs(batch, length) for kind in self.kinds]
+        return RunCosts(
+            layers=tuple(kinds[kind] for kind in self.layers),
+            d2h_bytes_per_s=self.d2h_bytes_per_s,
+            h2d_bytes_per_s=self.h2d_bytes_per_s,
+            host_budget=host_budget,
+            device_budget=device_budget,
+            working_bytes=max(kind.working_bytes(batch, length) for kind in self.kinds),
+            other_s=other_s,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+
+def from_json(text: str) -> Profile:
+    """Read a profile and check everything in it.
+
+    Raises:
+        ProfileError: it is damaged, or of another version.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ProfileError(f"it is no JSON ({error})") from None
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise ProfileError(f"it is not of format {FORMAT}")
+    try:
+        kinds = tuple(_layer_profile(kind) for kind in data.pop("kinds"))
+        profile = Profile(kinds=kinds, layers=tuple(data.pop("layers")), **data)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ProfileError(f"it does not have the fields of a profile ({error!r})") from None
+    _check(profile)
+    return profile
+
+
+def _layer_profile(data: dict[str, Any]) -> LayerProfile:
+    check = data["check"]
+    return LayerProfile(data["name"], tuple(map(_sample, data["samples"])), None if check is None else _sample(check))
+
+
+def _sample(data: dict[str, Any]) -> LayerSample:
+    return LayerSample(**{**data, "outputs": tuple(KeptOutput(**output) for output in data["outputs"])})
+
+
+def _check(profile: Profile) -> None:
+    samples = [sample for kind in profile.kinds for sample in (*kind.samples, *([kind.check] if kind.check else []))]
+    numbers = [getattr(sample, f.name) for sample in samples for f in fields(LayerSample) if f.name != "outputs"]
+    outputs = [output for sample in samples for output in sample.outputs]
+    numbers += [value for output in outputs for value in (output.rows, output.row_bytes, output.born)]
+    numbers += [profile.d2h_bytes_per_s, profile.h2d_bytes_per_s]
+    if not all(type(number) in (int, float) and math.isfinite(number) and number >= 0 for number in numbers):
+        raise ProfileError("a number in it is negative, not finite, or no number")
+    ok = (
+        isinstance(profile.key, dict)
+        and isinstance(profile.method, str)
+        and profile.d2h_bytes_per_s > 0
+        and profile.h2d_bytes_per_s > 0
+        and profile.kinds
+        and profile.layers
+        and all(type(kind) is int and 0 <= kind < len(profile.kinds) for kind in profile.layers)
+        and all(kind.samples and len({len(s.outputs) for s in kind.samples}) == 1 for kind in profile.kinds)
+        and all(sample.batch > 0 and sample.length > 0 for sample in samples)
+        and all(output.kind in _KINDS for output in outputs)
+    )
+    if not ok:
+        raise ProfileError("what it tells does not fit together")
+
+
+def _line(points: Sequence[tuple[float, float]], x: float) -> float:
+    """a + b·x through one or two points with a, b ≥ 0: noise must not make a longer sequence cheaper, or a short one free."""
+    (x1, y1), (x2, y2) = points[0], points[-1]
+    slope = (y2 - y1) / (x2 - x1) if x2 > x1 else math.inf
+    if not 0 <= slope <= y2 / x2:
+        slope = y2 / x2
+    return max(0.0, y2 + slope * (x - x2))
+
+
+def _attention(points: Sequence[tuple[float, float, float]], tokens: float, length: float) -> float:
+    """b·t + c·t·s through one or two points (t, s, y) with b, c ≥ 0."""
+    (t1, s1, y1), (t2, s2, y2) = points[0], points[-1]
+    whole = y2 / (t2 * s2)
+    per_pair = (y2 / t2 - y1 / t1) / (s2 - s1) if s2 > s1 else whole
+    per_pair = min(max(0.0, per_pair), whole)
+    return tokens * (y2 / t2 - per_pair * s2) + per_pair * tokens * length

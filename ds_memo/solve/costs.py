@@ -1,0 +1,141 @@
+"""What the solver knows of a run: seconds, bytes and budgets of one rank. Filled by the profiler, or by formula.
+
+output     a tensor that a layer keeps for its backward, in rows (tokens)
+layer      its outputs, and what its forward, backward and replay take
+run        all layers, both bandwidths, both budgets
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+ALIGN = 256
+"""Bytes; a kept tensor begins on a multiple of it (ds_memo.swap.frame)."""
+PAGE = 4096
+"""Bytes; a frame's host block is whole pages (ds_memo.swap.slab)."""
+
+Kind = Literal["input", "attention", "choice", "gemm"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor that a layer keeps.
+
+    Only a "gemm" is split by alpha. "input" and "choice" (a router's) are stored whole; "attention" too, but in the last resort.
+    """
+
+    kind: Kind
+    rows: int
+    row_bytes: int
+    born: float = 1.0
+    """When it exists, as a share of the layer's forward time: its copy to the host can start then."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One layer at one length."""
+
+    outputs: tuple[Output, ...]
+    """In the order in which they are born."""
+    forward_s: float
+    backward_s: float
+    """Of the backward alone, without the replay before it."""
+    replay_s: float
+    """Of the replay when everything is supplied: norms, activations, and so on."""
+    gemm_s: float
+    """What the replay takes longer when no row of a GEMM is supplied."""
+    attention_s: float
+    """What the replay takes longer when the attention output is not supplied either."""
+    plain_bytes: int
+    """What autograd saves of the layer without ds_memo."""
+
+    def nbytes(self, *kinds: Kind) -> int:
+        return sum(output.nbytes for output in self.outputs if output.kind in kinds)
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """Stored whatever alpha is."""
+        return self.nbytes("input", "attention", "choice")
+
+    @cached_property
+    def split_bytes(self) -> int:
+        """Stored in the share alpha."""
+        return self.nbytes("gemm")
+
+    @cached_property
+    def attention_bytes(self) -> int:
+        return self.nbytes("attention")
+
+    @cached_property
+    def frame_bytes(self) -> int:
+        """On the device, of a resident layer's frame or of a reload buffer."""
+        return sum(_up(output.nbytes, ALIGN) for output in self.outputs)
+
+    @cached_property
+    def small_frame_bytes(self) -> int:
+        """On the device, of a reload buffer at alpha 0."""
+        return sum(_up(output.nbytes, ALIGN) for output in self.outputs if output.kind != "gemm")
+
+    @cached_property
+    def smallest_frame_bytes(self) -> int:
+        """On the device, of a reload buffer at alpha 0 without the attention output."""
+        return sum(_up(output.nbytes, ALIGN) for output in self.outputs if output.kind in ("input", "choice"))
+
+    def host_bytes(self, alpha: float, keeps_attention: bool = True) -> int:
+        """Of the frame's host block, to the byte."""
+        total = 0
+        for output in self.outputs:
+            if output.kind == "gemm":
+                total += _up(int(alpha * output.rows) * output.row_bytes, ALIGN)
+            elif output.kind != "attention" or keeps_attention:
+                total += _up(output.nbytes, ALIGN)
+        return _up(total, PAGE)
+
+    def stored_bytes(self, alpha: float, keeps_attention: bool = True) -> int:
+        """Sent to the host, as report()["stored_bytes_per_layer"] counts."""
+        split = sum(int(alpha * output.rows) * output.row_bytes for output in self.outputs if output.kind == "gemm")
+        return self.whole_bytes - (0 if keeps_attention else self.attention_bytes) + split
+
+
+@dataclass(frozen=True)
+class RunCosts:
+    """A whole run at one length: the solver's input."""
+
+    layers: tuple[LayerCosts, ...]
+    """In the order of the forward. Layers that are alike should be the same object."""
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    """Of this rank while all ranks of the node copy at once."""
+    host_budget: int
+    """Bytes this rank may keep on the host."""
+    device_budget: int
+    """Bytes this rank may use on the device beside what is there always: parameters, optimizer, gradients."""
+    working_bytes: int = 0
+    """Of the device budget, what a step needs beside kept outputs: a layer's transients and gradients, embedding, head."""
+    head_s: float = 0.0
+    """Between the last layer's forward and its backward: head and loss."""
+    other_s: float = 0.0
+    """Of a step, outside layers and head: embedding, optimizer."""
+    layer_names: tuple[str, ...] = field(default=(), compare=False)
+
+
+def host_bytes(layers: Iterable[LayerCosts], alpha: float) -> int:
+    """Bytes of the host blocks of these swapped layers."""
+    seen: dict[int, int] = {}
+    total = 0
+    for layer in layers:
+        if id(layer) not in seen:
+            seen[id(layer)] = layer.host_bytes(alpha)
+        total += seen[id(layer)]
+    return total
+
+
+def _up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple

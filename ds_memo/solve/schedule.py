@@ -1,0 +1,155 @@
+"""How long a step takes at a given alpha: the schedule of ds_memo.swap.engine, in seconds.
+
+Every time is the latest of some earlier ones plus a duration, and every duration is affine in alpha (more rows to copy, fewer to
+compute). So the step is a maximum of affine functions: convex and piecewise linear in alpha, with a slope to go by.
+
+    forward    an output's copy starts when it is born and the ones before it are out; a layer begins when at most two swapped
+               frames below it are not out yet
+    backward   begins when all copies are out; a frame's reload starts when the replay of the layer call above begins, and its own
+               replay when the reload is over
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ds_memo.solve.costs import LayerCosts, RunCosts
+
+LEAVING = 2
+"""Swapped frames that may be on their way out when a layer begins, less one."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step at one alpha."""
+
+    alpha: float
+    seconds: float
+    slope: float
+    """Of `seconds` over alpha. At a kink, that of one side."""
+    d2h_stall_s: float
+    """Compute waited for copies to the host."""
+    h2d_stall_s: float
+    """Compute waited for reloads."""
+
+
+class Schedule:
+    """The steps of a run with given homes, as a function of alpha.
+
+    Args:
+        run: seconds, bytes, bandwidths.
+        residents: indices of resident layers.
+        dropped: indices of swapped layers whose attention output is computed again.
+    """
+
+    def __init__(self, run: RunCosts, residents: Collection[int], dropped: Collection[int] = ()) -> None:
+        self.fixed_s = run.other_s
+        self.head_s = run.head_s
+        legs: dict[tuple[int, bool, bool], Leg] = {}
+        self.legs = []
+        for index, layer in enumerate(run.layers):
+            key = (id(layer), index in residents, index in dropped)
+            if key not in legs:
+                legs[key] = Leg.of(layer, run, *key[1:])
+            self.legs.append(legs[key])
+        self.layers = run.layers
+
+    def at(self, alpha: float) -> Step:
+        """The step at one alpha. Times are (seconds, slope over alpha)."""
+        legs = self.legs
+        now, now_slope = self.fixed_s, 0.0
+        out, out_slope = 0.0, 0.0  # when the d2h stream is through with what it was given
+        leaving: list[tuple[float, float]] = []
+        d2h_stall = h2d_stall = 0.0
+        for leg in legs:
+            while len(leaving) >= LEAVING:
+                sent, slope = leaving.pop(0)
+                if sent > now:
+                    d2h_stall += sent - now
+                    now, now_slope = sent, slope
+            for after, constant, per_alpha in leg.copies:
+                if now + after > out:
+                    out, out_slope = now + after, now_slope
+                out += constant + per_alpha * alpha
+                out_slope += per_alpha
+            now += leg.forward_s
+            if leg.copies:
+                leaving.append((out, out_slope))
+        now += self.head_s
+        for sent, slope in leaving:
+            if sent > now:
+                d2h_stall += sent - now
+                now, now_slope = sent, slope
+        back, back_slope = 0.0, 0.0
+        ahead = -1  # the frame whose reload is under way
+        for index in range(len(legs) - 1, -1, -1):
+            leg = legs[index]
+            if leg.copies:
+                if ahead != index:
+                    back, back_slope = self._reload(leg, alpha, now, now_slope, back, back_slope)
+                if back > now:
+                    h2d_stall += back - now
+                    now, now_slope = back, back_slope
+                ahead = -1
+            if ahead < 0:
+                below = index - 1
+                while below >= 0 and not legs[below].copies:
+                    below -= 1
+                if below >= 0:
+                    ahead = below
+                    back, back_slope = self._reload(legs[below], alpha, now, now_slope, back, back_slope)
+            now += leg.backward_s + leg.replay_s - leg.saved_s * alpha
+            now_slope -= leg.saved_s
+        return Step(alpha, now, now_slope, d2h_stall, h2d_stall)
+
+    @staticmethod
+    def _reload(leg: Leg, alpha: float, now: float, slope: float, back: float, back_slope: float) -> tuple[float, float]:
+        if now > back:
+            back, back_slope = now, slope
+        return back + leg.reload_s + leg.reload_per_alpha * alpha, back_slope + leg.reload_per_alpha
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What one layer contributes to a schedule."""
+
+    forward_s: float
+    backward_s: float
+    replay_s: float
+    """At alpha 0."""
+    saved_s: float
+    """Of the replay, at alpha 1."""
+    copies: tuple[tuple[float, float, float], ...]
+    """To the host: seconds after the layer began, seconds, more seconds at alpha 1. None: resident."""
+    reload_s: float
+    reload_per_alpha: float
+
+    @classmethod
+    def of(cls, layer: LayerCosts, run: RunCosts, resident: bool, dropped: bool) -> Leg:
+        if resident:
+            return cls(layer.forward_s, layer.backward_s, layer.replay_s, 0.0, (), 0.0, 0.0)
+        copies: list[tuple[float, float, float]] = []
+        whole = split = 0
+        for output in layer.outputs:
+            if dropped and output.kind == "attention":
+                continue
+            seconds = output.nbytes / run.d2h_bytes_per_s
+            copy = (0.0, seconds) if output.kind == "gemm" else (seconds, 0.0)
+            whole, split = (whole, split + output.nbytes) if output.kind == "gemm" else (whole + output.nbytes, split)
+            copies.append((output.born * layer.forward_s, *copy))
+        replay = layer.replay_s + layer.gemm_s + (layer.attention_s if dropped else 0.0)
+        return cls(
+            layer.forward_s,
+            layer.backward_s,
+            replay,
+            layer.gemm_s,
+            tuple(copies),
+            whole / run.h2d_bytes_per_s,
+            split / run.h2d_bytes_per_s,
+        )
+
+
+def plain_step_s(run: RunCosts) -> float:
+    """Seconds of a step without ds_memo, if it fitted."""
+    return run.other_s + run.head_s + sum(layer.forward_s + layer.backward_s for layer in run.layers)

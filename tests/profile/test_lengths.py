@@ -1,0 +1,29 @@
+"""Kinds of passes and the length between them."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_memo.profile.lengths import Kind, Length, length_between, shapes_of
+
+
+def kind(*shapes: tuple[int, ...], first: bool = True) -> Kind:
+    return Kind(tuple((shape, torch.int64) for shape in shapes), first, False)
+
+
+def test_shapes_of_everything_a_model_is_called_with() -> None:
+    ids, mask = torch.zeros(2, 8, dtype=torch.long), torch.ones(2, 8)
+    assert shapes_of((ids,), {"extra": {"mask": mask}, "use_cache": False}) == (((2, 8), torch.int64), ((2, 8), torch.float32))
+
+
+def test_one_length_wherever_it_stands() -> None:
+    assert length_between(kind((2, 8), (2, 8)), kind((2, 16), (2, 16))) == Length(8, 16, ((0, 1), (1, 1)))
+    assert length_between(kind((2, 8)), kind((3, 8))) == Length(2, 3, ((0, 0),))
+
+
+def test_no_single_length() -> None:
+    assert length_between(kind((2, 8)), kind((2, 8))) is None
+    assert length_between(kind((2, 8)), kind((3, 16))) is None
+    assert length_between(kind((2, 8), (2, 8)), kind((2, 16), (2, 12))) is None
+    assert length_between(kind((2, 8)), kind((2, 8, 1))) is None
+    assert length_between(kind((2, 8)), kind((2, 16), first=False)) is None

@@ -1,0 +1,314 @@
+"""The solver keeps every budget, moves the right way with each, and is never worse than the paper's alpha."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from runs import GPT, LLAMA, layer, random_run, run
+
+from ds_memo.errors import MemoError
+from ds_memo.solve.alpha import best_alpha
+from ds_memo.solve.costs import ALIGN, PAGE, LayerCosts, RunCosts
+from ds_memo.solve.homes import GIB, NothingFits, alpha_for_host, device_bytes, place_residents, solve
+from ds_memo.solve.lp import best_alphas
+from ds_memo.solve.paper import paper_alpha
+from ds_memo.solve.schedule import Schedule
+
+SEEDS = range(300)
+
+
+def test_the_sizes_are_rounded_as_the_engine_rounds_them() -> None:
+    from ds_memo.swap import frame, slab
+
+    assert (ALIGN, PAGE) == (frame.ALIGN, slab.PAGE)
+
+
+# ---- the paper's program
+
+
+def test_the_papers_alpha() -> None:
+    # 7B at 64 Ki tokens on 8 ranks: S = 8192 tokens × 4096 × 2 bytes for each unit.
+    unit = 8192 * 4096 * 2
+    assert paper_alpha(unit, unit, 14 * unit, 10e9, (2 + 7) * unit / 10e9, 32, 1 << 50) == pytest.approx(0.5)
+    assert paper_alpha(unit, unit, 14 * unit, 10e9, 1e9, 32, 30 * 9 * unit) == pytest.approx(0.5)
+    assert paper_alpha(unit, unit, 14 * unit, 10e9, 1e9, 32, 1 << 50) == 1.0
+    assert paper_alpha(unit, unit, 14 * unit, 10e9, 2 * unit / 10e9, 32, 1 << 50) == 0.0
+    assert paper_alpha(unit, unit, 14 * unit, 10e9, 1.9 * unit / 10e9, 32, 1 << 50) is None
+    assert paper_alpha(unit, unit, 14 * unit, 10e9, 1e9, 32, 59 * unit) is None
+    assert paper_alpha(unit, unit, 14 * unit, 10e9, 1e9, 2, 0) == 1.0  # nothing is swapped
+
+
+def test_the_papers_alpha_is_the_largest_that_is_allowed() -> None:
+    for seed in range(100):
+        costs = random_run(seed)
+        one = costs.layers[0]
+        inputs = one.nbytes("input", "choice")
+
+        def allowed(alpha: float, one: LayerCosts = one, costs: RunCosts = costs) -> bool:
+            copied = one.whole_bytes + alpha * one.split_bytes
+            return copied / costs.d2h_bytes_per_s <= one.forward_s and (12 - 2) * copied <= costs.host_budget
+
+        found = paper_alpha(
+            inputs, one.attention_bytes, one.split_bytes, costs.d2h_bytes_per_s, one.forward_s, 12, costs.host_budget
+        )
+        if found is None:
+            assert not allowed(0.0)
+        else:
+            assert allowed(found * (1 - 1e-9))
+            assert found == 1 or not allowed(found * (1 + 1e-6) + 1e-9)
+
+
+# ---- properties
+
+
+def answer(costs: RunCosts) -> object:
+    try:
+        return solve(costs)
+    except NothingFits as nothing:
+        return nothing
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_budgets_are_kept(seed: int) -> None:
+    costs = random_run(seed)
+    homes = answer(costs)
+    if isinstance(homes, NothingFits):
+        assert homes.needed > homes.budget
+        return
+    assert 0 <= homes.alpha <= 1
+    assert homes.host_bytes <= costs.host_budget
+    assert homes.device_bytes <= costs.device_budget
+    assert not homes.residents & homes.dropped
+    assert homes.plain or homes.residents == place_residents(len(costs.layers), len(homes.residents))
+    swapped = [one for i, one in enumerate(costs.layers) if i not in homes.residents]
+    if not homes.plain:
+        blocks = sum(one.host_bytes(homes.alpha, i not in homes.dropped) for i, one in enumerate(costs.layers) if one in swapped)
+        blocks -= sum(costs.layers[i].host_bytes(homes.alpha) for i in homes.residents if costs.layers[i] in swapped)
+        assert homes.host_bytes == blocks
+        assert homes.device_bytes == device_bytes(costs, homes.residents, homes.alpha, homes.dropped)
+
+
+def test_the_seeds_reach_every_kind_of_answer() -> None:
+    answers = [answer(random_run(seed)) for seed in SEEDS]
+    found = [homes for homes in answers if not isinstance(homes, NothingFits)]
+    assert len(found) < len(answers)
+    assert any(homes.plain for homes in found)
+    assert any(homes.dropped for homes in found)
+    assert any(homes.alpha == 0 and not homes.dropped for homes in found)
+    assert sum(0 < homes.alpha < 1 for homes in found) > 50
+    for start in (
+        "everything fits",
+        "device memory: all",
+        "last resort: attention",
+        "host memory: ",
+        "link: copies to",
+        "all rows",
+    ):
+        assert any(homes.binding.startswith(start) for homes in found), start
+
+
+@pytest.mark.parametrize("budget", ["host_budget", "device_budget"])
+@pytest.mark.parametrize("seed", SEEDS[:150])
+def test_alpha_is_monotone_in_each_budget(seed: int, budget: str) -> None:
+    # More device memory may make other layers resident; where those are larger or smaller ones, alpha may move either way.
+    costs = random_run(seed, most_kinds=1 if budget == "device_budget" else 3)
+    before, was = -1.0, None
+    for tenths in range(1, 31):
+        now = answer(replace(costs, **{budget: getattr(costs, budget) * tenths // 10}))
+        alpha = -1.0 if isinstance(now, NothingFits) else now.alpha
+        assert alpha >= before - 1e-4, (tenths, was, now)
+        before, was = alpha, now
+
+
+def test_never_worse_than_the_papers_alpha() -> None:
+    """In the same cost model, wherever the paper's setting (two residents, full buffers, alpha from its program) is allowed."""
+    compared = 0
+    for seed in SEEDS:
+        costs = random_run(seed)
+        n = len(costs.layers)
+        residents = place_residents(n, 2)
+        link, host = costs.d2h_bytes_per_s, costs.host_budget
+        bounds = [
+            paper_alpha(one.nbytes("input", "choice"), one.attention_bytes, one.split_bytes, link, one.forward_s, n, host)
+            for one in costs.layers
+        ]
+        if None in bounds or device_bytes(costs, residents, 1.0) > costs.device_budget:
+            continue
+        compared += 1
+        papers = Schedule(costs, residents).at(min(bounds))
+        assert solve(costs).step_s <= papers.seconds * (1 + 1e-3), seed
+    assert compared > 80
+
+
+def test_the_search_and_cbc_agree() -> None:
+    pytest.importorskip("mip")
+    schedules = []
+    for seed in SEEDS[:100]:
+        costs = random_run(seed)
+        schedules.append(Schedule(costs, place_residents(len(costs.layers), seed % 4)))
+    for schedule, by_cbc in zip(schedules, best_alphas([(schedule, 1.0) for schedule in schedules]), strict=True):
+        by_search = best_alpha(schedule, 1.0)
+        assert schedule.at(by_search).seconds == pytest.approx(schedule.at(by_cbc).seconds, rel=1e-6)
+        assert schedule.at(by_search).seconds <= min(schedule.at(i / 100).seconds for i in range(101)) * (1 + 1e-9)
+
+
+def test_a_failing_cbc_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(MemoError, match="CBC found no alpha"):
+        best_alphas([(Schedule(run(layer(1024), 4), ()), 1.0)])
+
+
+def test_slopes_are_slopes() -> None:
+    for seed in SEEDS[:50]:
+        costs = random_run(seed)
+        schedule = Schedule(costs, place_residents(len(costs.layers), 1), (0,))
+        points = [schedule.at(i / 50) for i in range(51)]
+        for here, there in itertools.pairwise(points):
+            chord = (there.seconds - here.seconds) * 50
+            assert here.slope - 1e-6 <= chord <= there.slope + 1e-6  # convex
+
+
+# ---- regimes, and what is said of them
+
+
+def test_everything_fits() -> None:
+    one = layer(1024)
+    homes = solve(run(one, 8, device=8 * one.plain_bytes))
+    assert homes.plain
+    assert homes.host_bytes == 0
+    assert homes.binding.startswith("everything fits without checkpointing")
+    assert not solve(run(one, 8, device=8 * one.plain_bytes), may_be_plain=False).plain
+    assert not solve(run(one, 8, device=8 * one.plain_bytes - 1)).plain
+
+
+def test_all_resident() -> None:
+    one = layer(1024)
+    homes = solve(run(one, 8, device=8 * one.frame_bytes))
+    assert (homes.residents, homes.host_bytes) == (frozenset(range(8)), 0)
+    assert homes.binding.startswith("device memory: all 8 layers are resident")
+    assert len(solve(run(one, 8, device=8 * one.frame_bytes - 1)).residents) == 5  # and two buffers
+
+
+def test_all_swapped() -> None:
+    one = layer(256 * 1024)  # attention is long enough to hide any copy
+    homes = solve(run(one, 16, link=40e9, device=2 * one.frame_bytes))
+    assert (homes.alpha, homes.residents) == (1.0, frozenset())
+    assert homes.binding.startswith("all rows fit the host and their copies hide")
+    # What no schedule can hide: the last frame's way out and back, since no resident layer stands behind it.
+    assert homes.d2h_stall_s + homes.h2d_stall_s < 0.1 * homes.step_s
+
+
+def test_host_bound() -> None:
+    one = layer(256 * 1024)
+    budget = int(30 * (one.whole_bytes + 0.37 * one.split_bytes))
+    homes = solve(run(one, 32, link=40e9, host=budget))
+    assert homes.alpha == pytest.approx(0.37, abs=2e-4)
+    assert homes.binding == f"host memory: {homes.host_bytes / GIB:.4g} of {budget / GIB:.4g} GiB at alpha {homes.alpha:.4g}"
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_pcie_bound(shape: tuple) -> None:
+    one = layer(16384, shape=shape)
+    homes = solve(run(one, 32, link=25e9))
+    assert 0 < homes.alpha < 1
+    assert homes.binding.startswith("link: copies to the host hide behind the forward up to alpha")
+    # In the long run a layer's copies take as long as its forward.
+    copied = (one.whole_bytes + homes.alpha * one.split_bytes) / 25e9
+    assert copied == pytest.approx(one.forward_s, rel=0.1)
+
+
+def test_the_way_back_may_be_the_bound() -> None:
+    costs = replace(run(layer(16384), 32, link=200e9), h2d_bytes_per_s=8e9)
+    homes = solve(costs)
+    assert 0 < homes.alpha < 1
+    assert homes.binding.startswith("link: copies from the host hide behind the backward")
+
+
+def test_a_small_host_gets_attention_computed_again() -> None:
+    one = layer(64 * 1024)
+    n = 32 - 3  # small reload buffers leave room for a third resident layer
+    every_other = n * one.host_bytes(0.0) - n // 2 * one.attention_bytes
+    homes = solve(run(one, 32, host=every_other))
+    assert (homes.alpha, len(homes.residents), len(homes.dropped)) == (0.0, 3, n // 2)
+    assert homes.host_bytes == every_other
+    assert f"attention of {n // 2} of {n} swapped layers is computed again" in homes.binding
+    all_of_them = solve(run(one, 32, host=n * one.nbytes("input")))
+    assert len(all_of_them.dropped) == n
+    assert all_of_them.step_s > homes.step_s > solve(run(one, 32)).step_s
+
+
+def test_no_rival_that_stores_less_trains_longer() -> None:
+    """Input offload with full recomputation keeps the inputs on the host and one layer on the device: so can we."""
+    one = layer(512 * 1024)
+    homes = solve(run(one, 32, host=32 * one.nbytes("input"), device=2 * one.nbytes("input")))
+    assert homes.dropped == frozenset(range(32))
+    assert not homes.residents
+
+
+@pytest.mark.parametrize("budget, where", [("host_budget", "host memory"), ("device_budget", "device memory")])
+def test_nothing_fits(budget: str, where: str) -> None:
+    one = layer(64 * 1024)
+    costs = run(one, 32, host=32 * one.nbytes("input"), device=2 * one.nbytes("input"))
+    with pytest.raises(NothingFits, match=where) as caught:
+        solve(replace(costs, **{budget: getattr(costs, budget) - 1}))
+    message = str(caught.value)
+    assert isinstance(caught.value, MemoError)
+    assert caught.value.needed > caught.value.budget
+    for word in ("GiB are missing", "sequence-parallel ranks", "smaller batch"):
+        assert word in message
+    with pytest.raises(NothingFits, match=r" 8 GiB are missing.* 2 times as many sequence-parallel ranks"):
+        solve(replace(costs, host_budget=16 * one.nbytes("input")))
+
+
+# ---- what is configured
+
+
+def test_what_is_configured_is_obeyed() -> None:
+    one = layer(16384)
+    costs = run(one, 32)
+    assert solve(costs, alpha=0.9).alpha == 0.9
+    assert solve(costs, alpha=0.9).residents == place_residents(32, 2)
+    assert len(solve(costs, resident_layers=7).residents) == 7
+    both = solve(costs, alpha=0.25, resident_layers=0)
+    assert (both.alpha, both.residents, both.plain) == (0.25, frozenset(), False)
+    assert both.binding.startswith("as configured: host memory")
+    plenty = replace(costs, device_budget=1 << 60)
+    assert solve(plenty).plain
+    assert not solve(plenty, alpha=1.0).plain
+    assert not solve(plenty, resident_layers=32).plain
+
+
+def test_a_configured_alpha_that_does_not_fit() -> None:
+    one = layer(16384)
+    with pytest.raises(NothingFits, match=r"need .* GiB at alpha 0\.9, .* memo\.alpha of at most 0\.\d+ fits"):
+        solve(run(one, 32, host=30 * one.host_bytes(0.5)), alpha=0.9)
+    with pytest.raises(NothingFits, match=r"even memo\.alpha 0 does not fit; leave it out"):
+        solve(run(one, 32, host=29 * one.host_bytes(0.0)), alpha=0.9)
+
+
+def test_solving_takes_less_than_50_ms() -> None:
+    costs = run(layer(16384), 128, link=25e9)
+    solve(costs)
+    begin = time.perf_counter()
+    for _ in range(5):
+        solve(costs)
+    assert (time.perf_counter() - begin) / 5 < 0.05
+
+
+# ---- placement
+
+
+@pytest.mark.parametrize("n, k, where", [(8, 2, {6, 7}), (8, 1, {7}), (8, 0, set()), (2, 5, {0, 1}), (10, 4, {2, 6, 8, 9})])
+def test_residents_are_last_and_spread(n: int, k: int, where: set[int]) -> None:
+    assert place_residents(n, k) == where
+
+
+def test_alpha_for_host() -> None:
+    assert alpha_for_host(1000, 4, 50, 400) == 0.5
+    assert alpha_for_host(100, 4, 50, 400) < 0
+    assert alpha_for_host(0, 0, 50, 400) == 1.0
