@@ -78,6 +78,7 @@ def test_the_other_rank_ends(how, told, within_s, marker, tmp_path):
     assert set(os.listdir("/dev/shm")) <= before
 
 
+@pytest.mark.slow
 def test_the_launcher_ends_all(marker, tmp_path):
     before = set(os.listdir("/dev/shm"))
     log = tmp_path / "log.txt"
