@@ -79,6 +79,7 @@ def test_the_other_rank_ends(how, told, within_s, marker, tmp_path):
     assert_shared_memory_is_as(before)
 
 
+@pytest.mark.slow
 def test_the_launcher_ends_all(marker, tmp_path):
     before = shared_memory()
     log = tmp_path / "log.txt"
