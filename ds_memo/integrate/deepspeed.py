@@ -49,6 +49,8 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     if isinstance(engine, PipelineEngine):
         raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")
     memo = attach_model(engine.module, config, device=engine.device)
+    if memo.autopilot:
+        memo.autopilot.has_engine = True
     memo.on_last_micro_batch = _weakly(engine.is_gradient_accumulation_boundary)
     take_step = engine._take_model_step
 
