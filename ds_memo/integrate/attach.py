@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ds_memo.config import MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
 from ds_memo.estimate.flops import mfu, peak_flops
+from ds_memo.integrate import conflicts
 from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
 from ds_memo.integrate.transformers import model_flops
@@ -170,12 +171,16 @@ class Memo:
         self._layers_known = bool(self.layers)
         self.residents = self._place()
         self._restore: list[Callable[[], None]] = []
+        self._through_us: weakref.WeakKeyDictionary[nn.Module, _Ours] = weakref.WeakKeyDictionary()
+        """Hugging Face modules and the checkpoint function that they must call."""
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._take_over(layer, module)
         for module in model.modules():
             if is_huggingface_model(module):  # or it fills a cache with the keys and values of all layers, at each replay again
-                self._set(module, "gradient_checkpointing", True)
-                self._set(module, "_gradient_checkpointing_func", _Ours(self.run, _plainly))
+                self._checkpoint_with(module, self.run)
+        for name, module in layers[:1]:
+            watch = _Ours(conflicts.MaskWatch(name, self.warn), _nothing)
+            self._restore.append(module.register_forward_pre_hook(watch, with_kwargs=True).remove)
         for hook in (
             model.register_forward_pre_hook(_Ours(self._forward_begins, _nothing), with_kwargs=True),
             model.register_forward_hook(_Ours(self._forward_is_over, _nothing), always_call=True),
@@ -254,7 +259,22 @@ class Memo:
         """An optimizer step is over."""
         if self.addresses:
             self.addresses.step_ends()
+        if not self._steps:
+            self._look_for_an_effect()
         self._steps.append((time.perf_counter(), self._tokens))
+
+    def _look_for_an_effect(self) -> None:
+        """Warn of a first step in which memo moved nothing."""
+        if not self.engine.traffic.frames:
+            self.warn(
+                f"memo has no effect: the first step is over and none of its {len(self.layers)} layers came through ds_memo. "
+                "Was the model called, or only parts of it?"
+            )
+        elif not self.engine.traffic.bytes_to_host:
+            self.warn(
+                f"memo has no effect: the first step moved no bytes, for {len(self.residents)} of {len(self.layers)} layers are "
+                "resident and keep everything on the device. Set a smaller memo.resident_layers, or train without memo"
+            )
 
     def watch_optimizers(self) -> None:
         """Follow the steps of every torch optimizer that has a parameter of the model."""
@@ -331,6 +351,7 @@ class Memo:
         work, traffic = self.remat.work, self.engine.traffic
         step_s, tokens_per_s = _speed(self._steps)
         return {
+            "active": traffic.bytes_to_host > 0,
             "alpha": self.alpha_used,
             "resident_layers": len(self.residents),
             "binding": self.binding,
@@ -376,10 +397,23 @@ class Memo:
 
     def _take_over(self, layer: Layer, module: nn.Module) -> None:
         if is_huggingface_layer(module):
-            self._set(module, "gradient_checkpointing", True)
-            self._set(module, "_gradient_checkpointing_func", _Ours(functools.partial(self.remat.run, layer), _plainly))
+            self._checkpoint_with(module, functools.partial(self.remat.run, layer))
         else:
             self._set(module, "forward", _Ours(functools.partial(self.remat.run, layer, module.forward), module.forward))
+
+    def _checkpoint_with(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        function = _Ours(run, _plainly)
+        self._set(module, "gradient_checkpointing", True)
+        self._set(module, "_gradient_checkpointing_func", function)
+        self._through_us[module] = function
+
+    def _hold(self) -> None:
+        """gradient_checkpointing_enable() and _disable() after attach: memo stays in charge of training forwards."""
+        for module, function in self._through_us.items():
+            if module._gradient_checkpointing_func is not function:
+                conflicts.refuse_offload(module._gradient_checkpointing_func)
+                module._gradient_checkpointing_func = function
+            module.gradient_checkpointing = True
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an instance attribute so that detach() can put back what was there."""
@@ -410,7 +444,10 @@ class Memo:
             return None
 
     def _forward_begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.addresses and not (module.training and torch.is_grad_enabled()):
+        trains = module.training and torch.is_grad_enabled()
+        if trains:
+            self._hold()
+        if self.addresses and not trains:
             self.addresses.leave_phase()
         elif self.addresses:
             self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch())
@@ -435,7 +472,7 @@ class Memo:
         else:
             self.warn(
                 f"{type(module).__name__} ran a training forward and none of its {len(self.layers)} layers came through ds_memo: "
-                "it has no effect. Was gradient_checkpointing_enable() called after attach?"
+                "it has no effect"
             )
 
 

@@ -17,8 +17,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
-from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
-from ds_memo.integrate import ulysses
+from ds_memo.errors import MemoError, MemoWarning
+from ds_memo.integrate import conflicts, ulysses
 from ds_memo.integrate.attach import Memo, attach_model, check_residents
 from ds_memo.integrate.layers import find_layers
 
@@ -27,7 +27,6 @@ initialized = False
 """Whether initialize() was called."""
 _replaced: Callable[..., tuple] | None = None
 """What deepspeed.initialize was before install()."""
-_ONE_OR_THE_OTHER = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
 
 
 @functools.wraps(deepspeed.initialize)
@@ -55,8 +54,11 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     if _replaced and SECTION not in section:
         warnings.warn(NO_SECTION, MemoWarning, stacklevel=2)
     if config.enabled:
-        _refuse_conflicts(section, asked["model"])
-        check_residents(config, len(find_layers(asked["model"])))
+        _refuse_pipelines(asked["model"])
+        conflicts.refuse_config(section)
+        layers = find_layers(asked["model"], config.layers)
+        conflicts.refuse_model(layers)
+        check_residents(config, len(layers))
     if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
         ulysses.refuse_conflicts(section)
         asked["mpu"] = ulysses.set_up(asked["model"], ranks)
@@ -82,9 +84,8 @@ def give_initialize_back() -> None:
 
 def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo:
     """Attach the model of a ready engine and follow the engine's steps."""
-    if isinstance(engine, PipelineEngine):
-        raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")
-    memo = attach_model(engine.module, config, device=engine.device)
+    _refuse_pipelines(engine)
+    memo = attach_model(engine.module, config, config.layers, device=engine.device)
     memo.slab.budget = _smallest(memo.slab.budget, engine.device)
     memo.expect_steps(_weakly(engine.is_gradient_accumulation_boundary))
     take_step = engine._take_model_step
@@ -136,9 +137,6 @@ def _read_config(asked: dict[str, Any]) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _refuse_conflicts(config: dict[str, Any], model: Any) -> None:
-    if isinstance(model, PipelineModule):
+def _refuse_pipelines(model: Any) -> None:
+    if isinstance(model, (PipelineModule, PipelineEngine)):
         raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")
-    for key in _ONE_OR_THE_OTHER:
-        if config.get("activation_checkpointing", {}).get(key):
-            raise MemoConfigError(f"activation_checkpointing.{key} does what memo does in another way; remove one of the two")
