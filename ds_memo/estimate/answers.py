@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.estimate import METHODS, OK, Estimate, Question, estimate
+from ds_memo.estimate.estimate import METHODS, OK, OOHM, Estimate, Question, estimate
 
 GRAIN = 16
 """The longest length is found to one part in 2 · GRAIN of itself, or to the sequence's share of 1 Ki tokens."""
 KI = 1024
+_MOST_GPUS = 1 << 16
 
 
 def longest(question: Question) -> tuple[Estimate | None, Estimate]:
@@ -39,18 +40,29 @@ def longest(question: Question) -> tuple[Estimate | None, Estimate]:
     return fits, beyond
 
 
-def fewest_gpus(question: Question, most: int = 1 << 16) -> tuple[Estimate | None, Estimate | None]:
-    """The fewest GPUs (one node's 1, 2, 4, …, then whole nodes, doubled) with which the length fits, and the last that did not."""
+def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
+    """The fewest GPUs (one node's 1, 2, 4, …, then whole nodes, doubled) with which the length fits, and the last that did not.
+
+    Once more GPUs only make more replicas and their states are shards already, no number will do: None, and the last tried.
+    """
     before = None
-    for gpus in _counts(int(question.hardware.gpus_per_node), most):
+    for gpus in _counts(int(question.hardware.gpus_per_node), _MOST_GPUS):
         try:
             tried = estimate(replace(question, gpus=gpus))
         except EstimateError:  # this model cannot be split over so many
             continue
         if tried.status == OK:
             return tried, before
+        stuck = before is not None and tried.layout.ranks == before.layout.ranks
+        if stuck and _misses(tried) > 0.99 * _misses(before):
+            return None, tried
         before = tried
     return None, before
+
+
+def _misses(answer: Estimate) -> float:
+    """Bytes of what there is not enough of."""
+    return answer.host_bytes / answer.question.ranks_on_node if answer.status == OOHM else answer.device_total
 
 
 def compare(question: Question) -> list[Estimate]:

@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ds_memo.errors import MemoError
@@ -46,11 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ask.add_argument("--max-length", action="store_true", help="the longest sequence that fits")
     ask.add_argument("--min-gpus", action="store_true", help="the fewest GPUs on which the length fits")
     ask.add_argument("--compare", action="store_true", help="all methods side by side")
-    ask.add_argument("--sweep", type=_lengths, metavar="A:B|A,B,…", help="lengths: doubled from A to B, or a list; with --compare, for all methods")
+    ask.add_argument(
+        "--sweep",
+        type=_lengths,
+        metavar="A:B|A,B,…",
+        help="lengths: doubled from A to B, or a list; with --compare, for all methods",
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="machine-readable, with everything")
     out.add_argument("-o", "--output", metavar="FILE", help="of a sweep or comparison: .csv, or a plot as .png or .svg")
-    out.add_argument("--timeline", metavar="FILE", help="the three streams of one sequence: .html, or .json for chrome://tracing and Perfetto")
+    out.add_argument(
+        "--timeline", metavar="FILE", help="the three streams of one sequence: .html, or .json for chrome://tracing and Perfetto"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,6 +99,12 @@ def _question(args: argparse.Namespace) -> Question:
         raise EstimateError("--max-length and --min-gpus: one question at a time")
     if (args.max_length or args.min_gpus) and (args.sweep is not None or args.compare):
         raise EstimateError("--max-length and --min-gpus do not go with --sweep and --compare")
+    if args.compare and (args.alpha is not None or args.plan is not None):
+        raise EstimateError("--compare shows each method with its own alpha and plan: leave --alpha and --[no-]plan out")
+    if args.seq_length is not None and (args.max_length or args.sweep is not None):
+        raise EstimateError("--seq-length does not go with --max-length and --sweep, which choose lengths")
+    if args.gpus is not None and args.min_gpus:
+        raise EstimateError("--gpus does not go with --min-gpus")
     if args.timeline and (args.sweep is not None or args.compare):
         raise EstimateError("--timeline draws one answer: it does not go with --sweep and --compare")
     question = Question(
@@ -150,13 +162,23 @@ def _shares(seconds: dict[str, float], whole: float) -> str:
 
 # ---- tables
 
-_COLUMNS = ("method", "seq_length", "status", "mfu", "tgs", "step_s", "alpha", "resident_layers", "device_gib", "host_gib", "binding")
+_COLUMNS = (
+    "method",
+    "seq_length",
+    "status",
+    "mfu",
+    "tgs",
+    "step_s",
+    "alpha",
+    "resident_layers",
+    "device_gib",
+    "host_gib",
+    "binding",
+)
 
 
 def _table(args: argparse.Namespace, question: Question) -> int:
     methods = METHODS if args.compare else (question.method,)
-    if args.compare:
-        question = replace(question, plan=None, alpha=None)
     lengths = args.sweep if args.sweep is not None else [question.seq_length]
     found = list(answers.sweep(question, lengths, methods))
     rows = [answer.as_json() for answer in found]

@@ -20,7 +20,7 @@ from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
 from ds_memo.solve.costs import LayerCosts, Output
 
-# Elementwise traffic, bytes per token and element of width: forward, backward, and a replay (which ends before the last residual).
+# Elementwise traffic, bytes per token and element of width: forward, backward, replay (which ends before the last residual).
 _HIDDEN_BYTES = (24, 46, 14)
 _UNGATED_BYTES = (4, 6, 4)
 _GATED_BYTES = (10, 18, 10)
@@ -195,7 +195,7 @@ class Costs:
         width = 4 * model.hidden + 2 * model.attention_width + 2 * model.kv_width  # input, both norms, residual; q, o; k, v
         visited = (model.experts_per_token or 1) * model.ffn + model.shared_ffn
         if model.gated:
-            width += 4 * visited + model.attention_width + model.kv_width + 2 * model.hidden  # rotary, fp32 inside RMSNorm
+            width += 4 * visited + model.attention_width + model.kv_width + 3 * model.hidden  # rotary; fp32 inside both RMSNorms
         else:
             width += 2 * visited
         if model.experts:

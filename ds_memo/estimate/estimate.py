@@ -1,11 +1,11 @@
 """From a question to an answer: what a step takes in time and memory, and what runs out first.
 
-    method           kept of a layer                                                layers
-    none             everything autograd saves                                      as they are
-    full_recompute   the input                                                      torch's or Megatron's checkpointing
-    full_swap        everything, on the host                                        the paper's ablation
-    paper            input and attention output, and alpha of everything else       MEMO as published
-    memo             input and attention output, and alpha of the GEMM outputs      this project, solved by ds_memo.solve
+method           kept of a layer                                                layers
+none             everything autograd saves                                      as they are
+full_recompute   the input                                                      torch's or Megatron's checkpointing
+full_swap        everything, on the host                                        the paper's ablation
+paper            input and attention output, and alpha of everything else       MEMO as published
+memo             input and attention output, and alpha of the GEMM outputs      this project, solved by ds_memo.solve
 """
 
 from __future__ import annotations
@@ -42,10 +42,6 @@ LOGIT_BYTES, FUSED_LOGIT_BYTES = 12, 4
 CACHE_GROWTH = 12
 """Without a plan, the cache of what comes and goes in a step grows to this many times its bytes before it settles: in the paper's
 ablation flushes begin between 64 Ki and 128 Ki tokens, which is between 9 and 19 times."""
-QUIET_LINK = 1.2
-"""The paper's alpha fits a link this much faster than the one its full swap saw: solved on a quiet host. Calibrated."""
-ALPHA_GRID = 8
-"""The paper's tables know alphas in steps of 1 / 8."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +237,11 @@ def _memo(question: Question, costs: Costs) -> Estimate:
         host = nothing.needed * question.ranks_on_node if status == OOHM else 0.0
         return Estimate(question, layout, status, str(nothing), parts, host)
     kept = homes.device_bytes - run.working_bytes
-    parts = _parts(question, states, {**working, "resident layers" if homes.plain else "resident layers and reload buffers": kept})
+    parts = _parts(
+        question, states, {**working, "resident layers" if homes.plain else "resident layers and reload buffers": kept}
+    )
+    if sum(parts.values()) > question.hardware.device_memory:  # as an alpha that was asked for may
+        return Estimate(question, layout, OOM, _device_use(question, parts), parts, 0.0)
     answer = Estimate(
         question,
         layout,
@@ -278,10 +278,9 @@ def _published(question: Question, costs: Costs) -> Estimate:
         "logits": costs.tokens * model.vocab * (FUSED_LOGIT_BYTES if megatron else LOGIT_BYTES),
     }
     parts = _parts(question, states, working)
-    used, usable = sum(parts.values()), question.hardware.device_memory
-    binding = f"device memory: {used / GIB:.1f} of {usable / GIB:.1f} GiB"
+    binding = _device_use(question, parts)
     answer = Estimate(question, costs.layout, OOM, binding, parts, 0.0)
-    if used > usable:
+    if sum(parts.values()) > question.hardware.device_memory:
         return answer
     rate = question.hardware.d2h
     run = RunCosts((layer,) * model.layers, rate, question.hardware.h2d, 0, 0, head_s=costs.head_s)
@@ -308,24 +307,21 @@ def _published(question: Question, costs: Costs) -> Estimate:
 
 
 def _papers_alpha(question: Question, layer: LayerCosts, swapped: int) -> tuple[float, bool, bool]:
-    """Alpha on the paper's grid; whether the host, or the link, bounds it."""
+    """The paper's program, with its pinned blocks; whether the host, or the link, bounds it."""
     link = paper_alpha(
         input_bytes=layer.nbytes("input"),
         attention_bytes=layer.attention_bytes,
         other_bytes=layer.split_bytes,
-        bandwidth=question.hardware.d2h * QUIET_LINK,
+        bandwidth=min(question.hardware.d2h, question.hardware.h2d) * question.hardware.quiet_link,
         layer_forward_s=layer.forward_s,
         layers=swapped + 2,
         host_bytes=math.inf,
     )
-    steps = int((link or 0.0) * ALPHA_GRID)
-    fits = [
-        step
-        for step in range(steps + 1)
-        if _pinned(layer, step / ALPHA_GRID) * swapped * question.ranks_on_node <= question.host_bytes
-    ]
-    best = max(fits, default=0)
-    return best / ALPHA_GRID, best < steps, best == steps < ALPHA_GRID
+    link = link or 0.0
+    block = int(question.host_bytes / max(1, swapped * question.ranks_on_node))
+    largest = 1 << max(0, block.bit_length() - 1)  # that a power of two may have
+    host = max(0.0, (largest - layer.whole_bytes) / layer.split_bytes)
+    return min(link, host), host < link, link <= host and link < 1
 
 
 def _pinned(layer: LayerCosts, alpha: float) -> int:
@@ -363,6 +359,10 @@ def _parts(question: Question, states: dict[str, float], working: dict[str, floa
     reserve = {"context and communication": question.hardware.device_reserve}
     parts = states | working | ({"fragmentation": loose} if loose else {}) | reserve
     return {name: nbytes for name, nbytes in parts.items() if nbytes > 0}
+
+
+def _device_use(question: Question, parts: dict[str, float]) -> str:
+    return f"device memory: {sum(parts.values()) / GIB:.1f} of {question.hardware.device_memory / GIB:.1f} GiB"
 
 
 def _timed(answer: Estimate, costs: Costs) -> Estimate:

@@ -57,6 +57,8 @@ class Hardware:
     """Of the flash backward, whose FLOPs are 2.5 times the forward's."""
     d2h: float
     h2d: float
+    quiet_link: float
+    """How many times faster a copy is while the other GPUs do not copy. The paper's alpha was solved for such a link."""
     intra_node: float
     """Bus bandwidth of collectives inside a node."""
     inter_node: float
@@ -137,7 +139,7 @@ def _number(path: str, name: str, entry: Any) -> float:
         raise EstimateError(f"hardware {path}: {name} has the unit {unit!r}, expected one of {allowed}")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise EstimateError(f"hardware {path}: {name} is {value!r}, expected a number")
-    low = 1.0 if name in ("fragmentation", "gpus_per_node") else 0.0
+    low = 1.0 if name in ("fragmentation", "gpus_per_node", "quiet_link") else 0.0
     if value < low or (value == 0 and name not in _MAY_BE_ZERO) or (name in _SHARES and value > 1):
         allowed = "above 0, at most 1" if name in _SHARES else f"at least {low:g}" if low or name in _MAY_BE_ZERO else "above 0"
         raise EstimateError(f"hardware {path}: {name} is {value!r}, expected {allowed}")

@@ -1,9 +1,9 @@
 """How GPUs share the work: ranks that split one sequence, copies of them, and the ZeRO stage.
 
-    tp   tensor parallel, with the sequence split outside of the GEMMs (Megatron-LM)
-    cp   context parallel: ring attention
-    sp   Ulysses: all-to-alls around attention, each rank has some of the heads
-    dp   what is left: each replica takes sequences of its own
+tp   tensor parallel, with the sequence split outside of the GEMMs (Megatron-LM)
+cp   context parallel: ring attention
+sp   Ulysses: all-to-alls around attention, each rank has some of the heads
+dp   what is left: each replica takes sequences of its own
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Layout:
         return self.gpus // self.tp
 
     def __str__(self) -> str:
-        split = [f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("sp", self.sp), ("dp", self.dp)) if size > 1]
+        split = [
+            f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("sp", self.sp), ("dp", self.dp)) if size > 1
+        ]
         return ", ".join([*split, f"ZeRO {self.zero}"])
 
 
@@ -78,14 +80,10 @@ def ulysses(model: Model, gpus: int, zero: int, batch: int) -> Iterator[Layout]:
 
 def megatron(model: Model, hardware: Hardware, gpus: int, zero: int, batch: int) -> Iterator[Layout]:
     """As the paper's runs: tp 4 or 8, inside a node; any cp; replicas with what is left."""
-    found = []
-    for tp in (4, 8):
-        if tp > hardware.gpus_per_node or model.heads % tp or gpus % tp:
-            continue
-        found += [Layout(gpus, tp=tp, cp=cp, zero=zero) for cp in _divisors(gpus // tp)]
+    splits = [tp for tp in _divisors(gpus) if tp <= hardware.gpus_per_node and model.heads % tp == 0]
+    sizes = [tp for tp in splits if tp in (4, 8)] or splits[-1:]
+    found = [Layout(gpus, tp=tp, cp=cp, zero=zero) for tp in sizes for cp in _divisors(gpus // tp)]
     busy = [layout for layout in found if layout.dp <= batch]
-    if not found:
-        raise EstimateError(f"--method paper runs with tp 4 or 8; {gpus} GPUs and {model.heads} heads cannot be split so: give --tp, --cp or --sp")
     least = min(layout.dp for layout in found)
     yield from busy or [layout for layout in found if layout.dp == least]
 

@@ -11,6 +11,7 @@ from ds_memo.estimate.hardware import read_json
 
 # Families whose MLP is up, activation, down; all others have a gate beside up.
 _UNGATED = {"gpt2", "gpt_neox", "gpt_neo", "gptj", "opt", "bloom", "falcon", "phi", "codegen", "starcoder2", "gpt_bigcode", "mpt"}
+_LARGEST, _MOST_LAYERS = 1 << 24, 4096
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ def load(path: str) -> Model:
     if file.is_dir():
         file = file / "config.json"
     if not file.is_file():
-        raise EstimateError(f"model {path!r}: no such file; expected a Hugging Face config JSON, e.g. ds_configs/models/gpt-7b.json")
+        raise EstimateError(
+            f"model {path!r}: no such file; expected a Hugging Face config JSON, e.g. ds_configs/models/gpt-7b.json"
+        )
     data = read_json(file, "model")
     inner = data.get("text_config")
     return from_config(inner if isinstance(inner, dict) else data, file.stem)
@@ -101,15 +104,21 @@ def from_config(config: dict[str, Any], name: str) -> Model:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise EstimateError(f"model {name}: {key} is {value!r}, expected a whole number above 0")
+            if value > _LARGEST:
+                raise EstimateError(f"model {name}: {key} is {value}, expected at most {_LARGEST}")
             return value
         if default is None:
-            raise EstimateError(f"model {name}: no {' or '.join(keys)} in its config; expected a Hugging Face config of a decoder")
+            raise EstimateError(
+                f"model {name}: no {' or '.join(keys)} in its config; expected a Hugging Face config of a decoder"
+            )
         return default
 
     kind = config.get("model_type", "")
     if config.get("kv_lora_rank"):
         raise EstimateError(f"model {name}: multi-head latent attention (kv_lora_rank) is not modelled")
     layers = size("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if layers > _MOST_LAYERS:
+        raise EstimateError(f"model {name}: {layers} layers, expected at most {_MOST_LAYERS}")
     hidden = size("hidden_size", "n_embd", "d_model", "n_embed")
     heads = size("num_attention_heads", "n_head", "n_heads")
     kv_heads = 1 if config.get("multi_query") is True else size("num_key_value_heads", "num_kv_heads", default=heads)

@@ -111,7 +111,8 @@ def layer_trace(model: Model, tokens: int, replays: bool) -> Trace:
         backward.free("norm1")
     first = len(forward.requests)
     return Trace(
-        tuple(forward.requests + backward.requests), (Phase("L0.f", 0, first), Phase("L0.b", first, first + len(backward.requests)))
+        tuple(forward.requests + backward.requests),
+        (Phase("L0.f", 0, first), Phase("L0.b", first, first + len(backward.requests))),
     )
 
 

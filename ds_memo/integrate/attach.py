@@ -30,6 +30,7 @@ from ds_memo.remat.modes import inside_a_layer
 from ds_memo.solve.homes import alpha_for_host, place_residents
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_memory import GIB, budget_bytes, ranks_on_node
+from ds_memo.swap.numa import node_of
 from ds_memo.swap.slab import HostSlab, memlock_binds
 from ds_memo.swap.streams import streams_for
 
@@ -158,7 +159,7 @@ class Memo:
         self._detached = False
         pinned = device.type == "cuda"
         budget = budget_bytes(config.host_memory_gib, ranks_on_node(), locked=pinned and memlock_binds())
-        self.slab = HostSlab(budget, pinned)
+        self.slab = HostSlab(budget, pinned, node_of(device))
         self.addresses = self._plan_addresses(device)
         self.engine = SwapEngine(streams_for(device), self.slab, device, self.addresses)
         self.remat = Remat(self.engine, self, self.warn, config.attention)
@@ -340,7 +341,12 @@ class Memo:
             "stored_bytes_per_layer": [layer.latest.layout.stored_bytes if layer.latest else 0 for layer in self.layers],
             "gemm_flops_recomputed_fraction": work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
             "attention_recomputed": work.attention_ops_recomputed,
-            "host": {"budget": self.slab.budget, "slab": self.slab.size, "peak_used": self.slab.peak_used},
+            "host": {
+                "budget": self.slab.budget,
+                "slab": self.slab.size,
+                "peak_used": self.slab.peak_used,
+                "numa_node": self.slab.node.number if self.slab.node else None,
+            },
             "stall_s": self.engine.streams.stall_s(),
             "step_s": step_s,
             "tokens_per_s": tokens_per_s,

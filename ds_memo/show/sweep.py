@@ -44,6 +44,8 @@ def draw_sweep(found: Sequence[Estimate], path: str) -> None:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     memory.set_ylim(top=2 * question.hardware.device_memory / GIB)
-    figure.suptitle(f"{question.model.name} on {question.gpus} × {question.hardware.name}; a cross: the next length runs out of memory")
+    figure.suptitle(
+        f"{question.model.name} on {question.gpus} × {question.hardware.name}; a cross: the next length runs out of memory"
+    )
     figure.legend(loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path)

@@ -15,6 +15,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.host_memory import GIB, memlock_limit
+from ds_memo.swap.numa import Node, on
 
 PAGE = mmap.PAGESIZE
 _TRY_OUT = 1 << 28
@@ -40,15 +41,17 @@ class HostSlab:
     Args:
         budget: bytes.
         pinned: lock the blocks for CUDA (cudaHostRegister).
+        node: the NUMA node that pinned blocks should lie on; absent: wherever the thread happens to run.
     """
 
-    def __init__(self, budget: int, pinned: bool) -> None:
+    def __init__(self, budget: int, pinned: bool, node: Node | None = None) -> None:
         self.budget = budget
         self.size = 0
         """Bytes held now, lent or idle."""
         self.used = 0
         """Bytes lent now."""
         self.peak_used = 0
+        self.node = node
         self._pinned = pinned
         self._idle: list[Block] = []
 
@@ -94,7 +97,8 @@ class HostSlab:
             )
         block = _map(nbytes)
         if self._pinned:
-            _pin(block)
+            with on(self.node):  # pinning touches the pages
+                _pin(block)
         self.size += nbytes
         return block
 
