@@ -23,9 +23,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from benchmarks.workloads import attention_through, sdpa
+from benchmarks.workloads import attention_through, heads_to_ranks, ranks_to_heads, sdpa
 from ds_memo.integrate.layers import find_layers
 from ds_memo.solve.homes import place_residents
+from ds_memo.solve.paper import paper_alpha
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept, Layout
 from ds_memo.swap.slab import HostSlab
@@ -80,6 +81,17 @@ class Entry:
     whole: bool = False
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Stands for a saved tensor in autograd's graph."""
+
+    call: Call
+    entry: int
+    rows: Rows | None
+    """How it lies in its entry; None: it is the attention output as this rank's rows."""
+    shape: torch.Size
+
+
 @dataclass(eq=False)
 class Call:
     """One layer call, from its forward to its backward. Lives as long as its graph."""
@@ -88,7 +100,8 @@ class Call:
     fn: Callable[..., torch.Tensor]
     others: tuple[Any, ...]
     tokens: int
-    stored: int
+    stored: int = 0
+    """Rows that go to the host of every skeletal tensor."""
     entries: list[Entry] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Of the entries, tokens first, until the layer ends."""
@@ -96,6 +109,7 @@ class Call:
     """Per tensor that autograd saved: its entry; None: not ours. Those saved inside attention are left out."""
     attention: tuple[int, int, int, int] | None = None
     """Entries of q, k, v and of the output."""
+    joined: torch.Tensor | None = None
     slots: dict[int, torch.Tensor] | None = None
     inside: bool = False
 
@@ -104,15 +118,27 @@ class PaperMemo:
     """Runs the layers of one Hugging Face model.
 
     Args:
-        alpha: fraction of the rows of every skeletal tensor that goes to the host.
+        alpha: fraction of the rows of every skeletal tensor that goes to the host; None: the paper's program decides.
         host_bytes: budget.
         ranks: of sequence parallelism, see :mod:`benchmarks.workloads`.
+        bandwidth: device to host, bytes a second.
+        layer_forward_s: of one layer without copies; like `bandwidth` for the paper's program only.
     """
 
-    def __init__(self, model: nn.Module, alpha: float, host_bytes: int, device: torch.device, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        alpha: float | None,
+        host_bytes: int,
+        device: torch.device,
+        ranks: int = 1,
+        bandwidth: float = 0.0,
+        layer_forward_s: float = 0.0,
+    ) -> None:
         self.slab = HostSlab(host_bytes, pinned=device.type == "cuda")
         self.engine = SwapEngine(streams_for(device), self.slab, device)
         self.alpha, self.ranks = alpha, ranks
+        self._hides = bandwidth, layer_forward_s
         layers = [module for _, module in find_layers(model)]
         resident = place_residents(len(layers), min(2, len(layers)))
         self._own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
@@ -133,9 +159,11 @@ class PaperMemo:
             return fn(hidden, *others)
         frame = self.engine.begin(f"layer {index}", resident=False, layer=index)
         tokens = hidden.shape[1]
-        call = Call(frame, fn, others, tokens, round(self.alpha * tokens))
+        call = Call(frame, fn, others, tokens)
         foreign = self._own | {_storage(x) for x in _tensors((fn, others))}
         known: dict[Any, int] = {}
+        joined = None
+        """Storage of the attention output as this rank's rows: the same bytes as the kernel's output in another order."""
 
         def entry(tensor: torch.Tensor, whole: bool = False) -> int | None:
             rows = rows_of(tensor, tokens, self.ranks)
@@ -151,26 +179,38 @@ class PaperMemo:
             return known[key]
 
         def pack(tensor: torch.Tensor) -> Any:
-            mine = tensor.numel() * tensor.itemsize > SMALL and _storage(tensor) not in foreign
-            number = entry(tensor, whole=call.inside and call.attention is None) if mine else None
+            storage = _storage(tensor)
+            if storage == joined:
+                call.packs.append(None)
+                return Packed(call, call.attention[3], None, tensor.shape)
+            mine = tensor.numel() * tensor.itemsize > SMALL and storage not in foreign
+            number = entry(tensor, whole=call.inside) if mine else None
             if not call.inside:
                 call.packs.append(number)
-            return tensor if number is None else (call, number, rows_of(tensor, tokens, self.ranks))
+            return tensor if number is None else Packed(call, number, rows_of(tensor, tokens, self.ranks), tensor.shape)
 
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-            split = [entry(x) for x in (q, k, v)]
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ranks: int) -> torch.Tensor:
+            nonlocal joined
+            split = [heads_to_ranks(x, ranks) for x in (q, k, v)]
             call.inside = True
-            out = sdpa(q, k, v, scale)
-            for number in split:  # packed while inside, yet token-wise
-                call.entries[number].whole = False
+            out = sdpa(*split, scale)
             call.inside = False
-            call.attention = (*split, entry(out, whole=True))
-            return out
+            call.attention = (*(entry(x) for x in split), entry(out, whole=True))
+            for number in call.attention[:3]:  # saved by the kernel, yet token-wise
+                call.entries[number].whole = False
+            result = ranks_to_heads(out, ranks)
+            if _storage(result) != _storage(out):
+                joined, call.joined = _storage(result), result  # held, so that nothing else gets its storage meanwhile
+            return result
 
         entry(hidden, whole=True)  # entry 0
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), attention_through(attention):
             out = fn(hidden, *others)
         layout = Layout()
+        call.joined = None
+        if self.alpha is None:
+            self.alpha = self._solve(call)
+        call.stored = round(self.alpha * tokens)
         for number, made in enumerate(call.entries):
             call.tensors[number] = call.tensors[number].reshape(tokens, -1).contiguous()  # one at a time: each original may go
             made.kept = layout.add(call.tensors[number], None if made.whole else call.stored)
@@ -181,19 +221,29 @@ class PaperMemo:
         call.tensors.clear()
         return out
 
+    def _solve(self, call: Call) -> float:
+        whole = [made.whole for made in call.entries]
+        sizes = [tensor.numel() * tensor.itemsize for tensor in call.tensors]
+        always = sum(size for size, all_of_it in zip(sizes, whole, strict=True) if all_of_it)
+        alpha = paper_alpha(0, always, sum(sizes) - always, *self._hides, len(self._layers), self.slab.budget)
+        return alpha or 0.0  # None: not even 0 hides, or fits; the slab will say so
+
     # ---- backward
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        call, number, rows = packed
+        call = packed.call
         if call.slots is None:
             self.engine.bring_back(call.frame)
             call.slots = dict(call.frame.slots)
             if call.stored < call.tokens:
                 self._replay(call)
             self.engine.replayed(call.frame)
-        return rows.back(call.slots[number])
+        slot = call.slots[packed.entry]
+        if packed.rows is None:
+            return ranks_to_heads(call.entries[packed.entry].rows.back(slot), self.ranks).view(packed.shape)
+        return packed.rows.back(slot)
 
     def _replay(self, call: Call) -> None:
         """Fill up the rows that are not stored."""
@@ -216,10 +266,10 @@ class PaperMemo:
                 fill(call.packs[saved], tensor)
             saved += 1
 
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ranks: int) -> torch.Tensor:
             for number, tensor in zip(call.attention, (q, k, v), strict=False):
-                fill(number, tensor)
-            return missing(call.attention[3]).requires_grad_()
+                fill(number, heads_to_ranks(tensor, ranks))
+            return ranks_to_heads(missing(call.attention[3]), ranks).detach().requires_grad_()
 
         def rows(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or (found := rows_of(value, call.tokens, 1)) is None:
@@ -235,9 +285,9 @@ class PaperMemo:
 
 
 @contextlib.contextmanager
-def paper_memo(model: nn.Module, alpha: float, host_bytes: int, device: torch.device, ranks: int = 1) -> Iterator[PaperMemo]:
-    """Within the block the model trains as the paper's MEMO."""
-    memo = PaperMemo(model, alpha, host_bytes, device, ranks)
+def paper_memo(model: nn.Module, alpha: float | None, host_bytes: int, device: torch.device, **more: Any) -> Iterator[PaperMemo]:
+    """Within the block the model trains as the paper's MEMO; see :class:`PaperMemo`."""
+    memo = PaperMemo(model, alpha, host_bytes, device, **more)
     try:
         yield memo
     finally:

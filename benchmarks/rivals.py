@@ -32,6 +32,10 @@ class Budget:
     device_bytes: int | None = None
     """None: all of the device."""
     ranks: int = 1
+    bandwidth: float = 0.0
+    """Measured, device to host, bytes a second; the paper's program for alpha asks for it."""
+    layer_forward_s: float = 0.0
+    """Measured, of one layer without copies; likewise."""
 
 
 @dataclass
@@ -121,15 +125,16 @@ def save_on_cpu(model: nn.Module, budget: Budget) -> Iterator[Installed]:
 
 
 @contextlib.contextmanager
-def paper(model: nn.Module, budget: Budget, alpha: float = 1.0) -> Iterator[Installed]:
+def paper(model: nn.Module, budget: Budget, alpha: float | None = None) -> Iterator[Installed]:
     from benchmarks.paper_memo import paper_memo
 
-    with paper_memo(model, alpha, budget.host_bytes, budget.device, budget.ranks) as memo:
+    hides = {"bandwidth": budget.bandwidth, "layer_forward_s": budget.layer_forward_s}
+    with paper_memo(model, alpha, budget.host_bytes, budget.device, ranks=budget.ranks, **hides) as memo:
 
         def report() -> dict[str, Any]:
             traffic = memo.engine.traffic
             return {
-                "alpha": alpha,
+                "alpha": memo.alpha,
                 "bytes_to_host": traffic.bytes_to_host,
                 "stall_s": memo.engine.streams.stall_s(),
                 "host": {"budget": memo.slab.budget, "slab": memo.slab.size, "peak_used": memo.slab.peak_used},

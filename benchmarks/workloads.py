@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], torch.Tensor]
+"""q, k, v (b, heads, rows, d), scale, ranks → (b, rows, heads, d)."""
 LOGITS = 16
 """Last positions that the loss looks at: a full vocabulary at every position would be a benchmark of the loss."""
 
@@ -132,9 +133,10 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tor
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """The attention kernel, or what a rival has put in its place."""
-    return (_instead or sdpa)(q, k, v, scale)
+def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ranks: int) -> torch.Tensor:
+    """Attention over the whole sequence, from and to what this rank holds of it."""
+    q, k, v = (heads_to_ranks(x, ranks) for x in (q, k, v))
+    return ranks_to_heads(sdpa(q, k, v, scale), ranks)
 
 
 @contextlib.contextmanager
@@ -148,31 +150,28 @@ def attention_through(function: Core) -> Iterator[None]:
         _instead = before
 
 
-def _attention(module: nn.Module, q: Any, k: Any, v: Any, mask: None, scaling: float, **_: Any) -> tuple[torch.Tensor, None]:
-    return core(q, k, v, scaling).transpose(1, 2).contiguous(), None
-
-
 def heads_to_ranks(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """(b, heads, rows, d) → (b, heads/ranks, ranks·rows, d), as the all-to-all in front of attention moves bytes."""
+    if ranks == 1:
+        return x
     b, heads, rows, d = x.shape
     split = x.reshape(b, ranks, heads // ranks, rows, d).transpose(1, 2)
     return split.contiguous().view(b, heads // ranks, ranks * rows, d)
 
 
 def ranks_to_heads(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The way back."""
+    """The way back: (b, heads/ranks, ranks·rows, d) → (b, rows, heads, d), contiguous."""
     b, heads, tokens, d = x.shape
-    split = x.reshape(b, heads, ranks, tokens // ranks, d).transpose(1, 2)
-    return split.contiguous().view(b, ranks * heads, tokens // ranks, d)
+    split = x.reshape(b, heads, ranks, tokens // ranks, d).permute(0, 3, 2, 1, 4)
+    return split.contiguous().view(b, tokens // ranks, ranks * heads, d)
 
 
-def _ulysses(ranks: int) -> Callable[..., Any]:
+def _attention(ranks: int) -> Callable[..., Any]:
     def attention(module: nn.Module, q: Any, k: Any, v: Any, mask: None, scaling: float, **_: Any) -> tuple[torch.Tensor, None]:
-        out = core(*(heads_to_ranks(x, ranks) for x in (q, k, v)), scaling)
-        return ranks_to_heads(out, ranks).transpose(1, 2).contiguous(), None
+        return (_instead or core)(q, k, v, scaling, ranks), None
 
     return attention
 
 
-AttentionInterface.register("bench", _attention)
-AttentionInterface.register("bench_ulysses8", _ulysses(8))
+AttentionInterface.register("bench", _attention(1))
+AttentionInterface.register("bench_ulysses8", _attention(8))
