@@ -61,6 +61,8 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
         raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")
     memo = attach_model(engine.module, config, device=engine.device)
     memo.slab.budget = _smallest(memo.slab.budget, engine.device)
+    if memo.autopilot:
+        memo.autopilot.has_engine = True
     memo.expect_steps(_weakly(engine.is_gradient_accumulation_boundary))
     take_step = engine._take_model_step
 

@@ -6,7 +6,6 @@ import statistics
 import time
 
 import torch
-import torch.distributed as dist
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.slab import HostSlab
@@ -19,7 +18,7 @@ _REPEATS = 3
 
 
 def measure_bandwidth(device: torch.device, pinned: bool, budget: int, chunk: int = CHUNK) -> tuple[float, float]:
-    """Bytes a second to and from the host, while every other rank that calls this does the same.
+    """Bytes a second to and from the host. Ranks of a node share its memory: let all of them call this at the same time.
 
     Args:
         pinned: lock the host block, as training will.
@@ -40,7 +39,6 @@ def measure_bandwidth(device: torch.device, pinned: bool, budget: int, chunk: in
         rates = []
         for stream, dst, src in ((D2H, here, there), (H2D, there, here)):
             _copy(streams, stream, dst, src, device, 1)  # touches every page, and starts the threads
-            _everybody()
             rates.append(
                 chunk * _COPIES / statistics.median(_copy(streams, stream, dst, src, device, _COPIES) for _ in range(_REPEATS))
             )
@@ -65,8 +63,3 @@ def _copy(streams: Streams, stream: str, dst: torch.Tensor, src: torch.Tensor, d
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _everybody() -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
