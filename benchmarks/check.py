@@ -9,6 +9,8 @@ On CUDA in bf16, on a CPU (to try the harness) in fp32:
     memory         stored bytes per layer, live bytes after the forward, backward peak (benchmarks/memory.py)
     overhead       what record and replay add per layer (benchmarks/overhead.py)
     link           copy bandwidth of the host slab in both directions
+    allocator      the op beside everything else that uses device memory (tests/ops/cuda_scenarios.py), on CUDA; nanoseconds of a
+                   planned request (benchmarks/allocator.py); memory that training holds (benchmarks/allocator_gpu.py)
     step           four layers of 7B width: no checkpointing, torch's checkpoint, ds_memo at alpha 0, 0.5 and 1, and stalls
 
 The result goes to benchmarks/results/check-<device>.json with versions and raw samples.
@@ -20,6 +22,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
 import platform
 import random
 import shutil
@@ -38,7 +41,7 @@ from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import ds_memo
-from benchmarks import memory, overhead
+from benchmarks import allocator, allocator_gpu, memory, overhead
 from ds_memo.swap.host_memory import GIB, available_bytes, memlock_limit
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, streams_for
@@ -195,6 +198,30 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
     return {"gb_per_s": rates, "samples_s": samples, "bytes": nbytes}
 
 
+def planned_addresses(device: torch.device, hidden: int, layers: int, tokens: int) -> dict[str, Any]:
+    """With torch's segments and with expandable ones; the scenarios run in processes of their own."""
+    result: dict[str, Any] = {"failures": [], "scenarios": {}}
+    for expandable in (False, True) if device.type == "cuda" else ():
+        setting = f"expandable_segments:{expandable}"
+        command = [sys.executable, "-m", "tests.ops.cuda_scenarios"]
+        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": setting}
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False
+        )
+        passed = sum(line.startswith("ok ") for line in done.stdout.splitlines())
+        print(f"    {setting}: {passed} scenarios passed")
+        result["scenarios"][setting] = passed
+        if done.returncode:
+            result["failures"].append(f"allocator, {setting}: {done.stdout[-3000:]}{done.stderr[-2000:]}")
+    result["pairs"] = allocator.measure(10, device)
+    lengths = [tokens, tokens // 2, tokens * 3 // 4]
+    result["fixed_length"] = allocator_gpu.measure(device, hidden, layers, lengths[:1], steps=5)
+    result["three_lengths"] = allocator_gpu.measure(device, hidden, layers, lengths, steps=6)
+    for part in ("fixed_length", "three_lengths"):  # counts and bytes; nanoseconds depend on what else runs
+        result["failures"] += result[part]["failures"]
+    return result
+
+
 def step_time(device: torch.device, dtype: torch.dtype, hidden: int, heads: int, tokens: int, layers: int = 4) -> dict[str, Any]:
     """Median seconds of a step, variants in turn, with peak device memory where CUDA counts it."""
     config = GPTNeoXConfig(
@@ -264,12 +291,14 @@ def main() -> int:
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     shape = {"hidden": 4096, "heads": 32, "tokens": 16384} if cuda else {"hidden": 128, "heads": 2, "tokens": 512}
+    plan = {"hidden": 2048, "layers": 8, "tokens": 16384} if cuda else {"hidden": 256, "layers": 3, "tokens": 256}
     parts: dict[str, Callable[[], Any]] = {
         "environment": lambda: environment(device),
         "gradients": lambda: gradients(device, dtype),
         "stream_order": lambda: stream_order(device, dtype),
         "memory": lambda: stored_and_live(device, dtype),
         "overhead": lambda: overhead.measure_all(device, rounds=5),
+        "allocator": lambda: planned_addresses(device, **plan),
         "link": lambda: link(device, gib=1.0 if cuda else 0.03),
         "step": lambda: step_time(device, dtype, **shape),
     }

@@ -15,6 +15,7 @@ from importlib import import_module
 
 VERBS = {  # verb: (module, what it does)
     "plan": ("ds_memo.plan.command", "from a request trace to an address for every tensor"),
+    "estimate": ("ds_memo.estimate.command", "what a run would take in time and memory, before anything is rented"),
     "show": ("ds_memo.show.command", "draw a plan: time × address, as PNG or interactive HTML"),
 }
 
@@ -30,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb == chosen:  # only this verb's module, and what it needs, is imported
             module = import_module(name)
             module.add_arguments(sub)
-    args = parser.parse_args(words)
+            mine = sub
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        mine.error(f"unrecognized arguments: {' '.join(unknown)}")  # by its own usage, not by that of `ds-memo`
     warnings.showwarning = lambda message, *_: print(f"ds-memo {args.verb}: warning: {message}", file=sys.stderr)
     try:
         return module.run(args)

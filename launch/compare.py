@@ -49,6 +49,10 @@ def table(memo: dict, plain: dict) -> str:
         ("GEMM FLOPs recomputed", f"{report['gemm_flops_recomputed_fraction']:.1%}", "of the forward's"),
         ("attention recomputed", str(report["attention_recomputed"]), "times"),
     ]
+    if plan := report["plan"]:
+        requests = plan["hits"] + sum(plan["misses"].values())
+        note = f"of the requests since they were planned; arena {mib(plan['arena'])}, lower bound {mib(plan['lower_bound'])}"
+        rows.append(("had its planned address", f"{plan['hits'] / max(1, requests):.1%}", note))
     lines.append("")
     lines += [f"{name:>28}{value:>16}   {note}" for name, value, note in rows]
     return "\n".join(lines)

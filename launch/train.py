@@ -11,6 +11,7 @@ two runs compare. Without `--data` it trains on the Python standard library's ow
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ from tqdm import tqdm
 
 import ds_memo
 from ds_memo.estimate.flops import mfu, peak_flops
+from ds_memo.integrate import ulysses
 from ds_memo.integrate.transformers import model_flops
 from ds_memo.profile import LiveBytes
 
@@ -138,13 +140,29 @@ class Run:
     training: long_data.Windows
     validation: long_data.Windows
     flops_per_sequence: float | None
+    sp: int  # ranks that share a sequence
     samples: int = 0  # consumed so far by all ranks
 
-    def batch(self, windows: long_data.Windows, first: int, shuffle: bool) -> dict[str, torch.Tensor]:
-        """This rank's share of the micro batch of all ranks that begins at sample `first`."""
+    @property
+    def micro(self) -> int:
+        """Sequences in a micro batch of all ranks."""
+        return self.engine.train_micro_batch_size_per_gpu() * dist.get_world_size() // self.sp
+
+    def batches(self, windows: long_data.Windows, first: int, shuffle: bool) -> Iterator[dict[str, torch.Tensor]]:
+        """This rank's share of every micro batch from sample `first` on; of each sequence its part, if ranks share them."""
         rows = self.engine.train_micro_batch_size_per_gpu()
-        batch = windows.batch(first + dist.get_rank() * rows, rows, shuffle)
-        return {name: value.to(self.engine.device) for name, value in batch.items()}
+        group, place = divmod(dist.get_rank(), self.sp)  # a group's ranks read its micro batches in turn
+        own = (
+            windows.batch(first + number * self.micro + group * rows, rows, shuffle) for number in itertools.count(place, self.sp)
+        )
+        if self.sp > 1:
+            positions = torch.arange(self.args.seq_length).expand(rows, -1)
+            return ulysses.split((batch | {"position_ids": positions} for batch in own), self.engine.device)
+        return ({name: value.to(self.engine.device) for name, value in batch.items()} for batch in own)
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = self.engine(**batch)
+        return ulysses.mean_over_ranks(loss, batch["labels"], self.engine) if self.sp > 1 else loss
 
     def mean(self, losses: list[torch.Tensor]) -> float:
         """Mean over this rank's losses and all ranks; every loss covers equally many tokens."""
@@ -152,21 +170,20 @@ class Run:
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
 
-    def step(self, peak: PeakBytes | None) -> dict:
+    def step(self, batches: Iterator[dict[str, torch.Tensor]], peak: PeakBytes | None) -> dict:
         """One optimizer step; returns what is to know about it."""
         engine, start = self.engine, time.perf_counter()
-        micro = engine.train_micro_batch_size_per_gpu() * dist.get_world_size()
         losses = []
         if peak:
             peak.bytes = 0
         for _ in range(engine.gradient_accumulation_steps()):
-            batch = self.batch(self.training, self.samples, shuffle=True)
+            batch = next(batches)
             with peak.watch() if peak else nullcontext():
-                loss = engine(**batch)
+                loss = self.loss(batch)
                 engine.backward(loss)
             engine.step()
             losses.append(loss.detach())
-            self.samples += micro
+            self.samples += self.micro
         loss = self.mean(losses)  # waits for the device
         seconds = time.perf_counter() - start
         tokens_per_s = engine.train_batch_size() * self.args.seq_length / seconds
@@ -193,9 +210,8 @@ class Run:
     def validate(self) -> float:
         """Mean loss over the first windows of the held-out documents, the same ones every time."""
         self.engine.eval()
-        micro = self.engine.train_micro_batch_size_per_gpu() * dist.get_world_size()
-        batches = (self.batch(self.validation, i * micro, shuffle=False) for i in range(self.args.eval_batches))
-        loss = self.mean([self.engine(**batch) for batch in batches])
+        batches = itertools.islice(self.batches(self.validation, 0, shuffle=False), self.args.eval_batches)
+        loss = self.mean([self.loss(batch) for batch in batches])
         self.engine.train()
         return loss
 
@@ -228,6 +244,9 @@ def start(args: argparse.Namespace) -> Run:
     positions = hf.max_positions(config)
     if positions is not None and args.seq_length > positions:
         raise UsageError(f"--seq-length {args.seq_length} is longer than the model's {positions} positions")
+    sp = ulysses.size_in(ds_config)
+    if sp > 1:
+        ulysses.check(sp, config, int(os.environ.get("WORLD_SIZE", 1)), args.seq_length)
     if args.resume and not args.resume.is_dir():
         raise UsageError(f"no checkpoint in {args.resume}")
     tokenizer = long_data.HFTokenizer(args.tokenizer) if args.tokenizer else long_data.ByteTokenizer()
@@ -243,7 +262,7 @@ def start(args: argparse.Namespace) -> Run:
     use_tiled_loss(model)
     flops = model_flops(model, args.seq_length)
     engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
-    return Run(args, engine, training, validation, flops)
+    return Run(args, engine, training, validation, flops, sp)
 
 
 def show(bar: tqdm, measured: dict) -> None:
@@ -264,9 +283,10 @@ def train(run: Run) -> None:
         run.resume()
     peak = PeakBytes(engine.device) if args.metrics_json else None
     steps, validations = [], []
+    batches = run.batches(run.training, run.samples, shuffle=True)
     with tqdm(total=args.steps, initial=engine.global_steps, disable=not first, unit="step") as bar:
         while engine.global_steps < args.steps:
-            steps.append(run.step(peak))
+            steps.append(run.step(batches, peak))
             show(bar, steps[-1])
             last = engine.global_steps == args.steps
             if last or (args.eval_every and engine.global_steps % args.eval_every == 0):
@@ -280,6 +300,7 @@ def train(run: Run) -> None:
         metrics = {
             "memo": memo,
             "ranks": dist.get_world_size(),
+            "sequence_parallel_size": run.sp,
             "device": str(engine.device.type),
             "dtype": str(engine.module.dtype).removeprefix("torch."),
             "seq_length": args.seq_length,
@@ -302,6 +323,7 @@ def main() -> None:
     except ds_memo.MemoError as error:  # how much host memory a rank has may be its own affair
         print(f"train.py: error on rank {args.local_rank}: {error}", file=sys.stderr)
         sys.exit(2)
+    dist.barrier()  # a group that is taken down under another rank's last collective ends that rank
     dist.destroy_process_group()
 
 

@@ -71,7 +71,7 @@ class Allocator:
         if device.type == "cuda":
             torch.cuda.init()
         self._device = 0 if device.type == "cpu" else torch.cuda.current_device() if device.index is None else device.index
-        self._min_bytes = MIN_BYTES[device.type]
+        self.min_bytes = MIN_BYTES[device.type]
 
     def install(self) -> None:
         """Put the op before torch's allocator of this kind of device. Twice is once; nothing changes until a pass begins.
@@ -80,12 +80,14 @@ class Allocator:
             RuntimeError: another allocator is in the way.
         """
         self._op.install()
-        self._op.set_min_bytes(self._device, self._min_bytes)
+        self._op.set_min_bytes(self._device, self.min_bytes)
 
     def uninstall(self) -> None:
-        """Put torch's allocator back. Blocks of the arena stay valid, and the arena goes with the last of them."""
-        self.reset()
-        self._op.uninstall()
+        """End the pass, forget the plans, let the arena go and put torch's allocator back. Where blocks of the arena are still
+        alive they stay valid, and the arena goes with the last of them; until it has gone the op stays in front, and off."""
+        if self.installed:
+            self.reset()
+            self._op.uninstall()
 
     @property
     def installed(self) -> bool:
@@ -117,7 +119,7 @@ class Allocator:
         self._op.enter(self._device, -1 if name is None else number_of(name))
 
     def requests(self) -> list[Request]:
-        """What was logged since the last call. Frees of blocks from earlier passes come with their old ids."""
+        """What was logged since the pass began, or since the last call. Frees of blocks of earlier passes have their old ids."""
         kinds = ("enter", "malloc", "free")
         return [
             Request(kinds[kind], _names[phase] if phase >= 0 and kind < 2 else None, id_, size)

@@ -94,8 +94,8 @@ class AllocatorBuilder(OpBuilder):
                 lacks.append(f"torch {torch.__version__} is built without CUDA")
             if cuda_headers() is None:
                 lacks.append(
-                    "no cuda_runtime_api.h (looked in $CUDA_HOME/include and in the nvidia packages; install the CUDA toolkit "
-                    "or pip install nvidia-cuda-runtime)"
+                    "no cuda_runtime_api.h with crt/host_defines.h (looked in $CUDA_HOME/include and in the nvidia and triton "
+                    "packages; install the CUDA toolkit, or pip install triton)"
                 )
         return lacks
 
@@ -144,12 +144,15 @@ class AllocatorBuilder(OpBuilder):
 
 
 def cuda_headers() -> Path | None:
-    """The folder of cuda_runtime_api.h: the toolkit's, or that of the nvidia packages torch depends on."""
+    """The folder of the CUDA runtime's headers: the toolkit's, or that of the packages which a CUDA build of torch depends on.
+    nvidia's own may lack crt/; triton has a copy of all of them."""
     places = [Path(home) / "include" for home in (cpp_extension.CUDA_HOME,) if home]
-    if spec := importlib.util.find_spec("nvidia"):
-        for folder in spec.submodule_search_locations or ():
-            places += sorted(Path(folder).glob("*/include"))
-    return next((place for place in places if (place / "cuda_runtime_api.h").is_file()), None)
+    for package, pattern in (("nvidia", "*/include"), ("triton", "backends/nvidia/include")):
+        if spec := importlib.util.find_spec(package):
+            for folder in spec.submodule_search_locations or ():
+                places += sorted(Path(folder).glob(pattern))
+    needed = ("cuda_runtime_api.h", "crt/host_defines.h")
+    return next((place for place in places if all((place / name).is_file() for name in needed)), None)
 
 
 @contextmanager

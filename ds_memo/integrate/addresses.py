@@ -105,8 +105,9 @@ class Addresses:
         self._escaped: dict[int, Place] = {}
         """Blocks of the last profiled pass that outlived it."""
         self._escaped_from: Kind | None = None
-        self._steps_happen = False
-        self._stepped = False
+        self.steps_happen = False
+        """Whether step_ends() is called; not known before the first time, unless somebody who knows sets it."""
+        self._stepped = True
         self._stats = self._allocator.stats()
         self._at_start = self._stats
 
@@ -122,7 +123,7 @@ class Addresses:
             settings: what is done with each layer.
         """
         self._finish_pass()
-        first = self._stepped or not self._steps_happen
+        first = self._stepped or not self.steps_happen
         if first:
             self._finish_iteration()
         self._last_layer = last_layer
@@ -160,7 +161,7 @@ class Addresses:
         self._allocator.phase("step")
 
     def step_ends(self) -> None:
-        self._steps_happen = self._stepped = True
+        self.steps_happen = self._stepped = True
         self.leave_phase()
 
     def leave_phase(self) -> None:
@@ -175,8 +176,7 @@ class Addresses:
 
     def report(self) -> dict[str, Any]:
         """See Memo.report."""
-        known = self._known.get(self._kind) if self._kind is not None else None
-        plan = known.plan if known else None
+        plan = self.plan
         counts = {name: count - self._at_start[name] for name, count in self._allocator.stats().items()}
         return {
             "peak": plan.peak if plan else 0,
@@ -187,6 +187,18 @@ class Addresses:
             "hits": counts["hit"],
             "misses": {name: counts[name] for name in MISSES},
         }
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the running kind of pass follows."""
+        known = self._known.get(self._kind) if self._kind is not None else None
+        return known.plan if known else None
+
+    @property
+    def log(self) -> RequestLog | None:
+        """What was planned for it."""
+        known = self._known.get(self._kind) if self._kind is not None else None
+        return known.log if known else None
 
     def close(self) -> None:
         """End planning. Blocks that are still alive stay valid."""

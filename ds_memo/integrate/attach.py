@@ -24,12 +24,14 @@ from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.autopilot import Autopilot, Chosen, predicted
 from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
 from ds_memo.integrate.transformers import model_flops
+from ds_memo.plan import Plan
 from ds_memo.profile.lengths import shapes_of
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.solve.homes import alpha_for_host, place_residents
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_memory import GIB, budget_bytes, ranks_on_node
+from ds_memo.swap.numa import node_of
 from ds_memo.swap.slab import HostSlab, memlock_binds
 from ds_memo.swap.streams import streams_for
 
@@ -152,8 +154,7 @@ class Memo:
             config = config.model_copy(update={"alpha": 1.0, "resident_layers": residents})
         self.config = config
         self.in_forward = False
-        self.on_last_micro_batch: Callable[[], bool] = lambda: False
-        """Whether the optimizer is known to step after the present micro-batch."""
+        self._on_last_micro_batch: Callable[[], bool] = lambda: False
         self.binding = "not known before the first forward"
         self.alpha_used = config.alpha
         self.warnings: list[str] = []
@@ -161,7 +162,7 @@ class Memo:
         self._detached = False
         pinned = device.type == "cuda"
         budget = budget_bytes(config.host_memory_gib, ranks_on_node(), locked=pinned and memlock_binds())
-        self.slab = HostSlab(budget, pinned)
+        self.slab = HostSlab(budget, pinned, node_of(device))
         self.addresses = self._plan_addresses(device)
         self.engine = SwapEngine(streams_for(device), self.slab, device, self.addresses)
         self.remat = Remat(self.engine, self, self.warn, config.attention)
@@ -250,6 +251,16 @@ class Memo:
             self.warnings.append(message)
             warnings.warn(message, MemoWarning, stacklevel=3)
 
+    def expect_steps(self, on_last_micro_batch: Callable[[], bool]) -> None:
+        """Whoever calls tells of every optimizer step.
+
+        Args:
+            on_last_micro_batch: whether one will come after the present micro-batch.
+        """
+        self._on_last_micro_batch = on_last_micro_batch
+        if self.addresses:
+            self.addresses.steps_happen = True
+
     def step_begins(self) -> None:
         """An optimizer step begins."""
         if self.addresses:
@@ -290,6 +301,14 @@ class Memo:
             handle = register(told(say))
             self._restore.append(handle.remove)
             weakref.finalize(self, handle.remove)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of memory addresses that the latest training pass followed; None before there is one.
+
+        ``ds_memo.plan.plan_to_json`` writes it, and ``ds-memo show`` draws what it wrote.
+        """
+        return self.addresses.plan if self.addresses else None
 
     def release_arena(self) -> int:
         """Give the arena of planned addresses back to PyTorch's allocator, for an evaluation that needs the memory, say.
@@ -345,7 +364,12 @@ class Memo:
             ],
             "gemm_flops_recomputed_fraction": work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
             "attention_recomputed": work.attention_ops_recomputed,
-            "host": {"budget": self.slab.budget, "slab": self.slab.size, "peak_used": self.slab.peak_used},
+            "host": {
+                "budget": self.slab.budget,
+                "slab": self.slab.size,
+                "peak_used": self.slab.peak_used,
+                "numa_node": self.slab.node.number if self.slab.node else None,
+            },
             "stall_s": self.engine.streams.stall_s(),
             "step_s": step_s,
             "tokens_per_s": tokens_per_s,
@@ -435,7 +459,7 @@ class Memo:
             self.addresses.leave_phase()
         elif self.addresses:
             settings = self._chosen and self._chosen.settings
-            self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self.on_last_micro_batch(), settings)
+            self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), settings)
         self._frames_before = self.engine.traffic.frames
 
     def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:

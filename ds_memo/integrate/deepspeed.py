@@ -11,11 +11,13 @@ from typing import Any
 
 import deepspeed
 import hjson
+import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError
+from ds_memo.integrate import ulysses
 from ds_memo.integrate.attach import Memo, attach_model, check_residents
 from ds_memo.integrate.layers import find_layers
 
@@ -26,21 +28,30 @@ _ONE_OR_THE_OTHER = ("partition_activations", "cpu_checkpointing", "contiguous_m
 def initialize(*args: Any, **kwargs: Any) -> tuple:
     """As ``deepspeed.initialize``; when its config has ``"memo": {"enabled": true, …}`` the engine's model is attached.
 
+    ``"sequence_parallel_size"`` above 1 makes a Hugging Face model sequence-parallel, with memo or without
+    (:mod:`ds_memo.integrate.ulysses`); not where the caller passes an ``mpu`` and so has done that already.
     Everything that can be refused is refused before DeepSpeed starts. ``engine.memo`` is the handle.
 
     Raises:
         MemoConfigError: a value of the section is refused.
         MemoError: the model's layers are not known, or DeepSpeed is asked to do the same work in another way.
     """
-    asked = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
+    call = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
+    asked = call.arguments
     section = _read_config(asked)
     config = memo_config(section.get(SECTION, {}))
-    if not config.enabled or asked.get("model") is None:  # without a model DeepSpeed itself has something to say
+    ranks = ulysses.size_in(section)
+    if asked.get("model") is None:  # DeepSpeed itself has something to say
         return deepspeed.initialize(*args, **kwargs)
-    _refuse_conflicts(section, asked["model"])
-    check_residents(config, len(find_layers(asked["model"])))
-    returned = deepspeed.initialize(*args, **kwargs)
-    attach_engine(returned[0], config)
+    if config.enabled:
+        _refuse_conflicts(section, asked["model"])
+        check_residents(config, len(find_layers(asked["model"])))
+    if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
+        ulysses.refuse_conflicts(section)
+        asked["mpu"] = ulysses.set_up(asked["model"], ranks)
+    returned = deepspeed.initialize(*call.args, **call.kwargs)
+    if config.enabled:
+        attach_engine(returned[0], config)
     return returned
 
 
@@ -51,7 +62,8 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     memo = attach_model(engine.module, config, device=engine.device)
     if memo.autopilot:
         memo.autopilot.has_engine = True
-    memo.on_last_micro_batch = _weakly(engine.is_gradient_accumulation_boundary)
+    memo.slab.budget = _smallest(memo.slab.budget, engine.device)
+    memo.expect_steps(_weakly(engine.is_gradient_accumulation_boundary))
     take_step = engine._take_model_step
 
     @functools.wraps(take_step)
@@ -65,6 +77,13 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     memo.on_detach(functools.partial(_give_step_back, weakref.ref(engine)))  # attached models must not keep engines alive
     engine.memo = memo
     return memo
+
+
+def _smallest(number: int, device: torch.device) -> int:
+    """Over all ranks: what alpha is worked out from must be the same everywhere, or ranks wait for the one with the least."""
+    smallest = torch.tensor(number, device=device)
+    torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN)
+    return int(smallest)
 
 
 def _weakly(boundary: Callable[[], bool]) -> Callable[[], bool]:

@@ -8,6 +8,8 @@
 Device bytes: the resident frames, two swapped frames on their way out, two buffers on their way back, never more. A buffer is
 allocated on the compute stream when its reload is issued and lives as long as anything looks at it: the allocator hands the same
 memory to frame i that frame i+2 has just let go, and a tensor that escaped (a hook, a cache) is never written over.
+
+Nothing here computes or imports torch: ds_memo.estimate.simulate runs this same code on streams that only keep time.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.frame import Frame, Kept, Layout, check_unchanged
 from ds_memo.swap.phases import NoPhases, Phases
-from ds_memo.swap.slab import HostSlab
-from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams
+from ds_memo.swap.protocol import COMPUTE, D2H, H2D, Streams
+
+if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
+    import torch
+
+    from ds_memo.swap.slab import HostSlab
 
 
 @dataclass
@@ -215,7 +219,7 @@ class SwapEngine:
 
     def _reload(self, frame: Frame) -> None:
         # Allocated on compute, possibly where compute's last work still reads: h2d waits for compute before it writes.
-        buffer = torch.empty(frame.layout.buffer_bytes, dtype=torch.uint8, device=self.device)
+        buffer = self._new_buffer(frame.layout.buffer_bytes)
         frame.move("returning")
         self.streams.wait(H2D, self.streams.mark(COMPUTE))
         for index, rows in frame.rows.items():
@@ -224,6 +228,11 @@ class SwapEngine:
             self.streams.copy(H2D, kept.rows_of(slot), rows)
             self.traffic.bytes_from_host += kept.stored_bytes
         frame.back = self.streams.mark(H2D)
+
+    def _new_buffer(self, nbytes: int) -> torch.Tensor:
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _send_away(self, frame: Frame | None) -> None:
         """A frame that was reloaded ahead was not the next one after all: its buffer must not wait beside two others."""

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.slab import Block
+
+if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
+    import torch
+
+    from ds_memo.swap.slab import Block
 
 ALIGN = 256
 """Bytes; host rows and buffer slots begin on multiples of it, as CUDA allocations do."""
@@ -66,6 +68,8 @@ class Kept:
 
         Not an autograd or version-counting view of the buffer: a slot that is changed in place does not touch its neighbours.
         """
+        import torch
+
         slot = torch.empty(0, dtype=self.dtype, device=buffer.device)
         return slot.set_(buffer.untyped_storage(), self.buffer_offset // self.dtype.itemsize, self.shape, self.stride)
 

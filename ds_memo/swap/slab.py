@@ -15,6 +15,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.host_memory import GIB, memlock_limit
+from ds_memo.swap.numa import Node, on
 
 PAGE = mmap.PAGESIZE
 _TRY_OUT = 1 << 28
@@ -40,9 +41,10 @@ class HostSlab:
     Args:
         budget: bytes.
         pinned: lock the blocks for CUDA (cudaHostRegister).
+        node: the NUMA node that pinned blocks should lie on; absent: wherever the thread happens to run.
     """
 
-    def __init__(self, budget: int, pinned: bool) -> None:
+    def __init__(self, budget: int, pinned: bool, node: Node | None = None) -> None:
         self.budget = budget
         self.size = 0
         """Bytes held now, lent or idle."""
@@ -51,6 +53,7 @@ class HostSlab:
         self.peak_used = 0
         self.refused: int | None = None
         """Bytes held when the system refused a block that the budget allowed; None: it never did. For whoever chooses alpha."""
+        self.node = node
         self._pinned = pinned
         self._idle: list[Block] = []
 
@@ -97,7 +100,8 @@ class HostSlab:
         try:
             block = _map(nbytes)
             if self._pinned:
-                _pin(block)
+                with on(self.node):  # pinning touches the pages
+                    _pin(block)
         except MemoError as error:
             self.refused = self.size
             raise MemoError(f"host memory: {wanted_by} needs {nbytes / GIB:.3g} GiB more; {error}") from error

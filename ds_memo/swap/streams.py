@@ -12,32 +12,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any, Protocol
 
 import torch
 
 from ds_memo.errors import MemoError
-
-COMPUTE, D2H, H2D = "compute", "d2h", "h2d"
-
-
-class Streams(Protocol):
-    """What the engine needs. An event is a point in one stream; `event.stream` names it in stall statistics."""
-
-    def mark(self, stream: str) -> Any:
-        """An event that comes about when all work issued to `stream` so far is done."""
-
-    def wait(self, stream: str, event: Any) -> None:
-        """`stream` starts nothing issued from now on before `event` has come about."""
-
-    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copy on `d2h` or `h2d`. Whoever calls keeps `src` and `dst` alive until an event behind the copy."""
-
-    def stall_s(self) -> dict[str, float]:
-        """Seconds the compute stream has spent waiting for each copy stream."""
-
-    def close(self) -> None:
-        """Finish what was issued and release threads."""
+from ds_memo.swap.protocol import COMPUTE, D2H, H2D, Streams
 
 
 def streams_for(device: torch.device) -> Streams:

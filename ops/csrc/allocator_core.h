@@ -61,7 +61,7 @@ enum class Outcome : int {
   unplanned,  // the plan does not know this visit
   stream,     // asked for on another stream than the pass's or the arena's
   pool,       // while a graph is captured or a memory pool is in use
-  arena,      // there is no arena
+  arena,      // there is no arena, or it ends before the slot does
 };
 constexpr int kOutcomes = 10;
 constexpr std::array<const char*, kOutcomes> kOutcomeNames = {
@@ -85,54 +85,52 @@ class Arena {
   Bytes bytes() const { return bytes_; }
   Stream stream() const { return stream_; }
   bool owns(Address address) const { return address - base_ < bytes_; }
+  bool contains(Bytes offset, Bytes size) const { return size && offset <= bytes_ && size <= bytes_ - offset; }
   size_t live() const { return live_; }
 
   // Marks [offset, offset + size) as live; false where that would overlap a live range or leave the arena. Fences of
   // ranges that were freed before go to `fences`: wait for them before the memory is written.
   bool take(Bytes offset, Bytes size, std::vector<Fence>& fences) {
-    if (offset > bytes_ || size > bytes_ - offset) return false;
+    if (!contains(offset, size)) return false;
     const auto first = reaching_past(offset);
     auto last = first;
     for (; last != ranges_.end() && last->begin < offset + size; ++last)
-      if (!last->fence) return false;
-    for (auto range = first; range != last; ++range) fences.push_back(range->fence);
+      if (last->state == kLive) return false;
+    for (auto range = first; range != last; ++range)
+      if (range->state != kFree) fences.push_back(range->state);
     if (first == last) {
-      ranges_.insert(first, Range{offset, offset + size, 0});
+      ranges_.insert(first, Range{offset, offset + size, kLive});
     } else {
-      *first = Range{offset, offset + size, 0};
+      *first = Range{offset, offset + size, kLive};
       ranges_.erase(first + 1, last);
     }
     ++live_;
     return true;
   }
 
-  // Frees the live range that begins at `address` and returns its size; 0 where none does. With a fence the range stays,
-  // for take() to find.
+  // Frees the live range that begins at `address` and returns its size; 0 where none does. The range stays, for take() to
+  // find its fence, and because the next pass asks for the same one.
   Bytes give(Address address, Fence fence) {
     const Bytes offset = address - base_;
     const auto range = reaching_past(offset);
-    if (range == ranges_.end() || range->begin != offset || range->fence) return 0;
-    const Bytes size = range->end - range->begin;
-    if (fence) {
-      range->fence = fence;
-    } else {
-      ranges_.erase(range);
-    }
+    if (range == ranges_.end() || range->begin != offset || range->state != kLive) return 0;
+    range->state = fence;
     --live_;
-    return size;
+    return range->end - range->begin;
   }
 
   std::vector<Fence> fences() const {
     std::vector<Fence> all;
     for (const Range& range : ranges_)
-      if (range.fence) all.push_back(range.fence);
+      if (range.state != kLive && range.state != kFree) all.push_back(range.state);
     return all;
   }
 
  private:
+  static constexpr Fence kFree = 0, kLive = ~Fence{0};
   struct Range {
     Bytes begin, end;
-    Fence fence;  // 0: live
+    Fence state;  // kFree, kLive, or free behind this fence
   };
   std::vector<Range>::iterator reaching_past(Bytes offset) {
     return std::lower_bound(ranges_.begin(), ranges_.end(), offset, [](const Range& r, Bytes o) { return r.end <= o; });
@@ -183,6 +181,7 @@ class Core {
   bool begin_pass(Mode mode, int key, Stream stream) {
     stop();
     stream_ = stream;
+    log_.clear();
     if (mode == Mode::plan) {
       plan_ = find_plan(key);
       if (!plan_) return false;
@@ -300,6 +299,7 @@ class Core {
     }
     ++next_;
     if (slot.offset == kNative) return Outcome::native;
+    if (!arena_->contains(slot.offset, size)) return Outcome::arena;
     return arena_->take(slot.offset, size, fences) ? Outcome::hit : Outcome::overlap;
   }
 

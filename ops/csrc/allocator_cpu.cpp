@@ -22,8 +22,6 @@ Core& the_core() {
   return *core;
 }
 
-
-
 Stream this_thread() { return static_cast<Stream>(pthread_self()); }
 
 void free_planned(void* address) {
@@ -128,8 +126,9 @@ struct Cpu {
     TORCH_CHECK(once == 0, "pthread_atfork failed with ", once);
   }
 
+  // While something lives in an arena we stay in front: raw_deallocate() asks the allocator of that time for the deleter.
   static void uninstall() {
-    if (installed()) c10::SetAllocator(c10::kCPU, native, kPriority);
+    if (installed() && !the_core().has_arena()) c10::SetAllocator(c10::kCPU, native, kPriority);
   }
 
   static Stream current_stream(int) { return this_thread(); }

@@ -6,12 +6,13 @@
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 #include <torch/version.h>
 
-#include <array>
+#include <algorithm>
 #include <cstdio>
 #include <string>
 
@@ -32,7 +33,6 @@ using c10::MempoolId_t;
 using c10::cuda::CUDAStream;
 
 constexpr uint8_t kPriority = 1;  // torch registers its own with 0 in 2.11 and with 1 since
-constexpr int kDevices = 64;
 
 Stream handle(cudaStream_t stream) { return reinterpret_cast<Stream>(stream); }
 Address address_of(const void* data) { return reinterpret_cast<Address>(data); }
@@ -42,6 +42,7 @@ struct Device {
   Core core;
   int pools = 0;  // memory pools in use: graph capture and torch.cuda.use_mem_pool
   std::unordered_map<Address, std::vector<cudaStream_t>> used_on;  // planned blocks that recordStream() was called for
+  std::vector<void*> deferred;  // of those, freed during a capture: its streams must not be waited for from outside
   std::unordered_map<Fence, std::vector<cudaEvent_t>> events;      // behind the side streams' work on a freed range
   std::vector<cudaEvent_t> idle_events;
   Fence last_fence = 0;
@@ -82,7 +83,7 @@ void free_any(void* data);
 class PlannedAllocator final : public caching::CUDAAllocator {
  public:
   explicit PlannedAllocator(caching::CUDAAllocator* native) : native_(native), native_free_(native->raw_deleter()) {
-    for (auto& device : devices_) device = std::make_unique<Device>();
+    for (int i = 0; i < c10::cuda::device_count(); ++i) devices_.push_back(std::make_unique<Device>());
     // Frees of profiled blocks are seen here, whoever frees them. We are called under the native allocator's lock: no call
     // into torch, CUDA or Python from here.
     native_->attachAllocatorTraceTracker([this](const caching::TraceEntry& entry) {
@@ -96,8 +97,12 @@ class PlannedAllocator final : public caching::CUDAAllocator {
 
   caching::CUDAAllocator* native() const { return native_; }
   Device& device(int index) {
-    TORCH_CHECK(index >= 0 && index < kDevices, "ds_memo: device ", index, " is not one of 0 to ", kDevices - 1);
+    TORCH_CHECK(index >= 0 && index < devices(), "ds_memo: there is no device ", index, ", only ", devices(), " of them");
     return *devices_[index];
+  }
+  int devices() const { return static_cast<int>(devices_.size()); }
+  bool has_arena() const {
+    return std::any_of(devices_.begin(), devices_.end(), [](const auto& device) { return device->core.has_arena(); });
   }
 
   // ---- what is planned
@@ -123,9 +128,7 @@ class PlannedAllocator final : public caching::CUDAAllocator {
   }
 
   void free(void* data) {
-    if (const auto* trace = c10::impl::GPUTrace::get_trace())
-      (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, address_of(data));
-    for (int index = 0; index < kDevices; ++index) {
+    for (int index = 0; index < devices(); ++index) {
       Device& device = *devices_[index];
       if (!device.core.has_arena()) continue;
       std::unique_ptr<Arena> drained;
@@ -134,12 +137,15 @@ class PlannedAllocator final : public caching::CUDAAllocator {
         if (!device.core.owner(address_of(data))) continue;
         Fence fence = 0;
         if (const auto used = device.used_on.find(address_of(data)); used != device.used_on.end()) {
+          if (device.pools) return device.deferred.push_back(data);
           c10::cuda::CUDAGuard guard(static_cast<DeviceIndex>(index));
           fence = device.make_fence(used->second);
           device.used_on.erase(used);
         }
         if (!device.core.give(address_of(data), fence, drained)) break;
       }
+      if (const auto* trace = c10::impl::GPUTrace::get_trace())
+        (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, address_of(data));
       drop(index, std::move(drained));
       return;
     }
@@ -302,13 +308,18 @@ class PlannedAllocator final : public caching::CUDAAllocator {
   }
   void count_pool(DeviceIndex index, int change) {
     Device& device = *devices_[index];
-    std::lock_guard<std::mutex> lock(device.core.mutex);
-    device.pools += change;
+    std::vector<void*> deferred;
+    {
+      std::lock_guard<std::mutex> lock(device.core.mutex);
+      device.pools += change;
+      if (!device.pools) deferred.swap(device.deferred);
+    }
+    for (void* data : deferred) free(data);
   }
 
   caching::CUDAAllocator* native_;
   c10::DeleterFnPtr native_free_;
-  std::array<std::unique_ptr<Device>, kDevices> devices_;
+  std::vector<std::unique_ptr<Device>> devices_;
 };
 
 PlannedAllocator* planned = nullptr;  // never destroyed: storages keep pointers to it
@@ -338,8 +349,9 @@ struct Cuda {
                 int{kPriority});
   }
 
+  // While something lives in an arena we stay in front: it could come back through the raw interface.
   static void uninstall() {
-    if (installed()) set(planned->native());
+    if (installed() && !planned->has_arena()) set(planned->native());
   }
 
   static Stream current_stream(int device) {

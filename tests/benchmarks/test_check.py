@@ -24,7 +24,8 @@ def test_every_part_runs_on_a_cpu(tmp_path):
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
     result = json.loads(out.read_text())
     assert result["gradients"]["failures"] == result["stream_order"]["failures"] == result["memory"]["failures"] == []
-    assert {"environment", "overhead", "link", "step"} <= result.keys()
+    assert {"environment", "overhead", "allocator", "link", "step"} <= result.keys()
+    assert set(result["allocator"]["fixed_length"]["ways"]) == {"native", "expandable segments", "planned", "both"}
 
 
 def test_an_unknown_verb_shows_the_usage():

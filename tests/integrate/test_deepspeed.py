@@ -97,6 +97,32 @@ def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
     engine.memo.detach()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_planned_addresses(stage: int, dtype: torch.dtype) -> None:
+    """99 % of the requests have theirs from the third optimizer step on, of two micro-batches each; the losses stay the same."""
+    losses = []
+    for planned in (False, True):
+        engine = start(ds_config(stage, dtype, memo={**MEMO, "plan": {"enabled": planned}}, train_micro_batch_size_per_gpu=4))
+        losses.append([])
+        for number in range(4):
+            before = engine.memo.report()["plan"]
+            for micro in range(2):
+                batch = Batch.random(4, 128, dtype, seed=2 * number + micro)
+                loss = engine(inputs_embeds=batch.embeds, labels=batch.labels).loss
+                engine.backward(loss)
+                engine.step()
+                losses[-1].append(loss.item())
+            after = engine.memo.report()["plan"]
+            if planned and number >= 2:
+                hits = after["hits"] - before["hits"]
+                missed = {name: count - before["misses"][name] for name, count in after["misses"].items()}
+                assert hits > 500 and hits >= 0.99 * (hits + sum(missed.values())), (number, hits, missed)
+        assert engine.memo.report()["warnings"] == []
+        engine.memo.detach()
+    assert losses[0] == losses[1]
+
+
 def test_a_plain_module_under_zero_3() -> None:
     """Its layers' own parameters must be gathered in the replay as well."""
 

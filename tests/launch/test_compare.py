@@ -14,6 +14,7 @@ REPORT = {
     "bytes_to_host": 3 * 2**20,
     "gemm_flops_recomputed_fraction": 1 / 3,
     "attention_recomputed": 0,
+    "plan": {"hits": 99, "misses": {"native": 1}, "arena": 2**21, "lower_bound": 2**20},
 }
 
 
@@ -26,7 +27,10 @@ def test_the_table_shows_every_number():
     text = table(run([5.5, 4.25], 2**20, REPORT), run([5.5, 4.25], 4 * 2**20))
     for word in ("5.500000", "4.250000", "1.0 MiB", "without memo 4.0 MiB: 25%", "3.0 MiB", "alpha 0.5", "33.3%"):
         assert word in text
-    assert text.splitlines()[-1].split()[:3] == ["attention", "recomputed", "0"]
+    assert text.splitlines()[-2].split()[:3] == ["attention", "recomputed", "0"]
+    assert "99.0%" in text.splitlines()[-1] and "arena 2.0 MiB, lower bound 1.0 MiB" in text.splitlines()[-1]
+    without_op = table(run([5.5], 2**20, {**REPORT, "plan": None}), run([5.5]))
+    assert "planned address" not in without_op
 
 
 def test_differences():

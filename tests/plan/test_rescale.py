@@ -1,5 +1,3 @@
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,17 +65,14 @@ def test_other_lengths_of_a_real_trace_stay_optimal(s):
     assert other.peak == other.lower_bound
 
 
-def test_six_thousand_requests_in_50_ms():
+def test_six_thousand_requests():
+    """Twice as long, twice as high; benchmarks/plan.py times it."""
     trace = repeat_layer(read_trace(GPT_NONE), 43)
     assert 5900 < len(trace.requests) < 6200
     plan = plan_trace(trace, solver="greedy")
     sizes = [s.requested * 2 for s in plan.slots]
-    took = []
-    for _ in range(7):  # the machine is shared: its best counts
-        began = time.perf_counter()
-        rescale(plan, sizes)
-        took.append(time.perf_counter() - began)
-    assert min(took) < 0.05, took
+    longer = rescale(plan, sizes)
+    assert longer.peak == longer.lower_bound <= 2 * plan.peak  # slots of odd sizes have room to grow into
 
 
 @given(traces(), st.data())

@@ -1,0 +1,188 @@
+"""Loss curves of stock DeepSpeed and of memo at alpha 0, 1/8, 1/4, 1/2 and 1, on one rank and with two ranks to a sequence.
+
+    python benchmarks/convergence.py [--steps 300] [--seq-length 256] [--out benchmarks/results]
+
+Trains ds_configs/models/tiny.json in fp32 on this Python's own sources with launch/train.py, one run after another, on the same
+batches. Beside them one more stock run whose linear layers add up their inner dimension in two parts: how far that drifts from
+stock is the floating-point noise of a reordered GEMM, and memo's curves must stay within as much. Writes convergence-DEVICE.json
+(every loss) and .png; prints a table; ends with 1 where a curve leaves the noise. Runs that are finished are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+REPO = Path(__file__).parents[1]
+ALPHAS = {"0": 0.0, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "1": 1.0}
+NOISE = "stock, GEMMs reordered"
+WINDOW = 20
+"""Steps that the noise is taken over: single steps cross each other by chance."""
+FACTOR = 3.0
+"""A curve may drift so many times as far as the reordered one: both are single draws."""
+FLOOR = 1e-6
+"""Below this, relative, there is nothing to compare."""
+
+
+def deepspeed_config(ranks: int, alpha: float | None) -> dict:
+    config = json.loads((REPO / "ds_configs" / "quickstart.json").read_text())
+    config["sequence_parallel_size"] = ranks
+    if alpha is None:
+        del config["memo"]
+    else:
+        config["memo"] = {"enabled": True, "alpha": alpha, "resident_layers": 0}
+    return config
+
+
+def every_run(rank_counts: list[int]) -> dict[str, tuple[int, float | None]]:
+    """Name → ranks and alpha; None: stock."""
+    runs: dict[str, tuple[int, float | None]] = {}
+    for ranks in rank_counts:
+        where = "1 rank" if ranks == 1 else f"Ulysses {ranks}"
+        runs[f"stock, {where}"] = ranks, None
+        runs.update({f"alpha {name}, {where}": (ranks, alpha) for name, alpha in ALPHAS.items()})
+    return runs | {NOISE: (1, None)}
+
+
+def train(name: str, ranks: int, alpha: float | None, folder: Path, steps: int, length: int) -> dict:
+    """One run by launch/train.py in processes of its own; what it measured."""
+    stem = folder / name.replace(", ", "-").replace(" ", "_").replace("/", "over")
+    metrics, config = stem.with_suffix(".json"), stem.with_suffix(".config")
+    wanted = deepspeed_config(ranks, alpha)
+    if metrics.exists() and config.exists() and json.loads(config.read_text()) == [wanted, steps, length]:
+        return json.loads(metrics.read_text())
+    (settings := stem.with_suffix(".deepspeed")).write_text(json.dumps(wanted))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    arguments = [
+        "--deepspeed_config", settings, "--model", REPO / "ds_configs/models/tiny.json", "--seq-length", length, "--steps", steps,
+        "--metrics-json", metrics,
+    ]  # fmt: skip
+    entry = [__file__, "--reordered"] if name == NOISE else [REPO / "launch" / "train.py"]
+    where = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    where |= {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(REPO)]))}
+    if not torch.cuda.is_available():
+        where |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    processes = []
+    with stem.with_suffix(".log").open("w") as log:
+        for rank in range(ranks):
+            own = os.environ | where | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [str(word) for word in (sys.executable, *entry, *arguments)]
+            processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
+        try:
+            codes = [process.wait() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    if any(codes):
+        sys.exit(f"{name} failed: see {log.name}")
+    config.write_text(json.dumps([wanted, steps, length]))
+    return json.loads(metrics.read_text())
+
+
+def train_reordered(arguments: list[str]) -> None:
+    """launch/train.py in this process, with linear layers that sum in another order."""
+
+    def forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        half = layer.in_features // 2
+        return F.linear(x[..., half:], layer.weight[:, half:], layer.bias) + F.linear(x[..., :half], layer.weight[:, :half])
+
+    torch.nn.Linear.forward = forward
+    sys.argv = ["train.py", *arguments]
+    sys.path.insert(0, str(REPO / "launch"))
+    runpy.run_path(str(REPO / "launch" / "train.py"), run_name="__main__")
+
+
+def drift(losses: list[float], stock: list[float]) -> float:
+    """The largest relative difference between means over WINDOW steps."""
+    width = min(WINDOW, len(stock))
+    mean = lambda values, start: sum(values[start : start + width]) / width  # noqa: E731
+    return max(abs(mean(losses, i) - mean(stock, i)) / mean(stock, i) for i in range(len(stock) - width + 1))
+
+
+def table(curves: dict[str, list[float]]) -> tuple[str, bool]:
+    """The table and whether all is within the noise."""
+    stock, noise = curves["stock, 1 rank"], drift(curves[NOISE], curves["stock, 1 rank"])
+    lines = [f"{'run':<26}{'first loss':>12}{'last loss':>12}{'drift from stock':>18}{'first 20 steps':>16}"]
+    within = True
+    for name, losses in curves.items():
+        away, early = drift(losses, stock), max(abs(a - b) / b for a, b in zip(losses[:WINDOW], stock[:WINDOW], strict=True))
+        good = away <= max(FACTOR * noise, FLOOR)
+        within &= good
+        lines.append(f"{name:<26}{losses[0]:>12.6f}{losses[-1]:>12.6f}{away:>18.1e}{early:>16.1e}{'' if good else '  TOO FAR'}")
+    lines.append(
+        f"\ndrift: largest relative difference of means over {WINDOW} steps from one rank's stock run; a reordered GEMM's is"
+    )
+    lines.append(f"{noise:.1e}, allowed are {FACTOR:g} times as much. First 20 steps: the largest difference of a single one.")
+    return "\n".join(lines), within
+
+
+def picture(curves: dict[str, list[float]], path: Path) -> None:
+    """All curves on top of each other, and below how far each is from stock."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=[3, 2], layout="constrained")
+    stock = curves["stock, 1 rank"]
+    for number, (name, losses) in enumerate(curves.items()):
+        look = {"color": "black"} if "stock" in name else {"color": plt.cm.viridis(number / len(curves))}
+        look |= {"linestyle": ":" if name == NOISE else "--" if "Ulysses" in name else "-", "label": name, "linewidth": 1.2}
+        steps = range(1, len(losses) + 1)
+        upper.plot(steps, losses, **look)
+        lower.plot(steps, [max(abs(a - b) / b, 1e-9) for a, b in zip(losses, stock, strict=True)], **look)
+    upper.set_ylabel("training loss")
+    upper.set_title(f"{len(curves)} runs of {len(stock)} steps")
+    upper.legend(fontsize=7, ncols=2)
+    lower.set_yscale("log")
+    lower.set_ylabel("relative difference from stock, 1 rank")
+    lower.set_xlabel("optimizer step")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--reordered"]:
+        train_reordered(sys.argv[2:])
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seq-length", type=int, default=256, metavar="TOKENS")
+    parser.add_argument("--out", type=Path, default=REPO / "benchmarks" / "results")
+    parser.add_argument("--runs", type=Path, default=REPO / "runs" / "convergence", help="where the runs' own files are kept")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    counts = [1, 2] if device == "cpu" or torch.cuda.device_count() > 1 else [1]
+    args.runs.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    curves, facts = {}, {}
+    for name, (ranks, alpha) in (bar := tqdm(every_run(counts).items(), unit="run")):
+        bar.set_description(name)
+        run = train(name, ranks, alpha, args.runs, args.steps, args.seq_length)
+        curves[name] = [step["loss"] for step in run["steps"]]
+        report = run["report"] or {}
+        facts[name] = {key: report.get(key) for key in ("alpha", "bytes_to_host", "gemm_flops_recomputed_fraction")}
+    text, within = table(curves)
+    print(text)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "device": device, "machine": platform.machine()}
+    versions |= {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {"cpus": os.cpu_count()}
+    done = {"versions": versions, "steps": args.steps, "seq_length": args.seq_length, "runs": facts, "losses": curves}
+    (args.out / f"convergence-{device}.json").write_text(json.dumps(done) + "\n")
+    picture(curves, args.out / f"convergence-{device}.png")
+    return 0 if within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""The questions beyond one fixed length: how long, how many GPUs, how methods compare, how lengths do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ds_memo.estimate.errors import EstimateError
+from ds_memo.estimate.estimate import METHODS, OK, OOHM, Estimate, Question, estimate
+
+GRAIN = 16
+"""The longest length is found to one part in 2 · GRAIN of itself, or to the sequence's share of 1 Ki tokens."""
+KI = 1024
+_MOST_GPUS = 1 << 16
+
+
+def longest(question: Question) -> tuple[Estimate | None, Estimate]:
+    """The longest sequence that fits, in whole Ki tokens; None where not even 1 Ki does. And the next longer one, which does not.
+
+    `question.seq_length` is ignored.
+    """
+
+    def at(units: int) -> Estimate:
+        return estimate(replace(question, seq_length=units * KI))
+
+    low, fits, high = 0, None, 1
+    beyond = at(high)
+    while beyond.status == OK:
+        low, fits, high = high, beyond, 2 * high
+        if high > 1 << 24:
+            raise EstimateError("no sequence length is too long for this")
+        beyond = at(high)
+    while high - low > max(1, low // (2 * GRAIN)):
+        middle = (low + high) // 2
+        tried = at(middle)
+        if tried.status == OK:
+            low, fits = middle, tried
+        else:
+            high, beyond = middle, tried
+    return fits, beyond
+
+
+def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
+    """The fewest GPUs (one node's 1, 2, 4, …, then whole nodes, doubled) with which the length fits, and the last that did not.
+
+    Once more GPUs only make more replicas and their states are shards already, no number will do: None, and the last tried.
+    """
+    before = None
+    for gpus in _counts(int(question.hardware.gpus_per_node), _MOST_GPUS):
+        try:
+            tried = estimate(replace(question, gpus=gpus))
+        except EstimateError:  # this model cannot be split over so many
+            continue
+        if tried.status == OK:
+            return tried, before
+        stuck = before is not None and tried.layout.ranks == before.layout.ranks
+        if stuck and _misses(tried) > 0.99 * _misses(before):
+            return None, tried
+        before = tried
+    return None, before
+
+
+def _misses(answer: Estimate) -> float:
+    """Bytes of what there is not enough of."""
+    return answer.host_bytes / answer.question.ranks_on_node if answer.status == OOHM else answer.device_total
+
+
+def compare(question: Question) -> list[Estimate]:
+    """Every method side by side; alpha and plan as each method has them."""
+    return [estimate(replace(question, method=method, alpha=None, plan=None)) for method in METHODS]
+
+
+def sweep(question: Question, lengths: Iterable[int], methods: Iterable[str]) -> Iterator[Estimate]:
+    """One answer per length and method."""
+    lengths = list(lengths)
+    for method in methods:
+        mine = replace(question, method=method)
+        if method not in ("memo", "paper"):
+            mine = replace(mine, alpha=None)
+        for length in lengths:
+            yield estimate(replace(mine, seq_length=length))
+
+
+def _counts(node: int, most: int) -> Iterator[int]:
+    gpus = 1
+    while gpus < node:
+        yield gpus
+        gpus *= 2
+    gpus = node
+    while gpus <= most:
+        yield gpus
+        gpus *= 2

@@ -1,0 +1,203 @@
+"""Seconds and bytes of one layer, of head and of the optimizer step, by formula. Everything is of one rank.
+
+Tokens are those of this rank, T = s / ranks. Bytes are bf16 unless said otherwise.
+
+    GEMM         2·T FLOPs a parameter forward, twice that backward
+    attention    2·s²·width FLOPs a sequence forward (causal), 2.5 times that backward (flash recomputes the scores)
+    elementwise  bytes through device memory: norms, residuals, rotary, activation
+    Ulysses      q, k, v in and the output back: four all-to-alls each way, and again in a replay
+    tensor par.  four gathers or reduce-scatters of the hidden states forward, six backward, three in a replay
+    context par. keys and values around the ring, hidden behind attention as far as it goes
+    ZeRO-3       each layer's parameters gathered for forward and backward and its gradients reduced, hidden as far as it goes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_memo.estimate.hardware import Hardware
+from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.model import Model
+from ds_memo.solve.costs import LayerCosts, Output
+
+# Elementwise traffic, bytes per token and element of width: forward, backward, replay (which ends before the last residual).
+_HIDDEN_BYTES = (24, 46, 14)
+_UNGATED_BYTES = (4, 6, 4)
+_GATED_BYTES = (10, 18, 10)
+_LOGIT_BYTES = 20
+"""Through device memory for each logit: made, cast, exponentiated, and back."""
+_OPTIMIZER_BYTES = 32
+"""Through device memory for each parameter of this rank: fp32 weight, two moments and gradient, read and written."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one layer and one sequence."""
+
+    forward: float
+    backward: float
+    gemm: float
+    """Of the forward, the GEMMs whose outputs the backward needs: all but the last."""
+    attention: float
+    elementwise_replay: float
+    exchange: float
+    """Of the forward, collectives that nothing hides."""
+    exchange_replay: float
+
+
+class Costs:
+    """One model on one layout at one length.
+
+    Args:
+        seq_length: tokens of a sequence.
+    """
+
+    def __init__(self, model: Model, hardware: Hardware, layout: Layout, seq_length: int) -> None:
+        self.model = model
+        self.hardware = hardware
+        self.layout = layout
+        self.seq_length = seq_length
+        self.tokens = seq_length / layout.ranks
+        self._gemm_rate = hardware.peak * hardware.gemm_efficiency
+        self._memory_rate = hardware.device_bandwidth * hardware.device_bandwidth_efficiency
+        self.hidden_bytes = 2 * self.tokens * model.hidden
+        """Of one tensor as wide as the hidden states: the paper's unit."""
+        self.layer = self._layer_seconds()
+
+    # ---- seconds
+
+    def _gemm(self, parameters: float) -> float:
+        return 2 * self.tokens * parameters / self._gemm_rate
+
+    def _elementwise(self, which: int) -> float:
+        ffn_bytes = _GATED_BYTES if self.model.gated else _UNGATED_BYTES
+        width = _HIDDEN_BYTES[which] * self.model.hidden + ffn_bytes[which] * self.model.active_ffn
+        return self.tokens * width / self._memory_rate
+
+    def _layer_seconds(self) -> Seconds:
+        model, hardware, layout = self.model, self.hardware, self.layout
+        flops = 2 * self.seq_length**2 * model.attention_width / layout.ranks
+        attention = flops / (hardware.peak * hardware.attention_forward_efficiency)
+        attention_back = 2.5 * flops / (hardware.peak * hardware.attention_backward_efficiency)
+        ring = self._ring()
+        attention, attention_back = max(attention, ring), max(attention_back, 2 * ring)
+        down = model.hidden * model.active_ffn if not model.experts else 0
+        hidden_gather, ulysses = self._tensor_parallel(), self._ulysses()
+        exchange = 4 * hidden_gather + ulysses
+        forward = self._gemm(model.active_layer_parameters) + self._elementwise(0) + attention + exchange
+        backward = 2 * self._gemm(model.active_layer_parameters) + self._elementwise(1) + attention_back
+        backward += 6 * hidden_gather + ulysses
+        if layout.zero == 3:
+            gather = self._zero3_gather()
+            forward, backward = max(forward, gather), max(backward, 2 * gather)
+        return Seconds(
+            forward=forward,
+            backward=backward,
+            gemm=self._gemm(model.active_layer_parameters - down),
+            attention=attention,
+            elementwise_replay=self._elementwise(2),
+            exchange=exchange,
+            exchange_replay=3 * hidden_gather + ulysses,
+        )
+
+    def _tensor_parallel(self) -> float:
+        tp = self.layout.tp
+        return self.hidden_bytes * (tp - 1) / self.hardware.bandwidth(tp)
+
+    def _ring(self) -> float:
+        layout = self.layout
+        around = 4 * self.seq_length / layout.sp * self.model.kv_width / layout.tp * (layout.cp - 1) / layout.cp
+        return around / self.hardware.bandwidth(layout.tp * layout.cp)
+
+    def _ulysses(self) -> float:
+        """Inside and outside of a node at the same time; the slower one counts."""
+        model, sp, node = self.model, self.layout.sp, self.hardware.gpus_per_node
+        kv_width = model.kv_width * max(1, sp / model.kv_heads)
+        nbytes = 2 * self.tokens * (2 * model.attention_width + 2 * kv_width) / sp  # to each other rank
+        inside, outside = min(sp, node) - 1, max(0, sp - node)
+        return max(nbytes * inside / self.hardware.intra_node, nbytes * outside / self.hardware.inter_node)
+
+    def _zero3_gather(self) -> float:
+        shards = self.layout.sharded
+        nbytes = 2 * self.model.layer_parameters / self.layout.tp * (shards - 1) / shards
+        return nbytes / self.hardware.bandwidth(self.layout.gpus)
+
+    @property
+    def head_s(self) -> float:
+        """Head and loss, forward and backward."""
+        logits = self.tokens * self.model.vocab
+        return 3 * self._gemm(self.model.vocab * self.model.hidden) + _LOGIT_BYTES * logits / self._memory_rate
+
+    @property
+    def optimizer_s(self) -> float:
+        """Once a step: the optimizer, and below ZeRO-3 the reduction of fp32 gradients and the gather of bf16 parameters."""
+        model, layout, shards = self.model, self.layout, self.layout.sharded
+        mine = model.parameters / layout.tp / (shards if layout.zero else 1)
+        seconds = _OPTIMIZER_BYTES * mine / self._memory_rate
+        if layout.zero < 3:
+            seconds += 6 * model.parameters / layout.tp * (shards - 1) / shards / self.hardware.bandwidth(layout.gpus)
+        return seconds
+
+    # ---- what a layer keeps
+
+    def memo_layer(self) -> LayerCosts:
+        """A layer under ds_memo: input, attention output and the GEMM outputs that are needed; the rest runs again."""
+        model, seconds, rows = self.model, self.layer, self._rows
+        width, kv_width, ffn = model.attention_width, model.kv_width, model.ffn
+        inner = (2 if model.gated else 1) * model.shared_ffn
+        visits = model.experts_per_token or 1
+        after = (self._gemm(model.hidden * (width + 2 * kv_width)) + seconds.exchange / 2) / seconds.forward
+        attended = min(1.0, after + seconds.attention / seconds.forward)
+        rest = 1.0 - attended
+        outputs = [
+            Output("input", rows, 2 * model.hidden, 0.0),
+            Output("gemm", rows, 2 * (width + 2 * kv_width), after),
+            Output("attention", rows, 2 * width + 4 * model.heads, attended),
+            Output("gemm", rows, 2 * model.hidden, attended + 0.15 * rest),
+        ]
+        if model.experts:
+            outputs.append(Output("gemm", rows, 2 * model.experts, attended + 0.2 * rest))
+            outputs.append(Output("choice", rows, 12 * visits, attended + 0.2 * rest))
+        outputs.append(Output("gemm", rows, 2 * (visits * ffn * (2 if model.gated else 1) + inner), attended + 0.6 * rest))
+        if model.experts:  # the routing weights' gradient needs each expert's output
+            outputs.append(Output("gemm", rows, 2 * visits * model.hidden, 1.0))
+        return LayerCosts(
+            outputs=tuple(outputs),
+            forward_s=seconds.forward,
+            backward_s=seconds.backward,
+            replay_s=seconds.elementwise_replay + seconds.exchange_replay,
+            gemm_s=seconds.gemm,
+            attention_s=seconds.attention,
+            plain_bytes=int(self.skeletal_bytes),
+        )
+
+    def paper_layer(self) -> LayerCosts:
+        """A layer as in the paper: all that autograd saves is kept, alpha of it without input and attention output; copied when
+        the layer is over."""
+        seconds, rows = self.layer, self._rows
+        whole = 2 * self.model.hidden + 2 * self.model.attention_width
+        outputs = (
+            Output("input", rows, 2 * self.model.hidden),
+            Output("attention", rows, 2 * self.model.attention_width),
+            Output("gemm", rows, max(1, round(self.skeletal_bytes / self.tokens) - whole)),
+        )
+        replay = seconds.gemm + seconds.elementwise_replay + seconds.exchange_replay
+        return LayerCosts(outputs, seconds.forward, seconds.backward, 0.0, replay, seconds.attention, int(self.skeletal_bytes))
+
+    @property
+    def _rows(self) -> int:
+        return max(1, round(self.tokens))
+
+    @property
+    def skeletal_bytes(self) -> float:
+        """What autograd saves of a layer: 16 times the hidden states of a GPT (section 2 of the paper)."""
+        model = self.model
+        width = 4 * model.hidden + 2 * model.attention_width + 2 * model.kv_width  # input, both norms, residual; q, o; k, v
+        visited = (model.experts_per_token or 1) * model.ffn + model.shared_ffn
+        if model.gated:
+            width += 4 * visited + model.attention_width + model.kv_width + 3 * model.hidden  # rotary; fp32 inside both RMSNorms
+        else:
+            width += 2 * visited
+        if model.experts:
+            width += 2 * model.experts_per_token * model.hidden
+        return 2 * self.tokens * width

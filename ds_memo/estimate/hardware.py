@@ -1,0 +1,148 @@
+"""Machines as data: hardware_data/*.json, or a file of one's own with the same keys.
+
+Each number is {"value", "unit", "source"}. Bandwidths are of one GPU while all of its node are at it, one way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ds_memo.estimate.errors import EstimateError
+
+_BYTES = {"B": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+_BYTES_PER_S = {f"{unit}/s": factor for unit, factor in _BYTES.items()}
+_FLOPS = {"FLOP/s": 1.0, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
+_UNITS: dict[str, dict[str, float]] = {
+    "peak": _FLOPS,
+    "device_memory": _BYTES,
+    "device_reserve": _BYTES,
+    "device_bandwidth": _BYTES_PER_S,
+    "d2h": _BYTES_PER_S,
+    "h2d": _BYTES_PER_S,
+    "intra_node": _BYTES_PER_S,
+    "inter_node": _BYTES_PER_S,
+    "host_memory": _BYTES,
+}
+_SHARES = {
+    "device_bandwidth_efficiency",
+    "gemm_efficiency",
+    "attention_forward_efficiency",
+    "attention_backward_efficiency",
+    "host_usable",
+}
+_MAY_BE_ZERO = {"stall", "device_reserve"}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU of a cluster. FLOP/s, bytes, bytes a second."""
+
+    name: str
+    peak: float
+    """Dense bf16."""
+    device_memory: float
+    device_reserve: float
+    """Of the device memory, what no tensor can have: CUDA context, communication buffers."""
+    device_bandwidth: float
+    device_bandwidth_efficiency: float
+    """Of elementwise kernels."""
+    gemm_efficiency: float
+    attention_forward_efficiency: float
+    attention_backward_efficiency: float
+    """Of the flash backward, whose FLOPs are 2.5 times the forward's."""
+    d2h: float
+    h2d: float
+    quiet_link: float
+    """How many times faster a copy is while the other GPUs do not copy. The paper's alpha was solved for such a link."""
+    intra_node: float
+    """Bus bandwidth of collectives inside a node."""
+    inter_node: float
+    gpus_per_node: float
+    host_memory: float
+    """Of a node."""
+    host_usable: float
+    """Share of it that may be pinned."""
+    fragmentation: float
+    """Without a plan, bytes that the caching allocator takes for each byte of activations."""
+    stall: float
+    """Without a plan, what the caching allocator's flushes add to a step once its cache has outgrown the device; a share."""
+
+    @property
+    def usable_device_bytes(self) -> float:
+        return self.device_memory - self.device_reserve
+
+    def bandwidth(self, ranks: int) -> float:
+        """Bus bandwidth of collectives among this many neighbouring ranks."""
+        return self.intra_node if ranks <= self.gpus_per_node else self.inter_node
+
+
+def names() -> list[str]:
+    return sorted(path.name.removesuffix(".json") for path in _folder().iterdir() if path.name.endswith(".json"))
+
+
+def load(name_or_path: str) -> Hardware:
+    """Hardware by name, or from a JSON file.
+
+    Raises:
+        EstimateError: no such hardware or file, or something wrong in it.
+    """
+    if name_or_path.lower() in names():
+        return _parse(json.loads((_folder() / f"{name_or_path.lower()}.json").read_text()), name_or_path)
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise EstimateError(f"hardware {name_or_path!r} is neither a file nor one of {', '.join(names())}")
+    return _parse(read_json(path, "hardware"), name_or_path)
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """A JSON object from a file. Raises EstimateError."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise EstimateError(f"{what} file {path} cannot be read as JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise EstimateError(f"{what} file {path} holds a {type(data).__name__}, expected a JSON object")
+    return data
+
+
+def _folder() -> Any:
+    return files("ds_memo.estimate") / "hardware_data"
+
+
+def _parse(data: dict[str, Any], path: str) -> Hardware:
+    wanted = [f.name for f in fields(Hardware)]
+    for key in data:
+        if key not in wanted:
+            raise EstimateError(f"hardware {path}: unknown key {key!r}; allowed: {', '.join(wanted)}")
+    missing = [name for name in wanted if name not in data and name != "name"]
+    if missing:
+        raise EstimateError(f"hardware {path}: missing {', '.join(missing)}")
+    numbers = {name: _number(path, name, data[name]) for name in wanted if name != "name"}
+    if numbers["device_reserve"] >= numbers["device_memory"]:
+        raise EstimateError(f"hardware {path}: device_reserve is not below device_memory")
+    return Hardware(name=str(data.get("name", Path(path).stem)), **numbers)
+
+
+def _number(path: str, name: str, entry: Any) -> float:
+    units = _UNITS.get(name, {"": 1.0})
+    if not isinstance(entry, dict) or not {"value", "unit"} <= set(entry) <= {"value", "unit", "source"}:
+        shape = '{"value": …, "unit": …, "source": …}'
+        raise EstimateError(f"hardware {path}: {name} is {json.dumps(entry)[:60]}, expected {shape}")
+    value, unit = entry["value"], entry["unit"]
+    if unit not in units:
+        allowed = ", ".join(repr(u) for u in units)
+        raise EstimateError(f"hardware {path}: {name} has the unit {unit!r}, expected one of {allowed}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise EstimateError(f"hardware {path}: {name} is {value!r}, expected a number")
+    low = 1.0 if name in ("fragmentation", "gpus_per_node", "quiet_link") else 0.0
+    if value < low or (value == 0 and name not in _MAY_BE_ZERO) or (name in _SHARES and value > 1):
+        allowed = "above 0, at most 1" if name in _SHARES else f"at least {low:g}" if low or name in _MAY_BE_ZERO else "above 0"
+        raise EstimateError(f"hardware {path}: {name} is {value!r}, expected {allowed}")
+    if name == "gpus_per_node" and value != int(value):
+        raise EstimateError(f"hardware {path}: gpus_per_node is {value!r}, expected a whole number")
+    return value * units[unit]

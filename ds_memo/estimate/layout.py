@@ -1,0 +1,101 @@
+"""How GPUs share the work: ranks that split one sequence, copies of them, and the ZeRO stage.
+
+tp   tensor parallel, with the sequence split outside of the GEMMs (Megatron-LM)
+cp   context parallel: ring attention
+sp   Ulysses: all-to-alls around attention, each rank has some of the heads
+dp   what is left: each replica takes sequences of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ds_memo.estimate.errors import EstimateError
+from ds_memo.estimate.hardware import Hardware
+from ds_memo.estimate.model import Model
+
+
+@dataclass(frozen=True)
+class Layout:
+    gpus: int
+    tp: int = 1
+    cp: int = 1
+    sp: int = 1
+    zero: int = 3
+
+    @property
+    def ranks(self) -> int:
+        """Those that share one sequence."""
+        return self.tp * self.cp * self.sp
+
+    @property
+    def dp(self) -> int:
+        return self.gpus // self.ranks
+
+    @property
+    def sharded(self) -> int:
+        """Ranks over which ZeRO shards a tensor-parallel rank's parameters."""
+        return self.gpus // self.tp
+
+    def __str__(self) -> str:
+        split = [
+            f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("sp", self.sp), ("dp", self.dp)) if size > 1
+        ]
+        return ", ".join([*split, f"ZeRO {self.zero}"])
+
+
+def check(layout: Layout, model: Model) -> Layout:
+    """Raises EstimateError where the model or the GPUs cannot be split so."""
+    heads = model.heads
+    if layout.gpus % layout.ranks:
+        raise EstimateError(
+            f"--gpus {layout.gpus} is not a multiple of tp · cp · sp = {layout.tp} · {layout.cp} · {layout.sp} = {layout.ranks}"
+        )
+    if heads % (layout.tp * layout.sp):
+        most = largest_sp(model, layout.gpus)
+        raise EstimateError(
+            f"--tp {layout.tp} --sp {layout.sp}: {model.name} has {heads} attention heads, which must be a multiple of tp · sp; "
+            f"Ulysses ends at sp {most} here"
+        )
+    if not _kv_splits(model, layout.sp):
+        raise EstimateError(
+            f"--sp {layout.sp}: {model.name} has {model.kv_heads} key/value heads; one of the two must be a multiple of the other"
+        )
+    return layout
+
+
+def largest_sp(model: Model, gpus: int) -> int:
+    """Where Ulysses' head count ends."""
+    return max(_ulysses_sizes(model, gpus))
+
+
+def ulysses(model: Model, gpus: int, zero: int, batch: int) -> Iterator[Layout]:
+    """Layouts worth a try: the least sp at which every replica has a sequence, and more."""
+    sizes = _ulysses_sizes(model, gpus)
+    busy = [sp for sp in sizes if gpus // sp <= batch]
+    for sp in busy or sizes[-1:]:
+        yield Layout(gpus, sp=sp, zero=zero)
+
+
+def megatron(model: Model, hardware: Hardware, gpus: int, zero: int, batch: int) -> Iterator[Layout]:
+    """As the paper's runs: tp 4 or 8, inside a node; any cp; replicas with what is left."""
+    splits = [tp for tp in _divisors(gpus) if tp <= hardware.gpus_per_node and model.heads % tp == 0]
+    sizes = [tp for tp in splits if tp in (4, 8)] or splits[-1:]
+    found = [Layout(gpus, tp=tp, cp=cp, zero=zero) for tp in sizes for cp in _divisors(gpus // tp)]
+    busy = [layout for layout in found if layout.dp <= batch]
+    least = min(layout.dp for layout in found)
+    yield from busy or [layout for layout in found if layout.dp == least]
+
+
+def _ulysses_sizes(model: Model, gpus: int) -> list[int]:
+    return [sp for sp in _divisors(gpus) if model.heads % sp == 0 and _kv_splits(model, sp)]
+
+
+def _kv_splits(model: Model, sp: int) -> bool:
+    return model.kv_heads % sp == 0 or sp % model.kv_heads == 0
+
+
+def _divisors(number: int) -> list[int]:
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})

@@ -1,0 +1,197 @@
+"""A step in virtual time: layers through three streams, by the engine that trains.
+
+`ds_memo.swap.engine.SwapEngine` itself runs here, so the schedule cannot differ from the real one. Its streams only keep time,
+its tensors only know their bytes, and this module moves compute's clock on as kernels would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ds_memo.solve.costs import LayerCosts, Output, RunCosts
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Frame
+from ds_memo.swap.protocol import COMPUTE, D2H, H2D
+
+
+class Span(NamedTuple):
+    """Something a stream did, or compute's waiting. Seconds from the start of the step."""
+
+    stream: str
+    name: str
+    kind: str
+    """forward, backward, replay, head, other, offload, reload, stall."""
+    layer: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One forward and backward."""
+
+    seconds: float
+    d2h_stall_s: float
+    h2d_stall_s: float
+    spans: tuple[Span, ...]
+
+
+class Moment(NamedTuple):
+    """An event: a point in a stream."""
+
+    stream: str
+    at: float
+
+
+@dataclass
+class VirtualStreams:
+    """`ds_memo.swap.protocol.Streams` that keep one clock each."""
+
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    now: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0, D2H: 0.0, H2D: 0.0})
+    stalls: dict[str, float] = field(default_factory=lambda: {D2H: 0.0, H2D: 0.0})
+    spans: list[Span] = field(default_factory=list)
+
+    def mark(self, stream: str) -> Moment:
+        return Moment(stream, self.now[stream])
+
+    def wait(self, stream: str, event: Moment) -> None:
+        begin = self.now[stream]
+        if event.at > begin:
+            self.now[stream] = event.at
+            if stream == COMPUTE:
+                self.stalls[event.stream] += event.at - begin
+                self.spans.append(Span(COMPUTE, f"waits for {event.stream}", "stall", -1, begin, event.at))
+
+    def copy(self, stream: str, dst: Extent, src: Extent) -> None:
+        rate = self.d2h_bytes_per_s if stream == D2H else self.h2d_bytes_per_s
+        begin = self.now[stream]
+        self.now[stream] = begin + src.nbytes / rate
+        kind = "offload" if stream == D2H else "reload"
+        self.spans.append(Span(stream, f"{kind} of layer {src.layer}", kind, src.layer, begin, self.now[stream]))
+
+    def compute(self, name: str, kind: str, layer: int, seconds: float) -> None:
+        begin = self.now[COMPUTE]
+        self.now[COMPUTE] = begin + seconds
+        if seconds > 0:
+            self.spans.append(Span(COMPUTE, name, kind, layer, begin, self.now[COMPUTE]))
+
+    def stall_s(self) -> dict[str, float]:
+        return dict(self.stalls)
+
+    def close(self) -> None: ...
+
+
+class Extent:
+    """What a tensor is here: so many bytes of a layer."""
+
+    __slots__ = ("layer", "nbytes")
+    _version = 0
+
+    def __init__(self, layer: int, nbytes: float) -> None:
+        self.layer = layer
+        self.nbytes = nbytes
+
+    def detach(self) -> Extent:
+        return self
+
+
+class VirtualKept(NamedTuple):
+    """In place of ds_memo.swap.frame.Kept."""
+
+    index: int
+    stored_bytes: float
+    extent: Extent
+
+    def rows_of(self, tensor: Any) -> Extent:
+        return self.extent
+
+    def rows_in(self, memory: Any) -> Extent:
+        return self.extent
+
+    def slot_in(self, buffer: Any) -> Extent:
+        return self.extent
+
+
+class VirtualLayout(NamedTuple):
+    kept: list[VirtualKept]
+    host_bytes: float
+    buffer_bytes: float = 0.0
+
+
+class VirtualSlab:
+    """A host without limits: whether things fit is ds_memo.solve's question."""
+
+    memory = None
+
+    def take(self, nbytes: float, wanted_by: str) -> VirtualSlab:
+        return self
+
+    def give(self, block: VirtualSlab) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class VirtualEngine(SwapEngine):
+    """The engine, whose one own allocation is virtual too."""
+
+    def _new_buffer(self, nbytes: int) -> None:
+        return None
+
+
+def simulate(run: RunCosts, alpha: float, residents: Collection[int], dropped: Collection[int] = ()) -> Simulated:
+    """Drive the engine through one forward and backward.
+
+    Args:
+        run: seconds and bytes of the layers.
+        alpha: share of rows of GEMM outputs that swapped layers send to the host.
+        residents: layers that send nothing.
+        dropped: swapped layers whose attention output is computed again.
+    """
+    streams = VirtualStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
+    engine = VirtualEngine(streams, VirtualSlab(), device=None)
+    streams.compute("embedding, optimizer", "other", -1, run.other_s)
+    frames = [_forward(engine, i, layer, alpha, i in residents, i in dropped) for i, layer in enumerate(run.layers)]
+    streams.compute("head and loss", "head", -1, run.head_s)
+    while frames:
+        index, frame = len(frames) - 1, frames.pop()
+        layer = run.layers[index]
+        engine.bring_back(frame)
+        again = layer.replay_s + (0.0 if index in residents else (1 - alpha) * layer.gemm_s)
+        again += layer.attention_s if index in dropped else 0.0
+        streams.compute(f"replay of layer {index}", "replay", index, again)
+        engine.replayed(frame)
+        streams.compute(f"backward of layer {index}", "backward", index, layer.backward_s)
+        del frame
+    stalls = streams.stall_s()
+    seconds = streams.now[COMPUTE]
+    engine.close()
+    return Simulated(seconds, stalls[D2H], stalls[H2D], tuple(sorted(streams.spans, key=lambda span: span.begin)))
+
+
+def _forward(engine: SwapEngine, index: int, layer: LayerCosts, alpha: float, resident: bool, drops: bool) -> Frame:
+    streams: VirtualStreams = engine.streams
+    frame = engine.begin(f"layer {index}", resident, index)
+    began = streams.now[COMPUTE]
+    kept: list[tuple[Output, VirtualKept]] = []
+    for output in layer.outputs:
+        nbytes = _stored(output, 1.0 if resident else alpha, drops)
+        if nbytes > 0:
+            kept.append((output, VirtualKept(len(kept), nbytes, Extent(index, nbytes))))
+    engine.adopt(frame, VirtualLayout([place for _, place in kept], sum(place.stored_bytes for _, place in kept)))
+    for output, place in kept:
+        streams.now[COMPUTE] = began + output.born * layer.forward_s
+        engine.keep(frame, place, place.extent)
+    streams.now[COMPUTE] = began
+    streams.compute(f"forward of layer {index}", "forward", index, layer.forward_s)
+    engine.end(frame)
+    return frame
+
+
+def _stored(output: Output, alpha: float, drops_attention: bool) -> float:
+    if output.kind == "gemm":
+        return alpha * output.nbytes
+    return 0.0 if drops_attention and output.kind == "attention" else output.nbytes

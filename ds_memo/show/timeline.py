@@ -1,0 +1,75 @@
+"""A simulated step as a picture: what each stream did when. Chrome-trace JSON, or an interactive page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_memo.show.plan import MissingPackage
+
+if TYPE_CHECKING:
+    from ds_memo.estimate.simulate import Span
+
+STREAMS = ("compute", "d2h", "h2d")
+COLOURS = {
+    "forward": "#4878a8",
+    "backward": "#2b4a6b",
+    "replay": "#e8a33d",
+    "head": "#7a7a7a",
+    "offload": "#5aa469",
+    "reload": "#9c6bb0",
+    "stall": "#d04a4a",
+}
+
+
+def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
+    """For chrome://tracing and ui.perfetto.dev: complete events, in microseconds, one thread per stream."""
+    names = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}} for i, name in enumerate(STREAMS)]
+    events = [
+        {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.kind,
+            "pid": 0,
+            "tid": STREAMS.index(span.stream),
+            "ts": span.begin * 1e6,
+            "dur": (span.end - span.begin) * 1e6,
+            "args": {"layer": span.layer},
+        }
+        for span in spans
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": names + events}
+
+
+def draw_html(spans: Sequence[Span], title: str, path: str | Path) -> None:
+    """Writes one self-contained page with plotly. Raises MissingPackage."""
+    try:
+        import plotly.graph_objects as go
+    except ImportError as e:
+        raise MissingPackage("an HTML timeline needs plotly: pip install 'ds_memo[plot]'; a .json one needs nothing") from e
+    figure = go.Figure()
+    for kind, colour in COLOURS.items():
+        mine = [span for span in spans if span.kind == kind]
+        if not mine:
+            continue
+        figure.add_bar(
+            orientation="h",
+            x=[span.end - span.begin for span in mine],
+            base=[span.begin for span in mine],
+            y=[span.stream for span in mine],
+            name=f"{kind}, {sum(span.end - span.begin for span in mine):,.2f} s in all",
+            marker={"color": colour, "line": {"color": "white", "width": 0.5}},
+            customdata=[[span.name, span.begin, span.end] for span in mine],
+            hovertemplate="%{customdata[0]}<br>%{customdata[1]:.4f} s to %{customdata[2]:.4f} s<extra></extra>",
+        )
+    figure.update_layout(
+        title=title,
+        barmode="overlay",
+        plot_bgcolor="white",
+        xaxis={"title": "seconds"},
+        yaxis={"categoryorder": "array", "categoryarray": STREAMS[::-1], "fixedrange": True},
+        legend={"orientation": "h", "y": -0.2},
+        height=420,
+    )
+    figure.write_html(path, include_plotlyjs=True)

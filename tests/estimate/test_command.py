@@ -1,0 +1,240 @@
+"""ds-memo estimate as users call it."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_memo import cli
+from ds_memo.estimate import hardware
+
+ROOT = Path(__file__).parents[2]
+GPT = str(ROOT / "ds_configs" / "models" / "gpt-7b.json")
+LLAMA = str(ROOT / "ds_configs" / "models" / "llama3-8b.json")
+BASE = ("estimate", "--model", GPT, "--hardware", "a800", "--gpus", "8")
+
+
+def answer(capsys, *words: str, base=BASE) -> dict:
+    assert cli.main([*base, *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def complaint(capsys, *words: str) -> str:
+    try:
+        code = cli.main(words)
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    assert code == 2 and not out
+    assert err.count("\n") == 1 and err.startswith("ds-memo estimate: "), err
+    return err
+
+
+@pytest.mark.parametrize("method", ["memo", "paper", "full_recompute", "full_swap", "none"])
+def test_json_has_what_was_promised(capsys, method):
+    got = answer(capsys, "--seq-length", "16384", "--method", method)
+    assert {"status", "mfu", "tgs", "step_s", "alpha", "resident_layers", "binding", "device_gib", "host_gib", "parts"} <= set(
+        got
+    )
+    assert got["status"] == "ok"
+    assert got["tgs"] * 8 * got["step_s"] == pytest.approx(16384 * got["sequences"])
+    assert sum(got["parts"]["device_gib"].values()) == pytest.approx(got["device_gib"])
+    assert sum(got["parts"]["step_s"].values()) == pytest.approx(got["step_s"])
+    assert 0.1 < got["mfu"] < 0.75
+
+
+def test_the_example_in_the_docs(capsys):
+    assert cli.main([*BASE, "--seq-length", "1M"]) == 0
+    shown = "".join(f"    {line}\n" for line in capsys.readouterr().out.splitlines())
+    assert shown in (ROOT / "docs" / "estimate.md").read_text()
+
+
+def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
+    assert answer(capsys, "--seq-length", "1M", "--method", "none")["status"] == "oom"
+    oohm = answer(capsys, "--seq-length", "384K", "--method", "full_swap", "--tp", "4", "--cp", "2")
+    assert oohm["status"] == "oohm" and oohm["mfu"] is None and oohm["host_gib"] > 1676
+    small = answer(capsys, "--seq-length", "1M", "--host-memory-gib", "1")
+    assert small["status"] == "oohm" and "host memory" in small["binding"]
+
+
+def test_alpha_plan_and_batch_are_obeyed(capsys):
+    swapped = ("--seq-length", "256K", "--tp", "4", "--cp", "2", "--method", "paper")
+    assert answer(capsys, *swapped, "--alpha", "0.5")["alpha"] == 0.5
+    planned, loose = answer(capsys, *swapped, "--plan"), answer(capsys, *swapped, "--no-plan")
+    assert planned["mfu"] > loose["mfu"] and planned["device_gib"] < loose["device_gib"]
+    one, many = answer(capsys, *swapped), answer(capsys, *swapped, "--batch", "16")
+    assert many["sequences"] == 16 and 15 < many["step_s"] / one["step_s"] < 16
+
+
+def test_ulysses_ends_with_the_heads(capsys):
+    base = ("estimate", "--model", LLAMA, "--hardware", "h200", "--gpus", "4096")
+    got = answer(capsys, "--seq-length", "64K", base=base)
+    assert got["layout"]["sp"] <= 32 and any("Ulysses ends at sp 32" in note for note in got["notes"])
+
+
+@pytest.mark.parametrize("gpus", [8, 64, 512, 4096])
+@pytest.mark.parametrize("tokens", ["64K", "4M", "64M"])
+def test_the_whole_scale_has_an_answer(capsys, gpus, tokens):
+    base = (
+        "estimate",
+        "--model",
+        str(ROOT / "ds_configs" / "models" / "gpt-65b.json"),
+        "--hardware",
+        "h200",
+        "--gpus",
+        str(gpus),
+    )
+    got = answer(capsys, "--seq-length", tokens, base=base)
+    assert got["status"] in ("ok", "oom", "oohm") and (got["mfu"] is None) == (got["status"] != "ok")
+
+
+def test_longest_and_fewest(capsys):
+    longest = answer(capsys, "--max-length", "--method", "paper")
+    assert 1024 <= longest["seq_length"] / 1024 < 1152  # the paper trained 1 Mi, and 1152 Ki ran out
+    assert longest["beyond"]["status"] in ("oom", "oohm")
+    fewest = answer(capsys, "--min-gpus", "--seq-length", "1M", base=BASE[:5])
+    assert fewest["status"] == "ok" and fewest["beyond"]["status"] != "ok" and fewest["gpus"] <= 8
+    never = answer(capsys, "--min-gpus", "--seq-length", "512M", base=BASE[:5])
+    assert never["status"] != "ok"
+
+
+def test_a_sweep_as_table_csv_and_picture(capsys, tmp_path):
+    table = tmp_path / "sweep.csv"
+    assert cli.main([*BASE, "--sweep", "64K:256K", "--compare", "-o", str(table)]) == 0
+    assert "full_recompute (no plan)" in capsys.readouterr().out
+    rows = list(csv.DictReader(table.open()))
+    assert len(rows) == 15 and {row["method"] for row in rows} == {"memo", "paper", "full_recompute", "full_swap", "none"}
+    for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        picture = tmp_path / f"sweep{suffix}"
+        assert cli.main([*BASE, "--sweep", "64K,128K", "-o", str(picture)]) == 0
+        assert picture.read_bytes().startswith(magic)
+
+
+def test_timelines(capsys, tmp_path):
+    trace = tmp_path / "step.json"
+    words = ("--seq-length", "128K", "--method", "paper", "--alpha", "0.5")
+    assert cli.main([*BASE, *words, "--timeline", str(trace)]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "backward", "replay", "offload", "reload"}
+    page = tmp_path / "step.html"
+    assert cli.main([*BASE, *words, "--timeline", str(page)]) == 0
+    assert "offload of layer 3" in page.read_text()
+
+
+def test_it_imports_no_torch():
+    code = (
+        "import sys; from ds_memo import cli; "
+        f"cli.main({[*BASE, '--seq-length', '1M']!r}); "
+        "heavy = {'torch', 'transformers', 'deepspeed', 'mip', 'matplotlib', 'plotly'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--seq-length", "0"), "'0'"),
+        (("--seq-length", "12Q"), "'12Q'"),
+        (("--seq-length", "1.5"), "'1.5'"),
+        (("--seq-length", "nan"), "'nan'"),
+        (("--seq-length", "1M", "--gpus", "-8"), "'-8'"),
+        (("--seq-length", "1M", "--alpha", "1.5"), "'1.5'"),
+        (("--seq-length", "1M", "--alpha", "0.5", "--method", "none"), "only memo and paper"),
+        (("--seq-length", "1M", "--method", "magic"), "magic"),
+        (("--seq-length", "1M", "--zero", "7"), "7"),
+        (("--seq-length", "1M", "--sp", "3"), "not a multiple"),
+        (("--seq-length", "1M", "--gpus", "64", "--sp", "64"), "Ulysses ends at sp 32"),
+        (("--seq-length", "1M", "--tp", "16"), "not a multiple"),
+        (("--seq-length", "1M", "--host-memory-gib", "-1"), "'-1'"),
+        (("--seq-length", "1M", "--hardware", "abacus"), "abacus"),
+        (("--seq-length", "1M", "--model", "nowhere.json"), "nowhere.json"),
+        (("--seq-length", "1M", "--profile", "nowhere.json"), "nowhere.json"),
+        (("--seq-length", "1M", "--timeline", "x.txt"), ".json or .html"),
+        (("--seq-length", "1M", "--timeline", "/nowhere/x.json"), "/nowhere/x.json"),
+        (("--seq-length", "1M", "-o", "x.csv"), "--sweep or --compare"),
+        (("--sweep", "2M:1M"), "A not above B"),
+        (("--sweep", "64K:1M", "-o", "x.pdf"), "x.pdf"),
+        (("--max-length", "--sweep", "1M"), "do not go with"),
+        (("--max-length", "--seq-length", "1M"), "choose lengths"),
+        (("--min-gpus", "--seq-length", "1M"), "--min-gpus"),
+        (("--compare", "--seq-length", "1M", "--alpha", "0.5"), "its own alpha"),
+        (("--colour", "red", "--seq-length", "1M"), "--colour"),
+        ((), "--seq-length"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, words, says):
+    assert says in complaint(capsys, *BASE, *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "JSON"),
+        ("[1]", "list"),
+        ("{}", "num_hidden_layers"),
+        ('{"num_hidden_layers": "many", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}', "'many'"),
+        ('{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 3, "vocab_size": 9}', "multiple"),
+        ('{"num_hidden_layers": 9999999, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}', "at most 4096"),
+        (
+            '{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 3, "vocab_size": 9}',
+            "key/value",
+        ),
+        (
+            '{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "num_experts": 4}',
+            "num_experts_per_tok",
+        ),
+        ('{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "kv_lora_rank": 4}', "latent"),
+    ],
+)
+def test_a_bad_model_file_is_one_line(capsys, tmp_path, text, says):
+    path = tmp_path / "model.json"
+    path.write_text(text)
+    words = ("estimate", "--model", str(path), "--hardware", "a800", "--gpus", "8", "--seq-length", "1K")
+    assert says in complaint(capsys, *words)
+
+
+def machine() -> dict:
+    return json.loads((Path(hardware.__file__).parent / "hardware_data" / "a800.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("key", "entry", "says"),
+    [
+        ("peak", {"value": 312, "unit": "TFLOPs"}, "unit 'TFLOPs'"),
+        ("d2h", {"value": 10, "unit": "GiB"}, "unit 'GiB'"),
+        ("d2h", {"value": -1, "unit": "GB/s"}, "above 0"),
+        ("d2h", {"value": "fast", "unit": "GB/s"}, "expected a number"),
+        ("d2h", 10, "expected {"),
+        ("gemm_efficiency", {"value": 72, "unit": ""}, "at most 1"),
+        ("device_reserve", {"value": 200, "unit": "GiB"}, "below device_memory"),
+        ("fragmentation", {"value": 0.5, "unit": ""}, "at least 1"),
+        ("gpus_per_node", {"value": 2.5, "unit": ""}, "whole number"),
+        ("d3h", {"value": 1, "unit": "GB/s"}, "unknown key 'd3h'"),
+        ("peak", None, "missing peak"),
+    ],
+)
+def test_bad_hardware_is_one_line(capsys, tmp_path, key, entry, says):
+    data = machine()
+    if entry is None:
+        del data[key]
+    else:
+        data[key] = entry
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(data))
+    words = ("estimate", "--model", GPT, "--hardware", str(path), "--gpus", "8", "--seq-length", "64K")
+    assert says in complaint(capsys, *words)
+
+
+def test_a_machine_of_ones_own(capsys, tmp_path):
+    data = machine()
+    data["host_memory"] = {"value": 4, "unit": "TiB", "source": "ours"}
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps(data))
+    words = ("estimate", "--model", GPT, "--hardware", str(path), "--gpus", "8")
+    more = answer(capsys, "--seq-length", "1M", base=words)
+    assert more["alpha"] > answer(capsys, "--seq-length", "1M")["alpha"]

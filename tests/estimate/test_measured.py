@@ -1,0 +1,68 @@
+"""A real run's profile in place of formulas."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_memo import cli
+from ds_memo.profile.sample import KeptOutput, LayerProfile, LayerSample, Profile
+
+GPT = str(Path(__file__).parents[2] / "ds_configs" / "models" / "gpt-7b.json")
+
+
+def profile(layers: int, slower: float = 1.0, link: float = 20e9) -> Profile:
+    def sample(length: int) -> LayerSample:
+        hidden = 2 * 4096
+        return LayerSample(
+            batch=1,
+            length=length,
+            forward_s=slower * (1e-6 * length + 1e-11 * length**2),
+            attention_s=slower * 1e-11 * length**2,
+            backward_s=slower * (2e-6 * length + 2.5e-11 * length**2),
+            attention_backward_s=slower * 2.5e-11 * length**2,
+            replay_s=slower * 1e-7 * length,
+            gemm_s=slower * 6e-7 * length,
+            all_gemms_s=slower * 9e-7 * length,
+            gemm_flops=1,
+            attention_flops=1,
+            plain_bytes=16 * hidden * length,
+            working_bytes=20 * hidden * length,
+            outputs=(
+                KeptOutput("input", length, hidden, 0.0),
+                KeptOutput("attention", length, hidden, 0.5),
+                KeptOutput("gemm", length, 8 * hidden, 0.9),
+            ),
+        )
+
+    kind = LayerProfile("layer 0", (sample(1024), sample(2048)))
+    return Profile({}, "fit", (kind,), (0,) * layers, link, link, 8)
+
+
+def ask(capsys, path: Path, *words: str) -> dict:
+    base = ["estimate", "--model", GPT, "--hardware", "a800", "--gpus", "8", "--seq-length", "512K", "--json"]
+    assert cli.main([*base, "--profile", str(path), *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_its_times_and_link_are_used(capsys, tmp_path):
+    fast, slow = tmp_path / "fast.json", tmp_path / "slow.json"
+    fast.write_text(profile(32).to_json())
+    slow.write_text(profile(32, slower=2.0).to_json())
+    once, twice = ask(capsys, fast), ask(capsys, slow)
+    layers = {name: twice["parts"]["step_s"][name] / once["parts"]["step_s"][name] for name in ("forward", "backward")}
+    assert layers == pytest.approx({"forward": 2.0, "backward": 2.0})
+    assert once["parts"]["step_s"]["forward"] == pytest.approx(32 * (1e-6 * 65536 + 1e-11 * 65536**2), rel=0.02)
+    wide = tmp_path / "wide.json"
+    wide.write_text(profile(32, link=2e9).to_json())
+    assert ask(capsys, wide)["mfu"] < once["mfu"]
+
+
+@pytest.mark.parametrize(("text", "says"), [("{}", "format"), (profile(4).to_json(), "4 layers"), ("\0", "JSON")])
+def test_another_profile_is_refused(capsys, tmp_path, text, says):
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    words = ["estimate", "--model", GPT, "--hardware", "a800", "--gpus", "8", "--seq-length", "512K", "--profile", str(path)]
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1

@@ -1,0 +1,72 @@
+"""The bars against the paper's 7B tables, and what would break them."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import paper
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return paper.cells()
+
+
+def of(cells, table):
+    return [cell for cell in cells if cell.table == table]
+
+
+def unseen(cells):
+    six = paper._six(cells)
+    return [cell for cell in of(cells, "ablation") + of(cells, "alpha") if cell not in six]
+
+
+def test_six_cells_are_calibrated_on(cells):
+    assert len(paper._six(cells)) == len(paper.CALIBRATED_ON) == 6
+
+
+def test_the_constants_in_the_file_are_the_calibrated_ones(cells):
+    machine = cells[0].question.hardware
+    fitted = paper.calibrate(paper._six(cells), machine)
+    for name in paper.CONSTANTS:
+        assert getattr(machine, name) == pytest.approx(getattr(fitted, name), rel=0.005)
+
+
+def test_ablation_and_alpha(cells):
+    assert paper.mape(unseen(cells)) <= 1.0
+
+
+def test_main_table_of_memo_from_64_ki(cells):
+    assert paper.mape([c for c in of(cells, "main") if c.row == "MEMO" and c.seq_k >= 64]) <= 3.0
+
+
+def test_what_fits(cells):
+    for cell in cells:
+        if cell.seq_k >= 64 and (cell.table, cell.row, cell.seq_k) not in paper.DISAGREE:
+            assert cell.predicted().status == cell.status, cell
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention_backward_efficiency": 0.62},
+        {"d2h": 16e9, "h2d": 16e9},
+        {"gemm_efficiency": 0.5},
+    ],
+)
+def test_another_machine_misses_the_bar(cells, change):
+    assert paper.mape(unseen(cells), replace(cells[0].question.hardware, **change)) > 1.0
+
+
+def test_exact_host_blocks_get_the_host_wrong(cells, monkeypatch):
+    """It is the power of two that explains the out-of-host-memory cells."""
+    from ds_memo.estimate import estimate
+
+    monkeypatch.setattr(estimate, "_pinned", lambda layer, alpha: layer.whole_bytes + alpha * layer.split_bytes)
+    assert any(cell.predicted().status != cell.status for cell in of(cells, "alpha"))
+
+
+def test_the_page_is_up_to_date(cells):
+    text, ok = paper.page(cells)
+    assert ok
+    assert (paper.ROOT / "docs" / "paper.md").read_text() == text, "run python benchmarks/paper.py --out docs/paper.md"

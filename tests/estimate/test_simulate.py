@@ -1,0 +1,143 @@
+"""The simulator against the real engine on threads, and against the solver's own arithmetic."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from ds_memo.estimate.simulate import VirtualEngine, simulate
+from ds_memo.solve.costs import LayerCosts, Output, RunCosts
+from ds_memo.solve.schedule import Schedule
+from ds_memo.swap.engine import SwapEngine
+
+from .threaded import TICK_S, Configuration, Event, measured_events, predicted_events
+
+CONFIGURATIONS = 20
+SURE_S = 0.9 * TICK_S
+"""Predicted further apart than this, two events have one order."""
+TRIES = 4
+"""A busy machine wakes a sleeper late now and then."""
+
+
+def clear_configurations() -> list[int]:
+    """Seeds whose events are simultaneous because one makes the other, or far enough apart to be told by the clock."""
+    found, seed = [], 0
+    while len(found) < CONFIGURATIONS:
+        times = [event.at for event in predicted_events(Configuration.random(seed).predicted())]
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        if all(gap < 1e-9 or gap > SURE_S for gap in gaps):
+            found.append(seed)
+        seed += 1
+    return found
+
+
+def groups(events: list[Event]) -> list[set[str]]:
+    """Names in order; those predicted at the same moment are one set."""
+    found: list[set[str]] = []
+    last = -1.0
+    for event in events:
+        if event.at - last > 1e-9:
+            found.append(set())
+        found[-1].add(event.name)
+        last = event.at
+    return found
+
+
+def mismatch(predicted: list[Event], measured: list[Event]) -> str | None:
+    names = [event.name for event in measured if event.name != "the end"]
+    at = 0
+    for group in groups(predicted):
+        seen = set(names[at : at + len(group)])
+        if seen != group:
+            return f"after {at} events: predicted {sorted(group)}, measured {names[at : at + len(group)]}"
+        at += len(group)
+    return None if at == len(names) else f"measured {names[at:]} beyond what was predicted"
+
+
+def agree(configuration: Configuration, engine: type[SwapEngine] = SwapEngine, tries: int = TRIES) -> str | None:
+    predicted = predicted_events(configuration.predicted())
+    for _ in range(tries):
+        wrong = mismatch(predicted, measured_events(configuration, engine)[0])
+        if wrong is None:
+            return None
+    return wrong
+
+
+@pytest.mark.parametrize("seed", clear_configurations())
+def test_the_order_of_events_is_the_real_engines(seed):
+    assert agree(Configuration.random(seed)) is None
+
+
+def test_the_configurations_stall_in_both_directions():
+    stalls = [Configuration.random(seed).predicted() for seed in clear_configurations()]
+    assert sum(s.d2h_stall_s > 0 for s in stalls) >= 5
+    assert sum(s.h2d_stall_s > 0 for s in stalls) >= 5
+    assert sum(s.d2h_stall_s == s.h2d_stall_s == 0 for s in stalls) >= 1
+
+
+class NoPrefetch(SwapEngine):
+    """A schedule that is right, and slower."""
+
+    def _next_below(self, frame):
+        return None
+
+
+class Impatient(SwapEngine):
+    """Lets a frame go one layer too early."""
+
+    def end(self, frame):
+        super().end(frame)
+        while self._leaving:
+            self._let_go(self._leaving.popleft()())
+
+
+@pytest.mark.parametrize("other", [NoPrefetch, Impatient])
+def test_another_schedule_is_told_apart(other):
+    assert any(agree(Configuration.random(seed), other, tries=1) for seed in clear_configurations()[:6])
+
+
+def test_it_runs_the_engine_itself():
+    own = {name for name in vars(VirtualEngine) if not name.startswith("__")}
+    assert own == {"_new_buffer"}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_it_agrees_with_the_solver(seed):
+    draw = random.Random(seed)
+    kinds = [
+        LayerCosts(
+            outputs=tuple(
+                Output(kind, draw.randint(1, 5000), 2 * draw.randint(1, 900), born)
+                for kind, born in zip(
+                    ("input", "gemm", "attention", "gemm"), sorted(draw.random() for _ in range(4)), strict=True
+                )
+            ),
+            forward_s=draw.uniform(0.5, 2),
+            backward_s=draw.uniform(1, 4),
+            replay_s=draw.uniform(0, 0.5),
+            gemm_s=draw.uniform(0, 1),
+            attention_s=draw.uniform(0, 1),
+            plain_bytes=0,
+        )
+        for _ in range(2)
+    ]
+    layers = tuple(draw.choice(kinds) for _ in range(draw.randint(1, 24)))
+    rates = draw.choice((1e5, 1e6, 1e7)), draw.choice((1e5, 1e6, 1e7))
+    run = RunCosts(layers, *rates, 0, 0, head_s=draw.random(), other_s=draw.random())
+    residents = frozenset(draw.sample(range(len(layers)), draw.randint(0, min(3, len(layers)))))
+    dropped = frozenset(i for i in range(len(layers)) if i not in residents and draw.random() < 0.2)
+    alpha = draw.choice((0.0, draw.random(), 1.0))
+    step, simulated = Schedule(run, residents, dropped).at(alpha), simulate(run, alpha, residents, dropped)
+    assert simulated.seconds == pytest.approx(step.seconds, rel=1e-9)
+    assert simulated.d2h_stall_s == pytest.approx(step.d2h_stall_s, rel=1e-9, abs=1e-9)
+    assert simulated.h2d_stall_s == pytest.approx(step.h2d_stall_s, rel=1e-9, abs=1e-9)
+
+
+def test_streams_do_one_thing_at_a_time_and_stalls_fill_computes_gaps():
+    configuration = Configuration.random(3)
+    simulated = configuration.predicted()
+    for stream in ("compute", "d2h", "h2d"):
+        spans = [span for span in simulated.spans if span.stream == stream]
+        assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(spans))
+    compute = [span for span in simulated.spans if span.stream == "compute"]
+    assert sum(span.end - span.begin for span in compute) == pytest.approx(simulated.seconds)

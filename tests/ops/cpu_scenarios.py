@@ -1,0 +1,462 @@
+"""Situations that would end a process or spoil memory if the op were wrong. test_allocator_cpu.py runs each of SCENARIOS in a
+process of its own. What is in an arena is compared to the bit with what the same pass gives without the op.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from tests.ops.rig import LAYERS, ROWS, WIDTH, Rig, same
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+RAW_BLOCKS = "DS_MEMO_RAW_BLOCKS"
+"""Environment variable with the path of raw_blocks.cpp, compiled."""
+SCENARIOS: dict[str, Callable[[], None]] = {}
+
+
+def scenario(run: Callable[[], None]) -> Callable[[], None]:
+    SCENARIOS[run.__name__] = run
+    return run
+
+
+@scenario
+def every_request_is_a_hit() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    log, plan = rig.plan()
+    rig.use(log, plan)
+    assert rig.allocator.arena_bytes == plan.peak == plan.lower_bound
+    for _ in range(3):
+        with rig.counting() as counts:
+            assert same(rig.follow(), reference)
+        assert counts == {"hit": rig.requests}
+    assert rig.allocator.stats()["highest_end"] <= plan.peak and rig.allocator.live_blocks == 0
+
+
+@scenario
+def halved_sizes() -> None:
+    rig = Rig(CPU).planned()
+    rig.allocator.stop()
+    reference = rig.forward_and_backward(ROWS // 2)
+    with rig.counting() as counts:
+        assert same(rig.follow(ROWS // 2), reference)
+    assert counts["size"] == 2 * LAYERS and set(counts) <= {"hit", "size", "abandoned"}  # each visit is abandoned once
+    reference = rig.forward_and_backward()
+    with rig.counting() as counts:  # and back
+        assert same(rig.follow(), reference)
+    assert set(counts) == {"hit"}
+
+
+@scenario
+def a_plan_with_all_offsets_0() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    log, plan = rig.plan()
+    rig.allocator.load_plan(0, [(visit.phase, [(size, 0) for size in visit.sizes]) for visit in log.visits])
+    rig.allocator.reserve(plan.peak)
+    for _ in range(3):
+        with rig.counting() as counts:
+            assert same(rig.follow(), reference)
+        assert counts["overlap"] > counts["hit"] > 0 and set(counts) == {"hit", "overlap"}
+
+
+@scenario
+def a_plan_that_knows_other_phases() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    rig.allocator.load_plan(0, [("head", [(64 << 10, 0)])])
+    rig.allocator.reserve(MIB)
+    with rig.counting() as counts:
+        assert same(rig.follow(), reference)
+    assert set(counts) == {"unplanned"}
+
+
+@scenario
+def an_arena_that_is_too_small() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    log, plan = rig.plan()
+    rig.use(log, plan)
+    rig.allocator.reserve(plan.peak // 2)
+    with rig.counting() as counts:
+        assert same(rig.follow(), reference)
+    assert counts["arena"] > 0 and counts["hit"] > 0 and set(counts) == {"hit", "arena"}
+
+
+@scenario
+def a_tensor_kept_across_passes() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    rig.planned()
+    kept: list[torch.Tensor] = []
+    hook = rig.net.layers[0][1].register_forward_hook(lambda module, args, out: kept.append(out))
+    assert same(rig.follow(), reference)
+    hook.remove()
+    assert rig.allocator.owns(kept[0].data_ptr())
+    copy = kept[0].detach().clone()
+    with rig.counting() as counts:
+        for _ in range(3):
+            assert same(rig.follow(), reference)
+    assert counts["overlap"] > 0 and torch.equal(copy, kept[0])
+    kept.clear()
+    with rig.counting() as counts:
+        assert same(rig.follow(), reference)
+    assert set(counts) == {"hit"}
+
+
+@scenario
+def an_exception_in_the_middle_of_a_layer() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    rig.planned()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    hook = rig.net.layers[1][3].register_forward_pre_hook(fail)
+    for _ in range(3):
+        try:
+            rig.follow()
+        except ZeroDivisionError:
+            pass
+        else:
+            raise AssertionError("the pass went through")
+    hook.remove()
+    gc.collect()
+    assert rig.allocator.live_blocks == 0
+    with rig.counting() as counts:
+        assert same(rig.follow(), reference)
+    assert set(counts) == {"hit"}
+
+
+@scenario
+def resize() -> None:
+    rig = Rig(CPU)
+    block = rig.a_block()
+    block.resize_(3 * MIB)
+    assert not rig.allocator.owns(block.data_ptr()) and bool((block[:MIB] == 7).all())
+    assert rig.allocator.live_blocks == 0
+    rig.allocator.stop()
+    block = rig.a_block()
+    block.resize_(10)  # smaller: the storage stays
+    assert rig.allocator.owns(block.data_ptr())
+    block.untyped_storage().resize_(0)
+    assert rig.allocator.live_blocks == 0
+
+
+@scenario
+def uninstall_with_live_blocks() -> None:
+    rig = Rig(CPU)
+    block = rig.a_block()
+    rig.allocator.uninstall()
+    assert rig.allocator.retired_arenas == 1 and rig.allocator.mode == "off"
+    fresh = torch.empty(MIB, dtype=torch.uint8)
+    assert not rig.allocator.owns(fresh.data_ptr()) and bool((block == 7).all())
+    del block
+    assert rig.allocator.retired_arenas == 0
+    rig.allocator.uninstall()
+    assert not rig.allocator.installed
+    rig.allocator.install()
+    block = rig.a_block()
+    assert rig.allocator.installed and bool((block == 7).all())
+
+
+@scenario
+def uninstall_in_a_pass() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    rig.planned()
+    hook = rig.net.layers[1].register_forward_hook(lambda *_: rig.allocator.uninstall())
+    with rig.counting() as counts:
+        assert same(rig.follow(), reference)
+    assert 0 < counts["hit"] < rig.requests
+    hook.remove()
+    assert same(rig.forward_and_backward(), reference) and rig.allocator.retired_arenas == 0
+
+
+@scenario
+def installed_twice() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    rig.allocator.install()
+    Rig(CPU).allocator.install()
+    assert same(rig.planned().follow(), reference)
+    rig.allocator.uninstall()
+    assert not rig.allocator.installed
+    rig.allocator.uninstall()
+
+
+@scenario
+def raw_blocks() -> None:
+    """Blocks without an owner, on either side of install, pass and uninstall."""
+    raw = ctypes.CDLL(os.environ[RAW_BLOCKS])
+    raw.raw_allocate.restype, raw.raw_allocate.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    raw.raw_deallocate.restype, raw.raw_deallocate.argtypes = None, [ctypes.c_void_p]
+    before = raw.raw_allocate(MIB)
+    rig = Rig(CPU)
+    block = rig.a_block()
+    planned, other, logged = raw.raw_allocate(MIB), raw.raw_allocate(2 * MIB), None
+    assert rig.allocator.owns(planned) and not rig.allocator.owns(other)
+    raw.raw_deallocate(before)
+    del block
+    rig.allocator.profile()
+    rig.allocator.phase("embed")
+    logged = raw.raw_allocate(MIB)
+    logged_and_freed = raw.raw_allocate(MIB)
+    raw.raw_deallocate(logged_and_freed)
+    rig.allocator.uninstall()
+    for address in (planned, other, logged):
+        raw.raw_deallocate(address)
+    assert [event.kind for event in rig.allocator.requests()] == ["enter", "malloc", "malloc", "free"]
+    assert rig.allocator.retired_arenas == 0 and rig.allocator.stats()["live_bytes"] == 0
+    rig.allocator.uninstall()
+    assert not rig.allocator.installed
+
+
+@scenario
+def a_fork() -> None:
+    rig = Rig(CPU)
+    block = rig.a_block()
+    child = os.fork()
+    if child == 0:
+        mine = torch.empty(MIB, dtype=torch.uint8)
+        right = bool((block == 7).all()) and not rig.allocator.owns(mine.data_ptr()) and rig.allocator.mode == "off"
+        del block
+        os._exit(0 if right and rig.allocator.live_blocks == 0 else 3)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((block == 7).all()) and rig.allocator.live_blocks == 1 and rig.allocator.mode == "plan"
+
+
+@scenario
+def forks_while_other_threads_allocate() -> None:
+    rig = Rig(CPU)
+    rig.allocator.load_plan(0, [("embed", [(64 << 10, 0)] * 10)])
+    rig.allocator.reserve(MIB)
+    done = threading.Event()
+
+    def hammer() -> None:
+        while not done.is_set():
+            torch.empty(64 << 10, dtype=torch.uint8)
+
+    threads = [threading.Thread(target=hammer) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        rig.allocator.follow(0)
+        rig.allocator.phase("embed")
+        child = os.fork()
+        if child == 0:
+            torch.empty(64 << 10, dtype=torch.uint8)
+            rig.allocator.stats()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    done.set()
+    for thread in threads:
+        thread.join()
+
+
+@scenario
+def a_data_loader_with_workers() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    rig.planned()
+    rows = [torch.full((WIDTH * 64,), float(i)) for i in range(8)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    rig.allocator.follow(0)  # the workers start in the middle of a pass
+    rig.allocator.phase("L0.f")
+    batches = list(loader)
+    assert torch.equal(torch.cat(batches), torch.stack(rows))
+    assert same(rig.follow(), reference)
+
+
+@scenario
+def frees_from_other_threads() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    rig.planned()
+    with ThreadPoolExecutor(2) as pool:
+        kept: list[torch.Tensor] = []
+        for layer in rig.net.layers:
+            layer[1].register_forward_hook(lambda module, args, out: kept.append(out))
+        for _ in range(5):
+            assert same(rig.follow(), reference)
+            blocks = [kept.pop() for _ in range(len(kept))]
+            freed = [pool.submit(blocks.clear) for _ in range(2)]
+            with rig.counting() as counts:
+                assert same(rig.follow(), reference)
+            for future in freed:
+                future.result()
+            kept.clear()
+            assert set(counts) <= {"hit", "overlap"}
+    assert rig.allocator.live_blocks == 0
+
+
+@scenario
+def requests_of_other_threads() -> None:
+    """They are none of the plan's, and do not move its cursor."""
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    rig.planned()
+    done = threading.Event()
+
+    def hammer(value: int) -> None:
+        while not done.is_set():
+            block = torch.full((256 << 10,), value, dtype=torch.uint8)
+            assert bool((block == value).all())
+
+    with ThreadPoolExecutor(2) as pool, rig.counting() as counts:
+        hammering = [pool.submit(hammer, value) for value in (1, 2)]
+        for _ in range(5):
+            assert same(rig.follow(), reference)
+        done.set()
+        for future in hammering:
+            future.result()
+    assert set(counts) <= {"hit", "stream", "unplanned"} and counts["hit"] == 5 * rig.requests and counts["stream"] > 0
+
+
+@scenario
+def release_with_live_blocks() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    log, plan = rig.plan()
+    block = rig.a_block()
+    assert rig.allocator.release() == 2 * MIB and rig.allocator.mode == "off"
+    assert rig.allocator.arena == (0, 0) and rig.allocator.retired_arenas == 1
+    assert rig.allocator.release() == 0
+    rig.use(log, plan)
+    for _ in range(2):
+        assert same(rig.follow(), reference) and bool((block == 7).all())
+    del block
+    assert rig.allocator.retired_arenas == 0
+    assert same(rig.follow(), reference)
+
+
+@scenario
+def the_arena_is_replaced_in_a_pass() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    log, plan = rig.plan()
+    rig.use(log, plan)
+    for layer in rig.net.layers:
+        layer[2].register_forward_hook(lambda *_: rig.allocator.reserve(plan.peak))
+    for _ in range(3):
+        with rig.counting() as counts:
+            assert same(rig.follow(), reference)
+        assert set(counts) <= {"hit", "overlap"} and rig.allocator.retired_arenas == 0
+
+
+@scenario
+def logged_blocks_freed_later() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+
+    rig.allocator.profile()
+    rig.allocator.phase("embed")
+    blocks = [torch.full((MIB,), 3, dtype=torch.uint8) for _ in range(4)]
+    born = [event.id for event in rig.allocator.requests() if event.kind == "malloc"]
+    rig.allocator.stop()
+    blocks.pop(0)  # off
+    rig.planned()
+    rig.allocator.follow(0)
+    rig.allocator.phase("L0.f")
+    blocks.pop(0)  # in a plan
+    rig.allocator.stop()
+    assert rig.allocator.requests() == []
+    rig.allocator.profile()
+    blocks.pop(0)  # in a later profile, with its old number and in no phase
+    assert [(e.kind, e.phase, e.id) for e in rig.allocator.requests()] == [("free", None, born[2])]
+    rig.allocator.uninstall()
+    assert bool((blocks.pop() == 3).all())  # uninstalled
+    assert same(rig.forward_and_backward(), reference)
+
+
+@scenario
+def requests_of_no_bytes() -> None:
+    rig = Rig(CPU)
+    rig.allocator._op.set_min_bytes(0, 0)
+    rig.allocator.load_plan(0, [("embed", [(0, 0), (MIB, 0), (0, 0), (0, MIB), (MIB, MIB)])])
+    rig.allocator.reserve(2 * MIB)
+    rig.allocator.follow(0)
+    rig.allocator.phase("embed")
+    blocks = [torch.empty(n, dtype=torch.uint8).fill_(7) for n in (0, MIB, 0, 0, MIB)]
+    assert [block.numel() and rig.allocator.owns(block.data_ptr()) for block in blocks] == [0, True, 0, 0, True]
+    del blocks
+    assert rig.allocator.live_blocks == 0 and rig.allocator.stats()["live_bytes"] == 0
+    rig.allocator.stop()
+
+
+@scenario
+def an_arena_that_cannot_be_had() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    rig.planned()
+    before = rig.allocator.arena
+    try:
+        rig.allocator.reserve(1 << 60)
+    except RuntimeError:
+        pass
+    else:
+        raise AssertionError("an exbibyte was reserved")
+    assert rig.allocator.arena == before and same(rig.follow(), reference)
+
+
+@scenario
+def plans_that_are_not_there() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    for run in (lambda: rig.allocator.follow(99), lambda: (rig.allocator.forget_plan(99), rig.allocator.follow(99))):
+        try:
+            run()
+        except KeyError as error:
+            assert "99" in str(error)
+        else:
+            raise AssertionError("a plan that was never loaded is followed")
+    assert rig.allocator.mode == "off" and same(rig.forward_and_backward(), reference)
+
+
+@scenario
+def nothing_changes_while_off() -> None:
+    rig = Rig(CPU)
+    rig.allocator.uninstall()
+    reference = rig.forward_and_backward()
+    rig.allocator.install()
+    before = rig.allocator.stats()
+    rig.allocator.phase("L0.f")
+    assert same(rig.forward_and_backward(), reference)
+    assert rig.allocator.stats() == before and rig.allocator.requests() == []
+
+
+# ---- negative controls
+
+
+def a_wrong_byte() -> None:
+    rig = Rig(CPU)
+    reference = rig.forward_and_backward()
+    rig.planned()
+
+    def spoil(module: torch.nn.Module, args: tuple, out: torch.Tensor) -> None:
+        address, nbytes = rig.allocator.arena
+        ctypes.memset(address, 1, nbytes // 2)
+
+    rig.net.layers[1].register_forward_hook(spoil)
+    assert same(rig.follow(), reference)
+
+
+def a_crash() -> None:
+    ctypes.string_at(0)
+
+
+def a_deadlock() -> None:
+    threading.Event().wait()
+
+
+CONTROLS = {run.__name__: run for run in (a_wrong_byte, a_crash, a_deadlock)}
+"""Scenarios that must not pass, for the tests to notice."""

@@ -1,0 +1,156 @@
+"""The op's CUDA backend: compiled where the headers are, run over a stand-in for CUDA where torch is a CUDA build, and on a GPU.
+
+DS_MEMO_CUDA_TORCH: the Python of an environment that has a CUDA build of torch, DeepSpeed and ninja, for machines whose own
+torch is built without CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_memo.ops.builder import AllocatorBuilder, cuda_headers
+from tests.ops import cuda_scenarios
+from tests.ops.compiling import compiler, lacks
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CSRC = ROOT / "ops" / "csrc"
+EXPANDABLE = {"torch's segments": "expandable_segments:False", "expandable segments": "expandable_segments:True"}
+
+WITHOUT = {
+    "waiting for fences": ("device.wait(stream, fences);", ""),
+    "noting the streams": ("streams.push_back(stream.stream());", ""),
+    "a look at the pools": (
+        "device.core.take(size, stream, device.pools > 0, fences)",
+        "device.core.take(size, stream, false, fences)",
+    ),
+    "waiting before an arena is dropped": ("device.wait(arena->stream(), arena->fences());", ""),
+}
+"""What is taken out of the backend in the negative controls: the text and what stands in its place."""
+
+
+@cache
+def runtime_headers() -> Path | None:
+    places = [cuda_headers(), *sorted(Path("/usr/local").glob("cuda*/include"))]
+    return next((place for place in places if place and (place / "crt" / "host_defines.h").is_file()), None)
+
+
+@cache
+def cuda_python() -> str | None:
+    """A Python whose torch is a CUDA build; None where none is known."""
+    return sys.executable if torch.version.cuda else os.environ.get("DS_MEMO_CUDA_TORCH")
+
+
+def test_it_compiles(tmp_path):
+    """Against the headers of the torch that is installed, which its CPU build has too."""
+    torch_headers = Path(torch.__file__).parent / "include"
+    if reason := lacks():
+        pytest.skip(reason)
+    if not (torch_headers / "c10" / "cuda" / "CUDACachingAllocator.h").is_file():
+        pytest.skip(f"torch {torch.__version__} comes without c10/cuda headers")
+    if runtime_headers() is None:
+        pytest.skip("no CUDA runtime headers: neither a toolkit nor the packages of a CUDA build of torch")
+    flags = [*AllocatorBuilder("cuda").cxx_args(), "-O0", "-Wall", "-Werror", "-DTORCH_EXTENSION_NAME=compiled"]
+    if not (torch_headers / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h").is_file():
+        flags.append("-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE")
+    includes = [
+        torch_headers,
+        torch_headers / "torch" / "csrc" / "api" / "include",
+        runtime_headers(),
+        sysconfig.get_path("include"),
+    ]
+    command = [*compiler(), *flags, f"-I{CSRC}", *(word for i in includes for word in ("-isystem", i)), "-c"]
+    command += [CSRC / "allocator_cuda.cpp", "-o", tmp_path / "allocator_cuda.o"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- over a stand-in for CUDA
+
+
+@pytest.fixture(scope="session")
+def standin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which CUDA is the stand-in."""
+    if cuda_python() is None:
+        pytest.skip("torch is built without CUDA here, and DS_MEMO_CUDA_TORCH names no Python with one that is")
+    if reason := lacks() or (runtime_headers() is None and "no CUDA runtime headers"):
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("standin")
+    library = folder / "libcuda.so.1"
+    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{runtime_headers()}"]
+    subprocess.run([*compiler(), *flags, HERE / "cuda_standin.cpp", "-o", library], check=True)
+    paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
+    return {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": paths, "DS_ACCELERATOR": "cuda", "PYTHONPATH": str(ROOT)}
+
+
+def run(python: str, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [python, *(words or ("-m", "tests.ops.cuda_scenarios"))]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
+
+
+def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """Of each scenario: nothing, or what went wrong."""
+    found: dict[str, str] = {}
+    for part in done.stdout.split("run ")[1:]:
+        name, _, rest = part.partition("\n")
+        found[name] = "" if rest.startswith(f"ok {name}\n") else rest or f"the process died: {done.stderr[-3000:]}"
+    return found or {"": done.stderr[-3000:]}
+
+
+@pytest.fixture(scope="session")
+def over_standin(standin) -> dict[str, str]:
+    return outcomes(run(cuda_python(), standin))
+
+
+@pytest.mark.parametrize("name", [name for name in cuda_scenarios.SCENARIOS if name not in cuda_scenarios.ON_A_GPU])
+def test_over_a_standin(over_standin, name):
+    if wrong := over_standin.get(name, f"it was not reached: {over_standin}"):
+        pytest.fail(wrong, pytrace=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", WITHOUT)
+def test_what_is_missing_is_noticed(standin, tmp_path, part):
+    """Negative controls: a backend that lacks something."""
+    text, instead = WITHOUT[part]
+    shutil.copytree(CSRC, tmp_path / "csrc")
+    source = tmp_path / "csrc" / "allocator_cuda.cpp"
+    assert source.read_text().count(text) == 1, f"{part} reads otherwise now: correct WITHOUT"
+    source.write_text(source.read_text().replace(text, instead))
+    code = f"""
+import pathlib, sys
+from ds_memo.ops import builder
+builder.SOURCES = pathlib.Path({str(source.parent)!r})
+from tests.ops import cuda_scenarios
+sys.exit(cuda_scenarios.main())
+"""
+    wrong = outcomes(run(cuda_python(), standin | {"TORCH_EXTENSIONS_DIR": str(tmp_path)}, "-c", code))
+    assert "" not in wrong and any(wrong.values()), f"without {part} every scenario passed"
+
+
+# ---- on a GPU
+
+
+@pytest.fixture(scope="session", params=EXPANDABLE)
+def on_gpu(request) -> dict[str, str]:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    segments = EXPANDABLE[request.param]
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": segments, "DS_ACCELERATOR": "cuda", "PYTHONPATH": str(ROOT)}
+    return outcomes(run(sys.executable, environment))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [name for name in cuda_scenarios.SCENARIOS if name not in cuda_scenarios.ON_A_STANDIN])
+def test_on_a_gpu(on_gpu, name):
+    if wrong := on_gpu.get(name, f"it was not reached: {on_gpu}"):
+        pytest.fail(wrong, pytrace=False)

@@ -1,0 +1,250 @@
+"""How the op is built: which backend, what is missing, what other processes and earlier builds leave behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.ops.op_builder.builder import OpBuilder
+
+from ds_memo.ops import builder as module
+from ds_memo.ops.builder import AllocatorBuilder
+from tests.ops.compiling import lacks
+
+ROOT = Path(__file__).parents[2]
+needs_a_compiler = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
+
+
+def python(*words: object, timeout: float = 300, cwd: Path = ROOT, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    """Another Python that imports this checkout; None takes a variable away."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    variables = {name: value for name, value in variables.items() if value is not None}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, cwd=cwd)
+
+
+@pytest.fixture
+def not_loaded(monkeypatch):
+    """As in a process that has not loaded the op yet."""
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+
+
+@pytest.fixture(scope="module")
+def cached() -> Path:
+    """The folder of the compiled op."""
+    if reason := lacks():
+        pytest.skip(reason)
+    AllocatorBuilder("cpu").load()
+    return AllocatorBuilder("cpu").build_folder()
+
+
+# ---- which backend
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_the_backend_is_the_accelerators(monkeypatch, accelerator):
+    class Accelerator:
+        def device_name(self) -> str:
+            return accelerator
+
+    monkeypatch.setattr(module, "get_accelerator", Accelerator)
+    builder = AllocatorBuilder()
+    assert builder.backend == accelerator
+    assert [Path(source).name for source in builder.sources()] == [f"allocator_{accelerator}.cpp"]
+    assert all(Path(source).is_file() for source in builder.sources())
+
+
+def test_the_cpu_backend_links_nothing_of_cuda():
+    builder = AllocatorBuilder("cpu")
+    assert builder.extra_ldflags() == [] and len(builder.include_paths()) == 1
+
+
+# ---- what is missing
+
+
+def test_nothing_is_missing_here(cached):
+    assert AllocatorBuilder("cpu").missing() == [] and AllocatorBuilder("cpu").is_compatible()
+
+
+def test_another_device_has_no_allocator(not_loaded):
+    builder = AllocatorBuilder("npu")
+    assert builder.missing() == ["there is no allocator for 'npu' devices, only for cpu and cuda"]
+    with pytest.raises(RuntimeError, match="memo_allocator_npu cannot be compiled: there is no allocator for 'npu'"):
+        builder.load()
+
+
+def test_without_a_compiler(monkeypatch, tmp_path, not_loaded):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    builder = AllocatorBuilder("cpu")
+    assert any("no C++ compiler (c++ is not on the PATH; install g++ or set CXX)" in lack for lack in builder.missing())
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler"):
+        builder.load()
+    monkeypatch.setenv("CXX", "ccache no-such-compiler")
+    assert any("(ccache is not on the PATH" in lack for lack in builder.missing())
+
+
+def test_without_ninja(monkeypatch, tmp_path, not_loaded):
+    find_spec = module.importlib.util.find_spec
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None if name == "ninja" else find_spec(name))
+    monkeypatch.setattr(module.shutil, "which", lambda name: None if name == "ninja" else f"/usr/bin/{name}")
+    assert AllocatorBuilder("cpu").missing() == ["no ninja (pip install ninja)"]
+
+
+def test_without_pythons_headers(monkeypatch, tmp_path, not_loaded):
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "no Python.h (install the python3-dev package)" in AllocatorBuilder("cpu").missing()
+
+
+def test_cuda_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(module, "cuda_headers", lambda: None)
+    lacking = AllocatorBuilder("cuda").missing()
+    assert any(lack == f"torch {torch.__version__} is built without CUDA" for lack in lacking)
+    assert any("no cuda_runtime_api.h" in lack and "install the CUDA toolkit" in lack for lack in lacking)
+
+
+def test_cuda_headers_come_complete(monkeypatch, tmp_path):
+    """nvidia's runtime package may lack crt/, and then does not compile."""
+    home = tmp_path / "toolkit"
+    (home / "include").mkdir(parents=True)
+    (home / "include" / "cuda_runtime_api.h").touch()
+    monkeypatch.setattr(module.cpp_extension, "CUDA_HOME", str(home))
+    assert module.cuda_headers() != home / "include"
+    (home / "include" / "crt").mkdir()
+    (home / "include" / "crt" / "host_defines.h").touch()
+    assert module.cuda_headers() == home / "include"
+
+
+def test_it_says_what_is_missing_where_it_was_asked(monkeypatch, capsys):
+    assert not AllocatorBuilder("npu").is_compatible(verbose=True)
+    assert "no allocator for 'npu' devices" in capsys.readouterr().out
+
+
+def test_a_compiler_error_is_shown(monkeypatch, tmp_path, not_loaded, cached):
+    shutil.copytree(module.SOURCES, tmp_path / "csrc")
+    source = tmp_path / "csrc" / "allocator_cpu.cpp"
+    source.write_text('#include "what_is_not_there.h"\n' + source.read_text())
+    monkeypatch.setattr(module, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    with pytest.raises(RuntimeError, match=r"what_is_not_there\.h: No such file"):
+        AllocatorBuilder("cpu").load()
+
+
+# ---- the op report
+
+
+def test_the_op_report_has_it(cached):
+    done = python("-m", "ds_memo.ops.builder", DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("memo_allocator_cpu .")]
+    assert "OKAY" in line
+    assert "memo_allocator_cpu: nothing is missing" in done.stdout
+
+
+def test_the_op_report_says_what_is_missing(tmp_path):
+    done = python("-m", "ds_memo.ops.builder", DS_ACCELERATOR="cpu", CXX="no-such-compiler")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("memo_allocator_cpu .")]
+    assert "NO" in line and "OKAY" not in line
+    assert "no C++ compiler (no-such-compiler is not on the PATH" in done.stdout
+
+
+# ---- other processes and earlier builds
+
+
+LOAD = "from ds_memo.ops.builder import AllocatorBuilder; print(AllocatorBuilder('cpu').load().__file__)"
+
+
+@pytest.fixture
+def cache_of_its_own(cached, tmp_path, monkeypatch) -> Path:
+    """A copy of the compiled op in a cache of its own; its folder."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = AllocatorBuilder("cpu").build_folder()
+    shutil.copytree(cached, folder, dirs_exist_ok=True)
+    return folder
+
+
+def test_a_lock_of_a_build_that_was_killed_holds_nobody_up(cache_of_its_own):
+    (cache_of_its_own / "lock").touch()  # torch waits for this one for ever
+    done = python("-c", LOAD, timeout=60)
+    assert done.returncode == 0 and str(cache_of_its_own) in done.stdout, done.stderr
+
+
+@needs_a_compiler
+@pytest.mark.slow
+def test_two_processes_build_at_once(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", LOAD], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in started:
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == 0 and str(tmp_path) in out, err
+    assert len(list(tmp_path.rglob("memo_allocator_cpu*.so"))) == 1
+
+
+def test_other_sources_and_other_torches_have_another_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folders = {AllocatorBuilder("cpu").build_folder()}
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    folders.add(AllocatorBuilder("cpu").build_folder())
+    shutil.copytree(module.SOURCES, tmp_path / "csrc")
+    monkeypatch.setattr(module, "SOURCES", tmp_path / "csrc")
+    folders.add(AllocatorBuilder("cpu").build_folder())
+    (tmp_path / "csrc" / "allocator_core.h").write_text("// other\n")
+    folders.add(AllocatorBuilder("cpu").build_folder())
+    assert len(folders) == 4
+
+
+# ---- ahead of time
+
+
+@needs_a_compiler
+@pytest.mark.slow
+def test_it_is_built_ahead_of_time(tmp_path):
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "build")
+    shutil.copytree(ROOT / "ops", source / "ops", ignore=ignored)
+    shutil.copytree(
+        ROOT / "ds_memo", source / "ds_memo", ignore=lambda folder, names: {"ops"} & set(names) | ignored(folder, names)
+    )
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    target = tmp_path / "target"
+    words = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", target, source]
+    done = python(*words, timeout=500, PYTHONPATH=None, DS_BUILD_MEMO_ALLOCATOR="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = (target / "ds_memo" / "ops").glob("memo_allocator_cpu_op*.so")
+
+    elsewhere = {"cwd": tmp_path, "PYTHONPATH": str(target), "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
+    done = python("-c", LOAD, PATH="", **elsewhere)  # without a compiler
+    assert done.returncode == 0 and done.stdout.strip() == str(built), done.stderr
+    done = python("-m", "ds_memo.ops.builder", DS_ACCELERATOR="cpu", **elsewhere)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("memo_allocator_cpu .")]
+    assert "YES" in line
+
+    other = "import torch; torch.__version__ = '9.9.9'; " + LOAD  # built for another torch: compiled anew
+    done = python("-c", other, **elsewhere)
+    assert done.returncode == 0 and str(tmp_path / "cache") in done.stdout, done.stderr
+    built.write_bytes(b"not a library")
+    done = python("-c", LOAD, **elsewhere)
+    assert done.returncode == 0 and str(tmp_path / "cache") in done.stdout, done.stderr
+
+
+def test_without_torch_the_ahead_of_time_build_says_so(tmp_path):
+    setup = str(ROOT / "setup.py")
+    code = f"""
+import runpy, sys
+sys.modules["torch"] = None
+sys.argv = ["setup.py", "build_ext"]
+runpy.run_path({setup!r}, run_name="__main__")
+"""
+    done = python("-c", code, DS_BUILD_MEMO_ALLOCATOR="1", cwd=tmp_path)
+    assert done.returncode == 1 and "needs torch and deepspeed to be installed first" in done.stderr
