@@ -359,6 +359,19 @@ class Memo:
             _attached.pop(model, None)
         self.engine.close()
 
+    def events(self, samples: int) -> list[tuple[str, float, int]]:
+        """For DeepSpeed's monitors, after an optimizer step: name, value, and how many samples the run has seen."""
+        report = self.report()
+        values = {
+            "alpha": report["alpha"],
+            "resident_layers": report["resident_layers"],
+            "bytes_to_host": report["bytes_to_host"],
+            "bytes_from_host": report["bytes_from_host"],
+            "stall_s": sum(report["stall_s"].values()),
+            "mfu": report["mfu"],
+        }
+        return [(f"Train/Samples/memo_{name}", value, samples) for name, value in values.items() if value is not None]
+
     def report(self) -> dict[str, Any]:
         """What is set and what happened so far; bytes, seconds and counts of this rank.
 

@@ -92,11 +92,16 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     memo.expect_steps(_weakly(engine.is_gradient_accumulation_boundary))
     take_step = engine._take_model_step
 
+    itself = weakref.ref(engine)
+
     @functools.wraps(take_step)
     def take_step_and_tell(*args: Any, **kwargs: Any) -> Any:
         memo.step_begins()
         result = take_step(*args, **kwargs)
         memo.stepped()
+        running = itself()
+        if running.monitor.enabled and running.global_rank == 0:
+            running.monitor.write_events(memo.events(running.global_samples))
         return result
 
     engine._take_model_step = take_step_and_tell
