@@ -378,7 +378,7 @@ def test_gradient_checkpointing_switched_over_memo(call: str) -> None:
     """The Trainer switches it on before memo, other scripts after, and TRL off and on again around generation."""
     model = build("llama")
     want = step(copy.deepcopy(model), BATCH)
-    handle = ds_memo.attach(model, {"alpha": 0.5})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     getattr(model, call)()
     assert_same(step(model, BATCH), want)
     assert handle.report()["frames"] == 4 and handle.report()["bytes_to_host"] > 0
@@ -387,7 +387,7 @@ def test_gradient_checkpointing_switched_over_memo(call: str) -> None:
 
 def test_offloaded_gradient_checkpointing_over_memo() -> None:
     model = build("llama")
-    handle = ds_memo.attach(model, {"alpha": 0.5})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     model.gradient_checkpointing_enable(offload=True)
     with pytest.raises(ds_memo.MemoError, match=r'"offload": True} does what memo does in another way'):
         step(model, BATCH)
