@@ -141,11 +141,17 @@ def search_apart(
     arguments = {"child": rival, "workload": shape.name, "device": budget.device.type, "bandwidth": budget.bandwidth}
     arguments |= {"host-bytes": budget.host_bytes, "device-bytes": device_bytes}
     command = [sys.executable, "-m", "benchmarks.capacity", *(f"--{name}={value}" for name, value in arguments.items())]
-    log = folder / "capacity-child.log"
+    log, root = folder / "capacity-child.log", Path(__file__).parents[1]
     with log.open("w+") as err:
         try:
             done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=err, text=True, timeout=seconds, cwd=Path(__file__).parents[1], check=False
+                command,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+                timeout=seconds,
+                cwd=root,
+                check=False,
             )
             out, why = done.stdout, None if done.returncode == 0 else f"exit {done.returncode}"
         except subprocess.TimeoutExpired as late:
@@ -247,8 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         for key, value in part.items():
             found[key] += value
-    for claim in found["claims"]:
-        results.say(f"      {'held  ' if claim['held'] else 'MISSED'} {claim['claim']}: {claim['value']:.4g}")
+    results.say_claims(found["claims"])
     return results.write("capacity", device, found | {"settings": vars(options)}, options.out)
 
 

@@ -39,7 +39,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import ds_memo
 from benchmarks import allocator, allocator_gpu, memory, overhead
 from benchmarks.environment import environment
-from ds_memo.swap.host_memory import GIB, available_bytes, memlock_limit
+from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, streams_for
 from tests import models
