@@ -54,9 +54,9 @@ def visits(step_s: float) -> tuple[int, int]:
 
 
 def cost_s(rivals: Iterable[Rival], step_s: float) -> float:
-    """What a point takes; recomputing rivals are a third longer, installing takes a while."""
+    """What a point takes; recomputing rivals are a third longer, installing takes a while, and so do prediction and trace."""
     turns, steps = visits(step_s)
-    return sum(turns * (rival.warm_up + steps) * step_s * 1.35 + turns * 0.5 * min(1.0, step_s) for rival in rivals)
+    return 10 * step_s + sum(turns * (rival.warm_up + steps) * step_s * 1.35 + turns * 0.5 * min(1.0, step_s) for rival in rivals)
 
 
 def run_point(

@@ -97,7 +97,7 @@ def test_the_search_goes_down_when_the_first_length_does_not_fit():
 
 def test_checkpointing_trains_longer_than_nothing_in_the_same_bytes():
     shape = speed.shapes(CPU)["gpt7b"]
-    budget = Budget(CPU, GIB, device_bytes=int(0.002 * GIB))
+    budget = Budget(CPU, GIB, device_bytes=int(0.0008 * GIB))
     longest = {}
     for rival in ("none", "checkpoint"):
         probes = []
@@ -185,3 +185,13 @@ def test_a_file_that_is_no_result_is_refused(tmp_path, capsys):
     other.write_text("[]")
     assert table.main([str(other)]) == 2
     assert "no result" in capsys.readouterr().err
+
+
+def test_the_prediction_comes_from_the_solver_and_from_the_estimator(tmp_path):
+    shape = speed.shapes(CPU)["gpt7b"]
+    trainer = speed.Trainer(speed.build(shape, CPU, torch.float32), speed.batch(shape, 96, CPU))
+    found = speed.predict(trainer, shape, 96, Budget(CPU, GIB, cache_dir=str(tmp_path)), tmp_path, hardware="h200")
+    assert found["solver"]["layers_s"] > 0
+    assert "why" not in found, found
+    assert found["step_s"] > 0 and found["estimate"]["status"] == "ok"
+    assert (tmp_path / "profile-gpt7b-96.json").exists()
