@@ -372,11 +372,24 @@ def test_threads_end_with_the_model(name: str, trained: bool) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_gradient_checkpointing_enabled_over_memo() -> None:
+@pytest.mark.filterwarnings("error::ds_memo.errors.MemoWarning")
+@pytest.mark.parametrize("call", ["gradient_checkpointing_enable", "gradient_checkpointing_disable"])
+def test_gradient_checkpointing_switched_over_memo(call: str) -> None:
+    """The Trainer switches it on before memo, other scripts after, and TRL off and on again around generation."""
+    model = build("llama")
+    want = step(copy.deepcopy(model), BATCH)
+    handle = ds_memo.attach(model, {"alpha": 0.5})
+    getattr(model, call)()
+    assert_same(step(model, BATCH), want)
+    assert handle.report()["frames"] == 4 and handle.report()["bytes_to_host"] > 0
+    handle.detach()
+
+
+def test_offloaded_gradient_checkpointing_over_memo() -> None:
     model = build("llama")
     handle = ds_memo.attach(model, {"alpha": 0.5})
-    model.gradient_checkpointing_enable()
-    with pytest.warns(ds_memo.MemoWarning, match="none of its 4 layers came through ds_memo"):
+    model.gradient_checkpointing_enable(offload=True)
+    with pytest.raises(ds_memo.MemoError, match=r'"offload": True} does what memo does in another way'):
         step(model, BATCH)
     handle.detach()
 
