@@ -1,6 +1,6 @@
 """check, speed, capacity and planner one after the other, each in a process of its own and ended after eight minutes.
 
-    bash benchmarks/gpu.sh all [--device cuda|cpu] [--out DIR]
+bash benchmarks/gpu.sh all [--device cuda|cpu] [--out DIR]
 """
 
 from __future__ import annotations

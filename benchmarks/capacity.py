@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 from benchmarks import results
-from benchmarks.rivals import GIB, OURS, RIVALS, Budget
+from benchmarks.rivals import GIB, OURS, RIVALS, SWAPPING, Budget
 from benchmarks.speed import add_common, make_budget
 from benchmarks.timing import DOES_NOT_FIT, Memory, Trainer, clear, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes
 
 CLOSE = 1 / 16
-NOT_HERE = ("paper, expandable", "ds_memo, expandable")
-"""Left out unless asked for: the planned one is what fragments least."""
+RAN = (*reversed(OURS), *(name for name in RIVALS if name not in (*OURS, "paper, expandable", SWAPPING)))
+"""Ours first: what the time does not hold is dropped from the end."""
 
 
 class OverBudget(MemoryError):
@@ -141,11 +141,17 @@ def search_apart(
     arguments = {"child": rival, "workload": shape.name, "device": budget.device.type, "bandwidth": budget.bandwidth}
     arguments |= {"host-bytes": budget.host_bytes, "device-bytes": device_bytes}
     command = [sys.executable, "-m", "benchmarks.capacity", *(f"--{name}={value}" for name, value in arguments.items())]
-    log = folder / "capacity-child.log"
+    log, root = folder / "capacity-child.log", Path(__file__).parents[1]
     with log.open("w+") as err:
         try:
             done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=err, text=True, timeout=seconds, cwd=Path(__file__).parents[1], check=False
+                command,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+                timeout=seconds,
+                cwd=root,
+                check=False,
             )
             out, why = done.stdout, None if done.returncode == 0 else f"exit {done.returncode}"
         except subprocess.TimeoutExpired as late:
@@ -218,7 +224,7 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("gpu.sh capacity", description=__doc__.splitlines()[0])
     add_common(parser)
-    parser.set_defaults(rivals=[name for name in RIVALS if name not in NOT_HERE], host_gib=None)
+    parser.set_defaults(rivals=list(RAN), host_gib=None)
     parser.add_argument("--device-gib", type=float, help="of the device; absent: 16, on a CPU 0.004")
     parser.add_argument("--host-gibs", type=float, nargs="+", help="host budgets, one after the other; absent: 32 and 2")
     for hidden in ("child", "workload"):
@@ -247,8 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         for key, value in part.items():
             found[key] += value
-    for claim in found["claims"]:
-        results.say(f"      {'held  ' if claim['held'] else 'MISSED'} {claim['claim']}: {claim['value']:.4g}")
+    results.say_claims(found["claims"])
     return results.write("capacity", device, found | {"settings": vars(options)}, options.out)
 
 

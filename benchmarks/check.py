@@ -37,7 +37,7 @@ from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import ds_memo
-from benchmarks import allocator, allocator_gpu, memory, overhead
+from benchmarks import allocator, allocator_gpu, memory, overhead, results
 from benchmarks.environment import environment
 from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
@@ -283,7 +283,8 @@ def main() -> int:
             print("\n".join(f"    {key}: {value}" for key, value in result[name].items()))
     result["seconds"] = time.perf_counter() - begin
     failures = [failure for part in result.values() if isinstance(part, dict) for failure in part.get("failures", ())]
-    out = options.out or Path(__file__).parent / "results" / f"check-{device.type}.json"
+    result["failures"] = failures
+    out = options.out or results.folder(None) / f"check-{device.type}.json"
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"== {result['seconds']:.0f} s, {len(failures)} failures, written to {out}")
     print("\n".join(failures))

@@ -83,9 +83,7 @@ def run_way(shape: Shape, way: str, lengths: list[int], device: torch.device, ho
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
     root = Path(__file__).parents[1]
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=root, check=False
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=root, check=False)
     except subprocess.TimeoutExpired:
         return {"error": f"no time left after {seconds:.0f} s"}
     if done.returncode:
@@ -128,8 +126,7 @@ def measure(names: list[str], device: torch.device, host_bytes: int, budget_s: f
             elif WAYS[way][1] and not row.get("hits"):
                 failures.append(f"planner: {name}, {kind}, {way}: no request got a planned address")
         found = claims(ways, f"{name}, {kind}")
-        for claim in found:
-            results.say(f"      {'held  ' if claim['held'] else 'MISSED'} {claim['claim']}: {claim['value']:.4g} (bar {claim['bar']:g})")
+        results.say_claims(found)
         runs.append({"workload": name, "kind": kind, "lengths": lengths, "ways": ways, "claims": found})
     return {"runs": runs, "dropped": dropped, "failures": failures, "seconds": time.perf_counter() - begin}
 

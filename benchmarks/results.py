@@ -59,3 +59,8 @@ def write(verb: str, device: torch.device, found: dict[str, Any], out: str | Non
     failures = found.get("failures", [])
     say("\n".join(failures) if failures else f"{verb}: no failures")
     return 1 if failures else 0
+
+
+def say_claims(claims: list[dict[str, Any]]) -> None:
+    for claim in claims:
+        say(f"      {'held  ' if claim['held'] else 'MISSED'} {claim['claim']}: {claim['value']:.4g} (bar {claim['bar']:g})")

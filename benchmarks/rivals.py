@@ -36,6 +36,8 @@ class Budget:
     """Measured, device to host, bytes a second; the paper's program for alpha asks for it."""
     layer_forward_s: float = 0.0
     """Measured, of one layer without copies; likewise."""
+    cache_dir: str | None = None
+    """Where ds_memo's profiles are shared by the turns of one run; None: its own place."""
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Installed:
     around: Callable[[], AbstractContextManager] = nullcontext
     report: Callable[[], dict[str, Any]] = dict
     """What it says of itself."""
+    profile: Callable[[], Any] = lambda: None
+    """What it measured of the layers."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +152,13 @@ def memo(model: nn.Module, budget: Budget, planned: bool = False, **config: Any)
     import ds_memo
 
     config |= {"plan": {"enabled": planned}, "host_memory_gib": budget.host_bytes / GIB}
+    if budget.cache_dir is not None:
+        config["plan"]["cache_dir"] = budget.cache_dir
     if budget.device_bytes is not None:
         config["device_memory_gib"] = budget.device_bytes / GIB
     handle = ds_memo.attach(model, config)
     try:
-        yield Installed(report=handle.report)
+        yield Installed(report=handle.report, profile=lambda: handle.autopilot.profile if handle.autopilot else None)
     finally:
         handle.detach()
 
@@ -195,7 +201,18 @@ RIVALS = {
             counts_host=True,
             settings={"planned": True},
         ),
+        Rival(
+            "ds_memo, swapping",
+            "ds_memo, planned addresses, two resident layers even where more would fit",
+            memo,
+            warm_up=_PLANNED,
+            needs="deepspeed",
+            counts_host=True,
+            settings={"planned": True, "resident_layers": 2},
+        ),
     )
 }
-OURS = tuple(name for name in RIVALS if name.startswith("ds_memo"))
+OURS = ("ds_memo", "ds_memo, expandable", "ds_memo, planned")
+"""With its own solution; the last is what a user gets."""
+SWAPPING = "ds_memo, swapping"
 INPUT_OFFLOAD = ("deepspeed", "hf_offload")

@@ -8,6 +8,9 @@ them again. Points run from short to long; those that the time budget does not h
 of memory is written down as such. At the shortest point of a workload every rival's gradients are compared with those of no
 checkpointing, and the bar is what stock itself is off by when its GEMMs sum in another order.
 
+"ds_memo, swapping" keeps two layers on the device whatever there is room for, as the paper does: where everything fits, ds_memo
+itself is plain training, and its speed would say nothing of swapping.
+
 --host-gib lowers the host budget of ds_memo and of the paper's MEMO: host-bound points.
 """
 
@@ -16,17 +19,21 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import results
-from benchmarks.rivals import GIB, INPUT_OFFLOAD, OURS, RIVALS, Budget, Installed, Rival
+from benchmarks import attention, results, streams
+from benchmarks.attention import HEADS
+from benchmarks.predict import hardware_of, predict
+from benchmarks.rivals import GIB, INPUT_OFFLOAD, OURS, RIVALS, SWAPPING, Budget, Installed, Rival
 from benchmarks.timing import DOES_NOT_FIT, Memory, Trainer, clear, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes, step_flops, tokens_of
 from ds_memo.profile.bandwidth import measure_bandwidth
@@ -47,22 +54,27 @@ def visits(step_s: float) -> tuple[int, int]:
 
 
 def cost_s(rivals: Iterable[Rival], step_s: float) -> float:
-    """What a point takes; recomputing rivals are a third longer, installing takes a while."""
+    """What a point takes; recomputing rivals are a third longer, installing takes a while, and so do prediction and trace."""
     turns, steps = visits(step_s)
-    return sum(turns * (rival.warm_up + steps) * step_s * 1.35 + turns * 0.5 * min(1.0, step_s) for rival in rivals)
+    return 10 * step_s + sum(turns * (rival.warm_up + steps) * step_s * 1.35 + turns * 0.5 * min(1.0, step_s) for rival in rivals)
 
 
 def run_point(
-    model: nn.Module, shape: Shape, length: int, rivals: list[Rival], budget: Budget, rate: float, compare: bool
+    model: nn.Module, shape: Shape, length: int, rivals: list[Rival], budget: Budget, rate: float, compare: bool, folder: Path
 ) -> dict[str, Any]:
     """One point: raw samples, memory and reports of every rival.
 
     Args:
         rate: FLOP/s that a step is expected to reach.
         compare: the gradients too.
+        folder: for the profile, the trace and the picture of the streams.
     """
     trainer = Trainer(model, batch(shape, length, budget.device))
     budget = replace(budget, ranks=shape.ranks, layer_forward_s=trainer.layer_forward_s(shape.layers))
+    predicted = None
+    if any(rival.name in OURS and rival.missing() is None for rival in rivals):
+        predicted = predict(trainer, shape, length, budget, folder, hardware_of(budget.device))  # before anything is timed
+        clear(budget.device)
     turns, steps = visits(step_flops(shape, length) / rate)
     rows: dict[str, dict[str, Any]] = {rival.name: {"samples_s": []} for rival in rivals}
     for turn in range(turns):
@@ -89,9 +101,25 @@ def run_point(
             row["tflops"] = step_flops(shape, length) / row["median_s"] / 1e12
     point = {"workload": shape.name, "length": length, "rows_of_this_rank": tokens_of(shape, length), "rivals": rows}
     point |= {"layers": shape.layers, "layer_forward_s": budget.layer_forward_s, "host_budget": budget.host_bytes}
+    if predicted is not None:
+        point["predicted"] = predicted
     if compare:
         point["gradients"] = gradients(trainer, rivals, budget, rows)
+    ours = [rival for rival in rivals if rival.name in (*OURS, SWAPPING) and "median_s" in rows[rival.name]]
+    if ours:
+        point["streams"] = watch_streams(trainer, ours[-1], budget, folder / f"streams-{shape.name}-{length}.json")
     return point
+
+
+def watch_streams(trainer: Trainer, rival: Rival, budget: Budget, path: Path) -> dict[str, Any]:
+    """One step as the profiler sees it."""
+    with rival.on(trainer.model, budget) as installed:
+        for _ in range(rival.warm_up):
+            trainer.step(installed)
+        spans = streams.record(lambda: trainer.step(installed), budget.device, path.with_suffix(".trace.json"))
+    clear(budget.device)
+    streams.save(spans, f"{path.stem.removeprefix('streams-')}: {rival.says}", path)
+    return streams.analyse(spans)
 
 
 def _visit(trainer: Trainer, installed: Installed, rival: Rival, steps: int, row: dict[str, Any], first: bool) -> None:
@@ -182,11 +210,13 @@ def claims(point: dict[str, Any]) -> list[dict[str, Any]]:
 
     if "none" in rows:
         say("step / no checkpointing", ours / rows["none"]["median_s"], 1.03, at_most=True)
+        if SWAPPING in rows:
+            say("step / no checkpointing, swapping", rows[SWAPPING]["median_s"] / rows["none"]["median_s"], 1.03, at_most=True)
     long = 65536 <= point["length"] <= 262144
     for name in ("checkpoint", *INPUT_OFFLOAD):
         if long and name in rows:
             say(f"{name} / step", rows[name]["median_s"] / ours, 1.20, at_most=False)
-    others = {name: row["median_s"] for name, row in rows.items() if name not in OURS}
+    others = {name: row["median_s"] for name, row in rows.items() if name not in (*OURS, SWAPPING)}
     if others:
         best = min(others, key=others.get)
         say(f"step / best rival ({best})", ours / others[best], 1.0, at_most=True)
@@ -206,7 +236,13 @@ def claims(point: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def measure(
-    names: list[str], lengths: list[int] | None, rivals: list[Rival], budget: Budget, budget_s: float, say: Callable[[str], None]
+    names: list[str],
+    lengths: list[int] | None,
+    rivals: list[Rival],
+    budget: Budget,
+    budget_s: float,
+    folder: Path,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """All points that the time budget holds."""
     begin = time.perf_counter()
@@ -221,13 +257,14 @@ def measure(
         step_s = step_flops(shape, length) / rate
         taking = [rival for rival in rivals if step_s < DEAR_S or rival.name not in ALLOCATORS]
         left = budget_s - (time.perf_counter() - begin)
-        if points and cost_s(taking, step_s) > left:
-            dropped.append({"workload": shape.name, "length": length, "needs_s": cost_s(taking, step_s), "left_s": max(0.0, left)})
-            say(f"{shape.name} {length}: dropped, needs about {cost_s(taking, step_s):.0f} s and {max(0.0, left):.0f} s are left")
+        needs = cost_s(taking, step_s)
+        if points and needs > left:
+            dropped.append({"workload": shape.name, "length": length, "needs_s": needs, "left_s": max(0.0, left)})
+            say(f"{shape.name} {length}: dropped, needs about {needs:.0f} s and {max(0.0, left):.0f} s are left")
             continue
         say(f"{shape.name}, {length} tokens")
         model = build(shape, budget.device, dtype)
-        point = run_point(model, shape, length, taking, budget, rate, compare=shape.name not in compared)
+        point = run_point(model, shape, length, taking, budget, rate, compare=shape.name not in compared, folder=folder)
         compared.add(shape.name)
         del model
         clear(budget.device)
@@ -248,8 +285,16 @@ def _print(point: dict[str, Any], say: Callable[[str], None]) -> None:
         spread = (max(row["samples_s"]) - min(row["samples_s"])) / row["median_s"]
         text = f"    {name:22s} {row['median_s'] * 1e3:10.1f} ms ±{50 * spread:4.1f} %  {row['tflops']:7.3g} TFLOP/s"
         say(text + f"  device {row['memory']['device_peak'] / GIB:7.3f} GiB")
-    for claim in point["claims"]:
-        say(f"      {'held  ' if claim['held'] else 'MISSED'} {claim['claim']}: {claim['value']:.4g} (bar {claim['bar']:g})")
+    results.say_claims(point["claims"])
+    if point.get("predicted"):
+        said = point["predicted"]
+        layers = (said.get("solver") or {}).get("layers_s")
+        text = said.get("why") or f"alpha {said['alpha']:.3g}, {said['resident_layers']} resident, layers {layers * 1e3:.1f} ms"
+        say(f"      predicted: {text}" + (f", step {said['step_s'] * 1e3:.1f} ms" if said.get("step_s") else ""))
+    if point.get("streams"):
+        seen = point["streams"]
+        hidden = ", ".join(f"{row} {share:.1%} hidden" for row, share in seen["hidden_share"].items() if share is not None)
+        say(f"      streams: compute busy {seen['compute_share']:.1%} of {seen['span_s'] * 1e3:.1f} ms; {hidden or 'no copies'}")
     if "rivals" in point.get("gradients", {}):
         worst = max((row["worst"] for row in point["gradients"]["rivals"].values()), default=0.0)
         say(f"      gradients off by at most {worst:.2e}, bar {point['gradients']['bar']:.2e}")
@@ -275,12 +320,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("gpu.sh speed", description=__doc__.splitlines()[0])
     add_common(parser)
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens; absent: all of a workload")
+    parser.add_argument("--device-gib", type=float, help="device budget that ds_memo is told; absent: all there is")
+    parser.add_argument("--no-attention", action="store_true", help="leave the attention kernels out")
     options = parser.parse_args(arguments)
     device = results.device_or_exit(options.device, "speed")
     rivals = [RIVALS[name] for name in options.rivals]
     names = options.workloads or ["gpt7b", "llama8b", "ulysses8"]
-    budget = make_budget(device, options.host_gib)
-    found = measure(names, options.lengths, rivals, budget, options.budget_s, results.say)
+    folder = results.folder(options.out)
+    begin = time.perf_counter()
+    kernels = None
+    if not options.no_attention:
+        heads = HEADS if device.type == "cuda" else 2
+        kernels = attention.measure(device, attention.lengths_for(device), heads)
+        clear(device)
+    with tempfile.TemporaryDirectory() as cache:  # profiles of this run, not of one before
+        budget = replace(make_budget(device, options.host_gib, options.device_gib), cache_dir=cache)
+        left = options.budget_s - (time.perf_counter() - begin)
+        found = measure(names, options.lengths, rivals, budget, left, folder, results.say)
+    found["attention"] = kernels
     return results.write("speed", device, found | {"settings": vars(options)}, options.out)
 
 

@@ -53,11 +53,14 @@ def summary(data: dict[str, Any]) -> str:
     """One cell."""
     failures = data.get("failures", [])
     verdict = f"{len(failures)} failures" if failures else "no failures"
-    held = [claim for point in data.get("points", ()) for claim in point.get("claims", ())]
+    parts = [data, *data.get("points", ()), *data.get("runs", ())]
+    held = [claim for part in parts for claim in part.get("claims", ())]
     if held:
         verdict += f", {sum(claim['held'] for claim in held)} of {len(held)} bars held"
-    points = ", ".join(f"{point['workload']} {_short(point['length'])}" for point in data.get("points", ()) if "length" in point)
-    dropped = ", ".join(f"{point['workload']} {_short(point['length'])}" for point in data.get("dropped", ()) if "length" in point)
+    points, dropped = (
+        ", ".join(f"{point['workload']} {_short(point['length'])}" for point in data.get(key, ()) if "length" in point)
+        for key in ("points", "dropped")
+    )
     return "; ".join(part for part in (points, f"dropped for time: {dropped}" if dropped else "", verdict) if part)
 
 
@@ -82,7 +85,12 @@ def _longest(runs: list[dict[str, Any]]) -> list[str]:
     lines = ["Longest trainable length:", "", "| workload | device GiB | host GiB | rival | tokens | step s |", "|---" * 6 + "|"]
     for run in runs:
         for row in run["rivals"]:
-            what = (row["workload"], f"{row['device_bytes'] / (1 << 30):.0f}", f"{row['host_bytes'] / (1 << 30):.0f}", row["rival"])
+            what = (
+                row["workload"],
+                f"{row['device_bytes'] / (1 << 30):.0f}",
+                f"{row['host_bytes'] / (1 << 30):.0f}",
+                row["rival"],
+            )
             step = row.get("step_s")
             end = (_short(row["longest"]) if row["longest"] else "none", "–" if step is None else f"{step:.2f}")
             lines.append(f"| {' | '.join((*what, *end))} |")
