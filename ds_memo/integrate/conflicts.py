@@ -60,6 +60,10 @@ def refuse_offload(function: Any) -> None:
         raise MemoError('gradient_checkpointing_kwargs={"offload": True} does what memo does in another way; remove one')
 
 
+LONG = 4096
+"""Tokens from which a mask is worth a word: 16 MiB of booleans."""
+
+
 class MaskWatch:
     """A forward pre-hook of one layer: warns once when it is given a mask with an entry for every pair of tokens."""
 
@@ -83,4 +87,4 @@ class MaskWatch:
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[-1] == tensor.shape[-2] > 1
+    return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[-1] == tensor.shape[-2] >= LONG

@@ -23,8 +23,7 @@ from ds_memo.integrate.attach import Memo, attach_model, check_residents
 from ds_memo.integrate.layers import find_layers
 
 NO_SECTION = (
-    f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. '
-    f'Add "{SECTION}": {{"enabled": true}}'
+    f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": {{"enabled": true}}'
 )
 initialized = False
 """Whether initialize() was called."""
