@@ -135,6 +135,11 @@ def report(engine_or_handle: Any) -> dict[str, Any]:
     return memo.report()
 
 
+def attached() -> list[Memo]:
+    """All that are attached now."""
+    return list(_attached.values())
+
+
 def _current() -> Memo:
     running = [memo for memo in _attached.values() if memo.in_forward]
     candidates = running or list(_attached.values())
@@ -156,6 +161,7 @@ class Memo:
         self.config = config
         self.in_forward = False
         self._on_last_micro_batch: Callable[[], bool] = lambda: False
+        self._after_first_step: Callable[[Memo], None] = _nothing
         self.binding = "not known before the first forward"
         self.alpha_used = config.alpha
         self.warnings: list[str] = []
@@ -240,7 +246,7 @@ class Memo:
     # ---- running
 
     def run(self, fn: Callable[..., Any], /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
-        module = _module_of(fn)
+        module = module_of(fn)
         if module is None:
             layer = Layer(len(self.layers), getattr(fn, "__qualname__", type(fn).__name__), None)
         else:
@@ -249,6 +255,10 @@ class Memo:
                 layer = self._by_module[module] = Layer(len(self.layers), type(module).__name__, module)
                 self.layers.append(layer)
         return self.remat.run_with(layer, fn, args, kwargs, preserve_rng_state)
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether a call of this module comes through memo by itself."""
+        return module in self._by_module
 
     def warn(self, message: str) -> None:
         """Warn once and show it in the report."""
@@ -266,6 +276,10 @@ class Memo:
         if self.addresses:
             self.addresses.steps_happen = True
 
+    def on_first_step(self, say: Callable[[Memo], None]) -> None:
+        """Call this once the first optimizer step is over."""
+        self._after_first_step = say
+
     def step_begins(self) -> None:
         """An optimizer step begins."""
         if self.addresses:
@@ -277,6 +291,8 @@ class Memo:
             self.addresses.step_ends()
         if not self._steps and self._chosen is None:  # what was solved for has said itself what it does
             self._look_for_an_effect()
+        if not self._steps:
+            self._after_first_step(self)
         now = time.perf_counter()
         self._steps.append((now, self._tokens))
         if self.autopilot:
@@ -565,7 +581,8 @@ def _past_us(module: nn.Module) -> Callable[..., Any]:
     return forward.plain if isinstance(forward, _Ours) else functools.partial(nn.Module.__call__, module)
 
 
-def _module_of(fn: Any) -> nn.Module | None:
+def module_of(fn: Any) -> nn.Module | None:
+    """The module that a call of `fn` runs: itself, or that of a bound method, through any partial."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.errors import MemoError, MemoWarning
-from ds_memo.integrate import conflicts, ulysses
+from ds_memo.integrate import checkpointing, conflicts, ulysses
 from ds_memo.integrate.attach import Memo, attach_model, check_residents
 from ds_memo.integrate.layers import find_layers
 
@@ -75,6 +76,7 @@ def take_initialize_over() -> None:
     global _replaced
     if _replaced is None:
         _replaced, deepspeed.initialize = deepspeed.initialize, initialize
+        checkpointing.redirect()  # now, so that a name imported from there is ours as well
 
 
 def give_initialize_back() -> None:
@@ -82,15 +84,19 @@ def give_initialize_back() -> None:
     global _replaced
     if deepspeed.initialize is initialize:
         deepspeed.initialize, _replaced = _replaced, None
+        checkpointing.give_back()
 
 
 def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo:
     """Attach the model of a ready engine and follow the engine's steps."""
     _refuse_pipelines(engine)
+    checkpointing.redirect()
     memo = attach_model(engine.module, config, config.layers, device=engine.device)
     memo.slab.budget = _smallest(memo.slab.budget, engine.device)
     if memo.autopilot:
         memo.autopilot.has_engine = True
+    if _replaced:
+        memo.on_first_step(_say_what_moved)
     memo.expect_steps(_weakly(engine.is_gradient_accumulation_boundary))
     take_step = engine._take_model_step
 
@@ -110,6 +116,17 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     memo.on_detach(functools.partial(_give_step_back, weakref.ref(engine)))  # attached models must not keep engines alive
     engine.memo = memo
     return memo
+
+
+def _say_what_moved(memo: Memo) -> None:
+    """Who changed nothing in the script wants to know that it had an effect."""
+    report = memo.report()
+    if report["active"] and torch.distributed.get_rank() == 0:
+        print(
+            f"ds_memo is active: {report['bytes_to_host'] / 2**20:.1f} MiB went to the host in the first step "
+            f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)",
+            file=sys.stderr,
+        )
 
 
 def _smallest(number: int, device: torch.device) -> int:
