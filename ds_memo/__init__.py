@@ -1,6 +1,7 @@
 """ds_memo: long-context training for DeepSpeed without the recompute tax.
 
     engine, optimizer, loader, schedule = ds_memo.initialize(model=model, config=config)   # as deepspeed.initialize
+    ds_memo.install()                                                                     # and every deepspeed.initialize does
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})                  # a plain nn.Module, no engine
     out = ds_memo.checkpoint(layer, hidden)                                               # as torch.utils.checkpoint
     ds_memo.report(engine)                                                                # what it did
@@ -15,13 +16,14 @@ from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
 
 __version__ = "0.1.0"
 
-__all__ = ["MemoConfig", "MemoConfigError", "MemoError", "MemoWarning", "attach", "checkpoint", "initialize", "report"]
+__all__ = ["MemoConfig", "MemoConfigError", "MemoError", "MemoWarning", "attach", "checkpoint", "initialize", "install", "report"]
 
 _HOME = {
     "MemoConfig": "ds_memo.config",
     "attach": "ds_memo.integrate.attach",
     "checkpoint": "ds_memo.integrate.attach",
     "initialize": "ds_memo.integrate.deepspeed",
+    "install": "ds_memo.integrate.install",
     "report": "ds_memo.integrate.attach",
 }
 

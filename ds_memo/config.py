@@ -59,6 +59,9 @@ class MemoConfig(_Section):
     resident_layers: int | None = Field(None, ge=0, strict=True)
     """How many layers keep everything on the device, 0 to all of them. Absent: solved."""
 
+    layers: list[str] | None = Field(None, strict=True)
+    """Names of the layers, where they cannot be found; empty: the model calls ``deepspeed.checkpointing.checkpoint`` itself."""
+
     host_memory_gib: float | None = Field(None, gt=0, allow_inf_nan=False, strict=True)
     """GiB of this node's memory that all its ranks together may use. Absent: what the cgroup leaves, less a reserve."""
 
@@ -113,6 +116,7 @@ _ALLOWED = {
     "enabled": "true or false",
     "alpha": "a number from 0 to 1 (leave the key out to have it solved)",
     "resident_layers": "a whole number from 0 to the number of layers (leave the key out to have it solved)",
+    "layers": 'a list of module names, like ["decoder.blocks.0"] (leave the key out to have them found)',
     "host_memory_gib": "a number of GiB above 0 (leave the key out to use what the cgroup leaves)",
     "device_memory_gib": "a number of GiB above 0 (leave the key out to use what is free)",
     "ablation": '"full_recompute" or "full_swap" (leave the key out for memo itself)',
@@ -128,4 +132,6 @@ _ALLOWED = {
 
 
 def _allowed(path: list[str]) -> str:
+    while ".".join(path) not in _ALLOWED:  # an item of a list
+        path = path[:-1]
     return _ALLOWED[".".join(path)]

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ds_memo.config import MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
 from ds_memo.estimate.flops import mfu, peak_flops
+from ds_memo.integrate import conflicts
 from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.autopilot import Autopilot, Chosen, predicted
 from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
@@ -134,6 +135,11 @@ def report(engine_or_handle: Any) -> dict[str, Any]:
     return memo.report()
 
 
+def attached() -> list[Memo]:
+    """All that are attached now."""
+    return list(_attached.values())
+
+
 def _current() -> Memo:
     running = [memo for memo in _attached.values() if memo.in_forward]
     candidates = running or list(_attached.values())
@@ -155,6 +161,7 @@ class Memo:
         self.config = config
         self.in_forward = False
         self._on_last_micro_batch: Callable[[], bool] = lambda: False
+        self._after_first_step: Callable[[Memo], None] = _nothing
         self.binding = "not known before the first forward"
         self.alpha_used = config.alpha
         self.warnings: list[str] = []
@@ -181,12 +188,16 @@ class Memo:
             self.alpha_used = 0.0
             self.binding = "as configured: full recomputation, inputs stay on the device"
         self._restore: list[Callable[[], None]] = []
+        self._through_us: weakref.WeakKeyDictionary[nn.Module, _Ours] = weakref.WeakKeyDictionary()
+        """Hugging Face modules and the checkpoint function that they must call."""
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._take_over(layer, module)
         for module in model.modules():
             if is_huggingface_model(module):  # or it fills a cache with the keys and values of all layers, at each replay again
-                self._set(module, "gradient_checkpointing", True)
-                self._set(module, "_gradient_checkpointing_func", _Ours(self.run, _plainly))
+                self._checkpoint_with(module, self.run)
+        for name, module in layers[:1]:
+            watch = _Ours(conflicts.MaskWatch(name, self.warn), _nothing)
+            self._restore.append(module.register_forward_pre_hook(watch, with_kwargs=True).remove)
         for hook in (
             model.register_forward_pre_hook(_Ours(self._forward_begins, _nothing), with_kwargs=True),
             model.register_forward_hook(_Ours(self._forward_is_over, _nothing), always_call=True),
@@ -235,7 +246,7 @@ class Memo:
     # ---- running
 
     def run(self, fn: Callable[..., Any], /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
-        module = _module_of(fn)
+        module = module_of(fn)
         if module is None:
             layer = Layer(len(self.layers), getattr(fn, "__qualname__", type(fn).__name__), None)
         else:
@@ -244,6 +255,10 @@ class Memo:
                 layer = self._by_module[module] = Layer(len(self.layers), type(module).__name__, module)
                 self.layers.append(layer)
         return self.remat.run_with(layer, fn, args, kwargs, preserve_rng_state)
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether a call of this module comes through memo by itself."""
+        return module in self._by_module
 
     def warn(self, message: str) -> None:
         """Warn once and show it in the report."""
@@ -261,6 +276,10 @@ class Memo:
         if self.addresses:
             self.addresses.steps_happen = True
 
+    def on_first_step(self, say: Callable[[Memo], None]) -> None:
+        """Call this once the first optimizer step is over."""
+        self._after_first_step = say
+
     def step_begins(self) -> None:
         """An optimizer step begins."""
         if self.addresses:
@@ -270,10 +289,27 @@ class Memo:
         """An optimizer step is over."""
         if self.addresses:
             self.addresses.step_ends()
+        if not self._steps and self._chosen is None:  # what was solved for has said itself what it does
+            self._look_for_an_effect()
+        if not self._steps:
+            self._after_first_step(self)
         now = time.perf_counter()
         self._steps.append((now, self._tokens))
         if self.autopilot:
             self.autopilot.stepped(self._model(), self._passes, now)
+
+    def _look_for_an_effect(self) -> None:
+        """Warn of a first step in which memo moved nothing."""
+        if not self.engine.traffic.frames:
+            self.warn(
+                f"memo has no effect: the first step is over and none of its {len(self.layers)} layers came through ds_memo. "
+                "Was the model called, or only parts of it?"
+            )
+        elif not self.engine.traffic.bytes_to_host:
+            self.warn(
+                f"memo has no effect: the first step moved no bytes, for {len(self.residents)} of {len(self.layers)} layers are "
+                "resident and keep everything on the device. Set a smaller memo.resident_layers, or train without memo"
+            )
 
     def watch_optimizers(self) -> None:
         """Follow the steps of every torch optimizer that has a parameter of the model."""
@@ -339,6 +375,19 @@ class Memo:
             _attached.pop(model, None)
         self.engine.close()
 
+    def events(self, samples: int) -> list[tuple[str, float, int]]:
+        """For DeepSpeed's monitors, after an optimizer step: name, value, and how many samples the run has seen."""
+        report = self.report()
+        values = {
+            "alpha": report["alpha"],
+            "resident_layers": report["resident_layers"],
+            "bytes_to_host": report["bytes_to_host"],
+            "bytes_from_host": report["bytes_from_host"],
+            "stall_s": sum(report["stall_s"].values()),
+            "mfu": report["mfu"],
+        }
+        return [(f"Train/Samples/memo_{name}", value, samples) for name, value in values.items() if value is not None]
+
     def report(self) -> dict[str, Any]:
         """What is set and what happened so far; bytes, seconds and counts of this rank.
 
@@ -351,6 +400,7 @@ class Memo:
         step_s, tokens_per_s = _speed(self._steps)
         plain = self._chosen is not None and self._chosen.homes.plain
         return {
+            "active": traffic.bytes_to_host > 0,
             "alpha": self.alpha_used,
             "resident_layers": len(self.residents),
             "binding": self.binding,
@@ -419,10 +469,23 @@ class Memo:
 
     def _take_over(self, layer: Layer, module: nn.Module) -> None:
         if is_huggingface_layer(module):
-            self._set(module, "gradient_checkpointing", True)
-            self._set(module, "_gradient_checkpointing_func", _Ours(functools.partial(self.remat.run, layer), _plainly))
+            self._checkpoint_with(module, functools.partial(self.remat.run, layer))
         else:
             self._set(module, "forward", _Ours(functools.partial(self.remat.run, layer, module.forward), module.forward))
+
+    def _checkpoint_with(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        function = _Ours(run, _plainly)
+        self._set(module, "gradient_checkpointing", True)
+        self._set(module, "_gradient_checkpointing_func", function)
+        self._through_us[module] = function
+
+    def _hold(self) -> None:
+        """gradient_checkpointing_enable() and _disable() after attach: memo stays in charge of training forwards."""
+        for module, function in self._through_us.items():
+            if module._gradient_checkpointing_func is not function:
+                conflicts.refuse_offload(module._gradient_checkpointing_func)
+                module._gradient_checkpointing_func = function
+            module.gradient_checkpointing = True
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an instance attribute so that detach() can put back what was there."""
@@ -454,6 +517,7 @@ class Memo:
         self.in_forward = True
         training = module.training and torch.is_grad_enabled()
         if training:
+            self._hold()
             self._choose(module, args, kwargs)
         if self.addresses and (not training or (self._chosen is not None and self._chosen.homes.plain)):
             self.addresses.leave_phase()
@@ -481,7 +545,7 @@ class Memo:
         else:
             self.warn(
                 f"{type(module).__name__} ran a training forward and none of its {len(self.layers)} layers came through ds_memo: "
-                "it has no effect. Was gradient_checkpointing_enable() called after attach?"
+                "it has no effect"
             )
 
 
@@ -517,7 +581,8 @@ def _past_us(module: nn.Module) -> Callable[..., Any]:
     return forward.plain if isinstance(forward, _Ours) else functools.partial(nn.Module.__call__, module)
 
 
-def _module_of(fn: Any) -> nn.Module | None:
+def module_of(fn: Any) -> nn.Module | None:
+    """The module that a call of `fn` runs: itself, or that of a bound method, through any partial."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)

@@ -228,7 +228,7 @@ class Autopilot:
     def _look_at_budgets(self, model: nn.Module) -> None:
         to_come = 0 if self._stepped else states_to_come(model, self.has_engine)
         mine = device_budget(self._device, self._config.device_memory_gib, to_come, self._stepped)
-        budgets = from_all_ranks((self._host_budget, mine))
+        budgets = from_all_ranks((min(self._host_budget, self._slab.budget), mine))
         self._host_budget, self._device_budget = (min(budget) for budget in zip(*budgets, strict=True))
 
     def _costs(self, shape: tuple[int, ...]) -> RunCosts:

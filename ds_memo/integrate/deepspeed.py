@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +18,18 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
-from ds_memo.errors import MemoConfigError, MemoError
-from ds_memo.integrate import ulysses
+from ds_memo.errors import MemoError, MemoWarning
+from ds_memo.integrate import checkpointing, conflicts, ulysses
 from ds_memo.integrate.attach import Memo, attach_model, check_residents
 from ds_memo.integrate.layers import find_layers
 
-_ONE_OR_THE_OTHER = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+NO_SECTION = (
+    f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": {{"enabled": true}}'
+)
+initialized = False
+"""Whether initialize() was called."""
+_replaced: Callable[..., tuple] | None = None
+"""What deepspeed.initialize was before install()."""
 
 
 @functools.wraps(deepspeed.initialize)
@@ -36,47 +44,89 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         MemoConfigError: a value of the section is refused.
         MemoError: the model's layers are not known, or DeepSpeed is asked to do the same work in another way.
     """
-    call = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
+    global initialized
+    initialized = True
+    stock = _replaced or deepspeed.initialize
+    call = inspect.signature(stock).bind(*args, **kwargs)
     asked = call.arguments
     section = _read_config(asked)
     config = memo_config(section.get(SECTION, {}))
     ranks = ulysses.size_in(section)
     if asked.get("model") is None:  # DeepSpeed itself has something to say
-        return deepspeed.initialize(*args, **kwargs)
+        return stock(*args, **kwargs)
+    if _replaced and SECTION not in section:
+        warnings.warn(NO_SECTION, MemoWarning, stacklevel=2)
     if config.enabled:
-        _refuse_conflicts(section, asked["model"])
-        check_residents(config, len(find_layers(asked["model"])))
+        _refuse_pipelines(asked["model"])
+        conflicts.refuse_config(section)
+        layers = find_layers(asked["model"], config.layers)
+        conflicts.refuse_model(layers)
+        check_residents(config, len(layers))
     if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
         ulysses.refuse_conflicts(section)
         asked["mpu"] = ulysses.set_up(asked["model"], ranks)
-    returned = deepspeed.initialize(*call.args, **call.kwargs)
+    returned = stock(*call.args, **call.kwargs)
     if config.enabled:
         attach_engine(returned[0], config)
     return returned
 
 
+def take_initialize_over() -> None:
+    """Put initialize() in the place of ``deepspeed.initialize``."""
+    global _replaced
+    if _replaced is None:
+        _replaced, deepspeed.initialize = deepspeed.initialize, initialize
+        checkpointing.redirect()  # now, so that a name imported from there is ours as well
+
+
+def give_initialize_back() -> None:
+    """Undo take_initialize_over(), unless someone else has wrapped ``deepspeed.initialize`` since."""
+    global _replaced
+    if deepspeed.initialize is initialize:
+        deepspeed.initialize, _replaced = _replaced, None
+        checkpointing.give_back()
+
+
 def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo:
     """Attach the model of a ready engine and follow the engine's steps."""
-    if isinstance(engine, PipelineEngine):
-        raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")
-    memo = attach_model(engine.module, config, device=engine.device)
+    _refuse_pipelines(engine)
+    checkpointing.redirect()
+    memo = attach_model(engine.module, config, config.layers, device=engine.device)
     memo.slab.budget = _smallest(memo.slab.budget, engine.device)
     if memo.autopilot:
         memo.autopilot.has_engine = True
+    if _replaced:
+        memo.on_first_step(_say_what_moved)
     memo.expect_steps(_weakly(engine.is_gradient_accumulation_boundary))
     take_step = engine._take_model_step
+
+    itself = weakref.ref(engine)
 
     @functools.wraps(take_step)
     def take_step_and_tell(*args: Any, **kwargs: Any) -> Any:
         memo.step_begins()
         result = take_step(*args, **kwargs)
         memo.stepped()
+        running = itself()
+        if running.monitor.enabled and running.global_rank == 0:
+            running.monitor.write_events(memo.events(running.global_samples))
         return result
 
     engine._take_model_step = take_step_and_tell
     memo.on_detach(functools.partial(_give_step_back, weakref.ref(engine)))  # attached models must not keep engines alive
     engine.memo = memo
     return memo
+
+
+def _say_what_moved(memo: Memo) -> None:
+    """Who changed nothing in the script wants to know that it had an effect."""
+    report = memo.report()
+    if report["active"] and torch.distributed.get_rank() == 0:
+        print(
+            f"ds_memo is active: {report['bytes_to_host'] / 2**20:.1f} MiB went to the host in the first step "
+            f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)",
+            file=sys.stderr,
+        )
 
 
 def _smallest(number: int, device: torch.device) -> int:
@@ -113,9 +163,6 @@ def _read_config(asked: dict[str, Any]) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _refuse_conflicts(config: dict[str, Any], model: Any) -> None:
-    if isinstance(model, PipelineModule):
+def _refuse_pipelines(model: Any) -> None:
+    if isinstance(model, (PipelineModule, PipelineEngine)):
         raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")
-    for key in _ONE_OR_THE_OTHER:
-        if config.get("activation_checkpointing", {}).get(key):
-            raise MemoConfigError(f"activation_checkpointing.{key} does what memo does in another way; remove one of the two")

@@ -9,7 +9,10 @@ from torch import nn
 
 from ds_memo.errors import MemoError
 
-HOW_TO_NAME = 'Name them: ds_memo.attach(model, config, layers=["decoder.blocks.0", …]) or layers=list(model.decoder.blocks).'
+HOW_TO_NAME = (
+    'Name them: ds_memo.attach(model, config, layers=["decoder.blocks.0", …]) or layers=list(model.decoder.blocks); '
+    "in the DeepSpeed JSON memo.layers, with [] for a model that calls deepspeed.checkpointing.checkpoint itself."
+)
 
 
 def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | None = None) -> list[tuple[str, nn.Module]]:

@@ -7,8 +7,7 @@ import time
 
 import torch
 
-from ds_memo.errors import MemoError
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.slab import PAGE, HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams, streams_for
 
 CHUNK = 1 << 26
@@ -22,15 +21,10 @@ def measure_bandwidth(device: torch.device, pinned: bool, budget: int, chunk: in
 
     Args:
         pinned: lock the host block, as training will.
-        budget: bytes of the host this rank may use; the block is made smaller to fit.
-
-    Raises:
-        MemoError: not even a page fits the budget.
+        budget: bytes of the host this rank may use; the block is made smaller to fit, down to a page.
     """
-    chunk = min(chunk, budget // 4096 * 4096)
-    if chunk <= 0:
-        raise MemoError(f"host memory: {budget} bytes are available to this rank, too few to copy anything")
-    slab = HostSlab(budget, pinned)
+    chunk = max(PAGE, min(chunk, budget // PAGE * PAGE))
+    slab = HostSlab(chunk, pinned)
     block = slab.take(chunk, "the bandwidth measurement")
     there = torch.zeros(chunk, dtype=torch.uint8, device=device)
     here = block.memory[:chunk]

@@ -122,7 +122,7 @@ class NoGemm(nn.Module):
 def test_layers_that_cost_more_than_they_should(block: type, seen: str) -> None:
     model = Toy(block)
     stock = copy.deepcopy(model)
-    handle = ds_memo.attach(model, {"alpha": 0.5})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     with pytest.warns(ds_memo.MemoWarning, match=seen):
         got = step(model, BATCH)
     assert_same(got, step(stock, BATCH))
@@ -289,7 +289,7 @@ def test_detach_puts_everything_back(name: str) -> None:
         model.gradient_checkpointing_enable()  # memo takes its place and gives it back
     before = fingerprint(model)
     for _ in range(2):
-        handle = ds_memo.attach(model, {"alpha": 0.5})
+        handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
         assert fingerprint(model) != before
         step(model, BATCH)
         handle.detach()
@@ -300,7 +300,7 @@ def test_detach_puts_everything_back(name: str) -> None:
 def test_a_forward_of_ones_own_is_put_back() -> None:
     model = Toy()
     own = model.blocks[0].forward = types.MethodType(Block.forward, model.blocks[0])
-    handle = ds_memo.attach(model, {"alpha": 0.5})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     assert model.blocks[0].forward is not own
     handle.detach()
     assert model.blocks[0].forward is own
@@ -358,7 +358,7 @@ def test_threads_end_with_the_model(name: str, trained: bool) -> None:
     """Nobody called detach."""
     before = set(memo_threads())
     model = build(name)
-    handle = ds_memo.attach(model, {"alpha": 0.5})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     threads = set(memo_threads()) - before
     assert len(threads) == 2
     if trained:
@@ -372,11 +372,24 @@ def test_threads_end_with_the_model(name: str, trained: bool) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_gradient_checkpointing_enabled_over_memo() -> None:
+@pytest.mark.filterwarnings("error::ds_memo.errors.MemoWarning")
+@pytest.mark.parametrize("call", ["gradient_checkpointing_enable", "gradient_checkpointing_disable"])
+def test_gradient_checkpointing_switched_over_memo(call: str) -> None:
+    """The Trainer switches it on before memo, other scripts after, and TRL off and on again around generation."""
     model = build("llama")
-    handle = ds_memo.attach(model, {"alpha": 0.5})
-    model.gradient_checkpointing_enable()
-    with pytest.warns(ds_memo.MemoWarning, match="none of its 4 layers came through ds_memo"):
+    want = step(copy.deepcopy(model), BATCH)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    getattr(model, call)()
+    assert_same(step(model, BATCH), want)
+    assert handle.report()["frames"] == 4 and handle.report()["bytes_to_host"] > 0
+    handle.detach()
+
+
+def test_offloaded_gradient_checkpointing_over_memo() -> None:
+    model = build("llama")
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    model.gradient_checkpointing_enable(offload=True)
+    with pytest.raises(ds_memo.MemoError, match=r'"offload": True} does what memo does in another way'):
         step(model, BATCH)
     handle.detach()
 
@@ -384,7 +397,7 @@ def test_gradient_checkpointing_enabled_over_memo() -> None:
 @pytest.mark.filterwarnings("error::ds_memo.errors.MemoWarning")
 def test_a_forward_that_fails_early_is_not_warned_about() -> None:
     model = build("llama")
-    handle = ds_memo.attach(model, {"alpha": 0.5})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     with pytest.raises((IndexError, RuntimeError)) as caught:
         model(input_ids=torch.tensor([[10**6]]))
     assert not isinstance(caught.value, ds_memo.MemoError)
@@ -397,7 +410,7 @@ def test_a_deep_copy_is_a_model_of_its_own(name: str) -> None:
     """Weight averaging copies models after they were set up."""
     model = build(name)
     stock = copy.deepcopy(model)
-    handle = ds_memo.attach(model, {"alpha": 0.5})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     twin = copy.deepcopy(model)
     frames = handle.report()["frames"]
     assert_same(step(twin, BATCH), step(stock, BATCH))
@@ -411,7 +424,7 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was() -> None:
     before = fingerprint(model)
     with warnings.catch_warnings(), pytest.raises(ds_memo.MemoWarning, match="memory addresses are not planned"):
         warnings.simplefilter("error", ds_memo.MemoWarning)
-        ds_memo.attach(model, {"alpha": 0.5})
+        ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     assert fingerprint(model) == before
     other.detach()
-    ds_memo.attach(model, {"alpha": 0.5}).detach()
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2}).detach()

@@ -138,10 +138,11 @@ class TestGradients(DistributedTest):
             engine.backward(ulysses.mean_over_ranks(loss, labels, engine))
             engine.step()
         report = ds_memo.report(engine)
-        assert report["host"]["budget"] == 170_000
+        assert report["host"]["budget"] == report["profile"]["host_budget"] == 170_000
+        assert report["host"]["peak_used"] <= 170_000
         alphas = [torch.zeros(()) for _ in range(2)]
         dist.all_gather(alphas, torch.tensor(report["alpha"]))
-        assert alphas[0] == alphas[1] and 0 < alphas[0] < 1, (alphas, report)
+        assert alphas[0] == alphas[1] == report["alpha"]
 
     def test_split(self):
         """Both ranks read batches of their own and get their part of all, in turn, with every label."""

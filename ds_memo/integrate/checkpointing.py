@@ -1,0 +1,79 @@
+"""deepspeed.checkpointing.checkpoint, called inside the forward of a model that is under ds_memo, is ds_memo's."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from torch import nn
+
+from ds_memo.errors import MemoError
+from ds_memo.integrate.attach import Memo, attached, module_of
+from ds_memo.remat.modes import inside_a_layer
+
+_NAMES = ("checkpoint", "non_reentrant_checkpoint")
+_hold_layers: weakref.WeakKeyDictionary[Memo, dict[CodeType, bool]] = weakref.WeakKeyDictionary()
+"""Of functions that were checkpointed, whether layers that memo runs anyway were called inside."""
+
+
+def redirect() -> None:
+    """Replace DeepSpeed's checkpoint functions. Outside of attached models they do what they did."""
+    for name in _NAMES:
+        stock = getattr(checkpointing, name)
+        if not hasattr(stock, "_before_ds_memo"):
+            ours = functools.wraps(stock)(functools.partial(_checkpoint, stock))
+            ours._before_ds_memo = stock
+            setattr(checkpointing, name, ours)
+
+
+def give_back() -> None:
+    """Undo redirect()."""
+    for name in _NAMES:
+        setattr(checkpointing, name, getattr(getattr(checkpointing, name), "_before_ds_memo", getattr(checkpointing, name)))
+
+
+def _checkpoint(stock: Callable[..., Any], fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if inside_a_layer():
+        return _as_deepspeed_does(fn(*args, **kwargs))
+    memos = [memo for memo in attached() if memo.in_forward]
+    if len(memos) != 1:
+        return stock(fn, *args, **kwargs)
+    if checkpointing.get_cuda_rng_tracker().get_states():
+        raise MemoError(
+            "deepspeed.checkpointing holds random states of its own (model_parallel_cuda_manual_seed was called), and memo does "
+            "not put them back for a replay: dropout would differ. Leave them out, or train without memo"
+        )
+    return _as_deepspeed_does(_run(memos[0], fn, args, kwargs))
+
+
+def _run(memo: Memo, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A function around layers, such as Megatron's over a chunk of them, is simply called: its layers come through memo."""
+    code = getattr(fn, "__code__", None)
+    if code is None or module_of(fn) is not None or not torch.is_grad_enabled():
+        return memo.run(fn, *args, **kwargs)
+    known = _hold_layers.setdefault(memo, {})
+    if code in known:
+        return fn(*args, **kwargs) if known[code] else memo.run(fn, *args, **kwargs)
+    seen = []
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        seen.append(memo.owns(module))
+
+    watching = nn.modules.module.register_module_forward_pre_hook(look)
+    try:
+        return memo.run(fn, *args, **kwargs)
+    finally:
+        watching.remove()
+        known[code] = any(seen)
+
+
+def _as_deepspeed_does(out: Any) -> Any:
+    """A tensor or a tuple; of one thing the thing itself."""
+    if not isinstance(out, (tuple, list)):
+        return out
+    return out[0] if len(out) == 1 else tuple(out)

@@ -1,0 +1,90 @@
+"""What cannot go together with memo: refused before training where it can be seen, with one sentence that says what to remove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ds_memo.errors import MemoConfigError, MemoError
+from ds_memo.integrate.layers import is_huggingface_layer
+
+_SAME_WORK = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+
+
+def refuse_config(config: Mapping[str, Any]) -> None:
+    """Refuse sections of the DeepSpeed JSON that do memo's work in another way.
+
+    Raises:
+        MemoConfigError: naming the setting.
+    """
+    for key in _SAME_WORK:
+        if config.get("activation_checkpointing", {}).get(key):
+            raise MemoConfigError(f"activation_checkpointing.{key} does what memo does in another way; remove one of the two")
+    if config.get("compile", {}).get("deepcompile"):
+        raise MemoConfigError(
+            "compile.deepcompile compiles the layers, and what happens inside a compiled region cannot be kept or swapped; "
+            "remove it or memo"
+        )
+
+
+def refuse_model(layers: list[tuple[str, nn.Module]]) -> None:
+    """Refuse layers that memo could not see into, or that are offloaded already.
+
+    Raises:
+        MemoError: naming the layer.
+    """
+    for name, layer in layers:
+        if layer._compiled_call_impl is not None or isinstance(layer, torch._dynamo.eval_frame.OptimizedModule):
+            raise MemoError(
+                f"layer {name} is compiled, and what happens inside a compiled region cannot be kept or swapped; "
+                "leave layers uncompiled, or train without memo"
+            )
+        if is_huggingface_layer(layer):
+            refuse_offload(layer.__dict__.get("_gradient_checkpointing_func"))
+
+
+def refuse_offload(function: Any) -> None:
+    """Refuse the checkpoint function of ``gradient_checkpointing_kwargs={"offload": True}`` (Transformers 5).
+
+    Raises:
+        MemoError: it is that function.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    if getattr(function, "__qualname__", "").endswith("gradient_checkpointing_enable.<locals>.checkpoint_func"):
+        raise MemoError('gradient_checkpointing_kwargs={"offload": True} does what memo does in another way; remove one')
+
+
+LONG = 4096
+"""Tokens from which a mask is worth a word: 16 MiB of booleans."""
+
+
+class MaskWatch:
+    """A forward pre-hook of one layer: warns once when it is given a mask with an entry for every pair of tokens."""
+
+    def __init__(self, name: str, warn: Callable[[str], None]) -> None:
+        self.name = name
+        self.warn: Callable[[str], None] | None = warn
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.warn is None:
+            return
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and _is_mask(value):
+                mib = value.numel() * value.element_size() / 2**20
+                self.warn(
+                    f"layer {self.name} is given an attention mask of shape {tuple(value.shape)}: {mib:.3g} MiB that grow with "
+                    "the square of the length, and SDPA's fastest kernels take none. Pad nothing (join the documents) or use a "
+                    "flash-attn package"
+                )
+                self.warn = None
+                return
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[-1] == tensor.shape[-2] >= LONG

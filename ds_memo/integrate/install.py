@@ -1,0 +1,84 @@
+"""install: make every later deepspeed.initialize, whoever calls it, ds_memo's.
+
+Accelerate, the Hugging Face Trainer and TRL look ``deepspeed.initialize`` up when they call it, so replacing the name is enough.
+Nothing is imported before the script itself imports deepspeed: what it sets up first (environment variables, say) still counts.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+WATCHED = "deepspeed"
+
+
+def install() -> None:
+    """Let every later ``deepspeed.initialize`` obey the "memo" section of its config, as ``ds_memo.initialize`` does.
+
+    Call it before the trainer is made; a second call does nothing. If DeepSpeed is not imported yet, it happens when it is.
+    """
+    if WATCHED in sys.modules and not _is_loading(sys.modules[WATCHED]):
+        _install_now()
+    elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch())
+
+
+def uninstall() -> None:
+    """Undo install(). Engines that were made meanwhile stay as they are."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
+    if "ds_memo.integrate.deepspeed" in sys.modules:
+        sys.modules["ds_memo.integrate.deepspeed"].give_initialize_back()
+
+
+def _install_now() -> None:
+    from ds_memo.integrate.deepspeed import take_initialize_over
+
+    take_initialize_over()
+
+
+def _is_loading(module: ModuleType) -> bool:
+    return getattr(module.__spec__, "_initializing", False)
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Stands before the other finders until deepspeed has been imported. Many only ask whether it could be."""
+
+    def __init__(self) -> None:
+        self._asking = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != WATCHED or self._asking:
+            return None
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenInstall(spec.loader)
+        return spec
+
+
+class _ThenInstall(importlib.abc.Loader):
+    """The loader found, and install() once it is done. Everything else it has or can do is its own."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
+        _install_now()

@@ -1,0 +1,95 @@
+"""Run a training script under ds_memo, unchanged.
+
+    deepspeed --module ds_memo.run train.py ARGS
+    accelerate launch -m ds_memo.run train.py ARGS
+    torchrun -m ds_memo.run train.py ARGS
+    python -m ds_memo.run -m package.train ARGS        # a module, as `python -m` would
+
+The script runs as ``__main__`` with its own arguments and is none the wiser; every ``deepspeed.initialize`` in it, or in the
+libraries it uses, obeys the "memo" section of its DeepSpeed JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import io
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+
+from ds_memo.integrate.install import WATCHED, install
+
+USAGE = "usage: python -m ds_memo.run [-m MODULE | SCRIPT] ARGS"
+_LAUNCHERS_FLAGS = ("--local_rank", "--local-rank")
+
+
+def main() -> None:
+    """What ``python -m ds_memo.run`` does."""
+    # DeepSpeed's launcher puts its flag before what it takes to be arguments of a module; it is meant for the script.
+    words, flags = sys.argv[1:], []
+    while words and words[0].partition("=")[0] in _LAUNCHERS_FLAGS:
+        taken = 1 if "=" in words[0] else 2
+        flags, words = flags + words[:taken], words[taken:]
+    as_module = words[:1] == ["-m"]
+    words = words[as_module:]
+    if not words or (words[0].startswith("-") and not as_module):
+        asked = words[:1] in (["-h"], ["--help"])
+        print(f"{USAGE}\n\n{__doc__}" if asked else USAGE, file=sys.stdout if asked else sys.stderr)
+        sys.exit(0 if asked else 2)
+    target, arguments = words[0], [*flags, *words[1:]]
+    sys.excepthook = _without_our_frames(sys.excepthook)
+    install()
+    try:
+        if as_module:
+            sys.argv[:] = [target, *arguments]
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            run_script(target, arguments)
+    except SystemExit as end:
+        if not end.code:
+            tell_if_idle()
+        raise
+    tell_if_idle()
+
+
+def run_script(path: str, arguments: list[str]) -> None:
+    """What the interpreter does with ``python path arguments``, in this process."""
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        print(f"ds_memo.run: can't open file {os.path.abspath(path)!r}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv[:] = [path, *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    module = ModuleType("__main__")
+    module.__file__ = os.path.abspath(path)
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    module.__builtins__ = sys.modules["builtins"]
+    module.__annotations__ = {}
+    sys.modules["__main__"] = module  # and it stays: exit handlers and pickles look their names up here
+    exec(compile(source, module.__file__, "exec", dont_inherit=True), module.__dict__)
+
+
+def tell_if_idle() -> None:
+    """A script that never made an engine ran without memo, which whoever started it this way did not want."""
+    ours = sys.modules.get("ds_memo.integrate.deepspeed")
+    if ours is None or not ours.initialized:
+        why = "never imported DeepSpeed" if WATCHED not in sys.modules else "never called deepspeed.initialize"
+        print(f"ds_memo.run: the script {why}, so memo had no effect", file=sys.stderr)
+
+
+def _without_our_frames(stock: Callable[..., None]) -> Callable[..., None]:
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        stock(kind, error.with_traceback(trace), trace)
+
+    return show
+
+
+if __name__ == "__main__":
+    main()

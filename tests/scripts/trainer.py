@@ -1,0 +1,38 @@
+"""A training script as people write them with the Hugging Face Trainer; it knows nothing of ds_memo.
+
+deepspeed [--module ds_memo.run] trainer.py --deepspeed ds.json --output_dir DIR …        (Hugging Face TrainingArguments)
+"""
+
+import os
+
+import deepspeed
+import torch
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPU ranks talk over gloo; nothing has to be compiled
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sequences that count up from a random start."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start = torch.randint(0, 97, (1,), generator=torch.Generator().manual_seed(index))
+        tokens = (start + torch.arange(48)) % 97
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    torch.manual_seed(args.seed)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, max_position_embeddings=64, **shape))
+    trainer = Trainer(model=model, args=args, train_dataset=Numbers())
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(os.path.join(args.output_dir, "final"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""python -m ds_memo.run SCRIPT ARGS is python SCRIPT ARGS."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = '''
+import atexit, pickle, sys
+from pathlib import Path
+
+class Thing:
+    """Pickled by its place in __main__, at exit as well."""
+
+print(sys.argv, sys.path, __name__, __file__, __spec__, Path(__loader__.path).resolve(), sorted(set(globals()) - {"__cached__"}))
+print(sys.modules["__main__"].Thing is Thing, pickle.loads(pickle.dumps(Thing())).__class__ is Thing)
+atexit.register(lambda: print("at exit", pickle.dumps(Thing())[-20:]))
+assert "torch" not in sys.modules and "deepspeed" not in sys.modules
+'''
+ENDINGS = {
+    "well": "",
+    "code": "sys.exit(7)",
+    "words": "sys.exit('it went wrong')",
+    "error": "def deeper():\n    raise ValueError('no')\n\ndeeper()",
+    "chained": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('x') from e",
+    "syntax": "a b",
+    "interrupt": "raise KeyboardInterrupt",
+}
+IDLE = "ds_memo.run: the script never imported DeepSpeed, so memo had no effect\n"
+
+
+def python(*words: object, cwd: Path) -> tuple[int, str, str]:
+    where = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, env=os.environ | {"PYTHONPATH": where}, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_as_the_script_itself(ending: str, tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    script = tmp_path / "inner" / "script.py"
+    script.write_text(SCRIPT + ENDINGS[ending] + "\n")
+    (tmp_path / "link.py").symlink_to(script)  # sys.path starts where the file really is
+    words = ("link.py", "--a", "-m", "b c", "--local_rank=3")
+    want, got = python(*words, cwd=tmp_path), python("-m", "ds_memo.run", *words, cwd=tmp_path)
+    told = IDLE if ending == "well" else ""
+    assert got[:2] == want[:2]
+    assert got[2].replace(told, "", 1).replace(str(tmp_path) + "/", "") == want[2].replace(str(tmp_path) + "/", "")
+    assert told in got[2]
+
+
+@pytest.mark.parametrize("flag", [["--local_rank=1"], ["--local-rank", "1"], []])
+def test_the_flag_that_launchers_put_first(flag: list[str], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv)")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("import sys; print(sys.argv[1:], __name__, __spec__.name)")
+    code, out, _ = python("-m", "ds_memo.run", *flag, "script.py", "--x", cwd=tmp_path)
+    assert (code, out) == (0, f"{['script.py', *flag, '--x']}\n")
+    code, out, _ = python("-m", "ds_memo.run", *flag, "-m", "package.train", "--x", cwd=tmp_path)
+    assert (code, out) == (0, f"{[*flag, '--x']} __main__ package.train\n")
+
+
+def test_wrong_calls(tmp_path: Path) -> None:
+    for words in ([], ["--lokal"], ["-m"], ["--local_rank=0"]):
+        code, _, err = python("-m", "ds_memo.run", *words, cwd=tmp_path)
+        assert code == 2 and err == "usage: python -m ds_memo.run [-m MODULE | SCRIPT] ARGS\n"
+    code, out, _ = python("-m", "ds_memo.run", "--help", cwd=tmp_path)
+    assert code == 0 and "deepspeed --module ds_memo.run train.py ARGS" in out
+    code, _, err = python("-m", "ds_memo.run", "missing.py", cwd=tmp_path)
+    assert code == 2 and err == f"ds_memo.run: can't open file '{tmp_path}/missing.py': No such file or directory\n"
+
+
+def test_deepspeed_that_was_never_started(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import deepspeed")
+    code, _, err = python("-m", "ds_memo.run", "script.py", cwd=tmp_path)
+    assert code == 0 and "the script never called deepspeed.initialize, so memo had no effect" in err
