@@ -45,8 +45,8 @@ def _checkpoint(stock: Callable[..., Any], fn: Callable[..., Any], /, *args: Any
         return stock(fn, *args, **kwargs)
     if checkpointing.get_cuda_rng_tracker().get_states():
         raise MemoError(
-            "deepspeed.checkpointing holds random states of its own (model_parallel_cuda_manual_seed was called), and memo does not "
-            "put them back for a replay: dropout would differ. Leave them out, or train without memo"
+            "deepspeed.checkpointing holds random states of its own (model_parallel_cuda_manual_seed was called), and memo does "
+            "not put them back for a replay: dropout would differ. Leave them out, or train without memo"
         )
     return _as_deepspeed_does(_run(memos[0], fn, args, kwargs))
 

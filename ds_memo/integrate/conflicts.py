@@ -57,7 +57,9 @@ def refuse_offload(function: Any) -> None:
     while isinstance(function, partial):
         function = function.func
     if getattr(function, "__qualname__", "").endswith("gradient_checkpointing_enable.<locals>.checkpoint_func"):
-        raise MemoError('gradient_checkpointing_kwargs={"offload": True} does what memo does in another way; remove one of the two')
+        raise MemoError(
+            'gradient_checkpointing_kwargs={"offload": True} does what memo does in another way; remove one of the two'
+        )
 
 
 class MaskWatch:

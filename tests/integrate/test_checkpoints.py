@@ -85,5 +85,3 @@ class TestCheckpoints(DistributedTest):
             resumed = start(stage, read, universal=universal)
             resumed.load_checkpoint(from_here, tag="tag")
             assert before + train(resumed, first=4) == pytest.approx(want, rel=1e-6)
-
-
