@@ -47,6 +47,19 @@ class ProfileConfig(_Section):
     """fit: two short lengths and a check; direct: one layer at full length; unified: direct, refused where it would not fit."""
 
 
+class KernelsConfig(_Section):
+    """Kernels of other packages. Absent: PyTorch's and DeepSpeed's own."""
+
+    norm: Literal["apex"] | None = None
+    """Layer and RMS norms: NVIDIA apex's fused ones."""
+
+    adam: Literal["apex"] | None = None
+    """The optimizer of the DeepSpeed JSON: NVIDIA apex's FusedAdam."""
+
+    cross_entropy: Literal["liger"] | None = None
+    """The head and the loss: Liger's fused linear cross entropy."""
+
+
 class MemoConfig(_Section):
     """The whole section. Build it with :func:`memo_config`, which words the errors."""
 
@@ -70,12 +83,14 @@ class MemoConfig(_Section):
 
     plan: PlanConfig = Field(default_factory=PlanConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    kernels: KernelsConfig = Field(default_factory=KernelsConfig)
 
     ablation: Literal["full_recompute", "full_swap"] | None = None
     """To compare with: torch.utils.checkpoint's full recomputation, or every row swapped. Absent: memo."""
 
-    attention: Literal["cudnn", "flash"] | None = None
-    """The kernel F.scaled_dot_product_attention must use inside the layers. Absent: PyTorch's own choice."""
+    attention: Literal["cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4"] | None = None
+    """cudnn, flash: the kernel F.scaled_dot_product_attention must use inside the layers; flash_attn_2, 3, 4: the flash-attn
+    package that a Hugging Face model is switched to. Absent: PyTorch's own choice, the model's own."""
 
 
 def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
@@ -109,7 +124,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def _model_at(path: list[str]) -> type[_Section]:
-    return {"plan": PlanConfig, "profile": ProfileConfig}[path[0]] if path else MemoConfig
+    return {"plan": PlanConfig, "profile": ProfileConfig, "kernels": KernelsConfig}[path[0]] if path else MemoConfig
 
 
 _ALLOWED = {
@@ -120,9 +135,13 @@ _ALLOWED = {
     "host_memory_gib": "a number of GiB above 0 (leave the key out to use what the cgroup leaves)",
     "device_memory_gib": "a number of GiB above 0 (leave the key out to use what is free)",
     "ablation": '"full_recompute" or "full_swap" (leave the key out for memo itself)',
-    "attention": '"cudnn" or "flash" (leave the key out for the best available)',
+    "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3" or "flash_attn_4" (leave the key out for the best available)',
     "plan": "a JSON object",
     "profile": "a JSON object",
+    "kernels": "a JSON object",
+    "kernels.norm": '"apex" (leave the key out for PyTorch\'s)',
+    "kernels.adam": '"apex" (leave the key out for DeepSpeed\'s)',
+    "kernels.cross_entropy": '"liger" (leave the key out for the model\'s own)',
     "plan.enabled": "true or false",
     "plan.solver": '"cbc", "highs" or "greedy"',
     "plan.time_limit_s": "a number of seconds above 0",

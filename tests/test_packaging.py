@@ -35,7 +35,7 @@ def test_every_package_is_listed(setup_cfg):
 def test_requirements_and_extras(setup_cfg):
     assert names(setup_cfg["options"]["install_requires"]) == {"deepspeed", "torch", "numpy", "mip"}
     extras = {name: names(text) for name, text in setup_cfg["options.extras_require"].items()}
-    assert set(extras) == {"hf", "plot", "highs", "flash", "dev"}
+    assert set(extras) == {"hf", "plot", "highs", "flash", "liger", "dev"}
     assert extras["dev"] >= extras["hf"] | extras["plot"] | {"pytest", "ruff"}
 
 

@@ -23,11 +23,12 @@ from ds_memo.estimate.flops import mfu, peak_flops
 from ds_memo.integrate import conflicts
 from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.autopilot import Autopilot, Chosen, predicted
+from ds_memo.integrate.kernels import use_kernels
 from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
 from ds_memo.integrate.transformers import model_flops
 from ds_memo.plan import Plan
 from ds_memo.profile.lengths import shapes_of
-from ds_memo.remat.checkpoint import Layer, Remat, Setting
+from ds_memo.remat.checkpoint import SDPA, Layer, Remat, Setting
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.solve.homes import alpha_for_host, place_residents
 from ds_memo.swap.engine import SwapEngine
@@ -65,7 +66,13 @@ def attach(
         MemoConfigError: a value is refused.
         MemoError: already attached, or the layers are not known.
     """
-    memo = attach_model(model, config, layers, device)
+    config = memo_config(config)
+    if config.kernels.adam:
+        raise MemoConfigError(
+            "memo.kernels.adam: the optimizer is DeepSpeed's to make; use ds_memo.initialize, or make it yourself"
+        )
+    use_kernels(model, config)
+    memo = attach_model(model, config, config.layers if layers is None else layers, device)
     memo.watch_optimizers()
     return memo
 
@@ -172,7 +179,7 @@ class Memo:
         self.slab = HostSlab(budget, pinned, node_of(device))
         self.addresses = self._plan_addresses(device)
         self.engine = SwapEngine(streams_for(device), self.slab, device, self.addresses)
-        self.remat = Remat(self.engine, self, self.warn, config.attention)
+        self.remat = Remat(self.engine, self, self.warn, config.attention if config.attention in SDPA else None)
         self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
         self._by_module = weakref.WeakKeyDictionary(
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}

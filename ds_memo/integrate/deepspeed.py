@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.errors import MemoError, MemoWarning
-from ds_memo.integrate import checkpointing, conflicts, ulysses
+from ds_memo.integrate import checkpointing, conflicts, kernels, ulysses
 from ds_memo.integrate.attach import Memo, attach_model, check_residents
 from ds_memo.integrate.layers import find_layers
 
@@ -62,6 +62,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         layers = find_layers(asked["model"], config.layers)
         conflicts.refuse_model(layers)
         check_residents(config, len(layers))
+        kernels.use_kernels(asked["model"], config)
+        if config.kernels.adam:
+            given = (asked.get(name) for name in ("model_parameters", "optimizer"))
+            asked["optimizer"] = kernels.fused_adam(section, asked["model"], *given)
     if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
         ulysses.refuse_conflicts(section)
         asked["mpu"] = ulysses.set_up(asked["model"], ranks)

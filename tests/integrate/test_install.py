@@ -169,7 +169,7 @@ def test_layers_that_only_the_model_knows(installed: None) -> None:
         torch.manual_seed(0)
         return Hidden()
 
-    with pytest.raises(ds_memo.MemoError, match=r"memo.layers"):
+    with pytest.raises(ds_memo.MemoError, match=r"memo\.layers"):
         start(ds_config(memo=MEMO), model())
     want = train(start(ds_config(memo={"enabled": False}), model()), steps=2)
     for layers in ([], ["first", "second", "third"]):

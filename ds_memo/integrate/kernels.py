@@ -1,0 +1,194 @@
+"""Optional kernels, one switch each. A package counts as there when it has the symbols that are used, whatever its name says.
+
+What is asked for and missing is an error before training that gives the line to install it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_memo.config import MemoConfig
+from ds_memo.errors import MemoConfigError, MemoError
+
+
+@dataclass(frozen=True)
+class Package:
+    """Where a kernel is, and how it gets there."""
+
+    module: str
+    symbols: tuple[str, ...]
+    install: str
+    compiled: str | None = None
+    """The extension it imports at first use: a build without it has the symbols all the same."""
+
+    def load(self, setting: str) -> Any:
+        """The module.
+
+        Raises:
+            MemoError: it cannot be imported, or is something else of the same name.
+        """
+        try:
+            module = importlib.import_module(self.module)
+            if self.compiled:
+                importlib.import_module(self.compiled)
+        except Exception as error:  # a build for another torch fails in many ways
+            raise MemoError(f"{setting}: {self.module} cannot be used ({error}). Install it: {self.install}") from error
+        lacking = [symbol for symbol in self.symbols if not hasattr(module, symbol)]
+        if lacking:
+            raise MemoError(
+                f"{setting}: the {self.module} that is installed has no {', '.join(lacking)}: it is another package of that "
+                f"name, or too old. Install the right one: {self.install}"
+            )
+        return module
+
+
+_APEX = (
+    'git clone https://github.com/NVIDIA/apex && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation ./apex '
+    '(the package "apex" on the index is something else)'
+)  # fmt: skip
+FLASH = {
+    "flash_attn_2": Package(
+        "flash_attn", ("flash_attn_func", "flash_attn_varlen_func"), "pip install flash-attn --no-build-isolation"
+    ),
+    "flash_attn_3": Package(
+        "flash_attn_interface",
+        ("flash_attn_func", "flash_attn_varlen_func"),
+        "git clone https://github.com/Dao-AILab/flash-attention && pip install --no-build-isolation ./flash-attention/hopper",
+    ),
+    "flash_attn_4": Package("flash_attn.cute", ("flash_attn_func", "flash_attn_varlen_func"), "pip install --pre flash-attn-4"),
+}
+APEX_NORM = Package(
+    "apex.normalization.fused_layer_norm", ("fused_layer_norm_affine", "fused_rms_norm_affine"), _APEX, "fused_layer_norm_cuda"
+)
+APEX_ADAM = Package("apex.optimizers", ("FusedAdam",), _APEX, "amp_C")
+LIGER = Package(
+    "liger_kernel.transformers.monkey_patch",
+    ("_apply_liger_kernel_to_instance", "MODEL_TYPE_TO_APPLY_LIGER_FN"),
+    "pip install liger-kernel",
+)
+
+
+def use_kernels(model: nn.Module, config: MemoConfig) -> None:
+    """Give the model the kernels that the section asks for; before ``deepspeed.initialize``.
+
+    Raises:
+        MemoError: a package is missing, or the model has no place for it.
+    """
+    if config.attention in FLASH:
+        use_flash_attention(model, config.attention)
+    if config.kernels.norm == "apex":
+        use_apex_norms(model)
+    if config.kernels.cross_entropy == "liger":
+        use_liger_cross_entropy(model)
+
+
+def use_flash_attention(model: nn.Module, which: str) -> None:
+    """Switch a Hugging Face model to a flash-attn package."""
+    setting = f"memo.attention {which!r}"
+    FLASH[which].load(setting)
+    if not hasattr(model, "set_attn_implementation"):
+        raise MemoError(f"{setting}: {type(model).__name__} is no Hugging Face model; call the package in the model itself")
+    model.set_attn_implementation(which.replace("flash_attn", "flash_attention"))
+
+
+def use_apex_norms(model: nn.Module) -> None:
+    """Run the model's LayerNorm and RMSNorm modules with apex's kernels. Parameters and modules stay the same objects."""
+    apex = APEX_NORM.load('memo.kernels.norm "apex"')
+    found = 0
+    for module in model.modules():
+        run = _apex_norm(apex, module)
+        if run is not None:
+            module.forward = run
+            found += 1
+    if not found:
+        raise MemoError(f'memo.kernels.norm "apex": {type(model).__name__} has no LayerNorm or RMSNorm with a weight')
+
+
+def _apex_norm(apex: Any, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return None
+    if isinstance(module, nn.LayerNorm) and module.bias is not None:
+        return functools.partial(_layer_norm, apex.fused_layer_norm_affine, module)
+    if isinstance(module, nn.RMSNorm) or _scales_as_rms_norm(module):
+        return functools.partial(_rms_norm, apex.fused_rms_norm_affine, module)
+    return None
+
+
+def _layer_norm(kernel: Callable[..., torch.Tensor], module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return kernel(x, module.weight, module.bias, module.normalized_shape, module.eps)
+
+
+def _rms_norm(kernel: Callable[..., torch.Tensor], module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or torch.finfo(x.dtype).eps
+    return kernel(x, module.weight, module.weight.shape, eps)
+
+
+def _scales_as_rms_norm(module: nn.Module) -> bool:
+    """Whether a model's own RMSNorm is weight * x / rms(x): tried out, for Gemma's is not (it scales by 1 + weight)."""
+    if not type(module).__name__.endswith("RMSNorm") or list(module._parameters) != ["weight"]:
+        return False
+    eps = getattr(module, "variance_epsilon", None)
+    if eps is None:
+        return False
+    twin = type(module).__new__(type(module))
+    nn.Module.__init__(twin)
+    twin.__dict__.update({key: value for key, value in module.__dict__.items() if not key.startswith("_")})
+    twin.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+    x = torch.linspace(-1, 2, 16).reshape(2, 8)
+    with torch.no_grad():
+        return torch.allclose(type(module).forward(twin, x), F.rms_norm(x, (8,), twin.weight, eps), rtol=1e-4)
+
+
+def use_liger_cross_entropy(model: nn.Module) -> None:
+    """Liger's fused head and cross entropy, which never makes the whole logits; nothing else of Liger."""
+    setting = 'memo.kernels.cross_entropy "liger"'
+    liger = LIGER.load(setting)
+    if hasattr(model, "get_base_model"):  # PEFT's wrapper
+        model = model.get_base_model()
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    apply = liger.MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
+    others = inspect.signature(apply).parameters if apply else {}
+    if "fused_linear_cross_entropy" not in others:
+        raise MemoError(f"{setting}: Liger has none for {type(model).__name__} (model type {kind!r}); leave it out")
+    if not torch.cuda.is_available():
+        raise MemoError(f"{setting}: its kernels are written in Triton and need a GPU; leave it out on a CPU")
+    off = {name: False for name, parameter in others.items() if parameter.default is True}
+    liger._apply_liger_kernel_to_instance(model=model, **{**off, "fused_linear_cross_entropy": True})
+
+
+def fused_adam(config: Mapping[str, Any], model: nn.Module, parameters: Any = None, given: Any = None) -> torch.optim.Optimizer:
+    """apex's FusedAdam with the parameters of the DeepSpeed JSON's "optimizer" section.
+
+    Args:
+        config: the DeepSpeed JSON.
+        parameters: what ``deepspeed.initialize`` was given as model_parameters; absent: all of the model that are trained.
+        given: the optimizer it was given.
+
+    Raises:
+        MemoConfigError: the section asks for another kind of optimizer, or the script brings its own.
+        MemoError: apex is missing.
+    """
+    setting = 'memo.kernels.adam "apex"'
+    section = config.get("optimizer", {})
+    kind = str(section.get("type", "")).lower()
+    if given is not None or kind not in ("adam", "adamw"):
+        seen = f"the script's own {type(given).__name__}" if given is not None else f"type {kind!r}"
+        raise MemoConfigError(
+            f'{setting}: takes the place of an "optimizer" of type "Adam" or "AdamW" in the DeepSpeed JSON; there is {seen}'
+        )
+    apex = APEX_ADAM.load(setting)
+    options = dict(section.get("params", {}))
+    for deepspeeds_own in ("torch_adam", "fused"):
+        options.pop(deepspeeds_own, None)
+    options["adam_w_mode"] = options.pop("adam_w_mode", True) or kind == "adamw"  # as DeepSpeed reads the section
+    return apex.FusedAdam(parameters or [p for p in model.parameters() if p.requires_grad], **options)
