@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ds_memo
+from ds_memo.integrate import conflicts
 from tests.integrate.test_deepspeed import MEMO, ds_config, not_started, one_rank, start
 from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
 
@@ -84,10 +85,11 @@ def test_generation_keeps_its_cache() -> None:
     handle.detach()
 
 
-def test_a_mask_for_every_pair() -> None:
+def test_a_mask_for_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conflicts, "LONG", 32)
     model = build("llama")
     tokens = torch.randint(1, VOCAB, (2, 32))
-    handle = ds_memo.attach(model, {"alpha": 0.5})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error", ds_memo.MemoWarning)
         model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)).loss.backward()  # nothing is padded
