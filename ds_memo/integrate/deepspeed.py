@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import inspect
 import os
@@ -9,6 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import deepspeed
@@ -163,7 +165,10 @@ def _read_config(asked: dict[str, Any]) -> dict[str, Any]:
     if isinstance(config, (str, os.PathLike)) and os.path.exists(config):
         with open(config) as file:
             config = hjson.load(file)
-    # Anything else (nothing, a bad path, base64) is DeepSpeed's to judge; its section is read from the engine's own copy.
+    elif isinstance(config, str):
+        with suppress(ValueError):  # as DeepSpeed's own configuration reads it
+            config = hjson.loads(base64.urlsafe_b64decode(config).decode("utf-8"))
+    # Anything else (nothing, a bad path) is DeepSpeed's to judge.
     return config if isinstance(config, dict) else {}
 
 

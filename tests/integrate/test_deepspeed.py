@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import gc
 import inspect
@@ -174,7 +175,7 @@ def test_an_engine_without_memo_has_no_report() -> None:
         ds_memo.report(start(ds_config(memo={**MEMO, "enabled": False})))
 
 
-@pytest.mark.parametrize("how", ["dict", "path", "config_params", "args"])
+@pytest.mark.parametrize("how", ["dict", "path", "base64", "config_params", "args"])
 def test_where_the_config_may_come_from(how: str, tmp_path: Path) -> None:
     config = ds_config(memo=MEMO)
     file = tmp_path / "ds.json"
@@ -183,6 +184,7 @@ def test_where_the_config_may_come_from(how: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "dict": {"config": config},
         "path": {"config": str(file)},
+        "base64": {"config": base64.urlsafe_b64encode(file.read_bytes()).decode()},
         "config_params": {"config_params": config},
         "args": {"args": SimpleNamespace(deepspeed_config=str(file), local_rank=0)},
     }[how]
