@@ -19,20 +19,16 @@ The result goes to benchmarks/results/check-<device>.json with versions and raw 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import os
-import platform
 import random
-import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -41,38 +37,14 @@ from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import ds_memo
-from benchmarks import allocator, allocator_gpu, memory, overhead
-from ds_memo.swap.host_memory import GIB, available_bytes, memlock_limit
+from benchmarks import allocator, allocator_gpu, memory, overhead, results
+from benchmarks.environment import environment
+from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, streams_for
 from tests import models
 
 ALPHAS, RESIDENTS = (0.0, 0.125, 0.5, 0.875, 1.0), (0, 2, models.LAYERS)
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    def version(name: str) -> str | None:
-        if importlib.util.find_spec(name) is None:
-            return None
-        return getattr(importlib.import_module(name), "__version__", "present")
-
-    git = shutil.which("git")
-    commit = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout if git else ""
-    found = {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.strip() or None,
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "deepspeed", "flash_attn", "numpy")},
-        "memlock_limit": memlock_limit(),
-        "host_memory_gib": round(available_bytes(locked=False) / GIB, 1),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {"device": properties.name, "device_memory_gib": round(properties.total_memory / GIB, 1)}
-        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    else:
-        found |= {"device": platform.processor() or platform.machine()}
-    return found
 
 
 def gradients(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -302,7 +274,7 @@ def main() -> int:
         "link": lambda: link(device, gib=1.0 if cuda else 0.03),
         "step": lambda: step_time(device, dtype, **shape),
     }
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"verb": "check"}
     begin = time.perf_counter()
     for name, part in parts.items():
         print(f"== {name}", flush=True)
@@ -311,7 +283,8 @@ def main() -> int:
             print("\n".join(f"    {key}: {value}" for key, value in result[name].items()))
     result["seconds"] = time.perf_counter() - begin
     failures = [failure for part in result.values() if isinstance(part, dict) for failure in part.get("failures", ())]
-    out = options.out or Path(__file__).parent / "results" / f"check-{device.type}.json"
+    result["failures"] = failures
+    out = options.out or results.folder(None) / f"check-{device.type}.json"
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"== {result['seconds']:.0f} s, {len(failures)} failures, written to {out}")
     print("\n".join(failures))

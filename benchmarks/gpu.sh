@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
 # Correctness and numbers on one CUDA GPU, without a package index: what is importable or on PYTHONPATH is enough.
-#   bash benchmarks/gpu.sh check [--device cuda|cpu] [--out FILE]     gradients, stream order, memory, allocator: under 12 minutes
+#   bash benchmarks/gpu.sh check    [--device cuda|cpu] [--out FILE]   gradients, stream order, memory, allocator
+#   bash benchmarks/gpu.sh speed    [--help]   step time and memory beside every rival, attention kernels, the three streams
+#   bash benchmarks/gpu.sh capacity [--help]   longest trainable length at equal device and host budgets
+#   bash benchmarks/gpu.sh planner  [--help]   allocators: cudaMalloc, reserved over requested, planned over measured
+#   bash benchmarks/gpu.sh all      [--device cuda|cpu] [--out DIR]    the four, each in 8 minutes at most
+#   bash benchmarks/gpu.sh table    [FILE …]   bring benchmarks/README.md up to date with benchmarks/results
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-$(command -v python3 || command -v python)}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 case "${1:-}" in
-    check) shift && exec "$PYTHON" -m benchmarks.check "$@" ;;
-    *) sed -n '2,3p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+    check | speed | capacity | planner | all | table) verb=$1 && shift && exec "$PYTHON" -m "benchmarks.$verb" "$@" ;;
+    *) sed -n '2,8p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
 esac

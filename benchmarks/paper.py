@@ -162,12 +162,13 @@ MFU in percent on 8 A800, 16 sequences a step. Ablation and alpha ran with TP 4 
 stated: for MEMO the estimator takes the fastest with TP 4 or 8, for Megatron-LM TP 4 and CP 2, for DeepSpeed Ulysses over 8
 ranks with ZeRO-3. **bold**: the constants were calibrated on it. *: contradicts another cell, see below."""
 READ_OFF = """\
-Attention's backward is taken at 63 / 73 of its forward's rate, as FlashAttention-2 reports on A100: the tables alone hardly tell
-the two apart. Three constants are read off between two cells each and not fitted: `device_reserve` (0.5 to 1.15 GiB) and
-`fragmentation` (1.75 to 1.99) from what is out of memory, and the growth of the allocator's cache (9 to 19 times) from where
-flushes begin. GEMM efficiency is a round figure (the tables cannot tell it from the speed of the links between GPUs; 0.72 to 0.77
-do as well); those links and the device's bandwidth come from data sheets. Host blocks are rounded up to powers of two, as
-PyTorch's pinned allocator does: that alone explains every out-of-host-memory cell."""
+Attention's backward is taken at 63 / 73 of its forward's rate, as FlashAttention-2 reports on A100: the tables alone hardly
+tell the two apart. Three constants are read off between two cells each and not fitted, and these cells are not among the six:
+`device_reserve` (0.5 to 1.15 GiB) and `fragmentation` (1.75 to 1.99) from what is out of memory, in the ablation and in the
+main table, and the growth of the allocator's cache (9 to 19 times) from where flushes begin. GEMM efficiency is a round figure
+(the tables cannot tell it from the speed of the links between GPUs; 0.72 to 0.77 do as well); those links and the device's
+bandwidth come from data sheets. Host blocks are rounded up to powers of two, as PyTorch's pinned allocator does: that alone
+explains every out-of-host-memory cell."""
 UNEXPLAINED = """\
 - Without a plan the time depends on how often the caching allocator gives its cache back, which the paper counts (6 times an
   iteration at 128 Ki, 16 at 256 Ki) and which does not grow smoothly with the length. One share, from two cells, stands for all.

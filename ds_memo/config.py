@@ -37,14 +37,14 @@ class PlanConfig(_Section):
     """Seconds the solver may take, once per plan."""
 
     cache_dir: str = Field("~/.cache/ds_memo", min_length=1, strict=True)
-    """Where plans are kept between runs."""
+    """Where profiles are kept between runs."""
 
 
 class ProfileConfig(_Section):
     """How sizes and times are measured."""
 
     method: Literal["fit", "direct", "unified"] = "fit"
-    """fit: two short runs, extrapolated; direct: one layer at full length; unified: CUDA managed memory."""
+    """fit: two short lengths and a check; direct: one layer at full length; unified: direct, refused where it would not fit."""
 
 
 class KernelsConfig(_Section):
@@ -67,10 +67,10 @@ class MemoConfig(_Section):
     """Off: the engine is exactly DeepSpeed's."""
 
     alpha: float | None = Field(None, ge=0.0, le=1.0, allow_inf_nan=False, strict=True)
-    """Of a layer that is not resident, the fraction of rows kept on the host. Absent: as much as the host holds."""
+    """Of a layer that is not resident, the fraction of rows kept on the host. Absent: solved."""
 
     resident_layers: int | None = Field(None, ge=0, strict=True)
-    """How many layers keep everything on the device, 0 to all of them. Absent: the last two."""
+    """How many layers keep everything on the device, 0 to all of them. Absent: solved."""
 
     layers: list[str] | None = Field(None, strict=True)
     """Names of the layers, where they cannot be found; empty: the model calls ``deepspeed.checkpointing.checkpoint`` itself."""
@@ -84,6 +84,9 @@ class MemoConfig(_Section):
     plan: PlanConfig = Field(default_factory=PlanConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+
+    ablation: Literal["full_recompute", "full_swap"] | None = None
+    """To compare with: torch.utils.checkpoint's full recomputation, or every row swapped. Absent: memo."""
 
     attention: Literal["cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4"] | None = None
     """cudnn, flash: the kernel F.scaled_dot_product_attention must use inside the layers; flash_attn_2, 3, 4: the flash-attn
@@ -101,10 +104,15 @@ def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
     if not isinstance(section, Mapping):
         raise MemoConfigError(f'"{SECTION}" must be a JSON object, got {section!r}')
     try:
-        return MemoConfig(**{str(key): value for key, value in section.items()})
+        config = MemoConfig(**{str(key): value for key, value in section.items()})
     except ValidationError as error:
         lines = sorted({_explain(problem) for problem in error.errors()})
         raise MemoConfigError("\n".join(lines)) from None
+    if config.ablation is not None and config.alpha is not None:
+        raise MemoConfigError(
+            f'memo.ablation: got "{config.ablation}" beside memo.alpha, which it decides; remove one of the two'
+        )
+    return config
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
@@ -121,11 +129,12 @@ def _model_at(path: list[str]) -> type[_Section]:
 
 _ALLOWED = {
     "enabled": "true or false",
-    "alpha": "a number from 0 to 1 (leave the key out to have it worked out)",
-    "resident_layers": "a whole number from 0 to the number of layers (leave the key out for the last two)",
+    "alpha": "a number from 0 to 1 (leave the key out to have it solved)",
+    "resident_layers": "a whole number from 0 to the number of layers (leave the key out to have it solved)",
     "layers": 'a list of module names, like ["decoder.blocks.0"] (leave the key out to have them found)',
     "host_memory_gib": "a number of GiB above 0 (leave the key out to use what the cgroup leaves)",
     "device_memory_gib": "a number of GiB above 0 (leave the key out to use what is free)",
+    "ablation": '"full_recompute" or "full_swap" (leave the key out for memo itself)',
     "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3" or "flash_attn_4" (leave the key out for the best available)',
     "plan": "a JSON object",
     "profile": "a JSON object",

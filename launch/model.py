@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations import HfDeepSpeedConfig
@@ -25,7 +26,7 @@ def load_config(path: Path) -> PreTrainedConfig:
         raise ModelError(f"no model configuration at {path}")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ModelError(f"{path} is not a model configuration: {str(error).splitlines()[0]}") from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(f"{path} is not a causal language model (model_type {config.model_type!r})")

@@ -8,7 +8,8 @@ EXTRA=hf . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 STEPS=${STEPS:-10} SEQ=${SEQ:-2048} OUT=${OUT:-runs/quickstart}
 GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$GPUS" -gt 0 ]; then
-    RANKS=$((GPUS < 2 ? GPUS : 2)) CONFIG=ds_configs/zero3_bf16_memo.json
+    RANKS=1 CONFIG=ds_configs/zero3_bf16_memo.json
+    [ "$GPUS" -eq 1 ] || RANKS=2 CONFIG=ds_configs/zero3_bf16_ulysses2_memo.json
 else
     RANKS=2 CONFIG=ds_configs/quickstart.json
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 LOCAL_SIZE=2
@@ -21,7 +22,7 @@ train() {
 }
 free_port() { "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
 
-say "training with memo: $RANKS ranks, $SEQ tokens each, $STEPS steps"
+say "training with memo: $RANKS ranks, sequences of $SEQ tokens, $STEPS steps"
 train --metrics-json "$OUT/memo.json"
 say "the same without memo"
 train --metrics-json "$OUT/plain.json" --no-memo

@@ -323,6 +323,7 @@ def main() -> None:
     except ds_memo.MemoError as error:  # how much host memory a rank has may be its own affair
         print(f"train.py: error on rank {args.local_rank}: {error}", file=sys.stderr)
         sys.exit(2)
+    dist.barrier()  # a group that is taken down under another rank's last collective ends that rank
     dist.destroy_process_group()
 
 

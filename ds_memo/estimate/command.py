@@ -274,9 +274,10 @@ def _count(text: str) -> int:
 
 
 def _tokens(text: str) -> int:
-    factor = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
+    number = text.rstrip("i")  # 64Ki is 64K: lengths are counted in powers of two
+    factor = {"K": 1 << 10, "M": 1 << 20}.get(number[-1:].upper(), 1)
     try:
-        value = float(text[:-1] if factor > 1 else text) * factor
+        value = float(number[:-1] if factor > 1 else text) * factor
     except ValueError:
         value = math.nan
     if not (1 <= value <= _MOST_TOKENS and value == int(value)):

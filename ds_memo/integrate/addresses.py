@@ -113,20 +113,21 @@ class Addresses:
 
     # ---- what the run says
 
-    def pass_begins(self, shapes: Shapes, last_layer: int, last: bool) -> None:
+    def pass_begins(self, shapes: Shapes, last_layer: int, last: bool, settings: Any = None) -> None:
         """A training forward begins.
 
         Args:
             shapes: of its inputs.
             last_layer: number of the layer behind which the head begins.
             last: it is known to be the last micro-batch of an optimizer step.
+            settings: what is done with each layer.
         """
         self._finish_pass()
         first = self._stepped or not self.steps_happen
         if first:
             self._finish_iteration()
         self._last_layer = last_layer
-        self._kind = kind = Kind(shapes, first, last)
+        self._kind = kind = Kind(shapes, first, last, settings)
         known = self._known.get(kind) or self._new(kind)
         if known.plan is not None:
             self._have_arena(known)

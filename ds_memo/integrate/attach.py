@@ -22,6 +22,7 @@ from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
 from ds_memo.estimate.flops import mfu, peak_flops
 from ds_memo.integrate import conflicts
 from ds_memo.integrate.addresses import Addresses
+from ds_memo.integrate.autopilot import Autopilot, Chosen, predicted
 from ds_memo.integrate.kernels import use_kernels
 from ds_memo.integrate.layers import find_layers, is_huggingface_layer, is_huggingface_model
 from ds_memo.integrate.transformers import model_flops
@@ -38,7 +39,8 @@ from ds_memo.swap.streams import streams_for
 
 _attached: weakref.WeakKeyDictionary[nn.Module, Memo] = weakref.WeakKeyDictionary()
 _MISSING = object()
-_NOT_YET = {"profile", "device_memory_gib"}
+FULL_RECOMPUTE = Setting(resident=True, alpha=0.0, keeps_attention=False)
+"""As torch.utils.checkpoint: the input stays on the device, everything else is computed again."""
 _SLACK_PER_FRAME = 1 << 16
 """Bytes that alignment and page rounding may add to a frame; only counts when alpha is worked out from the budget."""
 
@@ -160,6 +162,9 @@ class Memo:
     """A model under ds_memo. Made by :func:`attach` and by ``ds_memo.initialize``."""
 
     def __init__(self, model: nn.Module, config: MemoConfig, layers: list[tuple[str, nn.Module]], device: torch.device) -> None:
+        if config.ablation == "full_swap":
+            residents = 2 if config.resident_layers is None else config.resident_layers
+            config = config.model_copy(update={"alpha": 1.0, "resident_layers": residents})
         self.config = config
         self.in_forward = False
         self._on_last_micro_batch: Callable[[], bool] = lambda: False
@@ -167,8 +172,6 @@ class Memo:
         self.binding = "not known before the first forward"
         self.alpha_used = config.alpha
         self.warnings: list[str] = []
-        for field in sorted(_NOT_YET & config.model_fields_set):
-            self.warn(f"memo.{field} is set, but this version does not use it yet")
         self._model = weakref.ref(model)
         self._detached = False
         pinned = device.type == "cuda"
@@ -182,7 +185,15 @@ class Memo:
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
         )
         self._layers_known = bool(self.layers)
+        self.autopilot = self._make_autopilot(device)
+        self._chosen: Chosen | None = None
+        """For the running pass; None: what needs no profile."""
+        self._passes = 0
+        """Training forwards that came to their end."""
         self.residents = self._place()
+        if config.ablation == "full_recompute":
+            self.alpha_used = 0.0
+            self.binding = "as configured: full recomputation, inputs stay on the device"
         self._restore: list[Callable[[], None]] = []
         self._through_us: weakref.WeakKeyDictionary[nn.Module, _Ours] = weakref.WeakKeyDictionary()
         """Hugging Face modules and the checkpoint function that they must call."""
@@ -208,6 +219,11 @@ class Memo:
     # ---- the policy that remat asks
 
     def setting(self, layer: Layer) -> Setting:
+        """See :class:`ds_memo.remat.checkpoint.Policy`."""
+        if self._chosen is not None:
+            return self._chosen.settings[layer.index]
+        if self.config.ablation == "full_recompute":
+            return FULL_RECOMPUTE
         return Setting(resident=layer.index in self.residents)
 
     def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
@@ -280,10 +296,14 @@ class Memo:
         """An optimizer step is over."""
         if self.addresses:
             self.addresses.step_ends()
-        if not self._steps:
+        if not self._steps and self._chosen is None:  # what was solved for has said itself what it does
             self._look_for_an_effect()
+        if not self._steps:
             self._after_first_step(self)
-        self._steps.append((time.perf_counter(), self._tokens))
+        now = time.perf_counter()
+        self._steps.append((now, self._tokens))
+        if self.autopilot:
+            self.autopilot.stepped(self._model(), self._passes, now)
 
     def _look_for_an_effect(self) -> None:
         """Warn of a first step in which memo moved nothing."""
@@ -362,6 +382,19 @@ class Memo:
             _attached.pop(model, None)
         self.engine.close()
 
+    def events(self, samples: int) -> list[tuple[str, float, int]]:
+        """For DeepSpeed's monitors, after an optimizer step: name, value, and how many samples the run has seen."""
+        report = self.report()
+        values = {
+            "alpha": report["alpha"],
+            "resident_layers": report["resident_layers"],
+            "bytes_to_host": report["bytes_to_host"],
+            "bytes_from_host": report["bytes_from_host"],
+            "stall_s": sum(report["stall_s"].values()),
+            "mfu": report["mfu"],
+        }
+        return [(f"Train/Samples/memo_{name}", value, samples) for name, value in values.items() if value is not None]
+
     def report(self) -> dict[str, Any]:
         """What is set and what happened so far; bytes, seconds and counts of this rank.
 
@@ -372,16 +405,20 @@ class Memo:
             raise MemoError("this handle is detached; there is nothing to report. Attach the model again.")
         work, traffic = self.remat.work, self.engine.traffic
         step_s, tokens_per_s = _speed(self._steps)
+        plain = self._chosen is not None and self._chosen.homes.plain
         return {
             "active": traffic.bytes_to_host > 0,
             "alpha": self.alpha_used,
             "resident_layers": len(self.residents),
             "binding": self.binding,
+            "checkpointing": not plain,
             "layers": len(self.layers),
             "frames": traffic.frames,
             "bytes_to_host": traffic.bytes_to_host,
             "bytes_from_host": traffic.bytes_from_host,
-            "stored_bytes_per_layer": [layer.latest.layout.stored_bytes if layer.latest else 0 for layer in self.layers],
+            "stored_bytes_per_layer": [
+                0 if plain or not layer.latest else layer.latest.layout.stored_bytes for layer in self.layers
+            ],
             "gemm_flops_recomputed_fraction": work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
             "attention_recomputed": work.attention_ops_recomputed,
             "host": {
@@ -394,14 +431,34 @@ class Memo:
             "step_s": step_s,
             "tokens_per_s": tokens_per_s,
             "mfu": self._mfu(tokens_per_s),
+            "predicted": predicted(self._chosen) if self._chosen else None,
+            "profile": self.autopilot.report() if self.autopilot else None,
             "plan": self.addresses.report() if self.addresses else None,
             "warnings": list(self.warnings),
         }
 
     # ---- inside
 
+    def _make_autopilot(self, device: torch.device) -> Autopilot | None:
+        """None where nothing is left open."""
+        config = self.config
+        if config.ablation is not None or (config.alpha is not None and config.resident_layers is not None):
+            return None
+        return Autopilot(config, self.layers, self.remat, self.slab, self.engine.streams, device, _past_us, self.warn)
+
+    def _choose(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Have the homes for the training pass that begins."""
+        self._chosen = None
+        if self.autopilot and self._layers_known:
+            self._chosen = self.autopilot.choose(shapes_of(args, kwargs), model, args, kwargs)
+        if self._chosen is not None:
+            homes = self._chosen.homes
+            self.residents, self.alpha_used, self.binding = homes.residents, homes.alpha, homes.binding
+
     def _hidden_shape(self) -> tuple[int, ...]:
         """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""
+        if self._chosen is not None:
+            return self._chosen.shape
         latest = next((layer.latest for layer in self.layers if layer.latest), None)
         kept = next((kept for kept in latest.inputs if kept), None) if latest else None
         return kept.shape if kept else (0,)
@@ -414,7 +471,7 @@ class Memo:
         return mfu(flops * tokens_per_s / shape[1], 1.0, 1, peak) if flops and peak else None
 
     def _place(self) -> frozenset[int]:
-        wanted = self.config.resident_layers
+        wanted = 0 if self.config.ablation == "full_recompute" else self.config.resident_layers
         return place_residents(len(self.layers), 2 if wanted is None else wanted)
 
     def _take_over(self, layer: Layer, module: nn.Module) -> None:
@@ -457,8 +514,6 @@ class Memo:
     def _plan_addresses(self, device: torch.device) -> Addresses | None:
         if not self.config.plan.enabled:
             return None
-        if "cache_dir" in self.config.plan.model_fields_set:
-            self.warn("memo.plan.cache_dir is set, but this version does not use it yet")
         try:
             return Addresses(device, self.config.plan, self.warn)
         except (MemoError, RuntimeError) as error:
@@ -466,14 +521,16 @@ class Memo:
             return None
 
     def _forward_begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        trains = module.training and torch.is_grad_enabled()
-        if trains:
+        self.in_forward = True
+        training = module.training and torch.is_grad_enabled()
+        if training:
             self._hold()
-        if self.addresses and not trains:
+            self._choose(module, args, kwargs)
+        if self.addresses and (not training or (self._chosen is not None and self._chosen.homes.plain)):
             self.addresses.leave_phase()
         elif self.addresses:
-            self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch())
-        self.in_forward = True
+            settings = self._chosen and self._chosen.settings
+            self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), settings)
         self._frames_before = self.engine.traffic.frames
 
     def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -489,7 +546,8 @@ class Memo:
             return
         if self.addresses:
             self.addresses.forward_ended()
-        if self.engine.traffic.frames > self._frames_before:
+        self._passes += 1
+        if self.engine.traffic.frames > self._frames_before or (self._chosen is not None and self._chosen.homes.plain):
             self._tokens += math.prod(self._hidden_shape()[:-1])
         else:
             self.warn(
@@ -522,6 +580,12 @@ def _plainly(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 def _nothing(*args: Any) -> None:
     pass
+
+
+def _past_us(module: nn.Module) -> Callable[..., Any]:
+    """How to call a layer as it would be called without us."""
+    forward = module.__dict__.get("forward")
+    return forward.plain if isinstance(forward, _Ours) else functools.partial(nn.Module.__call__, module)
 
 
 def module_of(fn: Any) -> nn.Module | None:

@@ -57,9 +57,11 @@ def refuse_offload(function: Any) -> None:
     while isinstance(function, partial):
         function = function.func
     if getattr(function, "__qualname__", "").endswith("gradient_checkpointing_enable.<locals>.checkpoint_func"):
-        raise MemoError(
-            'gradient_checkpointing_kwargs={"offload": True} does what memo does in another way; remove one of the two'
-        )
+        raise MemoError('gradient_checkpointing_kwargs={"offload": True} does what memo does in another way; remove one')
+
+
+LONG = 4096
+"""Tokens from which a mask is worth a word: 16 MiB of booleans."""
 
 
 class MaskWatch:
@@ -85,4 +87,4 @@ class MaskWatch:
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[-1] == tensor.shape[-2] > 1
+    return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[-1] == tensor.shape[-2] >= LONG

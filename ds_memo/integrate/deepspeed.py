@@ -97,16 +97,23 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     checkpointing.redirect()
     memo = attach_model(engine.module, config, config.layers, device=engine.device)
     memo.slab.budget = _smallest(memo.slab.budget, engine.device)
+    if memo.autopilot:
+        memo.autopilot.has_engine = True
     if _replaced:
         memo.on_first_step(_say_what_moved)
     memo.expect_steps(_weakly(engine.is_gradient_accumulation_boundary))
     take_step = engine._take_model_step
+
+    itself = weakref.ref(engine)
 
     @functools.wraps(take_step)
     def take_step_and_tell(*args: Any, **kwargs: Any) -> Any:
         memo.step_begins()
         result = take_step(*args, **kwargs)
         memo.stepped()
+        running = itself()
+        if running.monitor.enabled and running.global_rank == 0:
+            running.monitor.write_events(memo.events(running.global_samples))
         return result
 
     engine._take_model_step = take_step_and_tell
@@ -117,13 +124,17 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
 
 def _say_what_moved(memo: Memo) -> None:
     """Who changed nothing in the script wants to know that it had an effect."""
+    if torch.distributed.get_rank() != 0:
+        return
     report = memo.report()
-    if report["active"] and torch.distributed.get_rank() == 0:
-        print(
-            f"ds_memo is active: {report['bytes_to_host'] / 2**20:.1f} MiB went to the host in the first step "
-            f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)",
-            file=sys.stderr,
+    if report["active"]:
+        line = (
+            f"is active: {report['bytes_to_host'] / 2**20:.1f} MiB went to the host in the first step "
+            f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)"
         )
+    else:
+        line = f"moved no bytes in the first step: {report['binding']}"
+    print(f"ds_memo {line}", file=sys.stderr)
 
 
 def _smallest(number: int, device: torch.device) -> int:

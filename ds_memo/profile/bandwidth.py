@@ -6,10 +6,8 @@ import statistics
 import time
 
 import torch
-import torch.distributed as dist
 
-from ds_memo.errors import MemoError
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.slab import PAGE, HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams, streams_for
 
 CHUNK = 1 << 26
@@ -19,19 +17,14 @@ _REPEATS = 3
 
 
 def measure_bandwidth(device: torch.device, pinned: bool, budget: int, chunk: int = CHUNK) -> tuple[float, float]:
-    """Bytes a second to and from the host, while every other rank that calls this does the same.
+    """Bytes a second to and from the host. Ranks of a node share its memory: let all of them call this at the same time.
 
     Args:
         pinned: lock the host block, as training will.
-        budget: bytes of the host this rank may use; the block is made smaller to fit.
-
-    Raises:
-        MemoError: not even a page fits the budget.
+        budget: bytes of the host this rank may use; the block is made smaller to fit, down to a page.
     """
-    chunk = min(chunk, budget // 4096 * 4096)
-    if chunk <= 0:
-        raise MemoError(f"host memory: {budget} bytes are available to this rank, too few to copy anything")
-    slab = HostSlab(budget, pinned)
+    chunk = max(PAGE, min(chunk, budget // PAGE * PAGE))
+    slab = HostSlab(chunk, pinned)
     block = slab.take(chunk, "the bandwidth measurement")
     there = torch.zeros(chunk, dtype=torch.uint8, device=device)
     here = block.memory[:chunk]
@@ -40,7 +33,6 @@ def measure_bandwidth(device: torch.device, pinned: bool, budget: int, chunk: in
         rates = []
         for stream, dst, src in ((D2H, here, there), (H2D, there, here)):
             _copy(streams, stream, dst, src, device, 1)  # touches every page, and starts the threads
-            _everybody()
             rates.append(
                 chunk * _COPIES / statistics.median(_copy(streams, stream, dst, src, device, _COPIES) for _ in range(_REPEATS))
             )
@@ -65,8 +57,3 @@ def _copy(streams: Streams, stream: str, dst: torch.Tensor, src: torch.Tensor, d
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _everybody() -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()

@@ -59,6 +59,11 @@ class LayerCall:
     def length(self) -> int:
         return self.hidden.shape[1] if self.hidden.dim() > 2 else self.hidden.shape[0]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(batch, length, …) of the hidden states."""
+        return (self.batch, self.length, *self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :])
+
     def can_shorten(self) -> bool:
         """Whether the length is unlike every other size, so that cutting it is safe."""
         others = set(self.hidden.shape[2:] if self.hidden.dim() > 2 else self.hidden.shape[1:]) | {self.batch}

@@ -19,6 +19,8 @@ class Kind(NamedTuple):
     """The first micro-batch of an optimizer step: its gradients stay, those of the others are added to them."""
     last: bool
     """Known to be the last one, after which gradients are reduced."""
+    settings: Any = None
+    """What is done with each layer."""
 
 
 class Length(NamedTuple):

@@ -33,15 +33,19 @@ class Analyse(NotingMode):
         self.call = call
         self.seen = seen
         self._finish = finish
+        givens = list(givens)
+        self._parameters = [tensor for tensor in givens if isinstance(tensor, torch.nn.Parameter)]
         self._sources = {storage_of(tensor): 0 for tensor in givens}  # storage → bit set of the GEMMs it was made of
         self._sources.pop(0, None)
-        self._alive: list[StorageWeakRef] = []  # no address is used twice while we look
+        # No address is used twice while we look; ZeRO-3 lets go of what parameters are before they are gathered.
+        self._alive = [StorageWeakRef(tensor.untyped_storage()) for tensor in givens if storage_of(tensor)]
         self._gemms: list[SeenGemm] = []
         self._fresh: SeenGemm | None = None  # the op before this one, views aside
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._sources.clear()
+        self._parameters.clear()
         self._alive.clear()
         if exception[0] is not None:
             self.call.engine.abort(self.call.frame)
@@ -110,11 +114,17 @@ class Analyse(NotingMode):
         storage = storage_of(tensor)
         if not storage:  # sparse, and the like
             return (1 << len(self._gemms)) - 1
+        if self._sources.get(storage, ALL_SO_FAR) == ALL_SO_FAR and self._holds_a_parameter(storage):
+            return 0
         if storage not in self._sources:
             self._made(tensor, (1 << len(self._gemms)) - 1)
         sources = self._sources[storage]
         # A kernel that we cannot see may have filled this memory with anything computed so far.
         return (1 << len(self._gemms)) - 1 if sources == ALL_SO_FAR else sources
+
+    def _holds_a_parameter(self, storage: int) -> bool:
+        """ZeRO-3 gathers parameters into fresh memory while the layer runs."""
+        return any(storage_of(parameter) == storage for parameter in self._parameters)
 
     def _made_of_all(self, *trees: Any) -> int:
         sources = 0

@@ -132,7 +132,6 @@ class Remat:
         call.keywords = [Stays(layer.name, value) for value in keywords.values() if isinstance(value, torch.Tensor)]
         if recipe is not None:
             layer.latest = recipe
-            self.engine.adopt(frame, recipe.layout)
             mode: Record | Analyse = Record(call, functools.partial(self._forget, layer))
             pack = pack_followed(call)
         else:
@@ -140,6 +139,8 @@ class Remat:
             mode = Analyse(call, seen, _givens(layer, fn, args), functools.partial(self._settle, layer, setting, key))
             pack = pack_watched(call, seen)
         try:
+            if recipe is not None:
+                self.engine.adopt(frame, recipe.layout)
             # These hooks see the layer's inputs only: inside, torch's checkpoint puts its own on top.
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = _checkpoint(fn, args, preserve_rng_state, lambda: (mode, Replay(call)))

@@ -52,6 +52,8 @@ class HostSlab:
         """Bytes lent now."""
         self.peak_used = 0
         self.node = node
+        self.refused: int | None = None
+        """Bytes held when the system refused a block that the budget allowed; None: it never did. For whoever chooses alpha."""
         self._pinned = pinned
         self._idle: list[Block] = []
 
@@ -95,10 +97,14 @@ class HostSlab:
                 f"{self.budget / GIB:.3g} GiB are left. Lower memo.alpha, raise memo.resident_layers or memo.host_memory_gib, "
                 "or run fewer forwards before a backward."
             )
-        block = _map(nbytes)
-        if self._pinned:
-            with on(self.node):  # pinning touches the pages
-                _pin(block)
+        try:
+            block = _map(nbytes)
+            if self._pinned:
+                with on(self.node):  # pinning touches the pages
+                    _pin(block)
+        except MemoError as error:
+            self.refused = self.size
+            raise MemoError(f"host memory: {wanted_by} needs {nbytes / GIB:.3g} GiB more; {error}") from error
         self.size += nbytes
         return block
 
@@ -126,7 +132,13 @@ def memlock_binds() -> bool:
 
 
 def _map(nbytes: int) -> Block:
-    return Block(torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8))
+    try:
+        return Block(torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8))
+    except (OSError, MemoryError) as error:
+        raise MemoError(
+            f"the system refused {nbytes / GIB:.3g} GiB ({error}): look at `ulimit -v` and the memory limit of the container, or "
+            "lower memo.alpha or memo.host_memory_gib"
+        ) from error
 
 
 def _pin(block: Block) -> None:

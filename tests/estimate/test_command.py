@@ -71,7 +71,7 @@ def test_alpha_plan_and_batch_are_obeyed(capsys):
 
 def test_ulysses_ends_with_the_heads(capsys):
     base = ("estimate", "--model", LLAMA, "--hardware", "h200", "--gpus", "4096")
-    got = answer(capsys, "--seq-length", "64K", base=base)
+    got = answer(capsys, "--seq-length", "64Ki", base=base)
     assert got["layout"]["sp"] <= 32 and any("Ulysses ends at sp 32" in note for note in got["notes"])
 
 

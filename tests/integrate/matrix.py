@@ -29,6 +29,8 @@ ADAM = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
 """So large an eps that a step's size follows the gradient's: one that is off by a factor shows."""
 CLIP = 1.9
 """Below the norm in some steps only, for the same reason."""
+MOST_RECOMPUTED = 0.5 * 3 / 4 * 7 / 9 + 1e-3
+"""GEMM FLOPs: half of the rows, three of four layers, and never the last product (2/9 of them), gathered weights or not."""
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2}
 """Relative, of the loss: with memo and without, and between numbers of ranks."""
 
@@ -178,6 +180,7 @@ def run(cases: list[Case]) -> None:
         print(f"{case}: memo changes losses by {by_memo:.1e}; they are {by_ranks:.1e} from one process's", flush=True)
         if not max(by_memo, by_ranks) <= TOLERANCE[case.dtype]:
             wrong.append(f"{case}: with memo {memo}, without {stock}, plain torch {want}")
-        if not (report["bytes_to_host"] == report["bytes_from_host"] > 0 and report["attention_recomputed"] == 0):
+        moved = report["bytes_to_host"] == report["bytes_from_host"] > 0
+        if not moved or report["attention_recomputed"] or report["gemm_flops_recomputed_fraction"] > MOST_RECOMPUTED:
             wrong.append(f"{case}: {report}")
     assert not wrong, "\n".join(wrong)

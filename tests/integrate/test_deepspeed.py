@@ -252,3 +252,31 @@ def test_an_engine_that_is_dropped_is_let_go() -> None:
         return ref() is None
 
     assert gone_after(ds_config(memo=MEMO)) == gone_after(ds_config())
+
+
+def test_monitors_are_told(tmp_path: Path) -> None:
+    """DeepSpeed's CSV monitor gets one line per optimizer step."""
+    engine = start(ds_config(memo=MEMO, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "run"}))
+    train(engine, steps=2)
+    written = {file.stem: file.read_text().splitlines() for file in (tmp_path / "run").iterdir()}
+    for name in ("alpha", "resident_layers", "bytes_to_host", "bytes_from_host", "stall_s"):
+        assert len(written[f"Train_Samples_memo_{name}"]) == 3, written.keys()  # a head and two steps
+    assert written["Train_Samples_memo_alpha"][-1].endswith(",0.5")
+    engine.memo.detach()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_chooses_by_itself(stage: int, tmp_path: Path) -> None:
+    """Nothing but "enabled": the profile runs each layer under ZeRO, and leaves no gradient behind."""
+    want = train(start(ds_config(stage)))
+    memo = {"enabled": True, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}
+    for device, checkpointing in ((None, False), (6e-4, True)):
+        engine = start(ds_config(stage, memo=memo | ({"device_memory_gib": device} if device else {})))
+        got = train(engine)
+        assert got[:2] == want[:2]
+        assert got == pytest.approx(want, rel=1e-5)
+        report = engine.memo.report()
+        assert report["checkpointing"] is checkpointing
+        assert report["warnings"] == []
+        assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
+        engine.memo.detach()

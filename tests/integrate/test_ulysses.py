@@ -122,7 +122,7 @@ class TestGradients(DistributedTest):
 
     def test_a_lean_rank_sets_everyones_alpha(self, monkeypatch):
         """Through the engine, with alpha left out: the host of rank 1 has less room."""
-        room = 400_000 - 50_000 * dist.get_rank()
+        room = 200_000 - 30_000 * dist.get_rank()
         monkeypatch.setattr("ds_memo.integrate.attach.budget_bytes", lambda *args, **kwargs: room)
         model = build("llama")
         config = {
@@ -138,10 +138,11 @@ class TestGradients(DistributedTest):
             engine.backward(ulysses.mean_over_ranks(loss, labels, engine))
             engine.step()
         report = ds_memo.report(engine)
-        assert report["host"]["budget"] == 350_000
+        assert report["host"]["budget"] == report["profile"]["host_budget"] == 170_000
+        assert report["host"]["peak_used"] <= 170_000
         alphas = [torch.zeros(()) for _ in range(2)]
         dist.all_gather(alphas, torch.tensor(report["alpha"]))
-        assert alphas[0] == alphas[1] and 0 < alphas[0] < 1
+        assert alphas[0] == alphas[1] == report["alpha"]
 
     def test_split(self):
         """Both ranks read batches of their own and get their part of all, in turn, with every label."""

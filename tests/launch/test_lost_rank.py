@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from launcher import REPO, cpu_environment, free_port
 
+from tests.leaks import assert_shared_memory_is_as, shared_memory
 from tests.processes import assert_gone, processes_with
 
 ARGUMENTS = [
@@ -49,7 +50,7 @@ def wait_for_steps(log, steps=2, timeout_s=120):
     ],
 )
 def test_the_other_rank_ends(how, told, within_s, marker, tmp_path):
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     where = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
@@ -75,11 +76,12 @@ def test_the_other_rank_ends(how, told, within_s, marker, tmp_path):
     ranks[1].kill()
     ranks[1].wait()
     assert_gone(marker)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert_shared_memory_is_as(before)
 
 
+@pytest.mark.slow
 def test_the_launcher_ends_all(marker, tmp_path):
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     log = tmp_path / "log.txt"
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
     run = subprocess.Popen(
@@ -91,4 +93,4 @@ def test_the_launcher_ends_all(marker, tmp_path):
     os.kill(second[0], signal.SIGKILL)
     assert run.wait(60) != 0
     assert_gone(marker)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert_shared_memory_is_as(before)

@@ -60,6 +60,7 @@ def test_deepspeeds_launcher(tmp_path, marker):
     check(tmp_path, marker, [start(command, node(marker, NODE_RANK=str(rank), **common)) for rank in (0, 1)])
 
 
+@pytest.mark.slow
 def test_slurm(tmp_path, marker):
     """A srun that starts its command once per node, and a scontrol that names the nodes; torchrun.sh runs under it."""
     tools = {

@@ -13,12 +13,14 @@ TINY = str(REPO / "ds_configs" / "models" / "tiny.json")
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Run train.py in this process up to its error; returns the error line."""
+    """Run train.py in this process, as the one rank of two that share a sequence, up to its error; returns the error line."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
 
     def run(**options: object) -> str:
         options = {"deepspeed_config": QUICKSTART, "model": TINY, "seq_length": 64} | options
         words = [f"--{k if k == 'deepspeed_config' else k.replace('_', '-')}={v}" for k, v in options.items()]
         monkeypatch.setattr("sys.argv", ["train.py", *words])
+        monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(SystemExit) as end:
             script.main()
         assert end.value.code == 2
@@ -45,6 +47,11 @@ def test_wrong_calls(call, tmp_path):
     small = json.loads(Path(TINY).read_text()) | {"vocab_size": 200}
     assert "258 tokens, the model's vocabulary only 200" in call(model=write("small.json", json.dumps(small)))
     assert "no checkpoint in nowhere" in call(resume="nowhere")
+    assert "sequence_parallel_size: got 2, but 65 tokens do not split into 2 equal parts; use 64 or 66" in call(seq_length=65)
+    one_head = json.loads(Path(TINY).read_text()) | {"num_attention_heads": 1, "num_key_value_heads": 1}
+    assert "the model's 1 attention heads are no multiple" in call(model=write("one.json", json.dumps(one_head)))
+    three_heads = json.loads(Path(TINY).read_text()) | {"num_attention_heads": 3}  # 128 is no multiple of 3
+    assert "three.json is not a model configuration" in call(model=write("three.json", json.dumps(three_heads)))
     assert "--seq-length must be at least 1, not 0" in call(seq_length=0)
     assert "--save-every needs --save" in call(save_every=1)
 
@@ -68,6 +75,7 @@ def test_two_ranks_train_save_and_resume(tmp_path):
     assert "tok/s" in done.stderr and "TGS" in done.stderr and "MFU" not in done.stderr  # no peak is known for a CPU
     first = json.loads((tmp_path / "a.json").read_text())
     assert [s["step"] for s in first["steps"]] == [1, 2, 3, 4] and first["ranks"] == 2 and first["memo"]
+    assert first["sequence_parallel_size"] == 2
     losses = [s["loss"] for s in first["steps"]]
     assert losses[0] == pytest.approx(5.77, abs=0.3) and losses[3] < losses[0] - 0.5  # ln 320 at first; it learns
     assert [v["step"] for v in first["validation"]] == [2, 4]

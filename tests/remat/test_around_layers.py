@@ -265,7 +265,7 @@ def test_two_models_that_call_checkpoint() -> None:
 def test_no_cache_is_filled(name: str) -> None:
     """A cache in training would hold all keys and values on the device, and a replay would add to it."""
     model = build(name)
-    handle = ds_memo.attach(model, {"alpha": 0.5})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     out = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels)
     assert out.get("past_key_values") is None or out.past_key_values.get_seq_length() == 0
     handle.detach()
@@ -289,7 +289,7 @@ def test_weights_that_change_between_steps(config: dict) -> None:
 
 def test_a_dead_model_leaves_nothing(frames: Any) -> None:
     model = build("llama")
-    ds_memo.attach(model, {"alpha": 0.5})
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
     gone = weakref.ref(model)
     del model, loss

@@ -114,7 +114,7 @@ def test_the_whole_product(name: str, shape: tuple[int, int], dtype: torch.dtype
 def test_math_attention_is_named() -> None:
     """Gemma-2's soft cap takes eager attention."""
     model = build("gemma2")
-    handle = ds_memo.attach(model, {"alpha": 0.5})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     with pytest.warns(ds_memo.MemoWarning, match=r"layer model\.layers\.0: .*aten\._softmax") as caught:
         step(model, Batch.random(1, 17))
     assert len([w for w in caught if w.category is ds_memo.MemoWarning]) == 1  # once for the class, not once per layer
@@ -125,7 +125,7 @@ def test_math_attention_is_named() -> None:
 def test_attention_dropout_on_the_cpu_is_named() -> None:
     """PyTorch's CPU kernel has no dropout, so F.scaled_dot_product_attention takes the math path."""
     model = build("gpt2", attn_pdrop=0.1)
-    handle = ds_memo.attach(model, {"alpha": 0.5})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     with pytest.warns(ds_memo.MemoWarning, match=r"layer transformer\.h\.0: .*softmax"):
         step(model, Batch.random(1, 17))
     handle.detach()

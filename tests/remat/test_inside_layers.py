@@ -331,7 +331,7 @@ def test_a_write_out_of_sight_is_named() -> None:
             return x + self.b(F.gelu(kernel.apply(self.a(self.norm(x)))))
 
     model = toy(Calls)
-    handle = ds_memo.attach(model, {"alpha": 1.0})
+    handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 2})
     # mm: DeepSpeed leaves its own linear in torch.nn.functional once a ZeRO-3 model was built in this process
     with pytest.warns(ds_memo.MemoWarning, match=r"layer blocks\.0: outputs of aten\.(add)?mm\.default were changed in place"):
         step(model, BATCH)

@@ -1,0 +1,103 @@
+"""The paper's ablations on one model in one go: full recompute, full swap, memo, each with and without planned addresses.
+
+    python benchmarks/ablation.py [--layers 8] [--hidden 256] [--length 2048] [--steps 8] [--device-memory-gib G]
+
+One process, the same weights and batches for all; settings take turns, so that what else the machine does falls on all of them
+alike. Prints the median step time of each, beside what the solver predicts for the layers, and bytes over the link; --json keeps
+all samples. On a CPU copies and compute share cores: only CUDA numbers say how well copies hide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ds_memo
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full recompute": {"ablation": "full_recompute"},
+    "full swap": {"ablation": "full_swap"},
+    "memo": {},
+}
+
+
+def model(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 7 // 2,
+        num_hidden_layers=args.layers,
+        num_attention_heads=max(1, args.hidden // 64),
+        num_key_value_heads=max(1, args.hidden // 256),
+        max_position_embeddings=args.length,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).train()
+
+
+def run(net: nn.Module, memo: dict[str, Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Train some steps under one setting; samples of those after the first three, in which layers are analysed and planned."""
+    handle = ds_memo.attach(net, {"enabled": True, **memo})
+    tokens = torch.randint(0, 512, (1, args.length), generator=torch.Generator().manual_seed(1)).to(device)
+    samples = []
+    try:
+        for _ in range(3 + args.steps):
+            _synchronize(device)
+            begin = time.perf_counter()
+            net(input_ids=tokens, labels=tokens).loss.backward()
+            _synchronize(device)
+            samples.append(time.perf_counter() - begin)
+            net.zero_grad(set_to_none=True)
+        return {"samples_s": samples[3:], "report": handle.report()}
+    finally:
+        handle.detach()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each setting and turn")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--device-memory-gib", type=float, help="less than there is, so that not everything fits")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    net = model(args, device)
+    limit = {"device_memory_gib": args.device_memory_gib} if args.device_memory_gib else {}
+    results: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(args.turns):
+        for name, memo in SETTINGS.items():
+            for planned in (False, True):
+                label = f"{name}, {'plan' if planned else 'no plan'}"
+                results.setdefault(label, []).append(run(net, {**memo, **limit, "plan": {"enabled": planned}}, args, device))
+    print(f"{'':28}{'step ms':>10}{'layers, predicted':>20}{'alpha':>8}{'residents':>11}{'GiB to host':>13}")
+    for label, turns in results.items():
+        report = turns[-1]["report"]
+        step = statistics.median(seconds for turn in turns for seconds in turn["samples_s"])
+        predicted = f"{report['predicted']['layers_s'] * 1e3:.1f}" if report["predicted"] else "-"
+        to_host = report["bytes_to_host"] / (3 + args.steps) / (1 << 30)
+        alpha = "plain" if not report["checkpointing"] else f"{report['alpha']:.3f}"
+        print(f"{label:28}{step * 1e3:>10.1f}{predicted:>20}{alpha:>8}{report['resident_layers']:>11}{to_host:>13.3f}")
+    print(f"memo: {results['memo, no plan'][-1]['report']['binding']}")
+    if args.json:
+        args.json.write_text(json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""check, speed, capacity and planner one after the other, each in a process of its own and ended after eight minutes.
+
+bash benchmarks/gpu.sh all [--device cuda|cpu] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from benchmarks import results
+
+LIMIT_S = 480
+VERBS = ("check", "speed", "capacity", "planner")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("gpu.sh all", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", help="folder for the results; absent: $OUT, else benchmarks/results")
+    options = parser.parse_args()
+    device = results.device_or_exit(options.device, "all")
+    folder = results.folder(options.out)
+    status = {}
+    for verb in VERBS:
+        results.say(f"==== {verb}")
+        out = folder / f"check-{device.type}.json" if verb == "check" else folder
+        command = [sys.executable, "-m", f"benchmarks.{verb}", "--device", device.type, "--out", str(out)]
+        try:
+            status[verb] = subprocess.run(command, timeout=LIMIT_S, check=False).returncode
+        except subprocess.TimeoutExpired:
+            status[verb] = 124
+    results.say("\n".join(f"{verb:9s} {'ok' if code == 0 else f'exit {code}'}" for verb, code in status.items()))
+    return max(status.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

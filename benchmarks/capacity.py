@@ -1,0 +1,261 @@
+"""The longest sequence that each rival can train within the same device and host memory.
+
+    bash benchmarks/gpu.sh capacity [--workloads gpt7b] [--device-gib 16] [--host-gib 32 2] [--rivals …] [--budget-s 420]
+                                    [--device cuda|cpu] [--out DIR]
+
+Per rival and host budget a process of its own doubles the length until it does not fit, then closes in until what fits and what
+does not are within a sixteenth; a length fits if whole steps run. On CUDA the device budget is PyTorch's own limit of this
+process, and host memory that a rival pins beyond the host budget counts as not fitting. On a CPU, where there is no second kind
+of memory, the device budget is on the bytes that tensors take (LiveBytes), which tries the search and not the rivals.
+The smaller host budget is the case where host memory binds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import results
+from benchmarks.rivals import GIB, OURS, RIVALS, SWAPPING, Budget
+from benchmarks.speed import add_common, make_budget
+from benchmarks.timing import DOES_NOT_FIT, Memory, Trainer, clear, use_expandable
+from benchmarks.workloads import Shape, batch, build, shapes
+
+CLOSE = 1 / 16
+RAN = (*reversed(OURS), *(name for name in RIVALS if name not in (*OURS, "paper, expandable", SWAPPING)))
+"""Ours first: what the time does not hold is dropped from the end."""
+
+
+class OverBudget(MemoryError):
+    """More bytes than allowed, where nothing else enforces it."""
+
+
+@dataclass
+class Search:
+    """The longest length that fits, by doubling and halving.
+
+    Args:
+        grain: lengths are multiples of it.
+        start: where to begin.
+        most: not beyond.
+    """
+
+    grain: int
+    start: int
+    most: int
+    longest: int = 0
+    shortest_that_fails: int | None = None
+
+    def lengths(self) -> Iterator[int]:
+        """What to try next; :meth:`learn` must be told before the next one is asked for."""
+        while True:
+            length = self._next()
+            if length is None:
+                return
+            yield length
+
+    def learn(self, length: int, fits: bool) -> None:
+        if fits:
+            self.longest = max(self.longest, length)
+        else:
+            self.shortest_that_fails = min(length, self.shortest_that_fails or length)
+
+    def _next(self) -> int | None:
+        low, high = self.longest, self.shortest_that_fails
+        if high is None:
+            length = 2 * low if low else self.start
+            return length if length <= self.most else None
+        if high - low <= max(self.grain, low * CLOSE):
+            return None
+        middle = (low + high) // 2 // self.grain * self.grain
+        return middle if low < middle < high else None
+
+
+def probe(shape: Shape, length: int, rival_name: str, budget: Budget, model: torch.nn.Module) -> dict[str, Any]:
+    """Whether whole steps of one length run, and how long the last one took."""
+    rival = RIVALS[rival_name]
+    device = budget.device
+    found: dict[str, Any] = {"length": length}
+    try:
+        trainer = Trainer(model, batch(shape, length, device))
+        with rival.on(model, replace(budget, ranks=shape.ranks)) as installed:
+            memory = Memory(device)
+            for _ in range(rival.warm_up):
+                trainer.step(installed)
+            found["step_s"] = trainer.seconds(installed)
+            found |= memory.read(rival.warm_up + 1, lambda: trainer.step(installed))
+            found["report"] = results.plain(installed.report())
+        _within(found, budget)
+        found["fits"] = True
+    except DOES_NOT_FIT as error:
+        found |= {"fits": False, "why": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+    for parameter in model.parameters():
+        parameter.grad = None
+    clear(device)
+    return found
+
+
+def _within(found: dict[str, Any], budget: Budget) -> None:
+    if budget.device.type != "cuda" and found["device_peak"] > budget.device_bytes:
+        raise OverBudget(f"{found['device_peak']} bytes of tensors, {budget.device_bytes} allowed")
+    pinned = found.get("pinned_by_torch_peak", 0)
+    if pinned > budget.host_bytes:
+        raise OverBudget(f"{pinned} bytes of host memory pinned, {budget.host_bytes} allowed")
+
+
+def search_here(shape: Shape, rival: str, budget: Budget, tell: Callable[[dict[str, Any]], None]) -> None:
+    """The child's part: one rival, one line of JSON per length."""
+    device, cuda = budget.device, budget.device.type == "cuda"
+    if cuda:
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget.device_bytes / whole), device)
+        use_expandable(RIVALS[rival].expandable, device)
+    model = build(shape, device, torch.bfloat16 if cuda else torch.float32)
+    grain = (1024 if cuda else 8) * shape.ranks
+    trial = Trainer(model, batch(shape, grain, device))  # the libraries load, and the paper's program gets its time
+    forward = trial.layer_forward_s(shape.layers) / grain
+    search = Search(grain, start=8 * grain, most=1 << 22)
+    for length in search.lengths():
+        found = probe(shape, length, rival, replace(budget, layer_forward_s=forward * length), model)
+        search.learn(length, found["fits"])
+        tell(found)
+
+
+def search_apart(
+    shape: Shape, rival: str, budget: Budget, seconds: float, device_bytes: int, folder: Path
+) -> tuple[list[dict[str, Any]], str | None]:
+    """The search in a process of its own, which may run out of anything; what it said until then counts.
+
+    Returns:
+        The probes, and why it ended early if it did.
+    """
+    arguments = {"child": rival, "workload": shape.name, "device": budget.device.type, "bandwidth": budget.bandwidth}
+    arguments |= {"host-bytes": budget.host_bytes, "device-bytes": device_bytes}
+    command = [sys.executable, "-m", "benchmarks.capacity", *(f"--{name}={value}" for name, value in arguments.items())]
+    log, root = folder / "capacity-child.log", Path(__file__).parents[1]
+    with log.open("w+") as err:
+        try:
+            done = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+                timeout=seconds,
+                cwd=root,
+                check=False,
+            )
+            out, why = done.stdout, None if done.returncode == 0 else f"exit {done.returncode}"
+        except subprocess.TimeoutExpired as late:
+            out, why = late.stdout or "", f"no time left after {seconds:.0f} s"
+            out = out.decode() if isinstance(out, bytes) else out
+        err.seek(0)
+        if why and why.startswith("exit"):
+            why += f": {err.read()[-500:]}"
+    log.unlink()
+    probes = []
+    for line in out.splitlines():
+        if line.startswith("{") and line.endswith("}"):  # the last one may be cut
+            probes.append(json.loads(line))
+    return probes, why
+
+
+def measure(
+    shape: Shape, rivals: list[str], budgets: list[int], budget: Budget, device_bytes: int, budget_s: float, folder: Path
+) -> dict[str, Any]:
+    """Every rival at every host budget, as far as the time goes."""
+    begin = time.perf_counter()
+    jobs = [(rival, host) for host in budgets for rival in rivals]
+    rows, dropped, failures = [], [], []
+    for number, (rival, host) in enumerate(jobs):
+        left = budget_s - (time.perf_counter() - begin)
+        if left < 10:
+            dropped += [{"workload": shape.name, "rival": name, "host_bytes": bytes_} for name, bytes_ in jobs[number:]]
+            results.say(f"dropped for time: {', '.join(f'{name} at {bytes_ / GIB:.3g} GiB' for name, bytes_ in jobs[number:])}")
+            break
+        row = {"workload": shape.name, "rival": rival, "host_bytes": host, "device_bytes": device_bytes}
+        if (missing := RIVALS[rival].missing()) is not None:
+            rows.append(row | {"longest": None, "why": missing, "probes": []})
+            continue
+        share = 3 * left / (len(jobs) - number)  # some are quick
+        probes, why = search_apart(shape, rival, replace(budget, host_bytes=host), min(left, share), device_bytes, folder)
+        good = [found for found in probes if found["fits"]]
+        best = max(good, key=lambda found: found["length"], default=None)
+        fails = min((found["length"] for found in probes if not found["fits"]), default=None)
+        row |= {"longest": best and best["length"], "fails_at": fails, "step_s": best and best["step_s"]}
+        rows.append(row | {"ended_early": why, "probes": probes})
+        if why and why.startswith("exit"):
+            failures.append(f"capacity: {rival} at {host / GIB:.3g} GiB: {why}")
+        text = f"{best['length']} tokens, {best['step_s']:.3g} s a step" if best else "no length fits"
+        results.say(f"    host {host / GIB:6.3g} GiB  {rival:22s} {text}{f' ({why[:60]})' if why else ''}")
+    return {
+        "rivals": rows,
+        "dropped": dropped,
+        "failures": failures,
+        "claims": claims(rows),
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At each host budget: ours against the longest of the others that is as fast per token, and against all of them."""
+    found = []
+    for host in dict.fromkeys(row["host_bytes"] for row in rows):
+        fits = [row for row in rows if row["host_bytes"] == host and row["longest"]]
+        ours = max((row for row in fits if row["rival"] in OURS), key=lambda row: row["longest"], default=None)
+        others = [row for row in fits if row["rival"] not in OURS]
+        if ours is None or not others:
+            continue
+        best = max(others, key=lambda row: row["longest"])
+        value = ours["longest"] / best["longest"]
+        name = f"longest / longest of the rivals ({best['rival']}), host {host / GIB:.3g} GiB"
+        found.append({"claim": name, "value": value, "bar": 1.0, "held": value >= 1.0, "close_to": CLOSE})
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("gpu.sh capacity", description=__doc__.splitlines()[0])
+    add_common(parser)
+    parser.set_defaults(rivals=list(RAN), host_gib=None)
+    parser.add_argument("--device-gib", type=float, help="of the device; absent: 16, on a CPU 0.004")
+    parser.add_argument("--host-gibs", type=float, nargs="+", help="host budgets, one after the other; absent: 32 and 2")
+    for hidden in ("child", "workload"):
+        parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
+    for hidden in ("host-bytes", "device-bytes"):
+        parser.add_argument(f"--{hidden}", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--bandwidth", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    device = results.device_or_exit(options.device, "capacity")
+    if options.child:
+        budget = Budget(device, options.host_bytes, options.device_bytes, bandwidth=options.bandwidth)
+        search_here(shapes(device)[options.workload], options.child, budget, lambda found: print(json.dumps(found), flush=True))
+        return 0
+    cuda = device.type == "cuda"
+    device_gib = options.device_gib or (16.0 if cuda else 0.004)
+    hosts = options.host_gibs or ([options.host_gib] if options.host_gib else [32.0, 2.0] if cuda else [0.5, 0.001])
+    found: dict[str, Any] = {"rivals": [], "dropped": [], "failures": [], "claims": [], "seconds": 0.0}
+    names = options.workloads or ["gpt7b"]
+    for name in names:
+        results.say(f"{name}: {device_gib:.3g} GiB of device memory")
+        budgets = [int(gib * GIB) for gib in hosts]
+        budget = make_budget(device, max(hosts))
+        seconds = options.budget_s / len(names)
+        part = measure(
+            shapes(device)[name], options.rivals, budgets, budget, int(device_gib * GIB), seconds, results.folder(options.out)
+        )
+        for key, value in part.items():
+            found[key] += value
+    results.say_claims(found["claims"])
+    return results.write("capacity", device, found | {"settings": vars(options)}, options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""What planned addresses are worth: each way to allocate in a process of its own, on the layers of the claims.
+
+    bash benchmarks/gpu.sh planner [--workloads gpt7b llama8b ulysses8] [--budget-s 420] [--device cuda|cpu] [--out DIR]
+
+Per workload at one length, and at three lengths in turn, ds_memo trains with PyTorch's native allocator, its expandable
+segments, planned addresses, and both. Printed and written per way, after the warm-up:
+
+    cudaMalloc, cudaFree   per step; bar for planned: 0
+    reserved               most bytes held from CUDA; bar for planned: 1.02 × what was planned, which is the arena and whatever
+                           else was alive when the step began
+    plan                   peak, lower bound, hits, misses by reason, seconds that planning took
+    step                   median seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import results
+from benchmarks.rivals import GIB, RIVALS, Budget
+from benchmarks.speed import add_common
+from benchmarks.timing import Memory, Trainer
+from benchmarks.workloads import Shape, batch, build, shapes
+from ds_memo.swap.host_memory import budget_bytes
+
+WAYS = {"native": (False, False), "expandable segments": (True, False), "planned": (False, True), "both": (True, True)}
+"""Expandable segments, planned addresses."""
+BAR = 1.02
+STEPS = 4
+WARM_UP = 5
+
+
+def lengths_of(shape: Shape, cuda: bool) -> dict[str, list[int]]:
+    """One length, and three that take turns: the shortest two of the workload and one between them."""
+    short, long = shape.lengths[:2]
+    between = (short + long) // 2 // (64 * shape.ranks) * (64 * shape.ranks) if cuda else (short + long) // 2
+    return {"fixed length": [long], "three lengths": [long, short, between]}
+
+
+def train(shape: Shape, planned: bool, lengths: list[int], device: torch.device, host_bytes: int) -> dict[str, Any]:
+    """The child's part."""
+    model = build(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    trainer = Trainer(model, batch(shape, lengths[0], device))
+    batches = [batch(shape, length, device) for length in lengths]
+    rival = RIVALS["ds_memo, planned" if planned else "ds_memo"]
+    with rival.on(model, Budget(device, host_bytes, ranks=shape.ranks)) as installed:
+
+        def step(ids: torch.Tensor) -> float:
+            trainer.ids = ids
+            return trainer.seconds(installed)
+
+        warm = [step(ids) for _ in range(WARM_UP) for ids in batches]
+        before, memory = installed.report()["plan"], Memory(device)
+        alive = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        samples = [step(ids) for _ in range(STEPS) for ids in batches]
+        row = {"warm_up_s": warm, "samples_s": samples, "alive_between_steps": alive}
+        row |= memory.read(len(samples), lambda: step(batches[0]))
+        after = installed.report()
+        row["report"] = results.plain(after)
+        if planned and after["plan"]:
+            plan = after["plan"]
+            row["hits"] = plan["hits"] - before["hits"]
+            row["misses"] = {name: n - before["misses"][name] for name, n in plan["misses"].items() if n > before["misses"][name]}
+            row["over_lower_bound"] = plan["peak"] / plan["lower_bound"] if plan["lower_bound"] else None
+    return row
+
+
+def run_way(shape: Shape, way: str, lengths: list[int], device: torch.device, host_bytes: int, seconds: float) -> dict[str, Any]:
+    """One way in its own process, whose allocator settings are its environment's."""
+    expandable, planned = WAYS[way]
+    words = [f"--child={int(planned)}", f"--workload={shape.name}", f"--device={device.type}", f"--host-bytes={host_bytes}"]
+    command = [sys.executable, "-m", "benchmarks.planner", *words, "--lengths", *map(str, lengths)]
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
+    root = Path(__file__).parents[1]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=root, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no time left after {seconds:.0f} s"}
+    if done.returncode:
+        return {"error": f"exit {done.returncode}: {done.stderr[-1500:]}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def claims(ways: dict[str, dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """The bars that planned addresses have to meet; counts and bytes, and no claim without a device that counts them."""
+    found = []
+    planned = ways.get("planned", {})
+    if "cuda_mallocs_per_step" in planned:
+        calls = planned["cuda_mallocs_per_step"] + planned["cuda_frees_per_step"]
+        over = planned["device_reserved_peak"] / planned["alive_between_steps"]
+        found.append({"claim": f"cudaMalloc and cudaFree a step, {where}", "value": calls, "bar": 0, "held": calls == 0})
+        found.append({"claim": f"reserved / planned, {where}", "value": over, "bar": BAR, "held": over <= BAR})
+    return found
+
+
+def measure(names: list[str], device: torch.device, host_bytes: int, budget_s: float) -> dict[str, Any]:
+    begin = time.perf_counter()
+    jobs = [(name, kind) for name in names for kind in ("fixed length", "three lengths")]
+    runs, dropped, failures = [], [], []
+    for number, (name, kind) in enumerate(jobs):
+        left = budget_s - (time.perf_counter() - begin)
+        if left < 20:
+            dropped += [{"workload": other, "kind": other_kind} for other, other_kind in jobs[number:]]
+            results.say(f"dropped for time: {', '.join(f'{other}, {other_kind}' for other, other_kind in jobs[number:])}")
+            break
+        shape = shapes(device)[name]
+        lengths = lengths_of(shape, device.type == "cuda")[kind]
+        results.say(f"{name}, {kind}: {', '.join(map(str, lengths))} tokens")
+        ways: dict[str, dict[str, Any]] = {}
+        for way in WAYS:
+            left = budget_s - (time.perf_counter() - begin)
+            ways[way] = row = run_way(shape, way, lengths, device, host_bytes, max(20.0, left))
+            results.say(f"    {way:20s} {_line(row)}")
+            if "error" in row:
+                failures += [f"planner: {name}, {kind}, {way}: {row['error']}"] if row["error"].startswith("exit") else []
+            elif WAYS[way][1] and not row.get("hits"):
+                failures.append(f"planner: {name}, {kind}, {way}: no request got a planned address")
+        found = claims(ways, f"{name}, {kind}")
+        results.say_claims(found)
+        runs.append({"workload": name, "kind": kind, "lengths": lengths, "ways": ways, "claims": found})
+    return {"runs": runs, "dropped": dropped, "failures": failures, "seconds": time.perf_counter() - begin}
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return row["error"].splitlines()[-1][:110]
+    text = f"step {statistics.median(row['samples_s']) * 1e3:9.1f} ms"
+    if "device_reserved_peak" in row:
+        text += f", reserved {row['device_reserved_peak'] / GIB:.2f} GiB, {row['cuda_mallocs_per_step']:.1f} cudaMalloc"
+        text += f" and {row['cuda_frees_per_step']:.1f} cudaFree a step"
+    if "hits" in row:
+        text += f", {row['hits']} hits, misses {row['misses'] or 'none'}"
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("gpu.sh planner", description=__doc__.splitlines()[0])
+    add_common(parser)
+    parser.add_argument("--lengths", type=int, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--workload", help=argparse.SUPPRESS)
+    parser.add_argument("--host-bytes", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    device = results.device_or_exit(options.device, "planner")
+    if options.child is not None:
+        shape = shapes(device)[options.workload]
+        print(json.dumps(train(shape, bool(options.child), options.lengths, device, options.host_bytes)))
+        return 0
+    names = options.workloads or ["gpt7b", "llama8b", "ulysses8"]
+    host = budget_bytes(options.host_gib, 1, locked=False)
+    found = measure(names, device, host, options.budget_s)
+    return results.write("planner", device, found | {"settings": vars(options)}, options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

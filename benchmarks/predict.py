@@ -1,0 +1,59 @@
+"""What ds_memo says of a point before it is measured: the solver's layers, and `ds-memo estimate` from the measured profile."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.rivals import GIB, RIVALS, Budget
+from benchmarks.timing import DOES_NOT_FIT, Trainer
+from benchmarks.workloads import Shape
+
+HARDWARE = {"H200": "h200", "H100": "h100", "B200": "b200", "A100": "a100", "A800": "a800"}
+
+
+def hardware_of(device: torch.device) -> str | None:
+    """The estimator's name of the device; None: it has none."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((known for part, known in HARDWARE.items() if part in name), None)
+
+
+def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder: Path, hardware: str | None) -> dict[str, Any]:
+    """Before anything is timed: one step of ds_memo, in which it profiles the layers and solves; then the estimator.
+
+    Args:
+        folder: the profile and the model's config are left there.
+        hardware: the estimator's name of this device; None: only the solver's word is taken.
+    """
+    try:
+        with RIVALS["ds_memo"].on(trainer.model, replace(budget, ranks=shape.ranks)) as installed:
+            trainer.step(installed)
+            report, profile = installed.report(), installed.profile()
+    except DOES_NOT_FIT as error:
+        return {"why": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+    if profile is None:
+        return {"why": "ds_memo made no profile", "warnings": report["warnings"]}
+    found: dict[str, Any] = {"alpha": report["alpha"], "resident_layers": report["resident_layers"], "binding": report["binding"]}
+    found |= {"solver": report["predicted"]}
+    stem = f"{shape.name}-{length}"
+    profile_file, config_file = folder / f"profile-{stem}.json", folder / f"model-{stem}.json"
+    profile_file.write_text(profile.to_json())
+    if hardware is None or shape.ranks > 1:
+        return found | {"estimate": None}
+    trainer.model.config.to_json_file(str(config_file))
+    words = ["--model", str(config_file), "--hardware", hardware, "--gpus", "1", "--zero", "0", "--seq-length", str(length)]
+    words += ["--host-memory-gib", f"{budget.host_bytes / GIB:.3f}", "--profile", str(profile_file), "--json"]
+    done = subprocess.run([sys.executable, "-m", "ds_memo.cli", "estimate", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return found | {"estimate": None, "why": done.stderr.strip()[-300:]}
+    answer = json.loads(done.stdout)
+    keys = ("status", "step_s", "alpha", "resident_layers", "binding", "mfu", "device_gib", "host_gib")
+    return found | {"step_s": answer.get("step_s"), "estimate": {key: answer.get(key) for key in keys}}

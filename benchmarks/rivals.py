@@ -1,0 +1,218 @@
+"""What a user would pick instead, each as it is used, and ds_memo itself.
+
+Every rival is installed on the same Hugging Face model, trains, and is taken off again. `around` encloses a forward with its
+backward; a rival that holds host memory gives it back when it is taken off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from ds_memo.remat.keep import ATTENTION
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What every rival may use, and what the workload is."""
+
+    device: torch.device
+    host_bytes: int
+    device_bytes: int | None = None
+    """None: all of the device."""
+    ranks: int = 1
+    bandwidth: float = 0.0
+    """Measured, device to host, bytes a second; the paper's program for alpha asks for it."""
+    layer_forward_s: float = 0.0
+    """Measured, of one layer without copies; likewise."""
+    cache_dir: str | None = None
+    """Where ds_memo's profiles are shared by the turns of one run; None: its own place."""
+
+
+@dataclass
+class Installed:
+    """A rival on a model."""
+
+    around: Callable[[], AbstractContextManager] = nullcontext
+    report: Callable[[], dict[str, Any]] = dict
+    """What it says of itself."""
+    profile: Callable[[], Any] = lambda: None
+    """What it measured of the layers."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One way to train."""
+
+    name: str
+    says: str
+    install: Callable[..., AbstractContextManager[Installed]] = field(repr=False)
+    expandable: bool = False
+    """Runs with PyTorch's expandable segments."""
+    warm_up: int = 1
+    """Steps until it is as it will stay."""
+    needs: str | None = None
+    """A package without which it cannot run."""
+    counts_host: bool = False
+    """Keeps within Budget.host_bytes by itself."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def missing(self) -> str | None:
+        """Why it cannot run here."""
+        return f"{self.needs} is not installed" if self.needs and importlib.util.find_spec(self.needs) is None else None
+
+    def on(self, model: nn.Module, budget: Budget) -> AbstractContextManager[Installed]:
+        """Within the block the model trains this way."""
+        return self.install(model, budget, **self.settings)
+
+
+@contextlib.contextmanager
+def nothing(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+    yield Installed()
+
+
+@contextlib.contextmanager
+def checkpointed(model: nn.Module, budget: Budget, keep_attention: bool = False, offload: bool = False) -> Iterator[Installed]:
+    """Hugging Face's gradient checkpointing, that is torch.utils.checkpoint around every layer."""
+    kwargs: dict[str, Any] = {"use_reentrant": False}
+    if keep_attention:
+        kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(ATTENTION))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **({"offload": True} if offload else {}))
+    try:
+        yield Installed()
+    finally:
+        model.gradient_checkpointing_disable()
+        model.disable_input_require_grads()
+
+
+@contextlib.contextmanager
+def hf_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+    """Also as ``gradient_checkpointing_kwargs`` of a Trainer. It asks for pinned memory everywhere, which a CPU build lacks."""
+    from transformers import modeling_utils
+
+    with checkpointed(model, budget, offload=True):
+        if budget.device.type == "cuda":
+            yield Installed()
+            return
+        theirs = modeling_utils.save_on_cpu
+        modeling_utils.save_on_cpu = lambda pin_memory, device_type: theirs(pin_memory=False, device_type=device_type)
+        try:
+            yield Installed()
+        finally:
+            modeling_utils.save_on_cpu = theirs
+
+
+@contextlib.contextmanager
+def deepspeed_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+    from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
+
+    manager = CheckpointHiddenStatesOffload()  # one for all steps: it keeps its host buffers between them
+    with checkpointed(model, budget):
+        yield Installed(around=lambda: manager)
+
+
+@contextlib.contextmanager
+def save_on_cpu(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+    where = budget.device.type
+    yield Installed(around=lambda: torch.autograd.graph.save_on_cpu(pin_memory=where == "cuda", device_type=where))
+
+
+@contextlib.contextmanager
+def paper(model: nn.Module, budget: Budget, alpha: float | None = None) -> Iterator[Installed]:
+    from benchmarks.paper_memo import paper_memo
+
+    hides = {"bandwidth": budget.bandwidth, "layer_forward_s": budget.layer_forward_s}
+    with paper_memo(model, alpha, budget.host_bytes, budget.device, ranks=budget.ranks, **hides) as memo:
+
+        def report() -> dict[str, Any]:
+            traffic = memo.engine.traffic
+            return {
+                "alpha": memo.alpha,
+                "bytes_to_host": traffic.bytes_to_host,
+                "stall_s": memo.engine.streams.stall_s(),
+                "host": {"budget": memo.slab.budget, "slab": memo.slab.size, "peak_used": memo.slab.peak_used},
+            }
+
+        yield Installed(report=report)
+
+
+@contextlib.contextmanager
+def memo(model: nn.Module, budget: Budget, planned: bool = False, **config: Any) -> Iterator[Installed]:
+    import ds_memo
+
+    config |= {"plan": {"enabled": planned}, "host_memory_gib": budget.host_bytes / GIB}
+    if budget.cache_dir is not None:
+        config["plan"]["cache_dir"] = budget.cache_dir
+    if budget.device_bytes is not None:
+        config["device_memory_gib"] = budget.device_bytes / GIB
+    handle = ds_memo.attach(model, config)
+    try:
+        yield Installed(report=handle.report, profile=lambda: handle.autopilot.profile if handle.autopilot else None)
+    finally:
+        handle.detach()
+
+
+_PLANNED = 5
+"""Steps until addresses are planned: two alike to profile, one that plans, one that follows, one to be sure."""
+
+RIVALS = {
+    rival.name: rival
+    for rival in (
+        Rival("none", "no checkpointing", nothing),
+        Rival("checkpoint", "torch.utils.checkpoint, full recompute", checkpointed),
+        Rival(
+            "checkpoint+attention",
+            "torch.utils.checkpoint, attention outputs kept on the device",
+            checkpointed,
+            settings={"keep_attention": True},
+        ),
+        Rival("deepspeed", "DeepSpeed's CheckpointHiddenStatesOffload", deepspeed_offload, needs="deepspeed"),
+        Rival("save_on_cpu", "torch.autograd.graph.save_on_cpu", save_on_cpu),
+        Rival("hf_offload", "Hugging Face gradient_checkpointing_enable(offload=True)", hf_offload),
+        Rival("paper", "MEMO as in the paper", paper, warm_up=2, counts_host=True),
+        Rival("paper, expandable", "the same with expandable segments", paper, expandable=True, warm_up=2, counts_host=True),
+        Rival("ds_memo", "ds_memo, PyTorch's allocator", memo, warm_up=3, needs="deepspeed", counts_host=True),
+        Rival(
+            "ds_memo, expandable",
+            "ds_memo, expandable segments",
+            memo,
+            expandable=True,
+            warm_up=3,
+            needs="deepspeed",
+            counts_host=True,
+        ),
+        Rival(
+            "ds_memo, planned",
+            "ds_memo, planned addresses",
+            memo,
+            warm_up=_PLANNED,
+            needs="deepspeed",
+            counts_host=True,
+            settings={"planned": True},
+        ),
+        Rival(
+            "ds_memo, swapping",
+            "ds_memo, planned addresses, two resident layers even where more would fit",
+            memo,
+            warm_up=_PLANNED,
+            needs="deepspeed",
+            counts_host=True,
+            settings={"planned": True, "resident_layers": 2},
+        ),
+    )
+}
+OURS = ("ds_memo", "ds_memo, expandable", "ds_memo, planned")
+"""With its own solution; the last is what a user gets."""
+SWAPPING = "ds_memo, swapping"
+INPUT_OFFLOAD = ("deepspeed", "hf_offload")

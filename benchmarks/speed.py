@@ -1,0 +1,345 @@
+"""Step time and memory of every rival at every length, side by side in one run.
+
+    bash benchmarks/gpu.sh speed [--workloads gpt7b llama8b ulysses8] [--lengths 65536 …] [--rivals …] [--host-gib X]
+                                 [--budget-s 420] [--device cuda|cpu] [--out DIR]
+
+Per point (workload, length): a rival is put on the model, warmed up, timed, taken off, and the next has its turn; then all of
+them again. Points run from short to long; those that the time budget does not hold are dropped and named. A rival that runs out
+of memory is written down as such. At the shortest point of a workload every rival's gradients are compared with those of no
+checkpointing, and the bar is what stock itself is off by when its GEMMs sum in another order.
+
+"ds_memo, swapping" keeps two layers on the device whatever there is room for, as the paper does: where everything fits, ds_memo
+itself is plain training, and its speed would say nothing of swapping.
+
+--host-gib lowers the host budget of ds_memo and of the paper's MEMO: host-bound points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import attention, results, streams
+from benchmarks.attention import HEADS
+from benchmarks.predict import hardware_of, predict
+from benchmarks.rivals import GIB, INPUT_OFFLOAD, OURS, RIVALS, SWAPPING, Budget, Installed, Rival
+from benchmarks.timing import DOES_NOT_FIT, Memory, Trainer, clear, use_expandable
+from benchmarks.workloads import Shape, batch, build, shapes, step_flops, tokens_of
+from ds_memo.profile.bandwidth import measure_bandwidth
+from ds_memo.swap.host_memory import budget_bytes
+
+ASSUMED_FLOPS = {"cuda": 3e14, "cpu": 3e9}
+"""Per second, until the first step has been timed."""
+DEAR_S = 3.0
+"""Steps longer than this are not run with every allocator; the planned and the native one tell the story."""
+ALLOCATORS = ("paper, expandable", "ds_memo", "ds_memo, expandable")
+
+
+def visits(step_s: float) -> tuple[int, int]:
+    """How often each rival has its turn at a point, and how many steps are timed then."""
+    if step_s < 0.5:
+        return 3, 3
+    return (2, 3) if step_s < 1.5 else (2, 2)
+
+
+def cost_s(rivals: Iterable[Rival], step_s: float) -> float:
+    """What a point takes; recomputing rivals are a third longer, installing takes a while, and so do prediction and trace."""
+    turns, steps = visits(step_s)
+    return 10 * step_s + sum(turns * (rival.warm_up + steps) * step_s * 1.35 + turns * 0.5 * min(1.0, step_s) for rival in rivals)
+
+
+def run_point(
+    model: nn.Module, shape: Shape, length: int, rivals: list[Rival], budget: Budget, rate: float, compare: bool, folder: Path
+) -> dict[str, Any]:
+    """One point: raw samples, memory and reports of every rival.
+
+    Args:
+        rate: FLOP/s that a step is expected to reach.
+        compare: the gradients too.
+        folder: for the profile, the trace and the picture of the streams.
+    """
+    trainer = Trainer(model, batch(shape, length, budget.device))
+    budget = replace(budget, ranks=shape.ranks, layer_forward_s=trainer.layer_forward_s(shape.layers))
+    predicted = None
+    if any(rival.name in OURS and rival.missing() is None for rival in rivals):
+        predicted = predict(trainer, shape, length, budget, folder, hardware_of(budget.device))  # before anything is timed
+        clear(budget.device)
+    turns, steps = visits(step_flops(shape, length) / rate)
+    rows: dict[str, dict[str, Any]] = {rival.name: {"samples_s": []} for rival in rivals}
+    for turn in range(turns):
+        for rival in rivals:
+            row = rows[rival.name]
+            if "out" in row:
+                continue
+            if (missing := rival.missing() or _too_much_host(rival, rows, budget)) is not None:
+                row["out"] = missing
+                continue
+            use_expandable(rival.expandable, budget.device)
+            try:
+                with rival.on(model, budget) as installed:
+                    _visit(trainer, installed, rival, steps, row, first=turn == 0)
+            except DOES_NOT_FIT as error:
+                row["out"] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+            for parameter in model.parameters():  # whatever a failed step left
+                parameter.grad.zero_()
+            clear(budget.device)
+    use_expandable(False, budget.device)
+    for row in rows.values():
+        if "out" not in row:
+            row["median_s"] = statistics.median(row["samples_s"])
+            row["tflops"] = step_flops(shape, length) / row["median_s"] / 1e12
+    point = {"workload": shape.name, "length": length, "rows_of_this_rank": tokens_of(shape, length), "rivals": rows}
+    point |= {"layers": shape.layers, "layer_forward_s": budget.layer_forward_s, "host_budget": budget.host_bytes}
+    if predicted is not None:
+        point["predicted"] = predicted
+    if compare:
+        point["gradients"] = gradients(trainer, rivals, budget, rows)
+    ours = [rival for rival in rivals if rival.name in (*OURS, SWAPPING) and "median_s" in rows[rival.name]]
+    if ours:
+        point["streams"] = watch_streams(trainer, ours[-1], budget, folder / f"streams-{shape.name}-{length}.json")
+    return point
+
+
+def watch_streams(trainer: Trainer, rival: Rival, budget: Budget, path: Path) -> dict[str, Any]:
+    """One step as the profiler sees it."""
+    with rival.on(trainer.model, budget) as installed:
+        for _ in range(rival.warm_up):
+            trainer.step(installed)
+        spans = streams.record(lambda: trainer.step(installed), budget.device, path.with_suffix(".trace.json"))
+    clear(budget.device)
+    streams.save(spans, f"{path.stem.removeprefix('streams-')}: {rival.says}", path)
+    return streams.analyse(spans)
+
+
+def _visit(trainer: Trainer, installed: Installed, rival: Rival, steps: int, row: dict[str, Any], first: bool) -> None:
+    for _ in range(rival.warm_up):
+        trainer.step(installed)
+    before = installed.report()
+    memory = Memory(trainer.ids.device)
+    row["samples_s"] += [trainer.seconds(installed) for _ in range(steps)]
+    if not first:
+        return
+    after = installed.report()
+    row["memory"] = memory.read(steps, lambda: trainer.step(installed))
+    if "stall_s" in after:
+        row["stall_s_per_step"] = {name: (after["stall_s"][name] - before["stall_s"][name]) / steps for name in after["stall_s"]}
+    row["report"] = results.plain(after)
+
+
+def _too_much_host(rival: Rival, rows: dict[str, dict[str, Any]], budget: Budget) -> str | None:
+    """PyTorch's own offloading knows no budget, and a host that is full kills the whole run."""
+    saved = rows.get("none", {}).get("memory", {}).get("device_peak")
+    if rival.name != "save_on_cpu" or budget.device.type != "cuda":
+        return None
+    if saved is None or saved > 0.8 * budget.host_bytes:
+        known = "more than the device holds" if saved is None else f"{saved / GIB:.3g} GiB"
+        return f"not tried: {known} to save, {budget.host_bytes / GIB:.3g} GiB of host memory"
+    return None
+
+
+# ---- gradients
+
+
+class OtherOrder(TorchDispatchMode):
+    """GEMMs sum over the inner dimension from the other end: what rounding alone makes of a gradient."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.mm.default, aten.addmm.default):
+            *more, left, right = args
+            args = (*more, left.flip(1), right.flip(0))
+        return func(*args, **(kwargs or {}))
+
+
+def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Norm of the difference over the norm, per parameter."""
+    found = {}
+    for name, value in want.items():
+        scale = value.float().norm()
+        found[name] = ((got[name].float() - value.float()).norm() / scale).item() if scale else float(got[name].any())
+    return found
+
+
+def gradients(trainer: Trainer, rivals: list[Rival], budget: Budget, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Every rival's gradients against no checkpointing; the bar is the same model with GEMMs in another order."""
+    try:
+        loss, want = trainer.gradients(Installed())
+        with OtherOrder():
+            bar = max(distance(trainer.gradients(Installed())[1], want).values())
+    except DOES_NOT_FIT as error:
+        return {"skipped": f"no checkpointing does not fit: {str(error)[:200]}"}
+    found: dict[str, Any] = {"bar": bar, "rivals": {}, "failures": []}
+    for rival in rivals:
+        if "out" in rows[rival.name] or rival.name == "none":
+            continue
+        with rival.on(trainer.model, budget) as installed:
+            trainer.gradients(installed)  # the first step of ds_memo analyses
+            got_loss, got = trainer.gradients(installed)
+        worst = max(distance(got, want).items(), key=lambda item: item[1])
+        found["rivals"][rival.name] = {"worst": worst[1], "of": worst[0], "loss_equal": bool(torch.equal(loss, got_loss))}
+        if not worst[1] <= bar:
+            found["failures"].append(f"gradients: {rival.name} is off by {worst[1]:.2e} at {worst[0]}, bar {bar:.2e}")
+        clear(budget.device)
+    return found
+
+
+# ---- claims
+
+
+def claims(point: dict[str, Any]) -> list[dict[str, Any]]:
+    """The bars of the issue that this point can speak to: name, measured, bar, held."""
+    rows = {name: row for name, row in point["rivals"].items() if "median_s" in row}
+    ours = next((rows[name]["median_s"] for name in reversed(OURS) if name in rows), None)  # planned is what a user gets
+    if ours is None:
+        return []
+    found = []
+
+    def say(name: str, value: float, bar: float, at_most: bool) -> None:
+        found.append({"claim": name, "value": value, "bar": bar, "held": value <= bar if at_most else value >= bar})
+
+    if "none" in rows:
+        say("step / no checkpointing", ours / rows["none"]["median_s"], 1.03, at_most=True)
+        if SWAPPING in rows:
+            say("step / no checkpointing, swapping", rows[SWAPPING]["median_s"] / rows["none"]["median_s"], 1.03, at_most=True)
+    long = 65536 <= point["length"] <= 262144
+    for name in ("checkpoint", *INPUT_OFFLOAD):
+        if long and name in rows:
+            say(f"{name} / step", rows[name]["median_s"] / ours, 1.20, at_most=False)
+    others = {name: row["median_s"] for name, row in rows.items() if name not in (*OURS, SWAPPING)}
+    if others:
+        best = min(others, key=others.get)
+        say(f"step / best rival ({best})", ours / others[best], 1.0, at_most=True)
+    for name in OURS:
+        host = rows.get(name, {}).get("report", {}).get("host")
+        if host:
+            say(f"host slab / budget, {name}", host["slab"] / host["budget"], 1.0, at_most=True)
+    planned = rows.get("ds_memo, planned", {}).get("memory", {})
+    if "cuda_mallocs_per_step" in planned:
+        calls = planned["cuda_mallocs_per_step"] + planned["cuda_frees_per_step"]
+        say("cudaMalloc and cudaFree a step, planned", calls, 0.0, at_most=True)
+        say("reserved / requested, planned", planned["device_reserved_peak"] / planned["device_peak"], 1.02, at_most=True)
+    return found
+
+
+# ---- the whole run
+
+
+def measure(
+    names: list[str],
+    lengths: list[int] | None,
+    rivals: list[Rival],
+    budget: Budget,
+    budget_s: float,
+    folder: Path,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """All points that the time budget holds."""
+    begin = time.perf_counter()
+    table = shapes(budget.device)
+    wanted = [(table[name], length) for name in names for length in lengths or table[name].lengths]
+    wanted.sort(key=lambda point: step_flops(*point))
+    dtype = torch.bfloat16 if budget.device.type == "cuda" else torch.float32
+    rate = ASSUMED_FLOPS[budget.device.type]
+    points, dropped = [], []
+    compared: set[str] = set()
+    for shape, length in wanted:
+        step_s = step_flops(shape, length) / rate
+        taking = [rival for rival in rivals if step_s < DEAR_S or rival.name not in ALLOCATORS]
+        left = budget_s - (time.perf_counter() - begin)
+        needs = cost_s(taking, step_s)
+        if points and needs > left:
+            dropped.append({"workload": shape.name, "length": length, "needs_s": needs, "left_s": max(0.0, left)})
+            say(f"{shape.name} {length}: dropped, needs about {needs:.0f} s and {max(0.0, left):.0f} s are left")
+            continue
+        say(f"{shape.name}, {length} tokens")
+        model = build(shape, budget.device, dtype)
+        point = run_point(model, shape, length, taking, budget, rate, compare=shape.name not in compared, folder=folder)
+        compared.add(shape.name)
+        del model
+        clear(budget.device)
+        point["claims"] = claims(point)
+        points.append(point)
+        _print(point, say)
+        fast = [row["tflops"] for row in point["rivals"].values() if "tflops" in row]
+        rate = max(fast, default=rate / 1e12) * 1e12
+    failures = [failure for point in points for failure in point.get("gradients", {}).get("failures", ())]
+    return {"points": points, "dropped": dropped, "failures": failures, "seconds": time.perf_counter() - begin}
+
+
+def _print(point: dict[str, Any], say: Callable[[str], None]) -> None:
+    for name, row in point["rivals"].items():
+        if "out" in row:
+            say(f"    {name:22s} {row['out'][:110]}")
+            continue
+        spread = (max(row["samples_s"]) - min(row["samples_s"])) / row["median_s"]
+        text = f"    {name:22s} {row['median_s'] * 1e3:10.1f} ms ±{50 * spread:4.1f} %  {row['tflops']:7.3g} TFLOP/s"
+        say(text + f"  device {row['memory']['device_peak'] / GIB:7.3f} GiB")
+    results.say_claims(point["claims"])
+    if point.get("predicted"):
+        said = point["predicted"]
+        layers = (said.get("solver") or {}).get("layers_s")
+        text = said.get("why") or f"alpha {said['alpha']:.3g}, {said['resident_layers']} resident, layers {layers * 1e3:.1f} ms"
+        say(f"      predicted: {text}" + (f", step {said['step_s'] * 1e3:.1f} ms" if said.get("step_s") else ""))
+    if point.get("streams"):
+        seen = point["streams"]
+        hidden = ", ".join(f"{row} {share:.1%} hidden" for row, share in seen["hidden_share"].items() if share is not None)
+        say(f"      streams: compute busy {seen['compute_share']:.1%} of {seen['span_s'] * 1e3:.1f} ms; {hidden or 'no copies'}")
+    if "rivals" in point.get("gradients", {}):
+        worst = max((row["worst"] for row in point["gradients"]["rivals"].values()), default=0.0)
+        say(f"      gradients off by at most {worst:.2e}, bar {point['gradients']['bar']:.2e}")
+
+
+def make_budget(device: torch.device, host_gib: float | None, device_gib: float | None = None) -> Budget:
+    host = budget_bytes(host_gib, 1, locked=False)
+    rate = measure_bandwidth(device, device.type == "cuda", min(host, GIB))[0]
+    device_bytes = None if device_gib is None else int(device_gib * GIB)
+    return Budget(device, host, device_bytes=device_bytes, bandwidth=rate)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--workloads", nargs="+", choices=["gpt7b", "llama8b", "ulysses8"])
+    parser.add_argument("--rivals", nargs="+", choices=list(RIVALS), default=list(RIVALS))
+    parser.add_argument("--host-gib", type=float, help="host budget of ds_memo and of the paper's MEMO")
+    parser.add_argument("--budget-s", type=float, default=420.0, help="seconds that the whole may take")
+    parser.add_argument("--out", help="folder for the result; absent: $OUT, else benchmarks/results")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("gpu.sh speed", description=__doc__.splitlines()[0])
+    add_common(parser)
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens; absent: all of a workload")
+    parser.add_argument("--device-gib", type=float, help="device budget that ds_memo is told; absent: all there is")
+    parser.add_argument("--no-attention", action="store_true", help="leave the attention kernels out")
+    options = parser.parse_args(arguments)
+    device = results.device_or_exit(options.device, "speed")
+    rivals = [RIVALS[name] for name in options.rivals]
+    names = options.workloads or ["gpt7b", "llama8b", "ulysses8"]
+    folder = results.folder(options.out)
+    begin = time.perf_counter()
+    kernels = None
+    if not options.no_attention:
+        heads = HEADS if device.type == "cuda" else 2
+        kernels = attention.measure(device, attention.lengths_for(device), heads)
+        clear(device)
+    with tempfile.TemporaryDirectory() as cache:  # profiles of this run, not of one before
+        budget = replace(make_budget(device, options.host_gib, options.device_gib), cache_dir=cache)
+        left = options.budget_s - (time.perf_counter() - begin)
+        found = measure(names, options.lengths, rivals, budget, left, folder, results.say)
+    found["attention"] = kernels
+    return results.write("speed", device, found | {"settings": vars(options)}, options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""What the three streams did during one step, measured: busy, hidden, waited for, and a picture of it.
+
+    python -m benchmarks.streams FILE.json      draws FILE.png from what a run wrote on a machine without matplotlib
+
+On CUDA the spans are kernels and copies of a torch.profiler trace, which is written too (for chrome://tracing and Perfetto). On a
+CPU they are ops of the compute thread and copies of the two copy threads, by the clock: the harness's own trial.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_memo.swap import streams as swap_streams
+from ds_memo.swap.protocol import COMPUTE, D2H, H2D
+
+ROWS = (COMPUTE, D2H, H2D)
+COLOURS = {COMPUTE: "#4878a8", D2H: "#5aa469", H2D: "#9c6bb0"}
+
+
+@dataclass(frozen=True)
+class Span:
+    stream: str
+    begin: float
+    """Seconds."""
+    end: float
+
+
+def record(step: Callable[[], Any], device: torch.device, trace: Path) -> list[Span]:
+    """One step's spans; on CUDA `trace` is written."""
+    return _record_cuda(step, trace) if device.type == "cuda" else _record_cpu(step)
+
+
+def _record_cuda(step: Callable[[], Any], trace: Path) -> list[Span]:
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(trace))
+    return spans_of(json.loads(trace.read_text())["traceEvents"])
+
+
+def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
+    """Of a chrome trace. A copy between device and host belongs to its direction, everything else on the device computes."""
+    found = []
+    for event in events:
+        if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        name = event["name"]
+        stream = D2H if "DtoH" in name else H2D if "HtoD" in name else COMPUTE
+        found.append(Span(stream, event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6))
+    return found
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self, spans: list[Span]) -> None:
+        super().__init__()
+        self.spans = spans
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        begin = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        self.spans.append(Span(COMPUTE, begin, time.perf_counter()))
+        return out
+
+
+def _record_cpu(step: Callable[[], Any]) -> list[Span]:
+    import threading
+
+    found: list[Span] = []
+    copy_all = swap_streams._copy_all
+
+    def timed(copies: list) -> None:
+        begin = time.perf_counter()
+        copy_all(copies)
+        name = threading.current_thread().name
+        found.append(Span(D2H if name.endswith(D2H) else H2D, begin, time.perf_counter()))
+
+    swap_streams._copy_all = timed
+    try:
+        with _Ops(found):
+            step()
+    finally:
+        swap_streams._copy_all = copy_all
+    return found
+
+
+# ---- what they say
+
+
+def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same times without overlaps, in order."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def common(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
+    """Seconds that are in both of two unions."""
+    total, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def analyse(spans: list[Span]) -> dict[str, Any]:
+    """Seconds busy per stream, compute's share of the step, and the share of each copy stream that compute hides."""
+    if not spans:
+        return {}
+    times = {row: union((span.begin, span.end) for span in spans if span.stream == row) for row in ROWS}
+    busy = {row: sum(end - begin for begin, end in spans) for row, spans in times.items()}
+    whole = max(span.end for span in spans) - min(span.begin for span in spans)
+    hidden = {row: common(times[COMPUTE], times[row]) / busy[row] if busy[row] else None for row in (D2H, H2D)}
+    return {"span_s": whole, "busy_s": busy, "compute_share": busy[COMPUTE] / whole if whole else None, "hidden_share": hidden}
+
+
+def draw(spans: list[Span], title: str, path: Path) -> bool:
+    """Three rows over time as PNG. False: there is no matplotlib here."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return False
+    begin = min(span.begin for span in spans)
+    figure, axes = plt.subplots(figsize=(14, 3))
+    for place, row in enumerate(ROWS):
+        bars = [(span.begin - begin, span.end - span.begin) for span in spans if span.stream == row]
+        axes.broken_barh(bars, (len(ROWS) - place - 0.9, 0.8), facecolors=COLOURS[row])
+    axes.set_yticks([len(ROWS) - place - 0.5 for place in range(len(ROWS))], ROWS)
+    axes.set_xlabel("seconds")
+    axes.set_title(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True
+
+
+def save(spans: list[Span], title: str, path: Path) -> None:
+    """FILE.json, and FILE.png where it can be drawn."""
+    merged = {row: union((span.begin, span.end) for span in spans if span.stream == row) for row in ROWS}
+    slim = [Span(row, *times) for row, found in merged.items() for times in found]
+    path.write_text(json.dumps({"title": title, "spans": [asdict(span) for span in slim]}) + "\n")
+    draw(slim, title, path.with_suffix(".png"))
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    path = Path(arguments[0])
+    data = json.loads(path.read_text())
+    if not draw([Span(**span) for span in data["spans"]], data["title"], path.with_suffix(".png")):
+        print("streams: a PNG needs matplotlib: pip install 'ds_memo[plot]'", file=sys.stderr)
+        return 2
+    print(f"written to {path.with_suffix('.png')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,143 @@
+"""The tables of benchmarks/README.md, made from the JSON files of CUDA machines in benchmarks/results.
+
+    bash benchmarks/gpu.sh table [FILE …]     copies FILEs (brought from the machine) into benchmarks/results first
+
+Nothing between the two markers is typed by hand; without a result there is a sentence that says so.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import FOLDER
+
+README = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- results: made by `bash benchmarks/gpu.sh table` -->", "<!-- end of results -->"
+VERBS = ("check", "speed", "capacity", "planner")
+NONE_YET = "There is no result of a CUDA machine yet.\n"
+
+
+def load(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(file name, result) of every run on a CUDA device, oldest first."""
+    found = []
+    for path in folder.glob("*.json"):
+        data = json.loads(path.read_text())
+        if isinstance(data, dict) and data.get("verb") in VERBS and "cuda" in data["environment"]:
+            found.append((path.name, data))
+    return sorted(found, key=lambda item: item[1]["environment"]["time"])
+
+
+def render(results: list[tuple[str, dict[str, Any]]]) -> str:
+    """Markdown: one line per run, then one per point and length of the latest runs."""
+    if not results:
+        return NONE_YET
+    lines = ["| run | device | torch | commit | what came out |", "|---|---|---|---|---|"]
+    for name, data in results:
+        here = data["environment"]
+        cells = (f"[{data['verb']}](results/{name})", here["device"], here["torch"], (here["commit"] or "?")[:8], summary(data))
+        lines.append(f"| {' | '.join(cells)} |")
+    speed = [data for _, data in results if data["verb"] == "speed"]
+    if speed:
+        lines += ["", *_points(speed)]
+    capacity = [data for _, data in results if data["verb"] == "capacity"]
+    if capacity:
+        lines += ["", *_longest(capacity)]
+    return "\n".join(lines) + "\n"
+
+
+def summary(data: dict[str, Any]) -> str:
+    """One cell."""
+    failures = data.get("failures", [])
+    verdict = f"{len(failures)} failures" if failures else "no failures"
+    parts = [data, *data.get("points", ()), *data.get("runs", ())]
+    held = [claim for part in parts for claim in part.get("claims", ())]
+    if held:
+        verdict += f", {sum(claim['held'] for claim in held)} of {len(held)} bars held"
+    points, dropped = (
+        ", ".join(f"{point['workload']} {_short(point['length'])}" for point in data.get(key, ()) if "length" in point)
+        for key in ("points", "dropped")
+    )
+    return "; ".join(part for part in (points, f"dropped for time: {dropped}" if dropped else "", verdict) if part)
+
+
+def _points(runs: list[dict[str, Any]]) -> list[str]:
+    latest: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for run in runs:
+        for point in run["points"]:
+            latest[point["workload"], point["length"], point["host_budget"]] = point
+    rivals = list(dict.fromkeys(name for point in latest.values() for name in point["rivals"]))
+    lines = ["Median milliseconds of a step:", ""]
+    lines.append(f"| workload | tokens | host GiB | {' | '.join(rivals)} | predicted |")
+    lines.append("|---" * (len(rivals) + 4) + "|")
+    for (workload, length, host), point in sorted(latest.items()):
+        cells = [_step(point["rivals"].get(name)) for name in rivals]
+        predicted = point.get("predicted", {}).get("step_s")
+        cells.append("–" if predicted is None else f"{predicted * 1e3:,.0f}")
+        lines.append(f"| {workload} | {_short(length)} | {host / (1 << 30):.0f} | {' | '.join(cells)} |")
+    return lines
+
+
+def _longest(runs: list[dict[str, Any]]) -> list[str]:
+    lines = ["Longest trainable length:", "", "| workload | device GiB | host GiB | rival | tokens | step s |", "|---" * 6 + "|"]
+    for run in runs:
+        for row in run["rivals"]:
+            what = (
+                row["workload"],
+                f"{row['device_bytes'] / (1 << 30):.0f}",
+                f"{row['host_bytes'] / (1 << 30):.0f}",
+                row["rival"],
+            )
+            step = row.get("step_s")
+            end = (_short(row["longest"]) if row["longest"] else "none", "–" if step is None else f"{step:.2f}")
+            lines.append(f"| {' | '.join((*what, *end))} |")
+    return lines
+
+
+def _step(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    return f"{row['median_s'] * 1e3:,.0f}" if "median_s" in row else "out"
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
+def update(readme: Path = README, folder: Path = FOLDER) -> None:
+    """Write the tables between the markers.
+
+    Raises:
+        ValueError: the markers are not there.
+    """
+    text = readme.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"{readme}: the lines {BEGIN!r} and {END!r} must be there once each, in this order")
+    before, rest = text.split(BEGIN)
+    readme.write_text(f"{before}{BEGIN}\n{render(load(folder))}{END}{rest.split(END)[1]}")
+
+
+def main(arguments: list[str]) -> int:
+    for name in arguments:
+        path = Path(name)
+        try:
+            data = json.loads(path.read_text())
+            good = isinstance(data, dict) and data.get("verb") in VERBS and "environment" in data
+        except (OSError, ValueError) as error:
+            print(f"table: {name} cannot be read: {error}", file=sys.stderr)
+            return 2
+        if not good:
+            print(f"table: {name} is no result of {', '.join(VERBS)}", file=sys.stderr)
+            return 2
+        if path.resolve().parent != FOLDER.resolve():
+            shutil.copy(path, FOLDER / path.name)
+    update()
+    print(f"written to {README}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""One training step, timed, with the memory it took."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.rivals import Installed
+from benchmarks.workloads import loss_of
+from ds_memo.errors import MemoError
+from ds_memo.profile import LiveBytes
+
+DOES_NOT_FIT = (torch.OutOfMemoryError, MemoError, MemoryError)
+"""What a rival that runs out of memory raises."""
+
+
+class Trainer:
+    """A model, its batch and an optimizer that changes nothing: every rival sees the same weights in every step."""
+
+    def __init__(self, model: nn.Module, ids: torch.Tensor) -> None:
+        self.model, self.ids = model, ids
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=ids.is_cuda)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def gradients(self, installed: Installed) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss and a copy of every gradient."""
+        self.optimizer.zero_grad(set_to_none=False)
+        with installed.around():
+            loss = loss_of(self.model, self.ids)
+            loss.backward()
+        return loss.detach(), {name: p.grad.clone() for name, p in self.model.named_parameters()}
+
+    def step(self, installed: Installed) -> None:
+        with installed.around():
+            loss_of(self.model, self.ids).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def seconds(self, installed: Installed) -> float:
+        """Of one step; on CUDA between events on the stream."""
+        return seconds(lambda: self.step(installed), self.ids.device)
+
+    def layer_forward_s(self, layers: int) -> float:
+        """Of one layer, without anything saved."""
+        with torch.no_grad():
+            loss_of(self.model, self.ids)
+            return min(seconds(lambda: loss_of(self.model, self.ids), self.ids.device) for _ in range(2)) / layers
+
+
+def seconds(work: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3
+
+
+class Memory:
+    """Device and host bytes over a block of steps. On a CPU a step of its own is counted instead of watched."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.memory.reset_peak_host_memory_stats()
+            self._before = torch.cuda.memory_stats(device)
+
+    def read(self, steps: int, step: Callable[[], Any]) -> dict[str, float]:
+        """Peaks since the beginning.
+
+        Args:
+            steps: how many there were.
+            step: one more, where there is nothing that watches.
+        """
+        if not self._cuda:
+            with LiveBytes(self._device) as count:
+                step()
+            return {"device_peak": count.peak}
+        after = torch.cuda.memory_stats(self._device)
+        return {
+            "device_peak": after["requested_bytes.all.peak"],
+            "device_allocated_peak": after["allocated_bytes.all.peak"],
+            "device_reserved_peak": after["reserved_bytes.all.peak"],
+            "cuda_mallocs_per_step": (after["num_device_alloc"] - self._before["num_device_alloc"]) / steps,
+            "cuda_frees_per_step": (after["num_device_free"] - self._before["num_device_free"]) / steps,
+            "pinned_by_torch_peak": torch.cuda.memory.host_memory_stats().get("allocated_bytes.peak", 0),
+        }
+
+
+def clear(device: torch.device) -> None:
+    """Nothing of one rival is left for the next."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
+
+
+def use_expandable(on: bool, device: torch.device) -> None:
+    """Switch PyTorch's segments; only what is allocated from now on is affected, so the cache goes first."""
+    if device.type != "cuda":
+        return
+    clear(device)
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{on}")

@@ -1,0 +1,177 @@
+"""What the GPU benchmarks train: layers of the papers' widths with random weights, one random sequence, forward, backward, step.
+
+    gpt7b      GPT-NeoX, rotary, GELU tanh: h 4096, 32 heads, ffn 16384
+    llama8b    Llama-3-8B's shape: h 4096, 32 heads, 8 of them for keys and values, ffn 14336
+    ulysses8   one rank of Ulysses-8 with gpt7b's layers: token-wise parts on s/8 rows, attention on s rows with 4 heads; the
+               all-to-alls are local permutes of the same bytes
+
+Attention runs through one function for every rival, `core`, which the transformers attention registry leads to. On a CPU the
+same shapes shrink by one table of sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+
+Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], torch.Tensor]
+"""q, k, v (b, heads, rows, d), scale, ranks → (b, rows, heads, d)."""
+LOGITS = 16
+"""Last positions that the loss looks at: a full vocabulary at every position would be a benchmark of the loss."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """One width."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One workload."""
+
+    name: str
+    family: str
+    layers: int
+    lengths: tuple[int, ...]
+    """Tokens of the whole sequence, over all ranks."""
+    size: Size
+    ranks: int = 1
+    """Of sequence parallelism; this process is one of them."""
+
+
+_GPT, _LLAMA = Size(4096, 32, 32, 16384), Size(4096, 32, 8, 14336)
+_SMALL_GPT, _SMALL_LLAMA = Size(32, 8, 8, 128), Size(32, 8, 2, 112)
+_K = 1024
+
+
+def shapes(device: torch.device) -> dict[str, Shape]:
+    """The table of sizes: those of the claims on CUDA, tiny ones that try the harness elsewhere."""
+    if device.type == "cuda":
+        one = tuple(n * _K for n in (16, 32, 64, 128))
+        eight = tuple(n * _K for n in (64, 128, 256, 512))
+        gpt, llama = _GPT, _LLAMA
+    else:
+        one, eight = (48, 96), (192, 384)
+        gpt, llama = _SMALL_GPT, _SMALL_LLAMA
+    found = [
+        Shape("gpt7b", "gpt", 6, one, gpt),
+        Shape("llama8b", "llama", 6, one, llama),
+        Shape("ulysses8", "gpt", 8, eight, gpt, ranks=8),
+    ]
+    return {shape.name: shape for shape in found}
+
+
+def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+    """A causal language model of the shape in training mode, random weights, no dropout."""
+    size = shape.size
+    common = {
+        "vocab_size": 512,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": size.heads,
+        "max_position_embeddings": max(shape.lengths),
+        "attn_implementation": "bench" if shape.ranks == 1 else f"bench_ulysses{shape.ranks}",
+        "use_cache": False,
+    }
+    torch.manual_seed(seed)
+    with torch.device(device):
+        if shape.family == "gpt":
+            rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+            gpt = {"hidden_act": "gelu_pytorch_tanh", "use_parallel_residual": False, "rope_parameters": rope}
+            model: nn.Module = GPTNeoXForCausalLM(GPTNeoXConfig(**common, **gpt))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=size.kv_heads))
+    return model.to(dtype).train()
+
+
+def tokens_of(shape: Shape, length: int) -> int:
+    """Rows of this process."""
+    if length % shape.ranks:
+        raise ValueError(f"{shape.name}: {length} tokens do not divide over {shape.ranks} ranks")
+    return length // shape.ranks
+
+
+def batch(shape: Shape, length: int, device: torch.device, seed: int = 1) -> torch.Tensor:
+    """Token ids (1, rows of this process)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 512, (1, tokens_of(shape, length)), generator=generator).to(device)
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, use_cache=False, logits_to_keep=LOGITS).logits.float().square().mean()
+
+
+def step_flops(shape: Shape, length: int) -> float:
+    """Forward and backward of this process, recomputation not counted (PAPER: 6 s P + 6 n h s² for causal attention)."""
+    size, n = shape.size, shape.layers
+    gated = 3 if shape.family == "llama" else 2
+    kv = size.hidden * size.kv_heads // size.heads
+    parameters = n * (2 * size.hidden * (size.hidden + kv) + gated * size.hidden * size.ffn)
+    return (6.0 * length * parameters + 6.0 * n * size.hidden * length**2) / shape.ranks
+
+
+# ---- attention
+
+_instead: Core | None = None
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention over (b, heads, s, d)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ranks: int) -> torch.Tensor:
+    """Attention over the whole sequence, from and to what this rank holds of it."""
+    q, k, v = (heads_to_ranks(x, ranks) for x in (q, k, v))
+    return ranks_to_heads(sdpa(q, k, v, scale), ranks)
+
+
+@contextlib.contextmanager
+def attention_through(function: Core) -> Iterator[None]:
+    """Within the block attention calls `function`."""
+    global _instead
+    before, _instead = _instead, function
+    try:
+        yield
+    finally:
+        _instead = before
+
+
+def heads_to_ranks(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """(b, heads, rows, d) → (b, heads/ranks, ranks·rows, d), as the all-to-all in front of attention moves bytes."""
+    if ranks == 1:
+        return x
+    b, heads, rows, d = x.shape
+    split = x.reshape(b, ranks, heads // ranks, rows, d).transpose(1, 2)
+    return split.contiguous().view(b, heads // ranks, ranks * rows, d)
+
+
+def ranks_to_heads(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The way back: (b, heads/ranks, ranks·rows, d) → (b, rows, heads, d), contiguous."""
+    b, heads, tokens, d = x.shape
+    split = x.reshape(b, heads, ranks, tokens // ranks, d).permute(0, 3, 2, 1, 4)
+    return split.contiguous().view(b, tokens // ranks, ranks * heads, d)
+
+
+def _attention(ranks: int) -> Callable[..., Any]:
+    def attention(module: nn.Module, q: Any, k: Any, v: Any, mask: None, scaling: float, **_: Any) -> tuple[torch.Tensor, None]:
+        return (_instead or core)(q, k, v, scaling, ranks), None
+
+    return attention
+
+
+AttentionInterface.register("bench", _attention(1))
+AttentionInterface.register("bench_ulysses8", _attention(8))

@@ -1,0 +1,448 @@
+"""Autopilot: what the configuration leaves open is measured and solved for, per kind of training pass.
+
+first pass        the first layer call is caught before any layer runs; ranks compare configurations; the profile is taken from
+                  the cache or measured; solved; NothingFits comes out here, before the first step
+other lengths     solved from the same profile, without measuring and without talking to other ranks
+between steps     budgets are looked at again once the first optimizer step has shown what else needs memory; copies that take
+                  longer than profiled lower alpha
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ds_memo
+from ds_memo.config import MemoConfig
+from ds_memo.errors import MemoError
+from ds_memo.integrate.agree import all_or_none, from_all_ranks, most_careful, refuse_differences
+from ds_memo.profile import cache
+from ds_memo.profile.bandwidth import measure_bandwidth
+from ds_memo.profile.device_memory import device_budget, states_to_come
+from ds_memo.profile.layer import LayerCall, kinds_of
+from ds_memo.profile.run import Asked, lengths_of, measure_layers
+from ds_memo.profile.sample import Profile
+from ds_memo.remat.checkpoint import Layer, Remat, Setting
+from ds_memo.remat.modes import inside_a_layer
+from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.homes import Homes, solve
+from ds_memo.solve.schedule import Schedule
+from ds_memo.swap.host_memory import ranks_on_node
+from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.streams import Streams
+
+_KINDS = 64
+"""Kinds of passes that are remembered."""
+_TRIES = 3
+"""Passes that may fail before their first layer until no profile is made."""
+_WINDOW = 4
+"""Optimizer steps whose stalls are looked at together."""
+_TOLERATED = 0.05
+"""Share of a step that compute may wait longer than predicted before the copies count as slower than profiled."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The setting of one kind of pass."""
+
+    homes: Homes
+    run: RunCosts
+    settings: tuple[Setting, ...]
+    """Of each layer."""
+    shape: tuple[int, ...]
+    """Of the hidden states: (batch, length, hidden)."""
+
+
+class _Caught(Exception):
+    """Carries the first layer call of a forward out of it."""
+
+    def __init__(self, call: LayerCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+class Autopilot:
+    """Chooses the settings of one model's training passes.
+
+    Args:
+        config: what is given in it is obeyed, what is absent is chosen.
+        layers: in the order of the model.
+        remat: runs them.
+        slab, streams: as training uses them.
+        device: where layers compute.
+        plain_call: for a layer of the model, how to call it past ds_memo.
+        warn: says something once and shows it in the report.
+    """
+
+    def __init__(
+        self,
+        config: MemoConfig,
+        layers: Sequence[Layer],
+        remat: Remat,
+        slab: HostSlab,
+        streams: Streams,
+        device: torch.device,
+        plain_call: Callable[[nn.Module], Callable[..., Any]],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.has_engine = False
+        """An engine holds optimizer states already."""
+        self.profile: Profile | None = None
+        self.from_cache = False
+        self.changes: list[str] = []
+        """What was changed while the run went on, in words."""
+        self.gave_up = False
+        """No profile could be made: whoever asks falls back on what needs none."""
+        self._config = config
+        self._layers = layers
+        self._remat = remat
+        self._slab = slab
+        self._streams = streams
+        self._device = device
+        self._plain_call = plain_call
+        self._warn = warn
+        self._chosen: dict[Hashable, Chosen] = {}
+        self._shapes: dict[Hashable, tuple[int, ...]] = {}
+        self._first_shape: tuple[int, ...] = ()
+        self._latest: Chosen | None = None
+        self._host_budget = slab.budget
+        self._device_budget = 0
+        self._copies_at = 1.0
+        """The share of the profiled bandwidth that copies were seen to reach."""
+        self._stepped = False
+        self._missed = 0
+        """Passes whose first layer call could not be caught."""
+        self._window: _Window | None = None
+
+    # ---- before each training pass
+
+    def choose(self, kind: Hashable, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Chosen | None:
+        """The setting of a pass that is about to begin; None: no profile could be made.
+
+        Args:
+            kind: passes of one kind have equal settings.
+            args, kwargs: what the model is called with.
+
+        Raises:
+            MemoError: ranks are configured differently.
+            NothingFits: no setting keeps the budgets.
+        """
+        if self._slab.refused is not None:
+            self._believe_the_host()
+        chosen = self._chosen.get(kind)
+        if chosen is None and not self.gave_up:
+            chosen = self._choose(kind, model, args, kwargs)
+        if chosen is not self._latest:
+            self._latest, self._window = chosen, None
+        return chosen
+
+    def _choose(self, kind: Hashable, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Chosen | None:
+        if self.profile is None:
+            if not self._start(model, args, kwargs):
+                return None
+            self._shapes[kind] = self._first_shape
+        if kind not in self._shapes:
+            self._shapes[kind] = first_layer_call(self._remat, model, args, kwargs).shape
+        shape = self._shapes[kind]
+        run = self._costs(shape)
+        homes = solve(run, self._config.alpha, self._config.resident_layers)
+        while len(self._chosen) >= _KINDS:
+            del self._chosen[next(iter(self._chosen))]
+        chosen = self._chosen[kind] = Chosen(homes, run, settings_of(homes, len(run.layers)), shape)
+        return chosen
+
+    # ---- the first pass
+
+    def _start(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Profile. All ranks do this together, at their first training pass."""
+        call, problems = all_or_none(functools.partial(first_layer_call, self._remat, model, args, kwargs))
+        if problems:  # the forward itself will say what is wrong with it; it may well be right the next time
+            self._missed += 1
+            return self._missed >= _TRIES and self._give_up(problems)
+        refuse_differences('the "memo" section', from_all_ranks(_configured(self._config)))
+        refuse_differences("the model", from_all_ranks({"layers": len(self._layers), "layer": _layer_in_words(self._layers[0])}))
+        lengths = from_all_ranks((call.length, call.can_shorten()))
+        method = self._config.profile.method
+        at = lengths_of(method, min(length for length, _ in lengths), all(can for _, can in lengths))
+        key = profile_key(self._layers, call, method, at, self._device, self._config)
+        folder = cache_folder(self._config)
+        cached = cache.load(folder, key, self._warn)
+        everybodys = from_all_ranks(cached)
+        if all(everybodys):
+            self.profile, self.from_cache = most_careful(everybodys), True
+        else:
+            profile = self._measure(key, method, call, at)
+            if profile is None:
+                return False
+            self.profile = profile
+            if int(os.environ.get("LOCAL_RANK") or 0) == 0:
+                cache.store(folder, profile, self._warn)
+        self._first_shape = call.shape
+        self._look_at_budgets(model)
+        return True
+
+    def _measure(self, key: dict[str, Any], method: str, call: LayerCall, lengths: tuple[int, ...]) -> Profile | None:
+        begin = time.perf_counter()
+        numbers = kinds_of(self._layers)
+        asked = []
+        for number in range(max(numbers) + 1):
+            layer = self._layers[numbers.index(number)]
+            module = layer.module() if layer.module else None
+            same = layer is call.layer or module is None
+            asked.append(Asked(layer.name, call if same else call.of(layer, self._plain_call(module))))
+        free = functools.partial(device_budget, self._device, self._config.device_memory_gib, 0, True)
+        layers = functools.partial(measure_layers, asked, method, lengths, free, self._device, self._config.attention, self._warn)
+        kinds, problems = all_or_none(layers)
+        if problems:
+            self._give_up(problems)
+            return None
+        pinned = self._device.type == "cuda"  # the ranks have just met: all of them copy at once
+        rates, problems = all_or_none(functools.partial(measure_bandwidth, self._device, pinned, self._slab.budget))
+        if problems:
+            self._give_up(problems)
+            return None
+        measured = {
+            "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "seconds": round(time.perf_counter() - begin, 3),
+        }
+        mine = Profile(key, method, kinds, tuple(numbers), *rates, ranks_on_node(), measured)
+        return most_careful(from_all_ranks(mine))
+
+    def _give_up(self, problems: list[str]) -> bool:
+        self.gave_up = True
+        self._warn(
+            f"no profile could be made ({'; '.join(problems[:3])}): the last two layers are resident and alpha is what the host "
+            "holds. Set memo.alpha and memo.resident_layers to choose otherwise."
+        )
+        return False
+
+    def _look_at_budgets(self, model: nn.Module) -> None:
+        to_come = 0 if self._stepped else states_to_come(model, self.has_engine)
+        mine = device_budget(self._device, self._config.device_memory_gib, to_come, self._stepped)
+        budgets = from_all_ranks((min(self._host_budget, self._slab.budget), mine))
+        self._host_budget, self._device_budget = (min(budget) for budget in zip(*budgets, strict=True))
+
+    def _costs(self, shape: tuple[int, ...]) -> RunCosts:
+        run = self.profile.costs(*shape[:2], self._host_budget, self._device_budget)
+        return slower(run, self._copies_at) if self._copies_at < 1 else run
+
+    def report(self) -> dict[str, Any] | None:
+        """What the choice rests on; None before the first training pass."""
+        if self.profile is None:
+            return None
+        return {
+            "method": self.profile.method,
+            "from_cache": self.from_cache,
+            "d2h_bytes_per_s": self.profile.d2h_bytes_per_s * self._copies_at,
+            "h2d_bytes_per_s": self.profile.h2d_bytes_per_s * self._copies_at,
+            "device_budget": self._device_budget,
+            "host_budget": self._host_budget,
+            "changes": list(self.changes),
+        }
+
+    # ---- between steps
+
+    def stepped(self, model: nn.Module | None, passes: int, now: float) -> None:
+        """An optimizer step is over on all ranks.
+
+        Args:
+            passes: training passes so far.
+            now: the time, in seconds.
+        """
+        if self.profile is None or model is None:
+            return
+        if not self._stepped:
+            self._stepped = True
+            if self._device.type == "cuda":  # what the optimizer, embedding and head take is known now
+                self._look_at_budgets(model)
+                self._chosen.clear()
+            return
+        self._watch_stalls(passes, now)
+
+    def _watch_stalls(self, passes: int, now: float) -> None:
+        if self._window is None or self._latest is None:
+            self._window = _Window(passes, now, 0)  # the steps before are not comparable: layers were analysed in them
+            return
+        self._window.steps += 1
+        if self._window.steps == 2:
+            self._window = replace(self._window, passes=passes, began=now, stalled=sum(self._streams.stall_s().values()))
+        if self._window.steps < 2 + _WINDOW:
+            return
+        stalled = sum(self._streams.stall_s().values())
+        window, self._window = self._window, _Window(passes, now, 2, stalled)
+        done = passes - window.passes
+        if self._latest.homes.plain or done <= 0:
+            return
+        share = slowdown(self._latest, (stalled - window.stalled) / done, (now - window.began) / done)
+        self._copies_are_slower(min(from_all_ranks(share)))
+
+    def _copies_are_slower(self, share: float) -> None:
+        if share >= 1 or self._config.alpha is not None:
+            return
+        self._copies_at *= share
+        before = self._latest
+        after = solve(self._costs(before.shape), self._config.alpha, self._config.resident_layers)
+        self._chosen.clear()
+        if after.alpha < before.homes.alpha:
+            self.changes.append(
+                f"alpha lowered from {before.homes.alpha:.4g} to {after.alpha:.4g}: copies reach {self._copies_at:.0%} of the "
+                "profiled bandwidth"
+            )
+
+    def _believe_the_host(self) -> None:
+        """The system refused memory below the budget: what it gave is the budget from now on."""
+        held, self._slab.refused = self._slab.refused, None
+        if held < self._host_budget:
+            self.changes.append(f"host budget lowered to {held / (1 << 30):.4g} GiB: the system refused more")
+            self._host_budget = held
+            self._chosen.clear()
+
+
+@dataclass
+class _Window:
+    """Steps that are looked at together."""
+
+    passes: int
+    began: float
+    steps: int
+    stalled: float = 0.0
+
+
+def first_layer_call(remat: Remat, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LayerCall:
+    """The first layer call of a forward, caught on its way in; no layer runs, and no random number is drawn for good.
+
+    Raises:
+        MemoError: the forward made no layer call.
+    """
+
+    def catch(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
+        if inside_a_layer() or not torch.is_grad_enabled():
+            return fn(*args, **kwargs)
+        raise _Caught(LayerCall(layer, fn, args, kwargs))
+
+    remat._run = catch
+    devices = [remat.engine.device] if remat.engine.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            model.forward(*args, **kwargs)
+    except _Caught as caught:
+        return caught.call
+    finally:
+        del remat._run
+    raise MemoError(f"{type(model).__name__} ran a training forward without calling a layer")
+
+
+def settings_of(homes: Homes, layers: int) -> tuple[Setting, ...]:
+    """What is done with each layer."""
+    if homes.plain:
+        return (Setting(checkpointed=False),) * layers
+    return tuple(
+        Setting(resident=True)
+        if index in homes.residents
+        else Setting(alpha=homes.alpha, keeps_attention=index not in homes.dropped)
+        for index in range(layers)
+    )
+
+
+def predicted(chosen: Chosen) -> dict[str, Any]:
+    """What the solver expects of a pass; bytes and seconds of this rank."""
+    homes, run = chosen.homes, chosen.run
+    stored = []
+    for index, layer in enumerate(run.layers):
+        if homes.plain:
+            stored.append(0)
+        elif index in homes.residents:
+            stored.append(layer.stored_bytes(1.0))
+        else:
+            stored.append(layer.stored_bytes(homes.alpha, keeps_attention=index not in homes.dropped))
+    return {
+        "layers_s": homes.step_s,
+        "d2h_stall_s": homes.d2h_stall_s,
+        "h2d_stall_s": homes.h2d_stall_s,
+        "host_bytes": homes.host_bytes,
+        "device_bytes": homes.device_bytes,
+        "stored_bytes_per_layer": stored,
+    }
+
+
+def slower(run: RunCosts, share: float) -> RunCosts:
+    """The run with copies at a share of their bandwidth."""
+    return replace(run, d2h_bytes_per_s=run.d2h_bytes_per_s * share, h2d_bytes_per_s=run.h2d_bytes_per_s * share)
+
+
+def slowdown(chosen: Chosen, stalled_s: float, pass_s: float) -> float:
+    """The share of the profiled bandwidth at which the schedule would stall as much as was measured; 1 if it is as predicted.
+
+    Args:
+        stalled_s, pass_s: measured seconds of one pass.
+    """
+    predicted = chosen.homes.d2h_stall_s + chosen.homes.h2d_stall_s
+    if stalled_s <= predicted + _TOLERATED * pass_s:
+        return 1.0
+    low, high = 0.01, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        schedule = Schedule(slower(chosen.run, middle), chosen.homes.residents, chosen.homes.dropped)
+        step = schedule.at(chosen.homes.alpha)
+        if step.d2h_stall_s + step.h2d_stall_s > stalled_s:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def profile_key(
+    layers: Sequence[Layer], call: LayerCall, method: str, lengths: tuple[int, ...], device: torch.device, config: MemoConfig
+) -> dict[str, Any]:
+    """Everything that measurements depend on."""
+    numbers = kinds_of(layers)
+    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    world = len(from_all_ranks(None))
+    return {
+        "ds_memo": ds_memo.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "ranks": world,
+        "ranks_on_node": ranks_on_node(),
+        "layers": numbers,
+        "kinds": [_layer_in_words(layers[numbers.index(kind)]) for kind in range(max(numbers) + 1)],
+        "batch": call.batch,
+        "hidden": [*call.hidden.shape[2:]],
+        "dtype": str(call.hidden.dtype),
+        "autocast": str(cast),
+        "method": method,
+        "lengths": list(lengths),
+        "attention": config.attention,
+    }
+
+
+def cache_folder(config: MemoConfig) -> Path:
+    """plan.cache_dir; its default obeys XDG_CACHE_HOME."""
+    if "cache_dir" in config.plan.model_fields_set or not os.environ.get("XDG_CACHE_HOME"):
+        return Path(config.plan.cache_dir).expanduser()
+    return Path(os.environ["XDG_CACHE_HOME"]) / "ds_memo"
+
+
+def _configured(config: MemoConfig) -> dict[str, Any]:
+    section = config.model_dump()
+    return {f"memo.{name}": value for name, value in section.items()}
+
+
+def _layer_in_words(layer: Layer) -> str:
+    module = layer.module() if layer.module else None
+    if module is None:
+        return layer.name
+    parameters = ", ".join(
+        f"{name} {tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        for name, p in module.named_parameters()
+    )
+    return f"{type(module).__module__}.{type(module).__qualname__}({parameters})"

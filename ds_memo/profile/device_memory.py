@@ -1,0 +1,49 @@
+"""What a device has left for activations."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ds_memo.swap.host_memory import available_bytes, ranks_on_node
+
+GIB = 1 << 30
+RESERVE = 0.05
+"""Share of what is free that is left to workspaces of kernels and to what an allocator loses between blocks."""
+UNSEEN = 0.20
+"""The same before the first optimizer step, when embedding, head, and the optimizer have not run yet."""
+
+
+def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, stepped: bool) -> int:
+    """Bytes that activations may take.
+
+    Args:
+        device_memory_gib: of the whole device that this process may use; absent: what is free. On a CPU, where parameters and
+            activations share what there is, it is what activations may take.
+        to_come: bytes of gradients and optimizer states that do not exist yet.
+        stepped: an optimizer step has been made, so the rest is known.
+    """
+    share = 1 - (RESERVE if stepped else UNSEEN)
+    if device.type != "cuda":
+        if device_memory_gib is not None:
+            return int(device_memory_gib * GIB)
+        return max(0, int(available_bytes(locked=False) * share) // ranks_on_node() - to_come)
+    free, _ = torch.cuda.mem_get_info(device)
+    held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    left = free + held - used
+    if device_memory_gib is not None:
+        left = min(left, int(device_memory_gib * GIB) - used)
+    return max(0, int(left * share) - to_come)
+
+
+def states_to_come(model: nn.Module, has_engine: bool) -> int:
+    """Bytes of gradients, and of Adam's states where no engine holds them already, that the first step will make."""
+    missing = 0
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            missing += parameter.numel() * parameter.element_size()
+        if not has_engine:
+            missing += 8 * parameter.numel()
+    return missing

@@ -1,0 +1,357 @@
+"""The autopilot: what is left open is found at the first training pass, kept to, cached, and lowered where copies are slow."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_memo
+from ds_memo.integrate import agree
+from ds_memo.integrate.autopilot import slowdown
+from ds_memo.profile.layer import measure
+from ds_memo.solve.homes import NothingFits
+from ds_memo.solve.schedule import Schedule
+from ds_memo.swap import slab
+from tests.models import LAYERS, Batch, assert_same, build, step
+
+GIB = 1 << 30
+LENGTH = 300
+BATCH = Batch.random(2, LENGTH)
+PLENTY, NONE = 1.0, 1e-6
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield tmp_path / "ds_memo" / "profiles"
+
+
+def attached(model: Any, **memo: Any) -> Any:
+    return ds_memo.attach(model, {"enabled": True, "plan": {"enabled": False}, **memo})
+
+
+@pytest.fixture(scope="module")
+def costs() -> Any:
+    """What a profile of the model says, so that budgets can be set to reach every regime."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", "/dev/null")
+        model = build("llama")
+        handle = attached(model)
+        with pytest.warns(ds_memo.MemoWarning, match="cannot be cached"):
+            step(model, BATCH)
+        run = handle._chosen.run
+        handle.detach()
+        return run
+
+
+def budgets(run: Any, residents: float, host: float, buffers: str = "frame_bytes") -> dict[str, float]:
+    """A device for `residents` frames and two buffers, a host for `host` of all rows."""
+    one = run.layers[0]
+    device = run.working_bytes + 2 * getattr(one, buffers) + residents * one.frame_bytes
+    # What a step needs is measured anew in each run and must not depend on it to the byte.
+    return {
+        "device_memory_gib": (device + one.frame_bytes / 3) / GIB,
+        "host_memory_gib": host * LAYERS * one.host_bytes(1.0) / GIB,
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "plain", "gpt2", "mixtral"])
+def test_everything_fits(name: str) -> None:
+    """Plain training: no layer is checkpointed, and the result is stock's to the bit."""
+    model = build(name)
+    stock = copy.deepcopy(model)
+    handle = attached(model)
+    for number in range(2):
+        batch = Batch.random(2, 40, seed=number)
+        assert_same(step(model, batch), step(stock, batch), tolerance=0.0)
+    report = handle.report()
+    assert (report["checkpointing"], report["frames"], report["bytes_to_host"]) == (False, 0, 0)
+    assert report["binding"].startswith("everything fits without checkpointing")
+    assert report["warnings"] == []
+    handle.detach()
+
+
+@pytest.mark.parametrize(
+    "residents, host, buffers, says",
+    [
+        (LAYERS - 2, 5, "frame_bytes", "device memory: all 4 layers are resident"),
+        (1, 5, "frame_bytes", None),
+        (1, 0.3, "frame_bytes", None),
+        (0, 0.12, "smallest_frame_bytes", "last resort: attention of 4 of 4 swapped layers"),
+    ],
+    ids=["all resident", "swapped", "small host", "last resort"],
+)
+def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float, buffers: str, says: str | None) -> None:
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    handle = attached(model, **budgets(costs, residents, host, buffers))
+    for _ in range(2):
+        assert_same(step(model, BATCH), step(stock, BATCH))
+    report = handle.report()
+    assert report["checkpointing"]
+    assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
+    assert report["host"]["slab"] == report["predicted"]["host_bytes"] <= report["host"]["budget"]
+    assert report["predicted"]["device_bytes"] <= report["profile"]["device_budget"]
+    assert (report["attention_recomputed"] > 0) == (residents == 0)
+    if says:
+        assert report["binding"].startswith(says)
+    handle.detach()
+
+
+@pytest.mark.parametrize("memory, where", [("device_memory_gib", "device memory"), ("host_memory_gib", "host memory")])
+def test_nothing_fits(costs: Any, memory: str, where: str) -> None:
+    """An error before any layer ran, with numbers and ways out; the model trains on without memo."""
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    handle = attached(model, **{**budgets(costs, 0, 1.0), memory: NONE})
+    for _ in range(2):
+        with pytest.raises(NothingFits, match=where) as caught:
+            step(model, BATCH)
+    assert "GiB are missing. What helps: " in str(caught.value)
+    assert handle.report()["frames"] == 0
+    handle.detach()
+    assert_same(step(model, BATCH), step(stock, BATCH))
+
+
+def test_what_is_configured_is_obeyed(costs: Any) -> None:
+    for given in ({"alpha": 0.25}, {"resident_layers": 3}):
+        model = build("llama")
+        handle = attached(model, **{**budgets(costs, 1, 5), **given})
+        step(model, BATCH)
+        assert given.items() <= handle.report().items()
+        handle.detach()
+
+
+def test_another_length_is_solved_without_measuring(costs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr("ds_memo.profile.run.measure", lambda *args: measured.append(args[1]) or measure(*args))
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    handle = attached(model, **budgets(costs, 1, 5))
+    seen = set()
+    for length in (LENGTH, 40, 120, LENGTH):
+        batch = Batch.random(2, length)
+        assert_same(step(model, batch), step(stock, batch))
+        report = handle.report()
+        seen.add(report["checkpointing"])
+        if report["checkpointing"]:
+            assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
+    assert measured == [LENGTH]
+    assert seen == {True, False}  # the short ones fit
+    handle.detach()
+
+
+def test_nothing_is_left_of_the_measuring() -> None:
+    model = build("llama")
+    handle = attached(model)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    handle._choose(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert handle._chosen is not None
+    assert (handle.slab.used, handle.engine.traffic.frames) == (0, 0)
+    handle.detach()
+
+
+# ---- the cache
+
+
+def profiled(model: Any = None) -> dict[str, Any]:
+    model = model or build("llama")
+    handle = attached(model)
+    step(model, BATCH)
+    report = handle.report()
+    handle.detach()
+    return report
+
+
+def test_the_second_start_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not profiled()["profile"]["from_cache"]
+    monkeypatch.setattr("ds_memo.profile.run.measure", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr("ds_memo.integrate.autopilot.measure_bandwidth", lambda *args: pytest.fail("copied"))
+    assert profiled()["profile"]["from_cache"]
+
+
+@pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
+def test_another_run_measures_for_itself() -> None:
+    profiled()
+    assert not profiled(build("plain"))["profile"]["from_cache"]
+    assert not profiled(build("llama").double())["profile"]["from_cache"]
+    assert profiled()["profile"]["from_cache"]
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (lambda text: text[: len(text) // 2], "no JSON"),
+        (lambda text: text.replace('"format": 1', '"format": 0'), "not of format 1"),
+        (lambda text: json.dumps({**json.loads(text), "key": {"layers": 7}}), "another run"),
+        (lambda text: text.replace('"forward_s": ', '"forward_s": -'), "negative"),
+        (lambda text: text.replace('"forward_s"', '"forwards"'), "fields"),
+        (lambda text: json.dumps({**json.loads(text), "layers": [99]}), "fit together"),
+        (lambda text: "", "no JSON"),
+    ],
+    ids=["truncated", "other version", "other model", "negative", "fields", "layers", "empty"],
+)
+def test_a_bad_file_is_ignored_with_a_warning(own_cache: Path, damage: Any, says: str) -> None:
+    profiled()
+    (file,) = own_cache.iterdir()
+    file.write_text(damage(file.read_text()))
+    with pytest.warns(ds_memo.MemoWarning, match=f"is not used: .*{says}.*measuring again"):
+        report = profiled()
+    assert not report["profile"]["from_cache"]
+    assert profiled()["profile"]["from_cache"]  # it was written anew
+
+
+# ---- between steps
+
+
+def test_slow_copies_are_noticed(costs: Any) -> None:
+    model = build("llama")
+    handle = attached(model, **budgets(costs, 1, 5))
+    step(model, BATCH)
+    chosen = handle._chosen
+    assert chosen.homes.alpha > 0 or chosen.homes.binding
+    handle.detach()
+    run = dataclasses.replace(chosen.run, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
+    homes = dataclasses.replace(chosen.homes, alpha=1.0)
+    chosen = dataclasses.replace(chosen, run=run, homes=homes)
+    third = dataclasses.replace(run, d2h_bytes_per_s=run.d2h_bytes_per_s * 0.05, h2d_bytes_per_s=run.h2d_bytes_per_s * 0.05)
+    at_third = Schedule(third, homes.residents).at(1.0)
+    stalled = at_third.d2h_stall_s + at_third.h2d_stall_s
+    assert slowdown(chosen, stalled, at_third.seconds) == pytest.approx(0.05, rel=0.01)
+    assert slowdown(chosen, homes.d2h_stall_s + homes.h2d_stall_s, homes.step_s) == 1.0
+
+
+def test_alpha_is_lowered_and_the_report_says_so(costs: Any) -> None:
+    """Stalls are made up: the schedule that they stand for is another one's business."""
+    model = build("llama")
+    handle = attached(model, **budgets(costs, 1, 5))
+    pilot = handle.autopilot
+    step(model, BATCH)
+    fast = dataclasses.replace(pilot.profile, d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12)
+    gemms = [dataclasses.replace(s, gemm_s=s.forward_s) for s in fast.kinds[0].samples]
+    pilot.profile = dataclasses.replace(fast, kinds=(dataclasses.replace(fast.kinds[0], samples=tuple(gemms)),))
+    pilot._chosen.clear()
+    step(model, BATCH)
+    before = handle.report()["alpha"]
+    assert before == 1.0
+    pilot._copies_are_slower(1e-5)
+    step(model, BATCH)
+    report = handle.report()
+    assert report["alpha"] < before
+    assert "alpha lowered from 1 to" in report["profile"]["changes"][0]
+    assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
+    handle.detach()
+
+
+# ---- the host refuses
+
+
+class Refusing:
+    """Fails the n-th block request, as a system without memory does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+        self.left = nth
+        real = slab.mmap.mmap
+
+        def mmap(*args: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(12, "Cannot allocate memory")
+            return real(*args)
+
+        monkeypatch.setattr(slab.mmap, "mmap", mmap)
+
+
+@pytest.mark.parametrize("nth", range(LAYERS))
+@pytest.mark.parametrize("analysed", [False, True], ids=["first step", "later step"])
+def test_a_failure_at_every_slab_request(costs: Any, monkeypatch: pytest.MonkeyPatch, nth: int, analysed: bool) -> None:
+    """A clean error, nothing leaked, and training goes on with less."""
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 0, "plan": {"enabled": False}})
+    if analysed:
+        step(model, BATCH)
+        handle.engine._clear_graves()
+        handle.slab.close()  # or its blocks are lent again
+    with monkeypatch.context() as patch:
+        Refusing(patch, nth)
+        assert re.search(r"host memory: frame .* needs .* the system refused", refused(model))
+    handle.engine._clear_graves()
+    assert (handle.slab.used, handle.slab.size) == (0, sum(block.nbytes for block in handle.slab._idle))
+    assert len(handle.slab._idle) == nth
+    model.zero_grad()
+    assert_same(step(model, BATCH), step(stock, BATCH))
+    handle.detach()
+    assert handle.slab.size == 0
+
+
+def refused(model: Any) -> str:
+    """What a step that is refused memory says; nothing of it is held afterwards, as a traceback would."""
+    try:
+        step(model, BATCH)
+    except ds_memo.MemoError as error:
+        return str(error)
+    finally:
+        gc.collect()
+    pytest.fail("nothing was refused")
+
+
+def test_after_a_refusal_the_autopilot_asks_for_less(costs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    handle = attached(model, resident_layers=0, **budgets(costs, 0, 5))
+    handle._choose(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
+    asked = handle.report()["predicted"]["host_bytes"]
+    with monkeypatch.context() as patch:
+        Refusing(patch, LAYERS - 1)
+        assert "the system refused" in refused(model)
+    model.zero_grad()
+    assert_same(step(model, BATCH), step(stock, BATCH))
+    report = handle.report()
+    assert report["predicted"]["host_bytes"] <= 0.76 * asked
+    assert "the system refused more" in report["profile"]["changes"][0]
+    handle.detach()
+
+
+# ---- ranks
+
+
+def test_configurations_that_differ_name_the_ranks() -> None:
+    ranks = [{"memo.alpha": 0.5, "memo.enabled": True}] * 2 + [{"memo.alpha": None, "memo.enabled": True}]
+    with pytest.raises(ds_memo.MemoError, match=r"memo\.alpha: 0\.5 on ranks 0, 1, None on rank 2$"):
+        agree.refuse_differences("the section", ranks)
+    agree.refuse_differences("the section", ranks[:2])
+
+
+# ---- ablation
+
+
+@pytest.mark.parametrize("ablation", ["full_recompute", "full_swap"])
+def test_ablations(ablation: str) -> None:
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    handle = attached(model, ablation=ablation)
+    for _ in range(2):
+        assert_same(step(model, BATCH), step(stock, BATCH))
+    report = handle.report()
+    if ablation == "full_recompute":
+        assert (report["alpha"], report["resident_layers"], report["bytes_to_host"]) == (0.0, 0, 0)
+        assert report["attention_recomputed"] == 2 * LAYERS
+        assert report["gemm_flops_recomputed_fraction"] > 0.6
+    else:
+        assert (report["alpha"], report["resident_layers"], report["gemm_flops_recomputed_fraction"]) == (1.0, 2, 0.0)
+    handle.detach()
+    with pytest.raises(ds_memo.MemoConfigError, match=r"memo\.ablation: got .* beside memo\.alpha"):
+        attached(model, ablation=ablation, alpha=0.5)
