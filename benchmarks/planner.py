@@ -3,7 +3,8 @@
     bash benchmarks/gpu.sh planner [--workloads gpt7b llama8b ulysses8] [--budget-s 420] [--device cuda|cpu] [--out DIR]
 
 Per workload at one length, and at three lengths in turn, ds_memo trains with PyTorch's native allocator, its expandable
-segments, planned addresses, and both. Printed and written per way, after the warm-up:
+segments, planned addresses, and both. Two layers are resident: where everything fits ds_memo would be plain training, which has
+no phases to plan. Printed and written per way, after the warm-up:
 
     cudaMalloc, cudaFree   per step; bar for planned: 0
     reserved               most bytes held from CUDA; bar for planned: 1.02 × what was planned, which is the arena and whatever
@@ -21,13 +22,14 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import results
-from benchmarks.rivals import GIB, RIVALS, Budget
+from benchmarks.rivals import GIB, RIVALS, SWAPPING, Budget
 from benchmarks.speed import add_common
 from benchmarks.timing import Memory, Trainer
 from benchmarks.workloads import Shape, batch, build, shapes
@@ -52,7 +54,7 @@ def train(shape: Shape, planned: bool, lengths: list[int], device: torch.device,
     model = build(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     trainer = Trainer(model, batch(shape, lengths[0], device))
     batches = [batch(shape, length, device) for length in lengths]
-    rival = RIVALS["ds_memo, planned" if planned else "ds_memo"]
+    rival = replace(RIVALS[SWAPPING], settings=RIVALS[SWAPPING].settings | {"planned": planned})
     with rival.on(model, Budget(device, host_bytes, ranks=shape.ranks)) as installed:
 
         def step(ids: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ from benchmarks.streams import Span
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_speed_measures_a_point_and_drops_what_the_time_does_not_hold(tmp_path):
     rivals = ["none", "checkpoint", "paper", "ds_memo, swapping"]
     words = ["--device", "cpu", "--workloads", "gpt7b", "--host-gib", "0.1", "--out", str(tmp_path), "--budget-s", "0.1"]

@@ -51,7 +51,7 @@ def test_gradient_checkpointing_of_any_kind_is_taken_over(options: dict[str, Any
     model = build("llama")
     want = step(copy.deepcopy(model), Batch.random(2, 9))
     model.gradient_checkpointing_enable(**options)
-    handle = ds_memo.attach(model, MEMO)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
     assert_same(step(model, Batch.random(2, 9)), want)
     assert handle.report()["frames"] == LAYERS
     handle.detach()
@@ -65,7 +65,7 @@ def test_use_cache_in_training(name: str) -> None:
     model(input_ids=tokens, labels=tokens, use_cache=True).loss.backward()
     want = {parameter: value.grad.clone() for parameter, value in model.named_parameters()}
     model.zero_grad()
-    handle = ds_memo.attach(model, MEMO)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
     out = model(input_ids=tokens, labels=tokens, use_cache=True)
     out.loss.backward()
     assert out.past_key_values is None or out.past_key_values.get_seq_length() == 0
@@ -76,7 +76,7 @@ def test_use_cache_in_training(name: str) -> None:
 
 def test_generation_keeps_its_cache() -> None:
     model = build("llama")
-    handle = ds_memo.attach(model, MEMO)
+    handle = ds_memo.attach(model, {"alpha": 0.5})
     step(model, Batch.random(2, 9))
     frames = handle.report()["frames"]
     out = model.eval()(input_ids=torch.arange(1, 9)[None], use_cache=True)
@@ -89,7 +89,7 @@ def test_a_mask_for_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conflicts, "LONG", 32)
     model = build("llama")
     tokens = torch.randint(1, VOCAB, (2, 32))
-    handle = ds_memo.attach(model, MEMO)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error", ds_memo.MemoWarning)
         model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)).loss.backward()  # nothing is padded
@@ -103,7 +103,7 @@ def test_a_mask_for_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_eager_attention_is_told() -> None:
     model = build("llama", attn_implementation="eager")
-    handle = ds_memo.attach(model, MEMO)
+    handle = ds_memo.attach(model, {"alpha": 0.5})
     with pytest.warns(ds_memo.MemoWarning, match='attention that materialises its scores.*Use attn_implementation="sdpa"'):
         step(model, Batch.random(2, 9))
     handle.detach()

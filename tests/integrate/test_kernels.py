@@ -114,7 +114,7 @@ def test_apex_norms(name: str, kind: str, packages: Path) -> None:
     write(packages, APEX)
     model, batch = build(name), Batch.random(2, 9)
     want = step(copy.deepcopy(model), batch)
-    handle = ds_memo.attach(model, {**MEMO, "kernels": {"norm": "apex"}})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "kernels": {"norm": "apex"}})
     got = step(model, batch)
     import apex.normalization.fused_layer_norm as apex
 
@@ -129,7 +129,7 @@ def test_apex_norms(name: str, kind: str, packages: Path) -> None:
 def test_norms_that_scale_otherwise_are_left_alone(packages: Path) -> None:
     write(packages, APEX)
     with pytest.raises(ds_memo.MemoError, match="has no LayerNorm or RMSNorm"):
-        ds_memo.attach(build("gemma3"), {**MEMO, "kernels": {"norm": "apex"}})
+        ds_memo.attach(build("gemma3"), {"kernels": {"norm": "apex"}})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -155,7 +155,7 @@ def test_apex_adam_beside_another_optimizer(packages: Path) -> None:
     with pytest.raises(ds_memo.MemoConfigError, match="there is the script's own SGD"):
         ds_memo.initialize(model=model, optimizer=sgd, config=ds_config(memo=memo))
     with pytest.raises(ds_memo.MemoConfigError, match=r"use ds_memo\.initialize"):
-        ds_memo.attach(model, {**MEMO, "kernels": {"adam": "apex"}})
+        ds_memo.attach(model, {"kernels": {"adam": "apex"}})
 
 
 def test_liger_on_a_cpu_and_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +180,8 @@ def test_flash_attention_switches_the_model(packages: Path, monkeypatch: pytest.
     asked = []
     model = build("llama")
     monkeypatch.setattr(model, "set_attn_implementation", asked.append)
-    handle = ds_memo.attach(model, {**MEMO, "attention": "flash_attn_2"})
+    handle = ds_memo.attach(model, {"attention": "flash_attn_2"})
     assert asked == ["flash_attention_2"]
     handle.detach()
     with pytest.raises(ds_memo.MemoError, match="Toy is no Hugging Face model; call the package in the model itself"):
-        ds_memo.attach(build("plain"), {**MEMO, "attention": "flash_attn_2"})
+        ds_memo.attach(build("plain"), {"attention": "flash_attn_2"})

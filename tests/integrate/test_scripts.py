@@ -160,6 +160,7 @@ def launch(*command: object, ranks: int = 2) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_deepspeeds_launcher(tmp_path: Path) -> None:
     words = trainer_words(tmp_path / "out", ds_config(tmp_path, 3, MEMO), steps=2)
     ports = ("--num_gpus", 2, "--master_port", free_port())

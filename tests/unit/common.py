@@ -163,9 +163,13 @@ class _Rank:
         return "".join(f"[rank {self.rank}] {line}\n" for line in text.splitlines())
 
     def kill(self) -> None:
-        """End the process and all that it started."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End the process and all that it started.
+
+        When it has ended and none of its children is left, its number may be another's by now: no signal goes to a stranger.
+        """
+        if self.process.is_alive() or not Path(f"/proc/{self.process.pid}").exists():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
         self.result.close()

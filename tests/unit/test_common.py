@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed.comm as dist
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from tests.leaks import assert_shared_memory_is_as, shared_memory
 from tests.processes import assert_gone, processes_with
+from tests.unit import common
 from tests.unit.common import DistributedTest, OwnDistributedTest
 
 
@@ -133,3 +135,15 @@ def test_a_skip_says_why(tmp_path):
 
 def test_ours_and_deepspeeds_are_told_apart():
     assert (DistributedTest is OwnDistributedTest) == ("DEEPSPEED_TESTS" not in os.environ)
+
+
+def test_a_number_that_is_used_again_is_left_alone(tmp_path):
+    """A rank ended long ago, and somebody else's group leader has its number now."""
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as stranger:
+        rank = object.__new__(common._Rank)
+        rank.process = SimpleNamespace(pid=stranger.pid, is_alive=lambda: False, kill=lambda: None, join=lambda: None)
+        rank.result = SimpleNamespace(close=lambda: None)
+        rank.kill()
+        time.sleep(0.2)
+        assert stranger.poll() is None
+        stranger.kill()
