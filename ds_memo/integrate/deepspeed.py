@@ -126,13 +126,17 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
 
 def _say_what_moved(memo: Memo) -> None:
     """Who changed nothing in the script wants to know that it had an effect."""
+    if torch.distributed.get_rank() != 0:
+        return
     report = memo.report()
-    if report["active"] and torch.distributed.get_rank() == 0:
-        print(
-            f"ds_memo is active: {report['bytes_to_host'] / 2**20:.1f} MiB went to the host in the first step "
-            f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)",
-            file=sys.stderr,
+    if report["active"]:
+        line = (
+            f"is active: {report['bytes_to_host'] / 2**20:.1f} MiB went to the host in the first step "
+            f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)"
         )
+    else:
+        line = f"moved no bytes in the first step: {report['binding']}"
+    print(f"ds_memo {line}", file=sys.stderr)
 
 
 def _smallest(number: int, device: torch.device) -> int:

@@ -18,6 +18,9 @@ from tests.unit.common import ON_CPU, DistributedTest
 
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="two CPU ranks")
 
+EVERYDAY = ((1, True), (3, False))
+"""ZeRO stage, universal. The others are slow tests."""
+
 
 def start(stage: int, memo: bool, dtype: str = "fp32", universal: bool = False) -> Any:
     config = {
@@ -67,11 +70,16 @@ def to_universal(folder: Path) -> Path:
 class TestCheckpoints(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("universal", [False, True], ids=["sharded", "universal"])
-    @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3])
+    @pytest.mark.parametrize(
+        "stage, universal",
+        [
+            pytest.param(stage, universal, marks=[] if (stage, universal) in EVERYDAY else pytest.mark.slow)
+            for stage in (0, 1, 2, 3)
+            for universal in (False, True)
+            if stage or not universal  # DeepSpeed makes universal checkpoints of ZeRO 1 to 3
+        ],
+    )
     def test_both_ways(self, stage: int, universal: bool, tmp_path: Path) -> None:
-        if universal and stage == 0:
-            pytest.skip("DeepSpeed makes universal checkpoints of ZeRO 1 to 3")
         stock = start(stage, memo=False)
         want = train(stock, first=0) + train(stock, first=4)
         for written, read in ((True, False), (False, True)):
