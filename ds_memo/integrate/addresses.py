@@ -104,7 +104,7 @@ class Addresses:
         """Whether step_ends() is called; not known before the first time, unless somebody who knows sets it."""
         self._stepped = True
         self.claimed = False
-        self._stats = self._at_start = self._allocator.stats()
+        self._stats = self._at_start = dict.fromkeys(("hit", *MISSES), 0)
 
     def claim(self) -> None:
         """Have the device's addresses planned by this one from now on.
