@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ds_memo.errors import MemoError
+from ds_memo.profile.call import LayerCall
 from ds_memo.profile.live import LiveBytes
 from ds_memo.profile.sample import KeptOutput, LayerSample
 from ds_memo.remat import keep
@@ -28,70 +29,6 @@ from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import streams_for
 
 REPEATS = 3
-
-
-class LayerCall:
-    """A layer and what it was called with, to be called again at other lengths.
-
-    Args:
-        layer: whose parameters and name count.
-        fn, args, kwargs: as ds_memo.remat.checkpoint.Remat.run_with takes them.
-    """
-
-    def __init__(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
-        if isinstance(fn, partial):
-            fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
-        self.layer = layer
-        self._fn = fn
-        self._args = args
-        self._kwargs = kwargs
-        self.hidden = next(
-            (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()), None
-        )
-        if self.hidden is None or self.hidden.dim() < 2:
-            raise MemoError(f"layer {layer.name} takes no hidden states (batch, length, …) that a profile could vary")
-
-    @property
-    def batch(self) -> int:
-        return self.hidden.shape[0] if self.hidden.dim() > 2 else 1
-
-    @property
-    def length(self) -> int:
-        return self.hidden.shape[1] if self.hidden.dim() > 2 else self.hidden.shape[0]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(batch, length, …) of the hidden states."""
-        return (self.batch, self.length, *self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :])
-
-    def can_shorten(self) -> bool:
-        """Whether the length is unlike every other size, so that cutting it is safe."""
-        others = set(self.hidden.shape[2:] if self.hidden.dim() > 2 else self.hidden.shape[1:]) | {self.batch}
-        return self.length not in others
-
-    def of(self, layer: Layer, fn: Callable[..., Any]) -> LayerCall:
-        """The same call of another layer."""
-        return LayerCall(layer, fn, self._args, self._kwargs)
-
-    def at(self, length: int) -> tuple[Callable[..., Any], tuple, torch.Tensor]:
-        """The call with every tensor cut to `length`, cut off from its graph; and its hidden states, which want a gradient."""
-        made: dict[int, torch.Tensor] = {}
-
-        def cut(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if id(value) not in made:
-                short = value.detach()
-                for dim, size in enumerate(short.shape):
-                    if size == self.length and length < size:
-                        short = short.narrow(dim, 0, length)
-                short = short.contiguous()
-                made[id(value)] = short.clone() if short.data_ptr() == value.data_ptr() else short
-            return made[id(value)]
-
-        args, kwargs = tree_map(cut, self._args), tree_map(cut, self._kwargs)
-        hidden = made[id(self.hidden)].requires_grad_()
-        return (partial(self._fn, **kwargs) if kwargs else self._fn), args, hidden
 
 
 def measure(call: LayerCall, length: int, device: torch.device, attention: str | None = None) -> LayerSample:
