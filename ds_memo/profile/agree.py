@@ -99,7 +99,7 @@ def _say(problem: str) -> list[str]:
                 "set nothing is measured"
             ) from silence
         raise MemoError(
-            f"rank {me} waited {PATIENCE_S:g} s for rank {len(said)}, or lost it ({silence}): look for the error that it ended with"
+            f"rank {me} waited {PATIENCE_S:g} s for rank {len(said)}, or lost it ({silence}): look for the error it ended with"
         ) from silence
     return said
 

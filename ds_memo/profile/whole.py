@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 from torch import nn
 
-_ZERO3 = "deepspeed.runtime.zero.parameter_offload"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -29,8 +28,8 @@ def whole(module: nn.Module | None) -> Iterator[None]:
 
     ZeRO-3 gathers at each submodule's hook. A rank that fails between two of them leaves the others waiting in the next one;
     with one gather before, which all ranks come to, it fails for itself alone. The hooks would also let the parameters go, and
-    write the profile into the trace that ZeRO-3 prefetches by: they are taken out meanwhile. trl's unwrap_model_for_generation
-    does both (trl: models/utils.py).
+    write the profile into the trace that ZeRO-3 prefetches by. So DeepSpeed's hooks are taken out meanwhile; trl does both too
+    (trl: models/utils.py, unwrap_model_for_generation).
     """
     parts = partitioned(module)
     if not parts:
@@ -41,7 +40,7 @@ def whole(module: nn.Module | None) -> Iterator[None]:
     taken = [(part, name, getattr(part, name)) for part in module.modules() for name in _HOOKS]
     with deepspeed.zero.GatheredParameters(parts):
         for part, name, hooks in taken:
-            setattr(part, name, OrderedDict((key, hook) for key, hook in hooks.items() if not _is_zero3s(hook)))
+            setattr(part, name, OrderedDict((key, hook) for key, hook in hooks.items() if not _is_deepspeeds(hook)))
         try:
             yield
         finally:
@@ -49,5 +48,5 @@ def whole(module: nn.Module | None) -> Iterator[None]:
                 setattr(part, name, hooks)
 
 
-def _is_zero3s(hook: object) -> bool:
-    return getattr(hook, "__module__", None) == _ZERO3
+def _is_deepspeeds(hook: object) -> bool:
+    return getattr(hook, "__module__", "").startswith("deepspeed.")  # some of ZeRO-3's are wrapped by deepspeed.utils.nvtx
