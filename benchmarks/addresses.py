@@ -27,7 +27,7 @@ from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ds_memo
-from ds_memo.integrate.attach import Memo
+from ds_memo.integrate.memo import Memo
 from ds_memo.plan import plan_trace
 from ds_memo.plan.simulate import simulate
 from ds_memo.plan.trace import Phase, Trace

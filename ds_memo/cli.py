@@ -17,6 +17,7 @@ VERBS = {  # verb: (module, what it does)
     "profile": ("ds_memo.profile.command", "measure a model's layers and this machine's copies"),
     "plan": ("ds_memo.plan.command", "from a request trace to an address for every tensor"),
     "estimate": ("ds_memo.estimate.command", "what a run would take in time and memory, before anything is rented"),
+    "report": ("ds_memo.show.report", "what a run under ds_memo did, from the JSON of its report"),
     "show": ("ds_memo.show.command", "draw a plan: time × address, as PNG or interactive HTML"),
 }
 

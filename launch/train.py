@@ -296,6 +296,8 @@ def train(run: Run) -> None:
             if args.save and (last or (args.save_every and engine.global_steps % args.save_every == 0)):
                 run.save()
     memo = hasattr(engine, "memo")
+    if memo and first:
+        print(ds_memo.report(engine))
     if args.metrics_json and first:
         metrics = {
             "memo": memo,

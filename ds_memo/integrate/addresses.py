@@ -72,14 +72,15 @@ def _end(allocator: Allocator, place: tuple[str, int]) -> None:
 class Addresses:
     """The addresses of one model's training passes on one device.
 
+    Nothing happens before claim().
+
     Args:
         device: where the layers run.
         config: the "plan" section.
         warn: says something once and shows it in the report.
 
     Raises:
-        MemoError: another model already has the device's addresses planned.
-        RuntimeError: the op cannot be built or installed here; says why.
+        RuntimeError: the op cannot be built here; says why.
     """
 
     def __init__(self, device: torch.device, config: PlanConfig, warn: Callable[[str], None]) -> None:
@@ -87,12 +88,6 @@ class Addresses:
         self._warn = warn
         self._allocator = Allocator(device)
         self._place = (device.type, device.index or 0)
-        if self._place in _owners:
-            raise MemoError(f"another attached model has the addresses on {device} planned, and one allocator follows one plan")
-        self._allocator.install()
-        _owners[self._place] = self
-        self._end = weakref.finalize(self, _end, self._allocator, self._place)
-        self._end.atexit = False
         self._device = device
         self._last_layer = -1
         self._known: dict[Kind, _Known] = {}
@@ -108,10 +103,26 @@ class Addresses:
         self.steps_happen = False
         """Whether step_ends() is called; not known before the first time, unless somebody who knows sets it."""
         self._stepped = True
-        self._stats = self._allocator.stats()
-        self._at_start = self._stats
+        self.claimed = False
+        self._stats = self._at_start = dict.fromkeys(("hit", *MISSES), 0)
 
-    # ---- what the run says
+    def claim(self) -> None:
+        """Have the device's addresses planned by this one from now on.
+
+        Raises:
+            MemoError: another model's are.
+            RuntimeError: the op cannot be installed here; says why.
+        """
+        if self._place in _owners:
+            raise MemoError(f"another attached model has those on {self._device} planned, and one allocator follows one plan")
+        self._allocator.install()
+        _owners[self._place] = self
+        self._end = weakref.finalize(self, _end, self._allocator, self._place)
+        self._end.atexit = False
+        self._stats = self._at_start = self._allocator.stats()
+        self.claimed = True
+
+    # ---- what the run says; once claimed
 
     def pass_begins(self, shapes: Shapes, last_layer: int, last: bool, settings: Any = None) -> None:
         """A training forward begins.
@@ -172,17 +183,18 @@ class Addresses:
 
     def release_arena(self) -> int:
         """Give the arena back to torch's allocator until the next training forward; the bytes that it had."""
-        return self._allocator.release()
+        return self._allocator.release() if self.claimed else 0
 
     def report(self) -> dict[str, Any]:
         """See Memo.report."""
         plan = self.plan
-        counts = {name: count - self._at_start[name] for name, count in self._allocator.stats().items()}
+        now = self._allocator.stats() if self.claimed else self._at_start
+        counts = {name: count - self._at_start[name] for name, count in now.items()}
         return {
             "peak": plan.peak if plan else 0,
             "lower_bound": plan.lower_bound if plan else 0,
             "proven": plan.proven if plan else False,
-            "arena": self._allocator.arena_bytes,
+            "arena": self._allocator.arena_bytes if self.claimed else 0,
             "plans": sum(known.plan is not None for known in self._known.values()),
             "hits": counts["hit"],
             "misses": {name: counts[name] for name in MISSES},
@@ -202,8 +214,9 @@ class Addresses:
 
     def close(self) -> None:
         """End planning. Blocks that are still alive stay valid."""
-        _owners.pop(self._place, None)
-        self._end()
+        if self.claimed:
+            _owners.pop(self._place, None)
+            self._end()
 
     # ---- inside
 

@@ -13,7 +13,8 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
 from ds_memo.errors import MemoError
-from ds_memo.integrate.attach import Memo, attached, module_of
+from ds_memo.integrate.attach import attached
+from ds_memo.integrate.memo import Memo, module_of
 from ds_memo.remat.modes import inside_a_layer
 
 _NAMES = ("checkpoint", "non_reentrant_checkpoint")

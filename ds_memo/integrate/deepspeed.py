@@ -22,8 +22,9 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.integrate import checkpointing, conflicts, kernels, ulysses
-from ds_memo.integrate.attach import Memo, attach_model, check_residents
+from ds_memo.integrate.attach import attach_model, check_residents
 from ds_memo.integrate.layers import find_layers
+from ds_memo.integrate.memo import Memo
 
 NO_SECTION = (
     f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": {{"enabled": true}}'

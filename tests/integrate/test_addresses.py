@@ -152,7 +152,7 @@ def test_an_optimizer_and_accumulation(micro: int, late_zero: bool) -> None:
                 missed = sum(after["misses"].values()) - sum(before["misses"].values())
                 assert hits >= 0.99 * (hits + missed), (number, before, after)
         handle.detach()
-        assert handle.alpha_used == 0.5
+        assert handle.decisions.alpha_used == 0.5
     assert losses[0] == losses[1]
 
 
@@ -429,10 +429,12 @@ def test_requests_that_never_repeat_are_left_alone() -> None:
 def test_a_second_model_is_not_planned() -> None:
     first, second = build("llama"), build("plain")
     with Counting(first) as counting:
-        with pytest.warns(ds_memo.MemoWarning, match="another attached model"):
-            other = ds_memo.attach(second, CONFIG)
+        other = ds_memo.attach(second, CONFIG)
+        step(first, BATCH)
+        with pytest.warns(ds_memo.MemoWarning, match="another attached model has those on cpu"):
+            step(second, BATCH)
         assert other.report()["plan"] is None
-        for _ in range(3):
+        for _ in range(2):
             step(first, BATCH)
             step(second, BATCH)
         counting.assert_followed()
@@ -440,6 +442,22 @@ def test_a_second_model_is_not_planned() -> None:
         counting.counts()
         step(first, BATCH)
         counting.assert_followed()
+
+
+def test_a_model_that_is_only_evaluated_leaves_them_to_the_one_that_trains() -> None:
+    """As DPO's reference, which is attached first and whose layers run in between."""
+    reference, trained = build("llama"), build("plain")
+    other = ds_memo.attach(reference, CONFIG)
+    with Counting(trained) as counting:
+        for _ in range(4):
+            counting.counts()
+            reference.eval()
+            with torch.no_grad():
+                reference(inputs_embeds=BATCH.embeds, labels=BATCH.labels)
+            step(trained, BATCH)
+        counting.assert_followed()
+    assert other.report()["plan"]["hits"] == 0 and other.report()["warnings"] == []
+    other.detach()
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

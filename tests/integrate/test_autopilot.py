@@ -48,7 +48,7 @@ def costs() -> Any:
         handle = attached(model)
         with pytest.warns(ds_memo.MemoWarning, match="cannot be cached"):
             step(model, BATCH)
-        run = handle._chosen.run
+        run = handle.decisions.chosen.run
         handle.detach()
         return run
 
@@ -158,7 +158,7 @@ def test_nothing_is_left_of_the_measuring() -> None:
     handle._choose(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert handle._chosen is not None
+    assert handle.decisions.chosen is not None
     assert (handle.slab.used, handle.engine.traffic.frames) == (0, 0)
     handle.detach()
 
@@ -220,7 +220,7 @@ def test_slow_copies_are_noticed(costs: Any) -> None:
     model = build("llama")
     handle = attached(model, **budgets(costs, 1, 5))
     step(model, BATCH)
-    chosen = handle._chosen
+    chosen = handle.decisions.chosen
     assert chosen.homes.alpha > 0 or chosen.homes.binding
     handle.detach()
     run = dataclasses.replace(chosen.run, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
+from ds_memo.ops.builder import AllocatorBuilder
 from tests.models import HIDDEN, LAYERS, Batch, Block, Toy, assert_same, assert_same_grads, build, gradients, step
 
 BATCH = Batch.random(2, 17)
@@ -419,12 +420,32 @@ def test_a_deep_copy_is_a_model_of_its_own(name: str) -> None:
     assert_same(step(twin, BATCH), step(stock, BATCH))
 
 
-def test_a_warning_that_is_an_error_leaves_the_model_as_it_was() -> None:
-    model, other = build("llama"), ds_memo.attach(build("plain"), {"alpha": 0.5, "resident_layers": 1})
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(self: AllocatorBuilder, verbose: bool = False) -> None:
+        raise RuntimeError("no compiler")
+
+    model = build("llama")
     before = fingerprint(model)
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(AllocatorBuilder, "load", cannot)
+        warnings.simplefilter("error", ds_memo.MemoWarning)
+        with pytest.raises(ds_memo.MemoWarning, match="memory addresses are not planned"):
+            ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    assert fingerprint(model) == before
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2}).detach()
+
+
+def test_a_warning_that_is_an_error_ends_one_forward() -> None:
+    """The next one goes on without what the warning told of."""
+    first, second = build("llama"), build("plain")
+    stock = copy.deepcopy(second)
+    handles = [ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1}) for model in (first, second)]
+    batch = Batch.random(2, 17)
+    step(first, batch)
     with warnings.catch_warnings(), pytest.raises(ds_memo.MemoWarning, match="memory addresses are not planned"):
         warnings.simplefilter("error", ds_memo.MemoWarning)
-        ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    assert fingerprint(model) == before
-    other.detach()
-    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2}).detach()
+        step(second, batch)
+    assert not handles[1].in_forward
+    assert_same(step(second, batch), step(stock, batch))
+    for handle in handles:
+        handle.detach()

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import ds_memo.integrate.attach as attach_module
-from ds_memo.integrate.attach import Memo, attach
+import ds_memo.integrate.memo as memo_module
+from ds_memo.integrate.attach import attach
+from ds_memo.integrate.memo import Memo
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.slab import HostSlab
 
@@ -92,9 +93,9 @@ def attached(model: nn.Module, streams: Any, config: dict[str, Any], engine: typ
         return streams.watch(made) if hasattr(streams, "watch") else made
 
     with (
-        mock.patch.object(attach_module, "streams_for", lambda device: streams),
-        mock.patch.object(attach_module, "SwapEngine", engine),
-        mock.patch.object(attach_module, "HostSlab", slab),
+        mock.patch.object(memo_module, "streams_for", lambda device: streams),
+        mock.patch.object(memo_module, "SwapEngine", engine),
+        mock.patch.object(memo_module, "HostSlab", slab),
     ):
         memo = attach(model, HOST | config)
     try:

@@ -11,7 +11,7 @@ import torch
 from rig import Block, Stack, gradients
 from torch.nn import functional as F
 
-from ds_memo.integrate.attach import Memo
+from ds_memo.integrate.memo import Memo
 
 Story = Callable[[Memo, torch.nn.Module, list[torch.Tensor]], dict[str, torch.Tensor]]
 LENGTH, HIDDEN = 24, 16

@@ -1,0 +1,100 @@
+"""Decisions: what is done with each layer in the running pass. The policy that remat asks.
+
+configured       alpha and resident layers as they are given, or one of the ablations
+chosen           what is left open, by the autopilot's profile
+without profile  where none can be made: two resident layers, and as much alpha as the host holds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_memo.config import MemoConfig
+from ds_memo.errors import MemoError
+from ds_memo.integrate.autopilot import Chosen
+from ds_memo.remat.checkpoint import Layer, Setting
+from ds_memo.solve.homes import alpha_for_host, place_residents
+from ds_memo.swap.host_memory import GIB
+from ds_memo.swap.slab import HostSlab
+
+FULL_RECOMPUTE = Setting(resident=True, alpha=0.0, keeps_attention=False)
+"""As torch.utils.checkpoint: the input stays on the device, everything else is computed again."""
+RESIDENTS = 2
+"""Where nothing is known: the last two, whose copies could not hide behind anything."""
+_SLACK_PER_FRAME = 1 << 16
+"""Bytes that alignment and page rounding may add to a frame; only counts when alpha is worked out from the budget."""
+
+
+class Decisions:
+    """Of one attached model. See :class:`ds_memo.remat.checkpoint.Policy`.
+
+    Args:
+        config: what it gives is obeyed.
+        layers: in the order of the model; grows where a model calls ``ds_memo.checkpoint`` itself.
+        slab: its budget bounds alpha.
+    """
+
+    def __init__(self, config: MemoConfig, layers: Sequence[Layer], slab: HostSlab) -> None:
+        self._config = config
+        self._layers = layers
+        self._slab = slab
+        self.layers_known = bool(layers)
+        self.chosen: Chosen | None = None
+        """By the autopilot, for the running pass."""
+        self.residents = self._place()
+        self.alpha_used = config.alpha
+        self.binding = "not known before the first forward"
+        if config.ablation == "full_recompute":
+            self.alpha_used = 0.0
+            self.binding = "as configured: full recomputation, inputs stay on the device"
+
+    @property
+    def plain(self) -> bool:
+        """Everything fits, and no layer is checkpointed."""
+        return self.chosen is not None and self.chosen.homes.plain
+
+    def follow(self, chosen: Chosen | None) -> None:
+        """For the pass that begins; None: what needs no profile."""
+        self.chosen = chosen
+        if chosen is not None:
+            homes = chosen.homes
+            self.residents, self.alpha_used, self.binding = homes.residents, homes.alpha, homes.binding
+
+    def know_layers(self) -> None:
+        """All layers of a model that calls ``ds_memo.checkpoint`` itself were seen."""
+        self.layers_known = True
+        self.residents = self._place()
+
+    def setting(self, layer: Layer) -> Setting:
+        if self.chosen is not None:
+            return self.chosen.settings[layer.index]
+        if self._config.ablation == "full_recompute":
+            return FULL_RECOMPUTE
+        return Setting(resident=layer.index in self.residents)
+
+    def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
+        swapped = max(1, len(self._layers) - len(self.residents))
+        budget, alpha = self._slab.budget, self._config.alpha
+        if alpha is None and not self.layers_known:
+            alpha = 0.0  # how many layers will share the host shows in this forward
+        slack = swapped * _SLACK_PER_FRAME if alpha is None else 0
+        fits = alpha_for_host(budget - slack, swapped, whole_bytes, row_bytes)
+        if fits < (alpha or 0.0):
+            need = swapped * (whole_bytes + (alpha or 0.0) * row_bytes)
+            way_out = f"memo.alpha of at most {int(fits * 1000) / 1000} fits" if fits >= 0 else "even memo.alpha 0 does not fit"
+            raise MemoError(
+                f"host memory: {swapped} swapped layers like {layer.name} need {need / GIB:.3g} GiB at alpha {alpha or 0.0}, "
+                f"{budget / GIB:.3g} GiB are available to this rank; {way_out}. More memo.resident_layers, a larger "
+                "memo.host_memory_gib, a smaller batch or more sequence-parallel ranks help too."
+            )
+        if alpha is None:
+            alpha = fits
+        reason = "as configured" if self._config.alpha is not None else "host memory" if alpha < 1 else "all rows fit the host"
+        used = swapped * (whole_bytes + alpha * row_bytes)
+        self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of host memory at alpha {alpha:.3g}"
+        self.alpha_used = alpha
+        return alpha
+
+    def _place(self) -> frozenset[int]:
+        wanted = 0 if self._config.ablation == "full_recompute" else self._config.resident_layers
+        return place_residents(len(self._layers), RESIDENTS if wanted is None else wanted)

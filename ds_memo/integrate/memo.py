@@ -1,0 +1,334 @@
+"""Memo: one attached model. It puts the parts together, follows the model's passes and steps, and reports."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_memo.config import MemoConfig
+from ds_memo.errors import MemoError, MemoWarning
+from ds_memo.integrate import conflicts
+from ds_memo.integrate.addresses import Addresses
+from ds_memo.integrate.autopilot import Autopilot, predicted
+from ds_memo.integrate.decisions import RESIDENTS, Decisions
+from ds_memo.integrate.optimizers import watch_optimizers
+from ds_memo.integrate.speed import Speed, model_flops_utilization
+from ds_memo.integrate.takeover import Takeover, nothing, past_us
+from ds_memo.plan import Plan
+from ds_memo.profile.lengths import shapes_of
+from ds_memo.remat.checkpoint import SDPA, Layer, Remat
+from ds_memo.remat.modes import inside_a_layer
+from ds_memo.show.report import Report
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.host_memory import budget_bytes, ranks_on_node
+from ds_memo.swap.numa import node_of
+from ds_memo.swap.slab import HostSlab, memlock_binds
+from ds_memo.swap.streams import streams_for
+
+
+class Memo:
+    """A model under ds_memo. Made by :func:`ds_memo.attach` and by ``ds_memo.initialize``."""
+
+    def __init__(self, model: nn.Module, config: MemoConfig, layers: list[tuple[str, nn.Module]], device: torch.device) -> None:
+        if config.ablation == "full_swap":
+            residents = RESIDENTS if config.resident_layers is None else config.resident_layers
+            config = config.model_copy(update={"alpha": 1.0, "resident_layers": residents})
+        self.config = config
+        self.in_forward = False
+        self.warnings: list[str] = []
+        self._model = weakref.ref(model)
+        self._detached = False
+        self._on_last_micro_batch: Callable[[], bool] = lambda: False
+        self._after_first_step: Callable[[Memo], None] = nothing
+        pinned = device.type == "cuda"
+        budget = budget_bytes(config.host_memory_gib, ranks_on_node(), locked=pinned and memlock_binds())
+        self.slab = HostSlab(budget, pinned, node_of(device))
+        self.engine = SwapEngine(streams_for(device), self.slab, device)
+        self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
+        self._by_module = weakref.WeakKeyDictionary(
+            {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
+        )
+        self.decisions = Decisions(config, self.layers, self.slab)
+        self.remat = Remat(self.engine, self.decisions, self.warn, config.attention if config.attention in SDPA else None)
+        self.autopilot = self._make_autopilot(device)
+        self.addresses = self._make_addresses(device)
+        self._passes = 0
+        """Training forwards that came to their end."""
+        self._frames_before = 0
+        self._speed = Speed()
+        self._takeover = Takeover()
+        for layer, (_, module) in zip(self.layers, layers, strict=True):
+            self._takeover.layer(module, functools.partial(self.remat.run, layer))
+        self._takeover.model(model, self.run)
+        for name, module in layers[:1]:
+            self._takeover.before_forward(module, conflicts.MaskWatch(name, self.warn))
+        self._takeover.before_forward(model, self._forward_begins)
+        self._takeover.after_forward(model, self._forward_is_over, always=True)
+        self._takeover.after_forward(model, self._forward_ends)
+
+    # ---- running
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
+        """Call ``fn(*args, **kwargs)`` as a layer."""
+        module = module_of(fn)
+        if module is None:
+            layer = Layer(len(self.layers), getattr(fn, "__qualname__", type(fn).__name__), None)
+        else:
+            layer = self._by_module.get(module)
+            if layer is None:
+                layer = self._by_module[module] = Layer(len(self.layers), type(module).__name__, module)
+                self.layers.append(layer)
+        return self.remat.run_with(layer, fn, args, kwargs, preserve_rng_state)
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether a call of this module comes through memo by itself."""
+        return module in self._by_module
+
+    def warn(self, message: str) -> None:
+        """Warn once and show it in the report."""
+        if message not in self.warnings:
+            self.warnings.append(message)
+            warnings.warn(message, MemoWarning, stacklevel=3)
+
+    def _forward_begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.in_forward = True
+        training = module.training and torch.is_grad_enabled()
+        if training:
+            self._takeover.hold()
+            self._choose(module, args, kwargs)
+        if training and not self.decisions.plain:
+            self._plan_pass(args, kwargs)
+        elif self.addresses and self.addresses.claimed:
+            self.addresses.leave_phase()
+        self._frames_before = self.engine.traffic.frames
+
+    def _choose(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Have the homes for the training pass that begins."""
+        self.decisions.follow(None)
+        if self.autopilot and self.decisions.layers_known:
+            self.decisions.follow(self.autopilot.choose(shapes_of(args, kwargs), model, args, kwargs))
+
+    def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self.in_forward = False
+
+    def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if not self.decisions.layers_known and self.layers:  # a model that calls ds_memo.checkpoint shows them as it runs
+            self.decisions.know_layers()
+            for layer in self.layers:
+                layer.recipes.clear()
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if self.addresses:
+            self.addresses.forward_ended()
+        self._passes += 1
+        if self.engine.traffic.frames > self._frames_before or self.decisions.plain:
+            self._speed.tokens += math.prod(self._hidden_shape()[:-1])
+        else:
+            self.warn(
+                f"{type(module).__name__} ran a training forward and none of its {len(self.layers)} layers came through ds_memo: "
+                "it has no effect"
+            )
+
+    # ---- optimizer steps
+
+    def expect_steps(self, on_last_micro_batch: Callable[[], bool]) -> None:
+        """Whoever calls tells of every optimizer step.
+
+        Args:
+            on_last_micro_batch: whether one will come after the present micro-batch.
+        """
+        self._on_last_micro_batch = on_last_micro_batch
+        if self.addresses:
+            self.addresses.steps_happen = True
+
+    def watch_optimizers(self) -> None:
+        """Follow the steps of every torch optimizer that has a parameter of the model."""
+        for end in watch_optimizers(self._model, self, Memo.step_begins, Memo.stepped):
+            self._takeover.undo_with(end)
+
+    def on_first_step(self, say: Callable[[Memo], None]) -> None:
+        """Call this once the first optimizer step is over."""
+        self._after_first_step = say
+
+    def step_begins(self) -> None:
+        """An optimizer step begins."""
+        if self.addresses and self.addresses.claimed:
+            self.addresses.step_begins()
+
+    def stepped(self) -> None:
+        """An optimizer step is over."""
+        if self.addresses and self.addresses.claimed:
+            self.addresses.step_ends()
+        if self._speed.before_first_step:
+            if self.decisions.chosen is None:  # what was solved for has said itself what it does
+                self._look_for_an_effect()
+            self._after_first_step(self)
+        now = time.perf_counter()
+        self._speed.stepped(now)
+        if self.autopilot:
+            self.autopilot.stepped(self._model(), self._passes, now)
+
+    def _look_for_an_effect(self) -> None:
+        """Warn of a first step in which memo moved nothing."""
+        if not self.engine.traffic.frames:
+            self.warn(
+                f"memo has no effect: the first step is over and none of its {len(self.layers)} layers came through ds_memo. "
+                "Was the model called, or only parts of it?"
+            )
+        elif not self.engine.traffic.bytes_to_host:
+            self.warn(
+                f"memo has no effect: the first step moved no bytes, for {len(self.decisions.residents)} of {len(self.layers)} "
+                "layers are resident and keep everything on the device. Set a smaller memo.resident_layers, or train without memo"
+            )
+
+    # ---- planned addresses
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of memory addresses that the latest training pass followed; None before there is one.
+
+        ``ds_memo.plan.plan_to_json`` writes it, and ``ds-memo show`` draws what it wrote.
+        """
+        return self.addresses.plan if self.addresses else None
+
+    def release_arena(self) -> int:
+        """Give the arena of planned addresses back to PyTorch's allocator, for an evaluation that needs the memory, say.
+
+        The next training forward takes it again.
+
+        Returns:
+            How many bytes that were; 0 if there is none.
+        """
+        return self.addresses.release_arena() if self.addresses else 0
+
+    def _make_addresses(self, device: torch.device) -> Addresses | None:
+        if not self.config.plan.enabled:
+            return None
+        try:
+            return Addresses(device, self.config.plan, self.warn)
+        except RuntimeError as error:
+            self.warn(f"memory addresses are not planned: {error}")
+            return None
+
+    def _plan_pass(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self.addresses:
+            return
+        if not self.addresses.claimed:  # not at attach: a model that is only evaluated (DPO's reference) leaves them to others
+            try:
+                self.addresses.claim()
+            except (MemoError, RuntimeError) as error:
+                self.addresses = None
+                self.warn(f"memory addresses are not planned: {error}")
+                return
+            self.engine.phases = self.addresses
+        settings = self.decisions.chosen.settings if self.decisions.chosen else None
+        self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), settings)
+
+    # ---- the end
+
+    def on_detach(self, undo: Callable[[], Any]) -> None:
+        """Call this too when the model is detached."""
+        self._takeover.undo_with(undo)
+
+    def detach(self) -> None:
+        """Give the model back as it was. Graphs made before can no longer be run backward."""
+        if self._detached:
+            raise MemoError("this handle is already detached")
+        if inside_a_layer():
+            raise MemoError("detach() was called while a layer runs; call it between two steps")
+        self._detached = True
+        self._takeover.undo()
+        if self.addresses:
+            self.addresses.close()
+        self.engine.close()
+
+    # ---- what is told
+
+    def events(self, samples: int) -> list[tuple[str, float, int]]:
+        """For DeepSpeed's monitors, after an optimizer step: name, value, and how many samples the run has seen."""
+        report = self.report()
+        values = {
+            "alpha": report["alpha"],
+            "resident_layers": report["resident_layers"],
+            "bytes_to_host": report["bytes_to_host"],
+            "bytes_from_host": report["bytes_from_host"],
+            "stall_s": sum(report["stall_s"].values()),
+            "mfu": report["mfu"],
+        }
+        return [(f"Train/Samples/memo_{name}", value, samples) for name, value in values.items() if value is not None]
+
+    def report(self) -> Report:
+        """What is set and what happened so far; bytes, seconds and counts of this rank.
+
+        Raises:
+            MemoError: after ``detach()``.
+        """
+        if self._detached:
+            raise MemoError("this handle is detached; there is nothing to report. Attach the model again.")
+        work, traffic, decisions = self.remat.work, self.engine.traffic, self.decisions
+        step_s, tokens_per_s = self._speed.medians()
+        plain = decisions.plain
+        return Report(
+            active=traffic.bytes_to_host > 0,
+            alpha=decisions.alpha_used,
+            resident_layers=len(decisions.residents),
+            residents=sorted(decisions.residents),
+            binding=decisions.binding,
+            checkpointing=not plain,
+            layers=len(self.layers),
+            frames=traffic.frames,
+            bytes_to_host=traffic.bytes_to_host,
+            bytes_from_host=traffic.bytes_from_host,
+            stored_bytes_per_layer=[
+                0 if plain or not layer.latest else layer.latest.layout.stored_bytes for layer in self.layers
+            ],
+            gemm_flops_recomputed_fraction=work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
+            attention_recomputed=work.attention_ops_recomputed,
+            host={
+                "budget": self.slab.budget,
+                "slab": self.slab.size,
+                "peak_used": self.slab.peak_used,
+                "numa_node": self.slab.node.number if self.slab.node else None,
+            },
+            stall_s=self.engine.streams.stall_s(),
+            step_s=step_s,
+            tokens_per_s=tokens_per_s,
+            mfu=model_flops_utilization(self._model(), self._hidden_shape(), tokens_per_s, self.engine.device),
+            predicted=predicted(decisions.chosen) if decisions.chosen else None,
+            profile=self.autopilot.report() if self.autopilot else None,
+            plan=self.addresses.report() if self.addresses else None,
+            warnings=list(self.warnings),
+        )
+
+    # ---- inside
+
+    def _make_autopilot(self, device: torch.device) -> Autopilot | None:
+        """None where nothing is left open."""
+        config = self.config
+        if config.ablation is not None or (config.alpha is not None and config.resident_layers is not None):
+            return None
+        return Autopilot(config, self.layers, self.remat, self.slab, self.engine.streams, device, past_us, self.warn)
+
+    def _hidden_shape(self) -> tuple[int, ...]:
+        """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""
+        if self.decisions.chosen is not None:
+            return self.decisions.chosen.shape
+        latest = next((layer.latest for layer in self.layers if layer.latest), None)
+        kept = next((kept for kept in latest.inputs if kept), None) if latest else None
+        return kept.shape if kept else (0,)
+
+
+def module_of(fn: Any) -> nn.Module | None:
+    """The module that a call of `fn` runs: itself, or that of a bound method, through any partial."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None

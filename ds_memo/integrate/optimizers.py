@@ -1,0 +1,43 @@
+"""The steps of plain torch optimizers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+T = TypeVar("T")
+
+
+def watch_optimizers(
+    model: weakref.ref[nn.Module], who: T, begins: Callable[[T], None], ended: Callable[[T], None]
+) -> list[Callable[[], None]]:
+    """Tell `who` of the steps of every torch optimizer that has a parameter of the model.
+
+    Returns:
+        What ends it. It also ends with `who`: the hooks are torch's and keep nothing alive.
+    """
+    mine: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+    target = weakref.ref(who)
+
+    def told(say: Callable[[T], None]) -> Callable[..., None]:
+        def hook(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+            listener, module = target(), model()
+            if listener is None or module is None:
+                return
+            if optimizer not in mine:
+                own = set(map(id, module.parameters()))
+                mine[optimizer] = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            if mine[optimizer]:
+                say(listener)
+
+        return hook
+
+    handles = [register_optimizer_step_pre_hook(told(begins)), register_optimizer_step_post_hook(told(ended))]
+    for handle in handles:
+        weakref.finalize(who, handle.remove)
+    return [handle.remove for handle in handles]

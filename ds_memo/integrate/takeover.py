@@ -1,0 +1,118 @@
+"""What an attached model's modules are given, and how they get back what they had."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ds_memo.integrate import conflicts
+from ds_memo.integrate.layers import is_huggingface_layer, is_huggingface_model
+
+_MISSING = object()
+
+
+class Takeover:
+    """Replaces forwards and checkpoint functions, adds hooks, and undoes all of it."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+        self._through_us: weakref.WeakKeyDictionary[nn.Module, Ours] = weakref.WeakKeyDictionary()
+        """Hugging Face modules and the checkpoint function that they must call."""
+
+    def layer(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        """Have every call of a layer come to ``run(forward, *args, **kwargs)``."""
+        if is_huggingface_layer(module):
+            self._checkpoint_with(module, run)
+        else:
+            self._set(module, "forward", Ours(functools.partial(run, module.forward), module.forward))
+
+    def model(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        """Have Hugging Face models in it know that they are checkpointed: else they fill a cache with the keys and values of all
+        layers, at each replay again."""
+        for module in model.modules():
+            if is_huggingface_model(module):
+                self._checkpoint_with(module, run)
+
+    def before_forward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Call ``hook(module, args, kwargs)``."""
+        self.undo_with(module.register_forward_pre_hook(Ours(hook, nothing), with_kwargs=True).remove)
+
+    def after_forward(self, module: nn.Module, hook: Callable[..., Any], always: bool = False) -> None:
+        """Call ``hook(module, args, output)``; `always`: also where the forward raised."""
+        self.undo_with(module.register_forward_hook(Ours(hook, nothing), always_call=always).remove)
+
+    def hold(self) -> None:
+        """gradient_checkpointing_enable() and _disable() after attach: memo stays in charge of training forwards."""
+        for module, function in self._through_us.items():
+            if module._gradient_checkpointing_func is not function:
+                conflicts.refuse_offload(module._gradient_checkpointing_func)
+                module._gradient_checkpointing_func = function
+            module.gradient_checkpointing = True
+
+    def undo_with(self, undo: Callable[[], Any]) -> None:
+        """Call this too when everything is undone."""
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Give everything back, the latest first."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _checkpoint_with(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        function = Ours(run, _plainly)
+        self._set(module, "gradient_checkpointing", True)
+        self._set(module, "_gradient_checkpointing_func", function)
+        self._through_us[module] = function
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an instance attribute so that what was there can be put back."""
+        before = module.__dict__.get(name, _MISSING)
+        where = weakref.ref(module)
+        setattr(module, name, value)
+
+        def restore() -> None:
+            target = where()
+            if target is None:
+                return
+            if before is _MISSING:
+                delattr(target, name)
+            else:
+                setattr(target, name, before)
+
+        self._undo.append(restore)
+
+
+class Ours:
+    """What we put into a module. A copy of the module, or a pickle of it, is a plain one: it gets `plain` in its place."""
+
+    def __init__(self, call: Callable[..., Any], plain: Callable[..., Any]) -> None:
+        self.call = call
+        self.plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return _same, (self.plain,)
+
+
+def past_us(module: nn.Module) -> Callable[..., Any]:
+    """How to call a layer as it would be called without us."""
+    forward = module.__dict__.get("forward")
+    return forward.plain if isinstance(forward, Ours) else functools.partial(nn.Module.__call__, module)
+
+
+def nothing(*args: Any) -> None:
+    pass
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _plainly(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
