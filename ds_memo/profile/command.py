@@ -75,6 +75,7 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
 
     from ds_memo.integrate.attach import attach_model
     from ds_memo.integrate.skeleton import build
+    from ds_memo.integrate.takeover import past_us
     from ds_memo.profile.run import Asked, lengths_of, take_profile
 
     say(f"building the layers of {args.model}")
@@ -91,7 +92,7 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
         asked = Asked(
             layers=memo.layers,
             call=call,
-            plain_call=memo.plain_call,
+            plain_call=past_us,
             method=args.method,
             lengths=lengths,
             device=device,
@@ -205,7 +206,10 @@ def _kind(kind: LayerProfile, batch: int, length: int) -> list[str]:
 
 def _rates(sample: LayerSample) -> str:
     def rate(flops: float, seconds: float) -> str:
-        return f"{flops / seconds / 1e12:.3g} TFLOP/s" if seconds and flops else "not seen"
+        if not seconds or not flops:
+            return "not seen"
+        unit, name = (1e12, "TFLOP/s") if flops / seconds >= 1e12 else (1e9, "GFLOP/s")
+        return f"{flops / seconds / unit:.3g} {name}"
 
     attention = rate(sample.attention_flops, sample.attention_s)
     back = rate(_BACKWARD * sample.attention_flops, sample.attention_backward_s)
