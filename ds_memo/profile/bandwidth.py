@@ -11,7 +11,8 @@ import time
 
 import torch
 
-from ds_memo.swap.slab import PAGE, HostSlab
+from ds_memo.errors import MemoError
+from ds_memo.swap.slab import PAGE, Block, HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, streams_for
 
 CHUNK = 1 << 26
@@ -31,14 +32,14 @@ class CopyBench:
         chunk: bytes of one copy.
 
     Raises:
-        MemoError: the system refuses the host block.
+        MemoError: the system refuses even a page.
     """
 
     def __init__(self, device: torch.device, pinned: bool, budget: int, chunk: int = CHUNK) -> None:
-        self.chunk = max(PAGE, min(chunk, budget) // PAGE * PAGE)
         self._device = device
-        self._slab = HostSlab(self.chunk, pinned)
-        self._block = self._slab.take(self.chunk, "the bandwidth measurement")
+        self._slab = HostSlab(max(PAGE, min(chunk, budget) // PAGE * PAGE), pinned)
+        self._block = _largest(self._slab)
+        self.chunk = self._block.nbytes
         try:
             there = torch.zeros(self.chunk, dtype=torch.uint8, device=device)
         except BaseException:
@@ -77,6 +78,18 @@ class CopyBench:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _largest(slab: HostSlab) -> Block:
+    """All of the slab's budget, or half of it, and so on: as much as the system gives."""
+    nbytes = slab.budget
+    while True:
+        try:
+            return slab.take(nbytes, "the bandwidth measurement")
+        except MemoError:
+            if nbytes <= PAGE:
+                raise
+            nbytes //= 2
 
 
 def measure_bandwidth(device: torch.device, pinned: bool, budget: int, chunk: int = CHUNK) -> tuple[float, float]:
