@@ -232,6 +232,9 @@ def _check(profile: Profile) -> None:
     ok = (
         isinstance(profile.key, dict)
         and isinstance(profile.method, str)
+        and isinstance(profile.measured, dict)
+        and all(type(ranks) is int and ranks > 0 for ranks in (profile.ranks_copying, profile.ranks_per_sequence))
+        and all(isinstance(kind.name, str) for kind in profile.kinds)
         and profile.d2h_bytes_per_s > 0
         and profile.h2d_bytes_per_s > 0
         and profile.kinds
