@@ -230,7 +230,7 @@ class Memo:
                 self.warn(f"memory addresses are not planned: {error}")
                 return
             self.engine.phases = self.addresses
-        settings = self.decisions.chosen.settings if self.decisions.chosen else None
+        settings = self.decisions.settings_by_requests()
         self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), settings)
 
     # ---- the end

@@ -127,7 +127,8 @@ def _layers(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         layers = list(group)
         name = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
         where = "on the device" if resident or not report["bytes_to_host"] else "on the host"
-        yield name, f"{_size(nbytes):>9}{' each' if len(layers) > 1 else '':5}, {where:13}  {'█' * round(_BAR * nbytes / most)}"
+        each = "each" if len(layers) > 1 else ""
+        yield name, f"{_size(nbytes):>9} {each:4} {where:13}  {'█' * round(_BAR * nbytes / most)}"
 
 
 def _plan(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -226,8 +226,7 @@ class TestTwoRanks(DistributedTest):
         everybodys = [None, None]
         dist.all_gather_object(everybodys, overlaps)
         for mine, theirs in zip(*everybodys, strict=True):  # of each direction: when a rank copied, and how fast
-            together = min(mine[1], theirs[1]) - max(mine[0], theirs[0])
-            assert together > 0.5 * max(mine[1] - mine[0], theirs[1] - theirs[0])
+            assert max(mine[0], theirs[0]) < min(mine[1], theirs[1])
         assert profile.d2h_bytes_per_s == min(spans[0][2] for spans in everybodys)
         assert profile.h2d_bytes_per_s == min(spans[1][2] for spans in everybodys)
 
