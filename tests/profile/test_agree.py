@@ -13,6 +13,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from torch import nn
 
 import ds_memo
@@ -228,6 +229,15 @@ class TestTwoRanks(DistributedTest):
         assert whole.whole_bytes(module) == 4 * sum(p.ds_numel for p in module.parameters())
         samples = trainer.memo.autopilot.profile.kinds[0].samples
         assert all(sample.working_bytes > whole.whole_bytes(module) for sample in samples)
+
+    def test_a_profile_knows_how_many_ranks_share_a_sequence(self, tmp_path) -> None:
+        os.environ["XDG_CACHE_HOME"] = str(tmp_path)
+        _, alone = trained(Block, 0, HERE, steps=1)
+        parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=2)
+        _, shared = trained(Block, 0, HERE, steps=1)
+        profiles = [trainer.memo.autopilot.profile for trainer in (alone, shared)]
+        assert [profile.ranks_per_sequence for profile in profiles] == [1, 2]
+        assert not shared.memo.autopilot.from_cache  # another run's
 
     def test_layers_that_talk_are_profiled(self, tmp_path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)
