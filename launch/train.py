@@ -34,7 +34,7 @@ import ds_memo
 from ds_memo.estimate.flops import mfu, peak_flops
 from ds_memo.integrate import ulysses
 from ds_memo.integrate.transformers import model_flops
-from ds_memo.profile import LiveBytes
+from ds_memo.profile.live import LiveBytes
 
 
 class UsageError(ValueError):

@@ -102,6 +102,7 @@ class Memo:
         self.in_forward = True
         training = module.training and torch.is_grad_enabled()
         if training:
+            self.engine.settle()
             self._takeover.hold()
             self._choose(module, args, kwargs)
         if training and not self.decisions.plain:

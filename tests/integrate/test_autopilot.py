@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.integrate import agree, autopilot
+from ds_memo.integrate import autopilot
 from ds_memo.integrate.autopilot import slowdown
+from ds_memo.profile import agree
 from ds_memo.profile.layer import measure
 from ds_memo.solve.homes import NothingFits
 from ds_memo.solve.schedule import Schedule
@@ -180,7 +181,7 @@ def profiled(model: Any = None) -> dict[str, Any]:
 def test_the_second_start_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not profiled()["profile"]["from_cache"]
     monkeypatch.setattr("ds_memo.profile.run.measure", lambda *args: pytest.fail("measured"))
-    monkeypatch.setattr("ds_memo.integrate.autopilot.measure_bandwidth", lambda *args: pytest.fail("copied"))
+    monkeypatch.setattr("ds_memo.profile.run.CopyBench", lambda *args: pytest.fail("copied"))
     assert profiled()["profile"]["from_cache"]
 
 
