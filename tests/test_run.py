@@ -77,7 +77,7 @@ class Numbers(Dataset):
 
 
 def join(samples):
-    return [pickle.loads(pickle.dumps(sample)).number for sample in samples], multiprocessing.current_process().name != "MainProcess"
+    return [pickle.loads(pickle.dumps(sample)).number for sample in samples], multiprocessing.parent_process() is not None
 
 
 if __name__ == "__main__":
