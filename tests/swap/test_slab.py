@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 import re
+from pathlib import Path
 
 import pytest
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.host_memory import GIB
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.slab import _TOUCHED_APART, Block, HostSlab, _map, _touch
 
 PAGE = mmap.PAGESIZE
 
@@ -129,3 +130,31 @@ def test_short_frames_do_not_use_up_the_blocks_of_long_ones():
         host.take(PAGE, name)
     for name in ("long", "long"):
         host.take(10 * PAGE, name)
+
+
+def memory_map(block: Block) -> dict[str, str]:
+    """What the kernel says of the mapping that a block lies in."""
+    address, found, inside = block.memory.data_ptr(), {}, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if " " in name:  # the head of a mapping: its addresses
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+            inside = begin <= address < end
+        elif inside:
+            found[name] = value.strip()
+    return found
+
+
+def test_pages_are_there_before_they_are_locked():
+    """All of them, and in a last part that is none of the threads' size; locking would bring them one after the other."""
+    block = _map(2 * _TOUCHED_APART + PAGE)
+    block.memory[PAGE] = 1
+    before = int(memory_map(block)["Rss"].split()[0]) << 10
+    _touch(block)
+    after = int(memory_map(block)["Rss"].split()[0]) << 10
+    assert before < block.nbytes / 2 and after >= block.nbytes
+
+
+def test_a_fork_does_not_copy_blocks():
+    """The kernel copies private pages that a device holds at once, and data loaders fork."""
+    assert "dc" in memory_map(_map(PAGE))["VmFlags"].split()
