@@ -105,7 +105,7 @@ def test_attention_is_where_the_ranks_heads_meet():
 
 
 def test_the_papers_memo_with_planned_addresses():
-    """Planned after two steps alike, then followed; the gradients stay stock's. At 512 tokens, for small requests are not planned."""
+    """Planned after two steps alike, then followed; the gradients stay stock's. At 512 tokens: small requests are not planned."""
     shape = dataclasses.replace(workloads.shapes(CPU)["gpt7b"], layers=4)
     trainer = Trainer(workloads.build(shape, CPU, torch.float32), workloads.batch(shape, 512, CPU))
     loss, want = trainer.gradients(Installed())
