@@ -150,6 +150,28 @@ def test_as_the_module_itself(ending: str, tmp_path: Path) -> None:
     assert got[2].replace(IDLE, "") == "".join(shown)
 
 
+LAUNCHERS = {
+    "torchrun": ("torchrun", "--nproc_per_node", "1", "--master_port", "0", "-m", "ds_memo.run"),
+    "accelerate": ("accelerate", "launch", "--cpu", "--num_processes", "1", "-m", "ds_memo.run"),
+    "deepspeed": ("deepspeed", "--num_gpus", "1", "--master_port", "29871", "--module", "ds_memo.run"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers(launcher: str, as_module: bool, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("import sys; print('RAN', sys.argv[-2:], __name__, sys.path[0])")
+    target = ("-m", "package.train") if as_module else ("package/train.py",)
+    words = [str(Path(sys.executable).parent / LAUNCHERS[launcher][0]), *LAUNCHERS[launcher][1:], *target, "--x", "1"]
+    where = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": where, "LOCAL_SIZE": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    first = tmp_path if as_module else tmp_path / "package"
+    assert done.returncode == 0 and f"RAN ['--x', '1'] __main__ {first}\n" in done.stdout, done.stdout + done.stderr
+
+
 def test_wrong_calls(tmp_path: Path) -> None:
     for words in ([], ["--lokal"], ["-m"], ["--local_rank=0"]):
         code, _, err = python("-m", "ds_memo.run", *words, cwd=tmp_path)

@@ -18,7 +18,7 @@ _SAME_WORK = ("partition_activations", "cpu_checkpointing", "contiguous_memory_o
 
 UNCOMPILED = (
     "torch.compile is used on this model: under memo its layers run uncompiled, for what happens in a compiled region cannot be "
-    "kept or swapped; what is around them is compiled"
+    "kept or swapped; everything else is compiled as asked"
 )
 
 
