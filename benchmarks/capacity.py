@@ -206,12 +206,12 @@ def measure(
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At each host budget: ours against the longest of the others that is as fast per token, and against all of them."""
+    """At each host budget: ours against the longest of the others. A rival whose search was cut off says nothing."""
     found = []
     for host in dict.fromkeys(row["host_bytes"] for row in rows):
         fits = [row for row in rows if row["host_bytes"] == host and row["longest"]]
         ours = max((row for row in fits if row["rival"] in OURS), key=lambda row: row["longest"], default=None)
-        others = [row for row in fits if row["rival"] not in OURS]
+        others = [row for row in fits if row["rival"] not in OURS and not row["ended_early"]]
         if ours is None or not others:
             continue
         best = max(others, key=lambda row: row["longest"])

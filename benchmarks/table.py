@@ -42,7 +42,7 @@ def render(results: list[tuple[str, dict[str, Any]]]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     speed = [data for _, data in results if data["verb"] == "speed"]
     if speed:
-        lines += ["", *_points(speed)]
+        lines += ["", *_points(speed), *_kernels(speed)]
     capacity = [data for _, data in results if data["verb"] == "capacity"]
     if capacity:
         lines += ["", *_longest(capacity)]
@@ -78,6 +78,24 @@ def _points(runs: list[dict[str, Any]]) -> list[str]:
         predicted = point.get("predicted", {}).get("step_s")
         cells.append("–" if predicted is None else f"{predicted * 1e3:,.0f}")
         lines.append(f"| {workload} | {_short(length)} | {host / (1 << 30):.0f} | {' | '.join(cells)} |")
+    return lines
+
+
+def _kernels(runs: list[dict[str, Any]]) -> list[str]:
+    """Attention at each length, of the latest run that has it; the one that ds_memo picks by itself is marked."""
+    points = next((run["attention"]["points"] for run in reversed(runs) if run.get("attention")), [])
+    if not points:
+        return []
+    names = list(dict.fromkeys(name for point in points for name in point["kernels"]))
+    lines = ["", 'Attention, TFLOP/s forward / backward (**picked** where "attention" is absent):', ""]
+    lines += [f"| tokens | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for point in points:
+        cells = []
+        for name in names:
+            row = point["kernels"].get(name, {})
+            rates = f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}" if "forward_tflops" in row else "–"
+            cells.append(f"**{rates}**" if name == point["picked"] else rates)
+        lines.append(f"| {_short(point['length'])} | {' | '.join(cells)} |")
     return lines
 
 

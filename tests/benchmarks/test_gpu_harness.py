@@ -176,6 +176,22 @@ def test_the_table_is_made_from_cuda_results_only(tmp_path):
     assert "| gpt7b | 64K | 64 | 2,500 | out | 2,000 |" in text
 
 
+def test_the_table_of_attention_kernels():
+    kernels = {"cudnn": {"forward_tflops": 600.4, "backward_tflops": 500.0}, "flash": {"out": "RuntimeError: none"}}
+    run = RESULT | {"attention": {"points": [{"length": 16384, "kernels": kernels, "picked": "cudnn"}]}}
+    assert "| tokens | cudnn | flash |\n|---|---|---|\n| 16K | **600 / 500** | – |\n" in table.render([("speed-cuda.json", run)])
+
+
+def test_a_search_that_was_cut_off_is_no_rival():
+    def row(rival, longest, early=None):
+        return {"rival": rival, "longest": longest, "host_bytes": GIB, "ended_early": early}
+
+    ours = row("ds_memo, planned", 512)
+    (claim,) = capacity.claims([ours, row("checkpoint", 1024), row("deepspeed", 64, "no time left after 9 s")])
+    assert not claim["held"] and claim["value"] == 0.5
+    assert capacity.claims([ours, row("checkpoint", 64, "no time left after 9 s")]) == []
+
+
 def test_the_table_in_the_repository_is_up_to_date():
     text = table.README.read_text()
     assert table.render(table.load(results.FOLDER)) == text.split(table.BEGIN + "\n")[1].split(table.END)[0]
