@@ -30,7 +30,7 @@ from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXModel, LlamaConfig, LlamaModel
 
 import ds_memo
-from ds_memo.profile import LiveBytes
+from ds_memo.profile.live import LiveBytes
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 

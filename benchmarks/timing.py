@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.rivals import Installed
 from benchmarks.workloads import loss_of
 from ds_memo.errors import MemoError
-from ds_memo.profile import LiveBytes
+from ds_memo.profile.live import LiveBytes
 
 DOES_NOT_FIT = (torch.OutOfMemoryError, MemoError, MemoryError)
 """What a rival that runs out of memory raises."""

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from importlib import import_module
 
 VERBS = {  # verb: (module, what it does)
+    "profile": ("ds_memo.profile.command", "measure a model's layers and this machine's copies"),
     "plan": ("ds_memo.plan.command", "from a request trace to an address for every tensor"),
     "estimate": ("ds_memo.estimate.command", "what a run would take in time and memory, before anything is rented"),
+    "report": ("ds_memo.show.report", "what a run under ds_memo did, from the JSON of its report"),
     "show": ("ds_memo.show.command", "draw a plan: time × address, as PNG or interactive HTML"),
 }
 
@@ -23,6 +25,7 @@ VERBS = {  # verb: (module, what it does)
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="ds-memo", description="Long-context training for DeepSpeed.")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # `deepspeed --module ds_memo.cli` puts it before the verb
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     chosen = next((w for w in words if not w.startswith("-")), None)
     module = None

@@ -34,7 +34,7 @@ import ds_memo
 from ds_memo.estimate.flops import mfu, peak_flops
 from ds_memo.integrate import ulysses
 from ds_memo.integrate.transformers import model_flops
-from ds_memo.profile import LiveBytes
+from ds_memo.profile.live import LiveBytes
 
 
 class UsageError(ValueError):
@@ -296,6 +296,8 @@ def train(run: Run) -> None:
             if args.save and (last or (args.save_every and engine.global_steps % args.save_every == 0)):
                 run.save()
     memo = hasattr(engine, "memo")
+    if memo and first:
+        print(ds_memo.report(engine))
     if args.metrics_json and first:
         metrics = {
             "memo": memo,

@@ -126,14 +126,15 @@ class Allocator:
             for kind, phase, id_, size in self._op.take_log(self._device)
         ]
 
-    def load_plan(self, key: int, visits: Iterable[tuple[str, Sequence[Slot]]]) -> None:
+    def load_plan(self, key: int, visits: Iterable[tuple[str, Sequence[Slot]]], spare: int = 0) -> None:
         """Make plan `key` known.
 
         Args:
             key: any number; an earlier plan of this number is replaced.
             visits: the phases in the order of the pass, each with its slots in the order of its requests.
+            spare: bytes that a slot may have more than its request asks for; more or less than that does not match.
         """
-        self._op.load_plan(self._device, key, [(number_of(phase), list(slots)) for phase, slots in visits])
+        self._op.load_plan(self._device, key, [(number_of(phase), list(slots)) for phase, slots in visits], spare)
 
     def forget_plan(self, key: int) -> None:
         """A pass that follows it ends."""

@@ -6,35 +6,34 @@ import argparse
 import csv
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ds_memo.arguments import count, one_line_errors, short, tokens
 from ds_memo.errors import MemoError
 from ds_memo.estimate import answers, hardware, model
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.estimate import GIB, METHODS, OK, Estimate, Question, estimate
 
 INPUT_ERRORS = (MemoError,)
-_MOST_TOKENS = 1 << 34
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.error = _one_line  # argparse would print the whole usage first
+    one_line_errors(parser)
     what = parser.add_argument_group("what runs where")
     what.add_argument("--model", required=True, metavar="CONFIG.json", help="a Hugging Face config, or a folder with one")
     what.add_argument(
         "--hardware", required=True, metavar="NAME|FILE", help=f"one of {', '.join(hardware.names())}, or a JSON file like theirs"
     )
-    what.add_argument("--gpus", type=_count, metavar="N", help="GPUs in all")
-    what.add_argument("--seq-length", type=_tokens, metavar="S", help="tokens of a sequence: 131072, 128K, 1M (binary)")
-    what.add_argument("--batch", type=_count, default=1, metavar="N", help="sequences per optimizer step (default: 1)")
+    what.add_argument("--gpus", type=count, metavar="N", help="GPUs in all")
+    what.add_argument("--seq-length", type=tokens, metavar="S", help="tokens of a sequence: 131072, 128K, 1M (binary)")
+    what.add_argument("--batch", type=count, default=1, metavar="N", help="sequences per optimizer step (default: 1)")
     how = parser.add_argument_group("how")
     how.add_argument("--method", choices=METHODS, default="memo", help="default: memo, this project; paper: MEMO as published")
     how.add_argument("--zero", type=int, choices=range(4), metavar="0-3", help="ZeRO stage (default: 3; 1 with --tp or --cp)")
-    how.add_argument("--sp", type=_count, metavar="N", help="Ulysses sequence parallelism (default: the fastest that fits)")
-    how.add_argument("--tp", type=_count, metavar="N", help="tensor parallelism")
-    how.add_argument("--cp", type=_count, metavar="N", help="context parallelism (ring attention)")
+    how.add_argument("--sp", type=count, metavar="N", help="Ulysses sequence parallelism (default: the fastest that fits)")
+    how.add_argument("--tp", type=count, metavar="N", help="tensor parallelism")
+    how.add_argument("--cp", type=count, metavar="N", help="context parallelism (ring attention)")
     how.add_argument("--alpha", type=_alpha, metavar="X", help="0 to 1 (default: solved)")
     how.add_argument(
         "--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo, paper and full_swap have one)"
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(shown)
         if beyond is not None and beyond is not shown:
-            where = f"{beyond.question.gpus} GPUs" if args.min_gpus else f"{_short(beyond.question.seq_length)} tokens"
+            where = f"{beyond.question.gpus} GPUs" if args.min_gpus else f"{short(beyond.question.seq_length)} tokens"
             print(f"  with {where}: {beyond.status}, {beyond.binding}")
     return 0
 
@@ -134,7 +133,7 @@ def _question(args: argparse.Namespace) -> Question:
 
 def _print(answer: Estimate) -> None:
     q = answer.question
-    title = f"{q.model.name}, {_short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {q.method}"
+    title = f"{q.model.name}, {short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {q.method}"
     print(f"{title}{'' if q.planned else ' without a plan'}: {_verdict(answer)}")
     print(f"  bound by   {answer.binding}")
     print(f"  layout     {answer.layout}; {answer.sequences} sequence{'s' if answer.sequences > 1 else ''} a step")
@@ -205,7 +204,7 @@ def _cells(answer: Estimate) -> tuple[str, ...]:
 
     return (
         answer.question.method + ("" if answer.question.planned else " (no plan)"),
-        _short(answer.question.seq_length),
+        short(answer.question.seq_length),
         answer.status,
         number(answer.mfu, ".1%"),
         number(answer.tgs, ",.0f"),
@@ -251,38 +250,11 @@ def _write_timeline(answer: Estimate, path: str) -> None:
         Path(path).write_text(json.dumps(chrome_trace(spans)))
     else:
         q = answer.question
-        title = f"{q.model.name}, {_short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {q.method}: one sequence"
+        title = f"{q.model.name}, {short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {q.method}: one sequence"
         draw_html(spans, title, path)
 
 
 # ---- reading
-
-
-def _one_line(message: str) -> None:
-    print(f"ds-memo estimate: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number from 1 to {1 << 20}")
-    return value
-
-
-def _tokens(text: str) -> int:
-    number = text.rstrip("i")  # 64Ki is 64K: lengths are counted in powers of two
-    factor = {"K": 1 << 10, "M": 1 << 20}.get(number[-1:].upper(), 1)
-    try:
-        value = float(number[:-1] if factor > 1 else text) * factor
-    except ValueError:
-        value = math.nan
-    if not (1 <= value <= _MOST_TOKENS and value == int(value)):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected whole tokens from 1 to {_MOST_TOKENS}, e.g. 131072, 128K or 1M")
-    return int(value)
 
 
 def _lengths(text: str) -> list[int]:
@@ -290,7 +262,7 @@ def _lengths(text: str) -> list[int]:
         ends = text.split(":")
         if len(ends) != 2:
             raise argparse.ArgumentTypeError(f"{text!r}, expected A:B")
-        first, last = map(_tokens, ends)
+        first, last = map(tokens, ends)
         if first > last:
             raise argparse.ArgumentTypeError(f"{text!r}, expected A:B with A not above B")
         lengths = []
@@ -298,7 +270,7 @@ def _lengths(text: str) -> list[int]:
             lengths.append(first)
             first *= 2
         return lengths
-    return [_tokens(part) for part in text.split(",")]
+    return [tokens(part) for part in text.split(",")]
 
 
 def _number(text: str, low: float, high: float, expected: str) -> float:
@@ -317,10 +289,3 @@ def _alpha(text: str) -> float:
 
 def _gib(text: str) -> float:
     return _number(text, 1e-9, 1e9, "GiB above 0")
-
-
-def _short(tokens: int) -> str:
-    for factor, unit in ((1 << 20, "Mi"), (1 << 10, "Ki")):
-        if tokens >= factor and tokens * 8 % factor == 0:
-            return f"{tokens / factor:g} {unit}"
-    return f"{tokens:,}"

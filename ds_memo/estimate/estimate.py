@@ -217,7 +217,7 @@ def _memo(question: Question, costs: Costs) -> Estimate:
     budget = question.hardware.usable_device_bytes - sum(states.values())
     layers = (layer,) * model.layers
     if question.profile is not None:
-        measured = question.profile.costs(1, max(1, round(costs.tokens)), 0, 0)
+        measured = _measured(question.profile, costs)
         working["transients"] = measured.working_bytes
         layers, layer = measured.layers, measured.layers[0]
     run = RunCosts(
@@ -256,6 +256,19 @@ def _memo(question: Question, costs: Costs) -> Estimate:
         dropped=homes.dropped,
     )
     return _timed(answer, costs)
+
+
+def _measured(profile: Profile, costs: Costs) -> RunCosts:
+    """The layers as measured, at this length and layout. What ranks exchange inside them is measured, or added by formula."""
+    run = profile.costs(1, max(1, round(costs.tokens)), 0, 0, ranks_per_sequence=costs.layout.ranks)
+    if profile.ranks_per_sequence > 1:
+        return run
+    there, again = costs.layer.exchange, costs.layer.exchange_replay
+    layers = [
+        replace(layer, forward_s=layer.forward_s + there, backward_s=layer.backward_s + there, replay_s=layer.replay_s + again)
+        for layer in run.layers
+    ]
+    return replace(run, layers=tuple(layers))
 
 
 def _published(question: Question, costs: Costs) -> Estimate:

@@ -8,12 +8,16 @@ the accumulation of gradients. Per such *kind* of pass:
        ▲                                                                                   │
        └───────────────────── two passes in a row did not fit the plan ◄───────────────────┘
 
-The third plan is the last: it is followed while it serves most requests, else the kind is left to torch's allocator. Where two
-lengths are known, the plan for a third is made from theirs (ds_memo/plan/rescale.py) without profiling it.
+The third plan is the last: it is followed while it serves most requests, else the kind is left to torch's allocator.
+
+Lengths: two profiled kinds that differ in one length and ask for the same in the same order are as good as one that was profiled
+twice, and every size is a line through theirs. The plan for a third length is made from these lines at once
+(ds_memo/plan/rescale.py), so that a run whose batches have a new length each time is planned too.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,13 +31,20 @@ from ds_memo.errors import MemoError
 from ds_memo.ops.allocator import MISSES, NATIVE, Allocator
 from ds_memo.plan import Plan, PlanError, plan_trace
 from ds_memo.plan.rescale import fit_sizes, rescale
-from ds_memo.profile.lengths import Kind, Shapes, length_between
+from ds_memo.plan.trace import UNIT
+from ds_memo.profile.lengths import Kind, Length, Shapes, length_between
 from ds_memo.profile.requests import NEVER, Place, RequestLog, read_log
 
 _TROUBLE = 0.01
 """Share of a pass's requests that may miss before the pass counts as not fitting its plan."""
 _PLANS_PER_KIND = 3
 _KINDS = 64
+_PATTERNS = 4
+"""Kinds, the latest ones, that the plan for another length may be made from."""
+_MISFITS = 3
+"""Plans made from those of other lengths that may fail until no more are made."""
+_SPARE = 2 * UNIT
+"""Bytes that sizes on those lines may be off by: padding inside a tensor to some multiple is no line."""
 
 _owners: weakref.WeakValueDictionary[tuple[str, int], Addresses] = weakref.WeakValueDictionary()
 
@@ -54,11 +65,19 @@ class _Known:
     """What was planned."""
     plan: Plan | None = None
     plans: int = 0
+    rescaled: bool = False
+    """The plan was made from those of other lengths."""
     trouble: int = 0
     """Passes in a row that did not fit."""
 
+    @property
+    def pattern(self) -> RequestLog | None:
+        """What passes of this kind were seen to ask for."""
+        return None if self.rescaled else self.log or self.before
+
     def forget_plan(self) -> None:
         self.before = self.now = self.log = self.plan = None
+        self.rescaled = False
         self.trouble = 0
 
 
@@ -94,6 +113,7 @@ class Addresses:
         self._kind: Kind | None = None
         """Of the running pass."""
         self._numbers = 0
+        self._misfits = 0
         self._good = False
         """Whether the running pass got to the end of its forward, and of its backward if it began one."""
         self._in_backward = False
@@ -131,7 +151,7 @@ class Addresses:
             shapes: of its inputs.
             last_layer: number of the layer behind which the head begins.
             last: it is known to be the last micro-batch of an optimizer step.
-            settings: what is done with each layer.
+            settings: what of each layer's setting the requests depend on.
         """
         self._finish_pass()
         first = self._stepped or not self.steps_happen
@@ -261,6 +281,10 @@ class Addresses:
         misses = sum(counts[name] for name in ("overlap", "size", "abandoned", "end", "unplanned"))
         fits = misses <= _TROUBLE * (counts["hit"] + counts["native"] + misses)
         known.trouble = 0 if fits else known.trouble + 1
+        if known.rescaled and not fits:  # the next pass of this kind is profiled
+            self._misfits += 1
+            self._drop_plan(known)
+            return
         if known.trouble < 2:
             return
         if known.plans >= _PLANS_PER_KIND:
@@ -270,10 +294,13 @@ class Addresses:
             )
             if misses < counts["hit"]:
                 return
-        known.forget_plan()
-        self._allocator.forget_plan(known.number)
+        self._drop_plan(known)
         if not any(other.plan is not None or other.plans < _PLANS_PER_KIND for other in self._known.values()):
             self._allocator.reserve(0)  # not before: whatever pins the arena would pin it beside the next one
+
+    def _drop_plan(self, known: _Known) -> None:
+        known.forget_plan()
+        self._allocator.forget_plan(known.number)
 
     def _plan(self, known: _Known, log: RequestLog) -> None:
         known.plans += 1
@@ -290,29 +317,38 @@ class Addresses:
         self._adopt(known, log, plan)
 
     def _plan_from_others(self, kind: Kind, known: _Known) -> None:
-        """From two planned kinds that differ from this one and from each other in a length only."""
-        planned = [(other, k) for other, k in self._known.items() if k.plan is not None and k.log is not None]
-        for base, base_known in planned:
-            to = length_between(base, kind)
-            if to is None:
+        """From two kinds with a pattern that differ from this one and from each other in one length only."""
+        if self._misfits >= _MISFITS:
+            return
+        others = [(other, length) for other in reversed(self._known) if (length := self._length_to(other, kind))][:_PATTERNS]
+        for (base, to), (other, _) in itertools.combinations(others, 2):
+            between = length_between(base, other)
+            if between is None or between.places != to.places:
                 continue
-            for other, other_known in planned:
-                between = length_between(base, other)
-                if between is None or between.places != to.places:
-                    continue
-                try:
-                    traces = base_known.log.trace(escapees=True), other_known.log.trace(escapees=True)
-                    fitted = fit_sizes(traces[0], between.here, traces[1], between.there)
-                    sizes = {name: size.at(to.there) for name, size in fitted.items()}
-                    plan = rescale(base_known.plan, [sizes[slot.id] for slot in base_known.plan.slots])
-                except PlanError:
-                    continue
-                self._adopt(known, base_known.log.resized(sizes), plan)
-                return
+            base_known, other_known = self._known[base], self._known[other]
+            try:
+                traces = (base_known.pattern.trace(escapees=True), other_known.pattern.trace(escapees=True))
+                fitted = fit_sizes(traces[0], between.here, traces[1], between.there)
+                if base_known.plan is None:
+                    self._plan(base_known, base_known.pattern)
+                if base_known.plan is None:
+                    return
+                sizes = {name: size.at(to.there) + _SPARE // 2 for name, size in fitted.items()}
+                plan = rescale(base_known.plan, [sizes[slot.id] for slot in base_known.plan.slots])
+            except PlanError:  # they do not ask for the same after all
+                continue
+            if min(sizes.values()) <= 0:
+                continue
+            self._adopt(known, base_known.log.resized(sizes), plan, _SPARE)
+            known.rescaled = True
+            return
 
-    def _adopt(self, known: _Known, log: RequestLog, plan: Plan) -> None:
+    def _length_to(self, other: Kind, kind: Kind) -> Length | None:
+        return length_between(other, kind) if self._known[other].pattern is not None else None
+
+    def _adopt(self, known: _Known, log: RequestLog, plan: Plan, spare: int = 0) -> None:
         offsets = {slot.id: slot.offset for slot in plan.slots}
-        self._allocator.load_plan(known.number, log.slots(offsets, NATIVE))
+        self._allocator.load_plan(known.number, log.slots(offsets, NATIVE), spare)
         known.log, known.plan, known.trouble = log, plan, 0
 
     def _have_arena(self, known: _Known) -> None:

@@ -11,32 +11,26 @@ from __future__ import annotations
 
 import functools
 import os
-import time
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import ds_memo
 from ds_memo.config import MemoConfig
-from ds_memo.errors import MemoError
-from ds_memo.integrate.agree import all_or_none, from_all_ranks, most_careful, refuse_differences
 from ds_memo.profile import cache
-from ds_memo.profile.bandwidth import measure_bandwidth
+from ds_memo.profile.agree import Failed, from_all_ranks, most_careful, refuse_differences, together
+from ds_memo.profile.call import LayerCall, first_layer_call
 from ds_memo.profile.device_memory import device_budget, states_to_come
-from ds_memo.profile.layer import LayerCall, kinds_of
-from ds_memo.profile.run import Asked, lengths_of, measure_layers
+from ds_memo.profile.run import Asked, layer_in_words, lengths_of, take_profile
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
-from ds_memo.remat.modes import inside_a_layer
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import Homes, solve
 from ds_memo.solve.schedule import Schedule
-from ds_memo.swap.host_memory import ranks_on_node
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import Streams
 
@@ -60,14 +54,6 @@ class Chosen:
     """Of each layer."""
     shape: tuple[int, ...]
     """Of the hidden states: (batch, length, hidden)."""
-
-
-class _Caught(Exception):
-    """Carries the first layer call of a forward out of it."""
-
-    def __init__(self, call: LayerCall) -> None:
-        super().__init__()
-        self.call = call
 
 
 class Autopilot:
@@ -164,63 +150,50 @@ class Autopilot:
 
     def _start(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Profile. All ranks do this together, at their first training pass."""
-        call, problems = all_or_none(functools.partial(first_layer_call, self._remat, model, args, kwargs))
-        if problems:  # the forward itself will say what is wrong with it; it may well be right the next time
+        try:
+            call = together(functools.partial(first_layer_call, self._remat, model, args, kwargs))
+        except Failed as failed:  # the forward itself will say what is wrong with it; it may well be right the next time
             self._missed += 1
-            return self._missed >= _TRIES and self._give_up(problems)
+            return self._missed >= _TRIES and self._give_up(failed)
         refuse_differences('the "memo" section', from_all_ranks(_configured(self._config)))
-        refuse_differences("the model", from_all_ranks({"layers": len(self._layers), "layer": _layer_in_words(self._layers[0])}))
-        lengths = from_all_ranks((call.length, call.can_shorten()))
-        method = self._config.profile.method
-        at = lengths_of(method, min(length for length, _ in lengths), all(can for _, can in lengths))
-        key = profile_key(self._layers, call, method, at, self._device, self._config)
-        folder = cache_folder(self._config)
-        cached = cache.load(folder, key, self._warn)
-        everybodys = from_all_ranks(cached)
+        refuse_differences("the model", from_all_ranks({"layers": len(self._layers), "layer": layer_in_words(self._layers[0])}))
+        asked = self._asked(call)
+        folder, key = cache_folder(self._config), asked.key()
+        everybodys = from_all_ranks(cache.load(folder, key, self._warn))
         if all(everybodys):
             self.profile, self.from_cache = most_careful(everybodys), True
         else:
-            profile = self._measure(key, method, call, at)
-            if profile is None:
-                return False
-            self.profile = profile
+            try:
+                self.profile = take_profile(asked, self._warn)
+            except Failed as failed:
+                return self._give_up(failed)
             if int(os.environ.get("LOCAL_RANK") or 0) == 0:
-                cache.store(folder, profile, self._warn)
+                cache.store(folder, self.profile, self._warn)
         self._first_shape = call.shape
         self._look_at_budgets(model)
         return True
 
-    def _measure(self, key: dict[str, Any], method: str, call: LayerCall, lengths: tuple[int, ...]) -> Profile | None:
-        begin = time.perf_counter()
-        numbers = kinds_of(self._layers)
-        asked = []
-        for number in range(max(numbers) + 1):
-            layer = self._layers[numbers.index(number)]
-            module = layer.module() if layer.module else None
-            same = layer is call.layer or module is None
-            asked.append(Asked(layer.name, call if same else call.of(layer, self._plain_call(module))))
-        free = functools.partial(device_budget, self._device, self._config.device_memory_gib, 0, True)
-        layers = functools.partial(measure_layers, asked, method, lengths, free, self._device, self._config.attention, self._warn)
-        kinds, problems = all_or_none(layers)
-        if problems:
-            self._give_up(problems)
-            return None
-        pinned = self._device.type == "cuda"  # the ranks have just met: all of them copy at once
-        rates, problems = all_or_none(functools.partial(measure_bandwidth, self._device, pinned, self._slab.budget))
-        if problems:
-            self._give_up(problems)
-            return None
-        measured = {
-            "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "seconds": round(time.perf_counter() - begin, 3),
-        }
-        mine = Profile(key, method, kinds, tuple(numbers), *rates, ranks_on_node(), measured)
-        return most_careful(from_all_ranks(mine))
+    def _asked(self, call: LayerCall) -> Asked:
+        lengths = from_all_ranks((call.length, call.can_shorten()))
+        method = self._config.profile.method
+        at = lengths_of(method, min(length for length, _ in lengths), all(can for _, can in lengths))
+        return Asked(
+            layers=self._layers,
+            call=call,
+            plain_call=self._plain_call,
+            method=method,
+            lengths=at,
+            device=self._device,
+            host_budget=self._slab.budget,
+            attention=self._config.attention,
+            device_memory_gib=self._config.device_memory_gib,
+            ranks_per_sequence=ranks_per_sequence(),
+        )
 
-    def _give_up(self, problems: list[str]) -> bool:
+    def _give_up(self, failed: Failed) -> bool:
         self.gave_up = True
         self._warn(
-            f"no profile could be made ({'; '.join(problems[:3])}): the last two layers are resident and alpha is what the host "
+            f"no profile could be made ({failed}): the last two layers are resident and alpha is what the host "
             "holds. Set memo.alpha and memo.resident_layers to choose otherwise."
         )
         return False
@@ -317,30 +290,6 @@ class _Window:
     stalled: float = 0.0
 
 
-def first_layer_call(remat: Remat, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LayerCall:
-    """The first layer call of a forward, caught on its way in; no layer runs, and no random number is drawn for good.
-
-    Raises:
-        MemoError: the forward made no layer call.
-    """
-
-    def catch(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
-        if inside_a_layer() or not torch.is_grad_enabled():
-            return fn(*args, **kwargs)
-        raise _Caught(LayerCall(layer, fn, args, kwargs))
-
-    remat._run = catch
-    devices = [remat.engine.device] if remat.engine.device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            model.forward(*args, **kwargs)
-    except _Caught as caught:
-        return caught.call
-    finally:
-        del remat._run
-    raise MemoError(f"{type(model).__name__} ran a training forward without calling a layer")
-
-
 def settings_of(homes: Homes, layers: int) -> tuple[Setting, ...]:
     """What is done with each layer."""
     if homes.plain:
@@ -400,31 +349,6 @@ def slowdown(chosen: Chosen, stalled_s: float, pass_s: float) -> float:
     return high
 
 
-def profile_key(
-    layers: Sequence[Layer], call: LayerCall, method: str, lengths: tuple[int, ...], device: torch.device, config: MemoConfig
-) -> dict[str, Any]:
-    """Everything that measurements depend on."""
-    numbers = kinds_of(layers)
-    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    world = len(from_all_ranks(None))
-    return {
-        "ds_memo": ds_memo.__version__,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-        "ranks": world,
-        "ranks_on_node": ranks_on_node(),
-        "layers": numbers,
-        "kinds": [_layer_in_words(layers[numbers.index(kind)]) for kind in range(max(numbers) + 1)],
-        "batch": call.batch,
-        "hidden": [*call.hidden.shape[2:]],
-        "dtype": str(call.hidden.dtype),
-        "autocast": str(cast),
-        "method": method,
-        "lengths": list(lengths),
-        "attention": config.attention,
-    }
-
-
 def cache_folder(config: MemoConfig) -> Path:
     """plan.cache_dir; its default obeys XDG_CACHE_HOME."""
     if "cache_dir" in config.plan.model_fields_set or not os.environ.get("XDG_CACHE_HOME"):
@@ -437,12 +361,9 @@ def _configured(config: MemoConfig) -> dict[str, Any]:
     return {f"memo.{name}": value for name, value in section.items()}
 
 
-def _layer_in_words(layer: Layer) -> str:
-    module = layer.module() if layer.module else None
-    if module is None:
-        return layer.name
-    parameters = ", ".join(
-        f"{name} {tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-        for name, p in module.named_parameters()
-    )
-    return f"{type(module).__module__}.{type(module).__qualname__}({parameters})"
+def ranks_per_sequence() -> int:
+    """How many ranks share a sequence now, by DeepSpeed's word: Ulysses' size, or 1."""
+    state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    if state is None or state._SEQUENCE_PARALLEL_GROUP is None:
+        return 1
+    return state.get_sequence_parallel_world_size()

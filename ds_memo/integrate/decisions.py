@@ -8,6 +8,7 @@ without profile  where none can be made: two resident layers, and as much alpha 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
@@ -64,6 +65,13 @@ class Decisions:
         """All layers of a model that calls ``ds_memo.checkpoint`` itself were seen."""
         self.layers_known = True
         self.residents = self._place()
+
+    def settings_by_requests(self) -> tuple[Setting, ...] | None:
+        """Of all layers, with one alpha for all that ask the device for the same memory: how many rows are stored changes
+        nothing, only whether none, some or all are."""
+        if self.chosen is None:
+            return None
+        return tuple(s if s.alpha in (None, 0.0, 1.0) else replace(s, alpha=0.5) for s in self.chosen.settings)
 
     def setting(self, layer: Layer) -> Setting:
         if self.chosen is not None:

@@ -26,6 +26,7 @@ from ds_memo.plan import Plan
 from ds_memo.profile.lengths import shapes_of
 from ds_memo.remat.checkpoint import SDPA, Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
+from ds_memo.show.report import Report
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_memory import budget_bytes, ranks_on_node
 from ds_memo.swap.numa import node_of
@@ -101,7 +102,10 @@ class Memo:
         self.in_forward = True
         training = module.training and torch.is_grad_enabled()
         if training:
+            self.engine.settle()
             self._takeover.hold()
+            if self._takeover.uncompile() or (not self._passes and conflicts.is_compiled(module)):
+                self.warn(conflicts.UNCOMPILED)
             self._choose(module, args, kwargs)
         if training and not self.decisions.plain:
             self._plan_pass(args, kwargs)
@@ -228,7 +232,7 @@ class Memo:
                 self.warn(f"memory addresses are not planned: {error}")
                 return
             self.engine.phases = self.addresses
-        settings = self.decisions.chosen.settings if self.decisions.chosen else None
+        settings = self.decisions.settings_by_requests()
         self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), settings)
 
     # ---- the end
@@ -264,7 +268,7 @@ class Memo:
         }
         return [(f"Train/Samples/memo_{name}", value, samples) for name, value in values.items() if value is not None]
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """What is set and what happened so far; bytes, seconds and counts of this rank.
 
         Raises:
@@ -275,36 +279,37 @@ class Memo:
         work, traffic, decisions = self.remat.work, self.engine.traffic, self.decisions
         step_s, tokens_per_s = self._speed.medians()
         plain = decisions.plain
-        return {
-            "active": traffic.bytes_to_host > 0,
-            "alpha": decisions.alpha_used,
-            "resident_layers": len(decisions.residents),
-            "binding": decisions.binding,
-            "checkpointing": not plain,
-            "layers": len(self.layers),
-            "frames": traffic.frames,
-            "bytes_to_host": traffic.bytes_to_host,
-            "bytes_from_host": traffic.bytes_from_host,
-            "stored_bytes_per_layer": [
+        return Report(
+            active=traffic.bytes_to_host > 0,
+            alpha=decisions.alpha_used,
+            resident_layers=len(decisions.residents),
+            residents=sorted(decisions.residents),
+            binding=decisions.binding,
+            checkpointing=not plain,
+            layers=len(self.layers),
+            frames=traffic.frames,
+            bytes_to_host=traffic.bytes_to_host,
+            bytes_from_host=traffic.bytes_from_host,
+            stored_bytes_per_layer=[
                 0 if plain or not layer.latest else layer.latest.layout.stored_bytes for layer in self.layers
             ],
-            "gemm_flops_recomputed_fraction": work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
-            "attention_recomputed": work.attention_ops_recomputed,
-            "host": {
+            gemm_flops_recomputed_fraction=work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
+            attention_recomputed=work.attention_ops_recomputed,
+            host={
                 "budget": self.slab.budget,
                 "slab": self.slab.size,
                 "peak_used": self.slab.peak_used,
                 "numa_node": self.slab.node.number if self.slab.node else None,
             },
-            "stall_s": self.engine.streams.stall_s(),
-            "step_s": step_s,
-            "tokens_per_s": tokens_per_s,
-            "mfu": model_flops_utilization(self._model(), self._hidden_shape(), tokens_per_s, self.engine.device),
-            "predicted": predicted(decisions.chosen) if decisions.chosen else None,
-            "profile": self.autopilot.report() if self.autopilot else None,
-            "plan": self.addresses.report() if self.addresses else None,
-            "warnings": list(self.warnings),
-        }
+            stall_s=self.engine.streams.stall_s(),
+            step_s=step_s,
+            tokens_per_s=tokens_per_s,
+            mfu=model_flops_utilization(self._model(), self._hidden_shape(), tokens_per_s, self.engine.device),
+            predicted=predicted(decisions.chosen) if decisions.chosen else None,
+            profile=self.autopilot.report() if self.autopilot else None,
+            plan=self.addresses.report() if self.addresses else None,
+            warnings=list(self.warnings),
+        )
 
     # ---- inside
 

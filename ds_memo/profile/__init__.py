@@ -1,5 +1,1 @@
-"""What a run needs, measured: live bytes, and later sizes, times and bandwidths."""
-
-from ds_memo.profile.live import LiveBytes
-
-__all__ = ["LiveBytes"]
+"""What a run needs, measured: layers, copies, live bytes, memory requests. Imports nothing: a profile is read without torch."""

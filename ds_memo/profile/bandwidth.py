@@ -1,4 +1,8 @@
-"""Copy bandwidth between this rank's device and its host memory, over the streams and the slab that training uses."""
+"""Copy bandwidth between this rank's device and its host memory, over the streams and the slab that training uses.
+
+Ranks of a node share its memory and its links, so all of them must copy at the same time for as long as any of them does. They
+start together, and copy for a time rather than a number of times: the last one is not left alone with a free link.
+"""
 
 from __future__ import annotations
 
@@ -7,53 +11,91 @@ import time
 
 import torch
 
-from ds_memo.swap.slab import PAGE, HostSlab
-from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams, streams_for
+from ds_memo.errors import MemoError
+from ds_memo.swap.slab import PAGE, Block, HostSlab
+from ds_memo.swap.streams import COMPUTE, D2H, H2D, streams_for
 
 CHUNK = 1 << 26
 """Bytes of one copy: about what one kept output of a long layer takes."""
+SECONDS = 0.3
+"""That a rate is measured for."""
 _COPIES = 8
-_REPEATS = 3
+"""Issued at once, and then waited for."""
 
 
-def measure_bandwidth(device: torch.device, pinned: bool, budget: int, chunk: int = CHUNK) -> tuple[float, float]:
-    """Bytes a second to and from the host. Ranks of a node share its memory: let all of them call this at the same time.
+class CopyBench:
+    """Memory on both sides and the streams between them. To be closed.
 
     Args:
         pinned: lock the host block, as training will.
-        budget: bytes of the host this rank may use; the block is made smaller to fit, down to a page.
+        budget: bytes of the host this rank may use; the block is made smaller to fit, down to a page, which is always taken.
+        chunk: bytes of one copy.
+
+    Raises:
+        MemoError: the system refuses even a page.
     """
-    chunk = max(PAGE, min(chunk, budget // PAGE * PAGE))
-    slab = HostSlab(chunk, pinned)
-    block = slab.take(chunk, "the bandwidth measurement")
-    there = torch.zeros(chunk, dtype=torch.uint8, device=device)
-    here = block.memory[:chunk]
-    streams = streams_for(device)
-    try:
+
+    def __init__(self, device: torch.device, pinned: bool, budget: int, chunk: int = CHUNK) -> None:
+        self._device = device
+        self._slab = HostSlab(max(PAGE, min(chunk, budget) // PAGE * PAGE), pinned)
+        self._block = _largest(self._slab)
+        self.chunk = self._block.nbytes
+        try:
+            there = torch.zeros(self.chunk, dtype=torch.uint8, device=device)
+        except BaseException:
+            self._slab.give(self._block)
+            self._slab.close()
+            raise
+        here = self._block.memory[: self.chunk]
+        self._ends = {D2H: (here, there), H2D: (there, here)}
+        self._streams = streams_for(device)
+
+    def rate(self, stream: str, seconds: float = SECONDS) -> float:
+        """Bytes a second over `d2h` or `h2d`: the median of batches of copies, for as long as told."""
+        self._copy(stream, 1)  # touches every page, and starts the threads
         rates = []
-        for stream, dst, src in ((D2H, here, there), (H2D, there, here)):
-            _copy(streams, stream, dst, src, device, 1)  # touches every page, and starts the threads
-            rates.append(
-                chunk * _COPIES / statistics.median(_copy(streams, stream, dst, src, device, _COPIES) for _ in range(_REPEATS))
-            )
-        return rates[0], rates[1]
+        end = time.perf_counter() + seconds
+        while not rates or time.perf_counter() < end:
+            rates.append(self.chunk * _COPIES / self._copy(stream, _COPIES))
+        return statistics.median(rates)
+
+    def close(self) -> None:
+        self._streams.close()
+        self._slab.give(self._block)
+        self._slab.close()
+
+    def _copy(self, stream: str, times: int) -> float:
+        streams = self._streams
+        streams.wait(stream, streams.mark(COMPUTE))
+        self._synchronize()
+        start = time.perf_counter()
+        for _ in range(times):
+            streams.copy(stream, *self._ends[stream])
+        streams.wait(COMPUTE, streams.mark(stream))
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _largest(slab: HostSlab) -> Block:
+    """All of the slab's budget, or half of it, and so on: as much as the system gives."""
+    nbytes = slab.budget
+    while True:
+        try:
+            return slab.take(nbytes, "the bandwidth measurement")
+        except MemoError:
+            if nbytes <= PAGE:
+                raise
+            nbytes //= 2
+
+
+def measure_bandwidth(device: torch.device, pinned: bool, budget: int, chunk: int = CHUNK) -> tuple[float, float]:
+    """Bytes a second to and from the host, of this rank alone. See :class:`CopyBench`."""
+    bench = CopyBench(device, pinned, budget, chunk)
+    try:
+        return bench.rate(D2H), bench.rate(H2D)
     finally:
-        streams.close()
-        slab.give(block)
-        slab.close()
-
-
-def _copy(streams: Streams, stream: str, dst: torch.Tensor, src: torch.Tensor, device: torch.device, times: int) -> float:
-    streams.wait(stream, streams.mark(COMPUTE))
-    _synchronize(device)
-    start = time.perf_counter()
-    for _ in range(times):
-        streams.copy(stream, dst, src)
-    streams.wait(COMPUTE, streams.mark(stream))
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        bench.close()

@@ -1,7 +1,4 @@
-"""Profiles on disk: found again by everything they depend on, checked before they are used.
-
-A file is written whole beside its place and then moved there, so that readers and interrupted writers never meet.
-"""
+"""Profiles on disk: found again by everything they depend on, checked before they are used."""
 
 from __future__ import annotations
 
@@ -49,14 +46,24 @@ def store(folder: str | os.PathLike, profile: Profile, warn: Callable[[str], Non
     place = place_of(folder, profile.key)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=place.parent, prefix=place.stem, suffix=".part")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(profile.to_json())
-            os.replace(name, place)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        write_whole(place, profile.to_json())
     except OSError as error:
         warn(f"the profile cannot be cached in {place.parent} ({error}); the next start will measure again")
+
+
+def write_whole(place: Path, text: str) -> None:
+    """Write a file, or leave what is there: readers and interrupted writers never meet.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    handle, name = tempfile.mkstemp(dir=place.parent, prefix=place.stem, suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(name, 0o644)  # mkstemp's are for nobody else
+        os.replace(name, place)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise

@@ -36,6 +36,14 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
     return max(0, int(left * share) - to_come)
 
 
+def device_seen(device: torch.device) -> dict[str, int] | None:
+    """Bytes of the device in all, free, and held by this process, for people; None on a CPU, where the host's count."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return {"total": total, "free": free, "held": torch.cuda.memory_reserved(device)}
+
+
 def states_to_come(model: nn.Module, has_engine: bool) -> int:
     """Bytes of gradients, and of Adam's states where no engine holds them already, that the first step will make."""
     missing = 0

@@ -15,83 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ds_memo.errors import MemoError
+from ds_memo.profile.call import LayerCall
 from ds_memo.profile.live import LiveBytes
 from ds_memo.profile.sample import KeptOutput, LayerSample
 from ds_memo.remat import keep
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Frame
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import streams_for
 
 REPEATS = 3
-
-
-class LayerCall:
-    """A layer and what it was called with, to be called again at other lengths.
-
-    Args:
-        layer: whose parameters and name count.
-        fn, args, kwargs: as ds_memo.remat.checkpoint.Remat.run_with takes them.
-    """
-
-    def __init__(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
-        if isinstance(fn, partial):
-            fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
-        self.layer = layer
-        self._fn = fn
-        self._args = args
-        self._kwargs = kwargs
-        self.hidden = next(
-            (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()), None
-        )
-        if self.hidden is None or self.hidden.dim() < 2:
-            raise MemoError(f"layer {layer.name} takes no hidden states (batch, length, …) that a profile could vary")
-
-    @property
-    def batch(self) -> int:
-        return self.hidden.shape[0] if self.hidden.dim() > 2 else 1
-
-    @property
-    def length(self) -> int:
-        return self.hidden.shape[1] if self.hidden.dim() > 2 else self.hidden.shape[0]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(batch, length, …) of the hidden states."""
-        return (self.batch, self.length, *self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :])
-
-    def can_shorten(self) -> bool:
-        """Whether the length is unlike every other size, so that cutting it is safe."""
-        others = set(self.hidden.shape[2:] if self.hidden.dim() > 2 else self.hidden.shape[1:]) | {self.batch}
-        return self.length not in others
-
-    def of(self, layer: Layer, fn: Callable[..., Any]) -> LayerCall:
-        """The same call of another layer."""
-        return LayerCall(layer, fn, self._args, self._kwargs)
-
-    def at(self, length: int) -> tuple[Callable[..., Any], tuple, torch.Tensor]:
-        """The call with every tensor cut to `length`, cut off from its graph; and its hidden states, which want a gradient."""
-        made: dict[int, torch.Tensor] = {}
-
-        def cut(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if id(value) not in made:
-                short = value.detach()
-                for dim, size in enumerate(short.shape):
-                    if size == self.length and length < size:
-                        short = short.narrow(dim, 0, length)
-                short = short.contiguous()
-                made[id(value)] = short.clone() if short.data_ptr() == value.data_ptr() else short
-            return made[id(value)]
-
-        args, kwargs = tree_map(cut, self._args), tree_map(cut, self._kwargs)
-        hidden = made[id(self.hidden)].requires_grad_()
-        return (partial(self._fn, **kwargs) if kwargs else self._fn), args, hidden
 
 
 def measure(call: LayerCall, length: int, device: torch.device, attention: str | None = None) -> LayerSample:
@@ -110,10 +48,10 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
         bench = _Bench(call.layer, fn, args, [hidden, *trained], device, attention)
         try:
             plain = bench.timed(Setting(checkpointed=False))
-            kept = bench.timed(Setting(resident=True))
             full, none = bench.recipe(Setting(resident=True)), bench.recipe(Setting(resident=True, alpha=0.0))
             if not full.packs:
                 raise MemoError(f"layer {call.layer.name} has nothing to train")
+            replay_s = bench.replay_s()
             watch = bench.watched()
             peak = bench.peak(Setting(resident=True))
             forward_s, backward_s = plain
@@ -125,7 +63,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
                 attention_s=min(forward_s, watch.attention_s),
                 backward_s=backward_s,
                 attention_backward_s=min(backward_s, watch.attention_backward_s),
-                replay_s=max(0.0, kept[1] - backward_s),
+                replay_s=replay_s,
                 gemm_s=min(forward_s, gemm_s),
                 all_gemms_s=watch.gemm_s,
                 gemm_flops=full.gemm_flops,
@@ -150,6 +88,23 @@ class _Fixed:
         raise AssertionError("no rows are swapped in a profile")
 
 
+class _Watched(SwapEngine):
+    """Notes when each replay began and ended."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.replays: list[tuple[Any, Any]] = []
+        self._began: Any = None
+
+    def bring_back(self, frame: Frame) -> None:
+        self._began = now(self.device)
+        super().bring_back(frame)
+
+    def replayed(self, frame: Frame) -> None:
+        super().replayed(frame)
+        self.replays.append((self._began, now(self.device)))
+
+
 class _Bench:
     """One layer on the table."""
 
@@ -160,7 +115,7 @@ class _Bench:
         self._fn, self._args, self._leaves = fn, args, leaves
         self._device = device
         self._policy = _Fixed()
-        self._engine = SwapEngine(streams_for(device), HostSlab(0, pinned=False), device)
+        self._engine = _Watched(streams_for(device), HostSlab(0, pinned=False), device)
         self._remat = Remat(self._engine, self._policy, lambda message: None, attention)
 
     def close(self) -> None:
@@ -186,6 +141,18 @@ class _Bench:
             forwards.append(between - start)
             backwards.append(end - between)
         return statistics.median(forwards[1:]), statistics.median(backwards[1:])
+
+    def replay_s(self) -> float:
+        """Seconds of a resident layer's replay, the median after one run for warming up.
+
+        What it adds to a backward is not worked out from two backwards: on a CPU, where the allocator's pages come and go, they
+        differ by more than a replay takes.
+        """
+        for _ in range(REPEATS + 1):
+            self.backward(self.forward(Setting(resident=True)))
+        self._clock()
+        spans, self._engine.replays = self._engine.replays, []
+        return statistics.median(seconds_between(*span) for span in spans[1:])
 
     def recipe(self, setting: Setting) -> Recipe:
         self.forward(setting)
@@ -233,12 +200,26 @@ class _Bench:
         return time.perf_counter()
 
 
+def now(device: torch.device) -> Any:
+    """A point of time where the device's work stands."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Of two points of time that the device has passed."""
+    return start.elapsed_time(end) * 1e-3 if isinstance(start, torch.cuda.Event) else end - start
+
+
 class Stopwatch(TorchDispatchMode):
     """Time the GEMMs, attention and choices of a layer's forward, and attention in its backward."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._ops: list[tuple[Any, Any, Any]] = []
         self._backward: list[tuple[Any, Any]] = []
         self._in_forward = True
@@ -252,11 +233,7 @@ class Stopwatch(TorchDispatchMode):
         """When each was over, as a share of the forward."""
 
     def now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return now(self._device)
 
     def forward_over(self, start: Any) -> None:
         self._start, self._end = start, self.now()
@@ -264,19 +241,16 @@ class Stopwatch(TorchDispatchMode):
 
     def read(self) -> None:
         """Work out the attributes, when everything has run."""
-        if self._on_cuda:
-            torch.cuda.synchronize()
-        whole = self._between(self._start, self._end)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        whole = seconds_between(self._start, self._end)
         for func, begin, end in self._ops:
-            seconds, kind = self._between(begin, end), keep.kind_of(func)
+            seconds, kind = seconds_between(begin, end), keep.kind_of(func)
             self.seconds.append(seconds)
-            self.born.append(min(1.0, self._between(self._start, end) / whole) if whole else 1.0)
+            self.born.append(min(1.0, seconds_between(self._start, end) / whole) if whole else 1.0)
             self.gemm_s += seconds if kind is keep.Kind.GEMM else 0.0
             self.attention_s += seconds if kind is keep.Kind.ATTENTION else 0.0
-        self.attention_backward_s = sum(self._between(*times) for times in self._backward)
-
-    def _between(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) * 1e-3 if self._on_cuda else end - start
+        self.attention_backward_s = sum(seconds_between(*times) for times in self._backward)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

@@ -20,7 +20,7 @@ class Kind(NamedTuple):
     last: bool
     """Known to be the last one, after which gradients are reduced."""
     settings: Any = None
-    """What is done with each layer."""
+    """What is done with each layer, as far as requests depend on it."""
 
 
 class Length(NamedTuple):

@@ -1,21 +1,38 @@
-"""Profile the layers of a run: every kind of them at a few lengths.
+"""Profile the layers of a run: every kind of them at a few lengths, and the copies of all ranks at once.
 
 fit       the default: two short lengths give lines, a third one, twice as long, checks them; nothing runs at full length
 direct    one layer at full length
 unified   as direct, but refused where the lines through two short lengths say that the layer does not fit what is free. CUDA
           managed memory, which the paper used there, can hang the card past that, and below it brings nothing
+
+The autopilot and `ds-memo profile` both come here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
+import ds_memo
 from ds_memo.errors import MemoError
-from ds_memo.profile.layer import LayerCall, measure
-from ds_memo.profile.sample import LayerProfile, LayerSample
+from ds_memo.profile.agree import from_all_ranks, most_careful, together, world_size
+from ds_memo.profile.bandwidth import CopyBench
+from ds_memo.profile.call import LayerCall
+from ds_memo.profile.device_memory import device_budget, device_seen
+from ds_memo.profile.layer import kinds_of, measure
+from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
+from ds_memo.profile.whole import whole, whole_bytes
+from ds_memo.remat.checkpoint import SDPA, Layer
+from ds_memo.swap.host_memory import GIB, ranks_on_node, seen
+from ds_memo.swap.protocol import D2H, H2D
 
 LONGEST = 1 << 14
 """Tokens of the longest sequence that `fit` runs; kernels are as fast as they get long before."""
@@ -38,42 +55,125 @@ def lengths_of(method: str, length: int, can_shorten: bool) -> tuple[int, ...]:
 
 @dataclass
 class Asked:
-    """One kind of layer to be measured."""
-
-    name: str
-    call: LayerCall
-
-
-def measure_layers(
-    kinds: Sequence[Asked],
-    method: str,
-    lengths: tuple[int, ...],
-    free: Callable[[], int],
-    device: torch.device,
-    attention: str | None,
-    warn: Callable[[str], None],
-    told: Callable[[str], None] = lambda line: None,
-) -> tuple[LayerProfile, ...]:
-    """Measure every kind of layer.
+    """What is to be measured.
 
     Args:
+        layers: all of the model, in order.
+        call: of one of them.
+        plain_call: for a layer of the model, how to call it past ds_memo.
+        method: fit, direct or unified.
         lengths: from lengths_of; the same on all ranks, whose layers may wait for each other.
-        free: bytes of device memory that could be had now.
+        host_budget: bytes of this rank.
+    """
+
+    layers: Sequence[Layer]
+    call: LayerCall
+    plain_call: Callable[[nn.Module], Callable[..., Any]]
+    method: str
+    lengths: tuple[int, ...]
+    device: torch.device
+    host_budget: int
+    attention: str | None = None
+    """As the "memo" section's, and so the next one."""
+    device_memory_gib: float | None = None
+    ranks_per_sequence: int = 1
+    """As the layers run now."""
+    kinds: list[int] = field(init=False)
+    """Of each layer its kind."""
+
+    def __post_init__(self) -> None:
+        self.kinds = kinds_of(self.layers)
+
+    def layer(self, kind: int) -> Layer:
+        """The first of its kind."""
+        return self.layers[self.kinds.index(kind)]
+
+    def call_of(self, kind: int) -> LayerCall:
+        layer = self.layer(kind)
+        module = _module(layer)
+        return self.call if layer is self.call.layer or module is None else self.call.of(layer, self.plain_call(module))
+
+    def free(self) -> int:
+        """Bytes that could be had on the device now."""
+        return device_budget(self.device, self.device_memory_gib, 0, True)
+
+    def key(self) -> dict[str, Any]:
+        """Everything that the measurements depend on."""
+        device = self.device
+        cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        return {
+            "ds_memo": ds_memo.__version__,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+            "ranks": world_size(),
+            "ranks_on_node": ranks_on_node(),
+            "ranks_per_sequence": self.ranks_per_sequence,
+            "layers": self.kinds,
+            "kinds": [layer_in_words(self.layer(kind)) for kind in range(max(self.kinds) + 1)],
+            "batch": self.call.batch,
+            "hidden": [*self.call.hidden.shape[2:]],
+            "dtype": str(self.call.hidden.dtype),
+            "autocast": str(cast),
+            "method": self.method,
+            "lengths": list(self.lengths),
+            "attention": self.attention,
+        }
+
+
+def take_profile(asked: Asked, warn: Callable[[str], None], told: Callable[[str], None] = lambda line: None) -> Profile:
+    """Measure; all ranks together. The most careful answer is everybody's.
+
+    Args:
         told: gets one line per thing measured, for people who wait.
 
     Raises:
-        MemoError: a layer cannot be measured.
+        Failed: something cannot be measured on some rank. All ranks know.
     """
-    profiles = []
-    for asked in kinds:
-        samples: list[LayerSample] = []
-        for length in lengths:
-            if method == "unified" and len(samples) == 2:
-                _refuse_too_long(LayerProfile(asked.name, tuple(samples)), asked.call.batch, length, free())
-            samples.append(measure(asked.call, length, device, attention))
-            told(f"{asked.name}: {samples[-1].batch} × {length} tokens, forward {samples[-1].forward_s * 1e3:.3g} ms")
-        profiles.append(_profile(asked.name, method, samples, warn))
-    return tuple(profiles)
+    begin = time.perf_counter()
+    kinds = tuple(_measure_kind(asked, kind, warn, told) for kind in range(max(asked.kinds) + 1))
+    with _copy_bench(asked) as bench:  # every agreement is a start for all ranks at once
+        d2h = together(partial(bench.rate, D2H))
+        h2d = together(partial(bench.rate, H2D))
+    told(f"copies: {d2h / 1e9:.3g} GB/s to the host, {h2d / 1e9:.3g} GB/s back")
+    measured = {
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(time.perf_counter() - begin, 3),
+        "host_memory": {**seen(), "budget_of_rank": asked.host_budget},
+        "device_memory": device_seen(asked.device),
+    }
+    mine = Profile(
+        key=asked.key(),
+        method=asked.method,
+        kinds=kinds,
+        layers=tuple(asked.kinds),
+        d2h_bytes_per_s=d2h,
+        h2d_bytes_per_s=h2d,
+        ranks_copying=ranks_on_node(),
+        ranks_per_sequence=asked.ranks_per_sequence,
+        measured=measured,
+    )
+    return most_careful(from_all_ranks(mine))
+
+
+def _measure_kind(asked: Asked, kind: int, warn: Callable[[str], None], told: Callable[[str], None]) -> LayerProfile:
+    call, name = asked.call_of(kind), asked.layer(kind).name
+    module = _module(asked.layer(kind))
+    kernel = asked.attention if asked.attention in SDPA else None  # a package's kernel is the model's own to call
+    gathered = whole_bytes(module)
+    together(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, True)))
+    samples: list[LayerSample] = []
+    with whole(module):
+        for length in asked.lengths:
+            if asked.method == "unified" and len(samples) == 2:
+                short = LayerProfile(name, tuple(samples))
+                together(lambda short=short, length=length: _refuse_too_long(short, call.batch, length, asked.free()))
+            sample = together(partial(measure, call, length, asked.device, kernel))
+            samples.append(replace(sample, working_bytes=sample.working_bytes + gathered))
+            told(
+                f"{name} (kind {kind + 1} of {max(asked.kinds) + 1}): {sample.batch} × {length:,} tokens, "
+                f"forward {sample.forward_s * 1e3:.3g} ms, backward {sample.backward_s * 1e3:.3g} ms"
+            )
+    return _profile(name, asked.method, samples, warn)
 
 
 def _profile(name: str, method: str, samples: list[LayerSample], warn: Callable[[str], None]) -> LayerProfile:
@@ -89,10 +189,42 @@ def _profile(name: str, method: str, samples: list[LayerSample], warn: Callable[
     return LayerProfile(name, tuple(samples[1:]))
 
 
+@contextmanager
+def _copy_bench(asked: Asked) -> Iterator[CopyBench]:
+    benches: list[CopyBench] = []
+    try:
+        together(lambda: benches.append(CopyBench(asked.device, asked.device.type == "cuda", asked.host_budget)))
+        yield benches[0]
+    finally:
+        for bench in benches:
+            bench.close()
+
+
+def _refuse_gathering(name: str, needed: int, free: int) -> None:
+    if needed > max(0, free):
+        raise MemoError(f"layer {name} has {needed / GIB:.3g} GiB of parameters, {free / GIB:.3g} GiB of the device are free")
+
+
 def _refuse_too_long(profile: LayerProfile, batch: int, length: int, free: int) -> None:
     needed = profile.working_bytes(batch, length) + profile.costs(batch, length).frame_bytes
     if needed > free:
         raise MemoError(
-            f'memo.profile.method: "unified" runs one layer at full length, which needs {needed / (1 << 30):.3g} GiB where '
-            f'{free / (1 << 30):.3g} GiB are free: managed memory past that can hang the GPU. Use "fit", the default.'
+            f'memo.profile.method: "unified" runs one layer at full length, which needs {needed / GIB:.3g} GiB where '
+            f'{free / GIB:.3g} GiB are free: managed memory past that can hang the GPU. Use "fit", the default.'
         )
+
+
+def layer_in_words(layer: Layer) -> str:
+    """Class and parameters: what a profile of it depends on."""
+    module = _module(layer)
+    if module is None:
+        return layer.name
+    parameters = ", ".join(
+        f"{name} {tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        for name, p in module.named_parameters()
+    )
+    return f"{type(module).__module__}.{type(module).__qualname__}({parameters})"
+
+
+def _module(layer: Layer) -> nn.Module | None:
+    return layer.module() if layer.module else None

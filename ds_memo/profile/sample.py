@@ -82,15 +82,20 @@ class LayerProfile:
     check: LayerSample | None = None
     """A longer one that the lines through `samples` were held against."""
 
-    def costs(self, batch: int, length: int) -> LayerCosts:
-        """The layer at any length."""
+    def costs(self, batch: int, length: int, spread: float = 1.0) -> LayerCosts:
+        """The layer at any length.
+
+        Args:
+            spread: how many times more ranks share a sequence than did in the profile. Under Ulysses a rank has all tokens of
+                some heads in attention, and some tokens of all heads elsewhere: attention's c·t·s is of the whole sequence.
+        """
         tokens = batch * length
 
         def line(of: Callable[[LayerSample], float]) -> float:
             return _line([(sample.tokens, of(sample)) for sample in self.samples], tokens)
 
         def attention(of: Callable[[LayerSample], float]) -> float:
-            return _attention([(sample.tokens, sample.length, of(sample)) for sample in self.samples], tokens, length)
+            return _attention([(sample.tokens, sample.length, of(sample)) for sample in self.samples], tokens, spread * length)
 
         def nbytes(of: Callable[[LayerSample], float]) -> int:
             return max(0, round(line(of)))
@@ -151,12 +156,27 @@ class Profile:
     h2d_bytes_per_s: float
     ranks_copying: int
     """How many ranks of the node copied at once."""
+    ranks_per_sequence: int = 1
+    """Whose layers were measured: `length` is a rank's share of the sequence."""
     measured: dict[str, Any] = field(default_factory=dict, compare=False)
     """For people: when, on what, how long it took, memory seen then."""
 
-    def costs(self, batch: int, length: int, host_budget: int, device_budget: int, other_s: float = 0.0) -> RunCosts:
-        """The run at any length, for the solver."""
-        kinds = [kind.costs(batch, length) for kind in self.kinds]
+    def costs(
+        self,
+        batch: int,
+        length: int,
+        host_budget: int,
+        device_budget: int,
+        other_s: float = 0.0,
+        ranks_per_sequence: int | None = None,
+    ) -> RunCosts:
+        """The run at any length of a rank's share, for the solver.
+
+        Args:
+            ranks_per_sequence: of the run; absent: as measured.
+        """
+        spread = (ranks_per_sequence or self.ranks_per_sequence) / self.ranks_per_sequence
+        kinds = [kind.costs(batch, length, spread) for kind in self.kinds]
         return RunCosts(
             layers=tuple(kinds[kind] for kind in self.layers),
             d2h_bytes_per_s=self.d2h_bytes_per_s,
@@ -212,6 +232,9 @@ def _check(profile: Profile) -> None:
     ok = (
         isinstance(profile.key, dict)
         and isinstance(profile.method, str)
+        and isinstance(profile.measured, dict)
+        and all(type(ranks) is int and ranks > 0 for ranks in (profile.ranks_copying, profile.ranks_per_sequence))
+        and all(isinstance(kind.name, str) for kind in profile.kinds)
         and profile.d2h_bytes_per_s > 0
         and profile.h2d_bytes_per_s > 0
         and profile.kinds

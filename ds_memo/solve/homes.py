@@ -164,7 +164,7 @@ def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Homes:
     """Alpha is as configured: only the residents are left to choose."""
     residents = _most_residents(run, "frame_bytes" if alpha > 0 else "small_frame_bytes", resident_layers)
     if residents is None:
-        residents = frozenset()
+        raise _no_device_memory_at(run, alpha)
     need = _host(run, residents, alpha)
     if need > run.host_budget:
         cap = host_cap([layer for i, layer in enumerate(run.layers) if i not in residents], run.host_budget)
@@ -268,6 +268,21 @@ def _judged(run: RunCosts, alpha: float, residents: frozenset[int], dropped: fro
         host_bytes=_host(run, residents, alpha, dropped),
         device_bytes=device_bytes(run, residents, alpha, dropped),
         binding=binding,
+    )
+
+
+def _no_device_memory_at(run: RunCosts, alpha: float) -> NothingFits:
+    need, least = (device_bytes(run, (), at) for at in (alpha, 0.0))
+    others = "a smaller batch or shorter sequences, a higher ZeRO stage, a tiled loss"
+    if alpha > 0 and least <= run.device_budget:
+        others = f"memo.alpha 0, which needs {least / GIB:.3g} GiB, or none, {others}"
+    return _nothing_fits(
+        "device",
+        f"device memory: even with no resident layer a step at alpha {alpha} needs {need / GIB:.3g} GiB beside the model's "
+        f"states, {run.device_budget / GIB:.3g} GiB are free",
+        others,
+        need,
+        run.device_budget,
     )
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.frame import Frame, Kept, Layout, check_unchanged
+from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.phases import NoPhases, Phases
 from ds_memo.swap.protocol import COMPUTE, D2H, H2D, Streams
 
@@ -179,6 +180,20 @@ class SwapEngine:
 
     # ---- both
 
+    def settle(self) -> None:
+        """A training forward is about to begin: what a backward that raised has left behind gives its memory back.
+
+        Autograd's queue holds on to nodes of such a graph, and they to their frames, until another backward runs (so in PyTorch
+        2.11 to 2.13, with torch.utils.checkpoint too). So one does, where frames are still there.
+        """
+        if all(ref() is None for ref in self._stack):
+            return
+        import torch
+
+        with torch.enable_grad():
+            torch.ones((), device=self.device, requires_grad=True).clone().backward()
+        self._clear_graves()
+
     def close(self) -> None:
         """Finish all copies and give the host memory back. Frames that are still alive can no longer be replayed."""
         if self._closed:
@@ -219,7 +234,13 @@ class SwapEngine:
 
     def _reload(self, frame: Frame) -> None:
         # Allocated on compute, possibly where compute's last work still reads: h2d waits for compute before it writes.
-        buffer = self._new_buffer(frame.layout.buffer_bytes)
+        try:
+            buffer = self._new_buffer(frame.layout.buffer_bytes)
+        except RuntimeError as refusal:  # torch.OutOfMemoryError is one; what the text says is what callers look for
+            raise MemoError(
+                f"device memory: frame {frame.name} needs a buffer of {frame.layout.buffer_bytes / GIB:.3g} GiB to come back; "
+                f"{refusal}. Lower memo.resident_layers, memo.device_memory_gib or the batch."
+            ) from refusal
         frame.move("returning")
         self.streams.wait(H2D, self.streams.mark(COMPUTE))
         for index, rows in frame.rows.items():

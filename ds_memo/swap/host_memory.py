@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 GIB = 1 << 30
 RESERVE = 0.10
 """Share of what is free that is left to data loaders, optimizer staging and the page cache."""
+
+_NO_LIMIT = 1 << 62
+"""cgroup v1 writes "no limit" as the largest multiple of a page."""
 
 
 def available_bytes(locked: bool, root: Path = Path("/")) -> int:
@@ -19,7 +24,7 @@ def available_bytes(locked: bool, root: Path = Path("/")) -> int:
         locked: RLIMIT_MEMLOCK counts too.
         root: where /proc and /sys are looked for.
     """
-    limits = [_mem_available(root), *_cgroup_room(root)]
+    limits = [_mem_available(root), *(group.room for group in _cgroups(root))]
     if locked and (limit := memlock_limit()) is not None:
         limits.append(limit)
     return max(0, min(limits))
@@ -50,8 +55,33 @@ def _mem_available(root: Path) -> int:
     raise OSError("/proc/meminfo has no MemAvailable line")
 
 
-def _cgroup_room(root: Path) -> Iterator[int]:
-    """Bytes left in each memory cgroup above this process; reclaimable page cache counts as free."""
+@dataclass(frozen=True)
+class Cgroup:
+    """A memory cgroup above this process. Bytes."""
+
+    path: str
+    limit: int
+    used: int
+    cache: int
+    """Of `used`, page cache that the kernel takes back when memory runs short: it counts as free."""
+
+    @property
+    def room(self) -> int:
+        return self.limit - self.used + self.cache
+
+
+def seen(root: Path = Path("/")) -> dict[str, Any]:
+    """Everything that a budget is made of, for people; bytes."""
+    return {
+        "available_to_kernel": _mem_available(root),
+        "cgroups": [asdict(group) for group in _cgroups(root)],
+        "memlock_limit": memlock_limit(),
+        "ranks_on_node": ranks_on_node(),
+    }
+
+
+def _cgroups(root: Path) -> Iterator[Cgroup]:
+    """Those that have a limit."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -70,9 +100,10 @@ def _cgroup_room(root: Path) -> Iterator[int]:
             folder = base / level
             try:
                 text = (folder / limit).read_text().strip()
-                if text == "max":
+                if text == "max" or int(text) >= _NO_LIMIT:
                     continue
                 stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
-                yield int(text) - int((folder / used).read_text()) + int(stat.get(cache, 0))
+                taken, reclaimable = int((folder / used).read_text()), int(stat.get(cache, 0))
+                yield Cgroup(f"/{level}" if level.name else "/", int(text), taken, reclaimable)
             except OSError:
                 continue  # the root group has no limit files; a namespace may hide the upper levels

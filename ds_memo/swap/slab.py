@@ -104,15 +104,20 @@ class HostSlab:
                 f"{self.budget / GIB:.3g} GiB are left. Lower memo.alpha, raise memo.resident_layers or memo.host_memory_gib, "
                 "or run fewer forwards before a backward."
             )
-        try:
-            block = _map(nbytes)
-            if self._pinned:
-                with on(self.node):
-                    _touch(block)
-                    _pin(block)
-        except MemoError as error:
-            self.refused = self.size
-            raise MemoError(f"host memory: {wanted_by} needs {nbytes / GIB:.3g} GiB more; {error}") from error
+        while True:
+            try:
+                block = _map(nbytes)
+                if self._pinned:
+                    with on(self.node):
+                        _touch(block)
+                        _pin(block)
+                break
+            except MemoError as error:
+                if self._idle:  # blocks of another size, which count against the same limit
+                    self._free(self._idle.pop())
+                    continue
+                self.refused = self.size
+                raise MemoError(f"host memory: {wanted_by} needs {nbytes / GIB:.3g} GiB more; {error}") from error
         self.size += nbytes
         return block
 

@@ -34,7 +34,7 @@ constexpr Stream kAnyStream = ~Stream{0};
 enum class Mode : int { off, profile, plan };
 
 struct Slot {
-  Bytes size;    // as asked for; any other size is a mismatch
+  Bytes size;    // as asked for; or a little more: see load_plan()
   Bytes offset;  // from the arena's start, or kNative
 };
 
@@ -163,10 +163,11 @@ class Core {
 
   void set_min_bytes(Bytes bytes) { min_bytes_ = bytes; }
 
-  // Replacing or forgetting the plan of the running pass ends the pass.
-  void load_plan(int key, Plan plan) {
+  // Replacing or forgetting the plan of the running pass ends the pass. A slot matches a request of its size, or of up to
+  // `spare` bytes less: where sizes were worked out and not seen.
+  void load_plan(int key, Plan plan, Bytes spare = 0) {
     forget_plan(key);
-    plans_.emplace(key, std::move(plan));
+    plans_.emplace(key, Loaded{std::move(plan), spare});
   }
   void forget_plan(int key) {
     if (plan_ && plan_ == find_plan(key)) stop();
@@ -209,8 +210,8 @@ class Core {
       return;
     }
     const size_t visit = visits_[phase]++;
-    const auto planned = plan_->find(phase);
-    if (planned != plan_->end() && visit < planned->second.size()) visit_ = &planned->second[visit];
+    const auto planned = plan_->visits.find(phase);
+    if (planned != plan_->visits.end() && visit < planned->second.size()) visit_ = &planned->second[visit];
   }
 
   // ---- following a plan
@@ -293,7 +294,7 @@ class Core {
     if (abandoned_) return Outcome::abandoned;
     if (next_ == visit_->size()) return Outcome::end;
     const Slot& slot = (*visit_)[next_];
-    if (slot.size != size) {
+    if (slot.size < size || slot.size - size > plan_->spare) {
       abandoned_ = true;  // guessing on would only give accidental hits
       return Outcome::size;
     }
@@ -303,7 +304,11 @@ class Core {
     return arena_->take(slot.offset, size, fences) ? Outcome::hit : Outcome::overlap;
   }
 
-  const Plan* find_plan(int key) const {
+  struct Loaded {
+    Plan visits;
+    Bytes spare;
+  };
+  const Loaded* find_plan(int key) const {
     const auto found = plans_.find(key);
     return found == plans_.end() ? nullptr : &found->second;
   }
@@ -324,8 +329,8 @@ class Core {
   std::atomic<size_t> logged_{0};
   std::atomic<size_t> arenas_{0};
 
-  std::unordered_map<int, Plan> plans_;
-  const Plan* plan_ = nullptr;               // of the running pass
+  std::unordered_map<int, Loaded> plans_;
+  const Loaded* plan_ = nullptr;              // of the running pass
   std::unordered_map<int, size_t> visits_;   // phase -> visits in this pass
   const Visit* visit_ = nullptr;
   size_t next_ = 0;                          // slot of the visit's next request

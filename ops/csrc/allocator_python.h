@@ -34,7 +34,8 @@ void bind(pybind11::module_& m) {
   m.def("installed", &Backend::installed);
 
   m.def("set_min_bytes", [](int device, Bytes bytes) { Backend::core(device).set_min_bytes(bytes); });
-  m.def("load_plan", [](int device, int key, const std::vector<std::pair<int, std::vector<std::pair<Bytes, Bytes>>>>& visits) {
+  using Visits = std::vector<std::pair<int, std::vector<std::pair<Bytes, Bytes>>>>;
+  m.def("load_plan", [](int device, int key, const Visits& visits, Bytes spare) {
     Plan plan;
     for (const auto& [phase, slots] : visits) {
       Visit& visit = plan[phase].emplace_back();
@@ -43,7 +44,7 @@ void bind(pybind11::module_& m) {
     }
     Core& core = Backend::core(device);
     Lock lock(core.mutex);
-    core.load_plan(key, std::move(plan));
+    core.load_plan(key, std::move(plan), spare);
   });
   m.def("forget_plan", [](int device, int key) {
     Core& core = Backend::core(device);

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from ds_memo import cli
+from ds_memo.estimate.hardware import load
 from ds_memo.profile.sample import KeptOutput, LayerProfile, LayerSample, Profile
 
 GPT = str(Path(__file__).parents[2] / "ds_configs" / "models" / "gpt-7b.json")
 
 
-def profile(layers: int, slower: float = 1.0, link: float = 20e9) -> Profile:
+def profile(layers: int, slower: float = 1.0, link: float = 20e9, ranks_per_sequence: int = 8) -> Profile:
     def sample(length: int) -> LayerSample:
         hidden = 2 * 4096
         return LayerSample(
@@ -36,7 +37,7 @@ def profile(layers: int, slower: float = 1.0, link: float = 20e9) -> Profile:
         )
 
     kind = LayerProfile("layer 0", (sample(1024), sample(2048)))
-    return Profile({}, "fit", (kind,), (0,) * layers, link, link, 8)
+    return Profile({}, "fit", (kind,), (0,) * layers, link, link, 8, ranks_per_sequence)
 
 
 def ask(capsys, path: Path, *words: str) -> dict:
@@ -56,6 +57,16 @@ def test_its_times_and_link_are_used(capsys, tmp_path):
     wide = tmp_path / "wide.json"
     wide.write_text(profile(32, link=2e9).to_json())
     assert ask(capsys, wide)["mfu"] < once["mfu"]
+
+
+def test_one_ranks_profile_stands_for_ranks_that_share_a_sequence(capsys, tmp_path):
+    """Attention is over the whole sequence, and what ranks send each other is added by formula."""
+    alone = tmp_path / "alone.json"
+    alone.write_text(profile(32, ranks_per_sequence=1).to_json())
+    there = ask(capsys, alone, "--sp", "8")["parts"]["step_s"]["forward"]
+    computed = 32 * (1e-6 * 65536 + 8 * 1e-11 * 65536**2)
+    sent = 32 * (4 * 2 * 65536 * 4096 / 8) * 7 / load("a800").intra_node
+    assert there == pytest.approx(computed + sent, rel=1e-3)
 
 
 @pytest.mark.parametrize(("text", "says"), [("{}", "format"), (profile(4).to_json(), "4 layers"), ("\0", "JSON")])

@@ -106,9 +106,9 @@ def test_from_the_third_iteration_on_with_every_model(name: str, dtype: torch.dt
 def test_the_bar_notices_a_size_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     load = Allocator.load_plan
 
-    def one_off(self: Allocator, key: int, visits: list[tuple[str, list[tuple[int, int]]]]) -> None:
+    def one_off(self: Allocator, key: int, visits: list[tuple[str, list[tuple[int, int]]]], spare: int) -> None:
         visits[2][1][0] = (visits[2][1][0][0] + 512, visits[2][1][0][1])
-        load(self, key, visits)
+        load(self, key, visits, spare)
 
     monkeypatch.setattr(Allocator, "load_plan", one_off)
     with pytest.raises(AssertionError, match="'size': 1, 'abandoned'"):
@@ -174,6 +174,45 @@ def test_lengths_switch_between_plans_and_a_third_needs_no_profile() -> None:
         assert arenas[1:] == sorted(arenas[1:])  # grown once, then kept
 
 
+LENGTHS = [127, 67, 97, 113, 70, 126, 89, 101, 66]  # every tensor is above 64 KiB at all of them, or at none
+
+
+@pytest.mark.parametrize("name, alpha, residents", [("llama", 0.5, 1), ("gpt2", 0.0, 0), ("plain", 1.0, 1)])
+def test_lengths_that_never_repeat(name: str, alpha: float, residents: int) -> None:
+    """Three at most are profiled; every later one is planned in its first pass."""
+    model = build(name)
+    batches = [Batch.random(16, length) for length in LENGTHS]
+    config = {"alpha": alpha, "resident_layers": residents}
+    want = outcomes(model, {**config, "plan": {"enabled": False}}, lambda m, i: step(m, batches[i]), len(batches))
+    with Counting(model, config) as counting:
+        for number, batch in enumerate(batches):
+            bit_equal(step(model, batch), want[number])
+            if number >= 3:
+                counting.assert_followed()
+                report = counting.report()
+                assert report["arena"] >= report["peak"] > 0 and report["peak"] <= 1.1 * report["lower_bound"]
+            counting.counts()
+
+
+def test_lengths_whose_requests_are_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Misses in three passes, then no more plans are made from other lengths; the values are right all along."""
+    model = build("plain")
+    for block in model.blocks:
+        block.norm1.register_forward_pre_hook(lambda module, args: torch.empty(args[0].shape[1] ** 3).numel() and None)
+    batches = [Batch.random(16, length) for length in LENGTHS]
+    want = outcomes(model, BARE, lambda m, i: step(m, batches[i]), len(batches))
+    with Counting(model) as counting:
+        missed = []
+        for number, batch in enumerate(batches):
+            bit_equal(step(model, batch), want[number])
+            missed.append(sum(counting.counts()[1].values()))
+        assert [bool(misses) for misses in missed] == [False] * 2 + [True] * 3 + [False] * 4
+        for _ in range(3):  # a length that does repeat is planned as ever
+            counting.counts()
+            step(model, batches[0])
+        counting.assert_followed()
+
+
 def test_a_batch_cut_in_half() -> None:
     model, half = build("llama"), Batch.random(2, 128)
     want = outcomes(model, BARE, lambda m, _: step(m, half), 1)[0]
@@ -222,7 +261,7 @@ def test_a_plan_with_every_offset_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     want = outcomes(model, BARE, lambda m, _: step(m, BATCH), 1)[0]
     load = Allocator.load_plan
 
-    def flat(self: Allocator, key: int, visits: list[tuple[str, list[tuple[int, int]]]]) -> None:
+    def flat(self: Allocator, key: int, visits: list[tuple[str, list[tuple[int, int]]]], spare: int) -> None:
         load(self, key, [(phase, [(size, 0) for size, _ in slots]) for phase, slots in visits])
 
     monkeypatch.setattr(Allocator, "load_plan", flat)

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.integrate import agree
+from ds_memo.integrate import autopilot
 from ds_memo.integrate.autopilot import slowdown
+from ds_memo.profile import agree
 from ds_memo.profile.layer import measure
 from ds_memo.solve.homes import NothingFits
 from ds_memo.solve.schedule import Schedule
 from ds_memo.swap import slab
+from ds_memo.swap.streams import ThreadStreams
 from tests.models import LAYERS, Batch, assert_same, build, step
 
 GIB = 1 << 30
@@ -178,7 +181,7 @@ def profiled(model: Any = None) -> dict[str, Any]:
 def test_the_second_start_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not profiled()["profile"]["from_cache"]
     monkeypatch.setattr("ds_memo.profile.run.measure", lambda *args: pytest.fail("measured"))
-    monkeypatch.setattr("ds_memo.integrate.autopilot.measure_bandwidth", lambda *args: pytest.fail("copied"))
+    monkeypatch.setattr("ds_memo.profile.run.CopyBench", lambda *args: pytest.fail("copied"))
     assert profiled()["profile"]["from_cache"]
 
 
@@ -252,6 +255,44 @@ def test_alpha_is_lowered_and_the_report_says_so(costs: Any) -> None:
     assert report["alpha"] < before
     assert "alpha lowered from 1 to" in report["profile"]["changes"][0]
     assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
+    handle.detach()
+
+
+class Throttled(ThreadStreams):
+    """Copies over a slow link: each takes its bytes over the bandwidth, on its own thread."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        super().__init__()
+        self._bytes_per_s = bytes_per_s
+
+    def _hand_over(self, stream: str) -> None:
+        nbytes = sum(src.nbytes for _, src in self._copies[stream])
+        super()._hand_over(stream)
+        if nbytes:
+            self._queues[stream].put((time.sleep, nbytes / self._bytes_per_s))
+
+
+@pytest.mark.parametrize("link, slow", [(3e7, True), (1e12, False)], ids=["slow link", "as profiled"])
+def test_copies_that_are_slower_than_profiled(costs: Any, link: float, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real steps, copies and stalls. A busy test machine stalls too, so only half of a step counts as slow here."""
+    monkeypatch.setattr(autopilot, "_TOLERATED", 0.5)
+    monkeypatch.setattr("ds_memo.integrate.memo.streams_for", lambda device: Throttled(link))
+    monkeypatch.setattr("ds_memo.profile.bandwidth.streams_for", lambda device: ThreadStreams())
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    handle = attached(model, **budgets(costs, 0, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    alphas = []
+    for _ in range(10):
+        assert_same(step(model, BATCH), step(stock, BATCH))
+        alphas.append(handle.report()["alpha"])
+        optimizer.step()
+    changes = handle.report()["profile"]["changes"]
+    if slow:
+        assert alphas[0] == alphas[7] > alphas[8] == alphas[9]
+        assert len(changes) == 1 and re.match(r"alpha lowered from .* of the profiled bandwidth", changes[0])
+    else:
+        assert len(set(alphas)) == 1 and changes == []
     handle.detach()
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from loss import HeadError, tiled_cross_entropy, use_tiled_loss
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_memo.profile import LiveBytes
+from ds_memo.profile.live import LiveBytes
 
 V, H = 37, 32
 SMALL = {"vocab_size": V, "hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": 4}

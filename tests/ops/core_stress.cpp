@@ -89,11 +89,14 @@ struct Model {
 
   Mode mode = Mode::off;
   const Plan* plan = nullptr;
+  Bytes spare = 0;
   std::map<int, size_t> visited;
   const Visit* visit = nullptr;
   size_t next = 0;
   bool abandoned = false;
   int phase = kNoPhase;
+
+  static Bytes spare_of(int key) { return key % 2 ? kUnit : 0; }
 
   void load_random_plan(int key, Random& random) {
     Plan fresh;
@@ -107,7 +110,7 @@ struct Model {
         }
       }
     if (plan == &plans[key]) stop();
-    core.load_plan(key, fresh);
+    core.load_plan(key, fresh, spare_of(key));
     plans[key] = std::move(fresh);
   }
   void stop() {
@@ -120,6 +123,7 @@ struct Model {
     require(core.begin_pass(new_mode, key, kCompute), "a plan is unknown");
     mode = new_mode;
     plan = mode == Mode::plan ? &plans[key] : nullptr;
+    spare = spare_of(key);
   }
   void enter(int new_phase) {
     core.enter(new_phase);
@@ -138,7 +142,7 @@ struct Model {
     if (abandoned) return Outcome::abandoned;
     if (next == visit->size()) return Outcome::end;
     const Slot slot = (*visit)[next];
-    abandoned = slot.size != size;
+    abandoned = slot.size < size || slot.size - size > spare;
     if (abandoned) return Outcome::size;
     ++next;
     if (slot.offset == kNative) return Outcome::native;
@@ -148,7 +152,8 @@ struct Model {
 
   std::optional<Block> request(Random& random) {
     const Bytes planned = visit && next < visit->size() ? (*visit)[next].size : kUnit;
-    const Bytes size = below(random, 64) ? planned : kUnit * (1 + below(random, kLargest / kUnit));
+    const Bytes less = planned > kUnit && below(random, 2) ? spare : 0;
+    const Bytes size = below(random, 64) ? planned - less : kUnit * (1 + below(random, kLargest / kUnit));
     const Stream stream = below(random, 50) ? kCompute : kSide;
     const bool pool = below(random, 100) == 0;
     const Outcome expected = predict(size, stream, pool);

@@ -110,6 +110,18 @@ void another_size_abandons_the_visit_and_only_that() {
   CHECK(f.take(100) == kBase + 700);
 }
 
+void a_plan_of_sizes_that_were_worked_out_spares_some() {
+  Following f({});
+  f.core.load_plan(1, {{kForward, {{{100, 0}, {100, 100}, {100, 200}}, {{100, 300}}}}}, 10);
+  f.core.begin_pass(Mode::plan, 1, kCompute);
+  f.core.enter(kForward);
+  CHECK(f.take(90) == kBase && f.take(100) == kBase + 100);
+  CHECK(f.take(89) == 0 && f.count(Outcome::size) == 1);
+  f.core.enter(kForward);
+  CHECK(f.take(101) == 0 && f.count(Outcome::size) == 2);
+  CHECK(f.core.stats.live_bytes == 190 && f.core.stats.highest_end == 200);  // what was asked for, not what was planned
+}
+
 void more_requests_than_planned() {
   Following f({{kForward, {{{100, 0}}}}});
   f.core.enter(kForward);
@@ -385,6 +397,7 @@ int main() {
       TEST(a_native_slot_moves_the_cursor),
       TEST(an_overlap_moves_the_cursor),
       TEST(another_size_abandons_the_visit_and_only_that),
+      TEST(a_plan_of_sizes_that_were_worked_out_spares_some),
       TEST(more_requests_than_planned),
       TEST(a_phase_that_the_plan_lacks),
       TEST(another_stream_leaves_the_cursor),

@@ -28,7 +28,7 @@ EXPANDABLE = {"torch's segments": "expandable_segments:False", "expandable segme
 
 WITHOUT = {
     "waiting for fences": ("device.wait(stream, fences);", ""),
-    "noting the streams": ("streams.push_back(stream.stream());", ""),
+    "noting the streams": ("streams.push_back(stream.stream());", ";"),
     "a look at the pools": (
         "device.core.take(size, stream, device.pools > 0, fences)",
         "device.core.take(size, stream, false, fences)",

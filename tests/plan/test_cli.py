@@ -42,7 +42,7 @@ def test_prints_json(run):
     code, out, _ = run("plan", TRACE, "--json", "--solver", "greedy")
     data = json.loads(out)
     assert data["reserved"]["native"] >= data["reserved"]["expandable_segments"] >= data["peak"]
-    assert code == 0 and data["peak"] == data["lower_bound"] and data["proven"] is True and data["seconds"] < 5
+    assert code == 0 and data["peak"] == data["lower_bound"] and data["proven"] is True
     assert {"name", "peak", "lower_bound", "proven", "seconds"} <= set(data["phases"][0])
 
 

@@ -56,7 +56,6 @@ def test_minimalloc_challenging(path):
     found = fit(problem, CAPACITY, seconds=10)
     assert found is not None, "not solved within 10 s"
     assert verify.check(problem.buffers, found.offsets, capacity=CAPACITY) is None
-    assert found.seconds < 10
 
 
 @needs_compiler

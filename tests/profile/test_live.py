@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ds_memo.profile import LiveBytes
+from ds_memo.profile.live import LiveBytes
 
 KIB = 1024
 

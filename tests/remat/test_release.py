@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_memo
-from ds_memo.profile import LiveBytes
+from ds_memo.profile.live import LiveBytes
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -291,13 +290,45 @@ def test_a_configured_alpha_that_does_not_fit() -> None:
         solve(run(one, 32, host=29 * one.host_bytes(0.0)), alpha=0.9)
 
 
-def test_solving_takes_less_than_50_ms() -> None:
-    costs = run(layer(16384), 128, link=25e9)
-    solve(costs)
-    begin = time.perf_counter()
-    for _ in range(5):
-        solve(costs)
-    assert (time.perf_counter() - begin) / 5 < 0.05
+def test_a_configured_alpha_for_which_the_device_is_too_small() -> None:
+    """Two frames come and go at any alpha above 0; without the rows at 0 they are smaller."""
+    one = layer(16384)
+    tight = run(one, 32, device=2 * one.frame_bytes - 1)
+    with pytest.raises(
+        NothingFits, match=r"no resident layer a step at alpha 0\.5 needs .* What helps: .*memo\.alpha 0, which"
+    ) as no:
+        solve(tight, alpha=0.5)
+    assert (no.value.where, no.value.needed) == ("device", 2 * one.frame_bytes)
+    assert solve(tight, alpha=0.0).alpha == solve(tight).alpha == 0.0
+    assert solve(replace(tight, device_budget=2 * one.frame_bytes), alpha=0.5).residents == frozenset()
+    with pytest.raises(NothingFits, match=r"at alpha 0\.0 needs") as no:
+        solve(replace(tight, device_budget=1), alpha=0.0)
+    assert "memo.alpha" not in str(no.value)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:100])
+def test_a_configured_alpha_keeps_the_budgets_or_is_refused(seed: int) -> None:
+    costs, alpha = random_run(seed), seed % 5 / 4
+    try:
+        homes = solve(costs, alpha=alpha)
+    except NothingFits as nothing:
+        assert nothing.needed > nothing.budget
+    else:
+        assert homes.alpha == alpha
+        assert homes.device_bytes <= costs.device_budget and homes.host_bytes <= costs.host_budget
+
+
+@pytest.mark.parametrize("layers", [8, 32, 128])
+def test_the_search_looks_at_few_alphas(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of layers; what that takes in milliseconds, benchmarks/solver.py prints."""
+    looks, at = [], Schedule.at
+    monkeypatch.setattr(Schedule, "at", lambda schedule, alpha: looks.append(alpha) or at(schedule, alpha))
+    most = 0
+    for link in (2e9, 5e9, 12e9, 25e9, 50e9, 100e9):
+        looks.clear()
+        solve(run(layer(16384), layers, link=link))
+        most = max(most, len(looks))
+    assert 3 < most <= 16
 
 
 # ---- placement

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 from runs import GPT, LLAMA, layer, random_run, run
-from virtual import simulate
 
+from ds_memo.estimate.simulate import simulate
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import NothingFits, host_cap, place_residents, solve
 from ds_memo.solve.schedule import Schedule
@@ -26,9 +26,9 @@ def test_the_schedule_is_the_engines(seed: int) -> None:
     schedule = Schedule(costs, residents, dropped)
     for alpha in (0.0, 0.25, 0.7, 1.0):
         ours, engine = schedule.at(alpha), simulate(costs, alpha, residents, dropped)
-        assert ours.seconds == pytest.approx(engine.seconds, rel=0.005)  # sizes are rounded to bytes that stand for many
-        assert ours.d2h_stall_s == pytest.approx(engine.d2h_stall_s, abs=0.005 * engine.seconds)
-        assert ours.h2d_stall_s == pytest.approx(engine.h2d_stall_s, abs=0.005 * engine.seconds)
+        assert ours.seconds == pytest.approx(engine.seconds, rel=1e-9)
+        assert ours.d2h_stall_s == pytest.approx(engine.d2h_stall_s, abs=1e-9 * engine.seconds)
+        assert ours.h2d_stall_s == pytest.approx(engine.h2d_stall_s, abs=1e-9 * engine.seconds)
 
 
 # ---- the sweep
@@ -106,7 +106,7 @@ def test_the_other_regimes() -> None:
     all_resident = replace(SETTINGS[0], device=24).costs()
     homes = solve(all_resident)
     assert len(homes.residents) == 24
-    assert simulate(all_resident, 1.0, homes.residents).seconds == pytest.approx(homes.step_s, rel=0.005)
+    assert simulate(all_resident, 1.0, homes.residents).seconds == pytest.approx(homes.step_s, rel=1e-9)
     for little in (replace(SETTINGS[0], host=0.01), replace(SETTINGS[0], device=0.05)):
         with pytest.raises(NothingFits):
             solve(little.costs())

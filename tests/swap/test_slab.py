@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 import re
+import weakref
 from pathlib import Path
 
 import pytest
 
 from ds_memo.errors import MemoError
+from ds_memo.swap import slab as slab_module
 from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import _TOUCHED_APART, Block, HostSlab, _map, _touch
 
@@ -130,6 +132,28 @@ def test_short_frames_do_not_use_up_the_blocks_of_long_ones():
         host.take(PAGE, name)
     for name in ("long", "long"):
         host.take(10 * PAGE, name)
+
+
+def test_what_the_system_refuses_is_tried_again_without_idle_blocks(monkeypatch):
+    """They hold a part of the limit that the new one meets."""
+    whole, held = slab_module._map, []
+
+    def limited(nbytes):
+        held[:] = [ref for ref in held if ref() is not None]
+        if sum(ref().nbytes for ref in held) + nbytes > 4 * PAGE:
+            raise MemoError("no more")
+        block = whole(nbytes)
+        held.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(slab_module, "_map", limited)
+    lender = slab()
+    lender.give(lender.take(3 * PAGE, "a long frame"))
+    lent = lender.take(2 * PAGE, "a short frame")
+    assert (lender.used, lender.size, lender.refused) == (2 * PAGE, 2 * PAGE, None)
+    with pytest.raises(MemoError, match=r"a third frame needs .* GiB more; no more"):
+        lender.take(3 * PAGE, "a third frame")
+    assert (lender.used, lender.size, lender.refused) == (lent.nbytes, lent.nbytes, 2 * PAGE)
 
 
 def memory_map(block: Block) -> dict[str, str]:

@@ -1,0 +1,51 @@
+"""What the verbs of `ds-memo` read and say alike. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+
+_MOST_TOKENS = 1 << 34
+
+
+def one_line_errors(parser: argparse.ArgumentParser) -> None:
+    """Have a wrong option end with one line and exit status 2; argparse would print the whole usage first."""
+
+    def error(message: str) -> None:
+        print(f"{parser.prog}: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+    parser.error = error
+
+
+def count(text: str) -> int:
+    """A whole number above 0, as an option's type."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number from 1 to {1 << 20}")
+    return value
+
+
+def tokens(text: str) -> int:
+    """131072, 128K or 1M, as an option's type; lengths are counted in powers of two."""
+    number = text.rstrip("i")  # 64Ki is 64K
+    factor = {"K": 1 << 10, "M": 1 << 20}.get(number[-1:].upper(), 1)
+    try:
+        value = float(number[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        value = math.nan
+    if not (1 <= value <= _MOST_TOKENS and value == int(value)):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected whole tokens from 1 to {_MOST_TOKENS}, e.g. 131072, 128K or 1M")
+    return int(value)
+
+
+def short(length: int) -> str:
+    """Tokens as people write them: 64 Ki, 1 Mi, 1,000."""
+    for factor, unit in ((1 << 20, "Mi"), (1 << 10, "Ki")):
+        if length >= factor and length * 8 % factor == 0:
+            return f"{length / factor:g} {unit}"
+    return f"{length:,}"

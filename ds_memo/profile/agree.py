@@ -1,0 +1,150 @@
+"""What all ranks must have in common: the configuration, the profile, the budgets. The most careful of each wins.
+
+Two ways to hear of each other, and why there are two. A collective serves where every rank is sure to come. Where a rank may
+fail on the way, while others wait for it in a collective of their own (a layer's all-to-all, a gather of ZeRO-3), one more
+collective from the rank that failed would meet theirs: they hang, or read each other's bytes. So `together` speaks through the
+process group's key-value store, which belongs to no group and holds nobody up.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ds_memo.errors import MemoError
+from ds_memo.profile.sample import Profile
+
+T = TypeVar("T")
+PATIENCE_S = 600.0
+"""How long a rank that is well waits for what the others have to say."""
+GRACE_S = 60.0
+"""How long a rank that failed does: those who do not answer by then are waiting for it themselves."""
+_meetings = itertools.count()
+
+
+class Failed(MemoError):
+    """Something failed on some ranks; all of them know, and may go on without it."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""))
+        self.problems = list(problems)
+        """One for each rank where it failed."""
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+def from_all_ranks(mine: Any) -> list[Any]:
+    """What every rank has to say, in the order of the ranks; all ranks must call this together."""
+    if world_size() == 1:
+        return [mine]
+    everybody: list[Any] = [None] * world_size()
+    dist.all_gather_object(everybody, mine)
+    return everybody
+
+
+def together(what: Callable[[], T]) -> T:
+    """Do something on all ranks, each by itself; all ranks must call this together.
+
+    Returns:
+        This rank's result, once all of them have theirs.
+
+    Raises:
+        Failed: on all ranks, if it failed on any.
+        MemoError: a rank did not answer, so there is no way on. A rank that fails in the middle of something that the ranks do
+            with each other ends so; its end is what ends the others, who wait for it.
+    """
+    result, error = None, None
+    try:
+        result = what()
+    except Exception as caught:  # whatever it is, the others must hear of it
+        error = caught
+    said = _say("" if error is None else f"{type(error).__name__}: {error}")
+    problems = [f"rank {number}: {problem}" for number, problem in enumerate(said) if problem]
+    if problems:
+        raise Failed(problems) from error
+    return result
+
+
+def _say(problem: str) -> list[str]:
+    """What every rank has to say; "" is nothing."""
+    if world_size() == 1:
+        return [problem]
+    store, me, meeting = _get_default_store(), dist.get_rank(), next(_meetings)
+    said: list[str] = []
+    try:
+        store.set(f"ds_memo/{meeting}/{me}", problem)
+        for other in range(world_size()):
+            key = f"ds_memo/{meeting}/{other}"
+            store.wait([key], timedelta(seconds=GRACE_S if problem else PATIENCE_S))
+            said.append(store.get(key).decode())
+        store.delete_key(f"ds_memo/{meeting - 1}/{me}")  # everybody is here, so everybody has read it
+    except RuntimeError as silence:
+        if problem:
+            raise MemoError(
+                f"rank {me}: {problem}. Rank {len(said)} has not answered for {GRACE_S:g} s: it waits for this rank inside a "
+                "layer whose ranks talk to each other, so the run cannot go on. With memo.alpha and memo.resident_layers both "
+                "set nothing is measured"
+            ) from silence
+        raise MemoError(
+            f"rank {me} waited {PATIENCE_S:g} s for rank {len(said)}, or lost it ({silence}): look for the error it ended with"
+        ) from silence
+    return said
+
+
+def refuse_differences(what: str, everybody: Sequence[dict[str, Any]]) -> None:
+    """Compare settings by name.
+
+    Raises:
+        MemoError: with every setting that differs, its values, and the ranks that have them.
+    """
+    lines = []
+    for name in sorted({name for settings in everybody for name in settings}):
+        ranks = defaultdict(list)
+        for number, settings in enumerate(everybody):
+            ranks[repr(settings.get(name))].append(number)
+        if len(ranks) > 1:
+            lines.append(f"{name}: " + ", ".join(f"{value} on {_ranks(who)}" for value, who in ranks.items()))
+    if lines:
+        raise MemoError(f"{what} differs between ranks, and all must work alike; " + "; ".join(lines))
+
+
+def most_careful(profiles: Sequence[Profile]) -> Profile:
+    """One profile for all: the slowest copies, and of every layer the samples of the rank that needs the most memory.
+
+    Times are rank 0's: ranks wait for each other in every step, so a slower one slows all.
+    """
+    first = profiles[0]
+    most: dict[tuple[int, int, int], int] = defaultdict(int)
+    for profile in profiles:
+        for number, kind in enumerate(profile.kinds):
+            for sample in kind.samples:
+                at = number, sample.batch, sample.length
+                most[at] = max(most[at], sample.working_bytes)
+    kinds = [
+        replace(kind, samples=tuple(replace(s, working_bytes=most[number, s.batch, s.length]) for s in kind.samples))
+        for number, kind in enumerate(first.kinds)
+    ]
+    return replace(
+        first,
+        kinds=tuple(kinds),
+        d2h_bytes_per_s=min(profile.d2h_bytes_per_s for profile in profiles),
+        h2d_bytes_per_s=min(profile.h2d_bytes_per_s for profile in profiles),
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,0 +1,111 @@
+"""One call of a layer: caught on its way in, and made again at other lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ds_memo.errors import MemoError
+from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.modes import inside_a_layer
+
+
+class LayerCall:
+    """A layer and what it was called with, to be called again at other lengths.
+
+    Args:
+        layer: whose parameters and name count.
+        fn, args, kwargs: as ds_memo.remat.checkpoint.Remat.run_with takes them.
+    """
+
+    def __init__(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        if isinstance(fn, partial):
+            fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+        self.layer = layer
+        self._fn = fn
+        self._args = args
+        self._kwargs = kwargs
+        self.hidden = next(
+            (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()), None
+        )
+        if self.hidden is None or self.hidden.dim() < 2:
+            raise MemoError(f"layer {layer.name} takes no hidden states (batch, length, …) that a profile could vary")
+
+    @property
+    def batch(self) -> int:
+        return self.hidden.shape[0] if self.hidden.dim() > 2 else 1
+
+    @property
+    def length(self) -> int:
+        return self.hidden.shape[1] if self.hidden.dim() > 2 else self.hidden.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(batch, length, …) of the hidden states."""
+        return (self.batch, self.length, *self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :])
+
+    def can_shorten(self) -> bool:
+        """Whether the length is unlike every other size, so that cutting it is safe."""
+        others = set(self.hidden.shape[2:] if self.hidden.dim() > 2 else self.hidden.shape[1:]) | {self.batch}
+        return self.length not in others
+
+    def of(self, layer: Layer, fn: Callable[..., Any]) -> LayerCall:
+        """The same call of another layer."""
+        return LayerCall(layer, fn, self._args, self._kwargs)
+
+    def at(self, length: int) -> tuple[Callable[..., Any], tuple, torch.Tensor]:
+        """The call with every tensor cut to `length`, cut off from its graph; and its hidden states, which want a gradient."""
+        made: dict[int, torch.Tensor] = {}
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in made:
+                short = value.detach()
+                for dim, size in enumerate(short.shape):
+                    if size == self.length and length < size:
+                        short = short.narrow(dim, 0, length)
+                short = short.contiguous()
+                made[id(value)] = short.clone() if short.data_ptr() == value.data_ptr() else short
+            return made[id(value)]
+
+        args, kwargs = tree_map(cut, self._args), tree_map(cut, self._kwargs)
+        hidden = made[id(self.hidden)].requires_grad_()
+        return (partial(self._fn, **kwargs) if kwargs else self._fn), args, hidden
+
+
+class _Caught(Exception):
+    """Carries the first layer call of a forward out of it."""
+
+    def __init__(self, call: LayerCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+def first_layer_call(remat: Remat, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LayerCall:
+    """The first layer call of a forward, caught on its way in; no layer runs, and no random number is drawn for good.
+
+    Raises:
+        MemoError: the forward made no layer call.
+    """
+
+    def catch(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
+        if inside_a_layer() or not torch.is_grad_enabled():
+            return fn(*args, **kwargs)
+        raise _Caught(LayerCall(layer, fn, args, kwargs))
+
+    remat._run = catch
+    devices = [remat.engine.device] if remat.engine.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            model.forward(*args, **kwargs)
+    except _Caught as caught:
+        return caught.call
+    finally:
+        del remat._run
+    raise MemoError(f"{type(model).__name__} ran a training forward without calling a layer")

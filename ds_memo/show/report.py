@@ -1,0 +1,155 @@
+"""A run's report for people: `ds-memo report FILE`, and what printing `ds_memo.report(…)` shows.
+
+ds_memo          active: 6 layers, 2 of them resident, alpha 0.5
+set by           host memory: 0.0128 of 9.13 GiB at alpha 0.5
+layers 0-3         3.3 MiB each, on the host       ██████████████████
+layers 4-5         5.5 MiB each, on the device     ██████████████████████████████
+…
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_memo.errors import MemoError
+
+_NEEDED = (
+    *("active", "alpha", "resident_layers", "residents", "binding", "layers", "bytes_to_host", "bytes_from_host"),
+    *("stored_bytes_per_layer", "gemm_flops_recomputed_fraction", "attention_recomputed", "host", "stall_s", "plan", "warnings"),
+)
+_BAR = 30
+
+
+class ReportError(MemoError, ValueError):
+    """A file that holds no report: says why."""
+
+
+INPUT_ERRORS = (ReportError,)
+
+
+class Report(dict):
+    """The dict that ``ds_memo.report`` returns; printing it gives the text below, and it is a dict to everything else."""
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """The report as a table of some fifteen lines."""
+    return "\n".join(f"{name:<16} {text}" for name, text in _lines(report))
+
+
+def read_report(text: str, name: str) -> Report:
+    """A report as JSON: by itself, or under "report" as launch/train.py's metrics have it.
+
+    Raises:
+        ReportError: it is neither.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ReportError(f"{name}: expected JSON ({error})") from None
+    report = data.get("report", data) if isinstance(data, dict) else data
+    if not isinstance(report, dict):
+        raise ReportError(f"{name}: expected a report, or metrics of a run with memo; got {_in_words(data)}")
+    if missing := [key for key in _NEEDED if key not in report]:
+        raise ReportError(f"{name}: this is no report of ds_memo: it has no {', '.join(missing[:3])}")
+    return Report(report)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "report", metavar="FILE.json", help="json.dump(ds_memo.report(engine)), or metrics by launch/train.py; - reads stdin"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        text = sys.stdin.read() if args.report == "-" else Path(args.report).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReportError(f"cannot read {args.report}: {getattr(error, 'strerror', None) or error}") from None
+    report = read_report(text, args.report)
+    try:
+        print(report)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ReportError(f"{args.report}: a field of the report is not what ds_memo writes ({error!r})") from None
+    return 0
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    alpha, residents = report["alpha"], report["resident_layers"]
+    if not report.get("checkpointing", True):
+        yield "ds_memo", f"plain training: no layer of {report['layers']} is checkpointed"
+    else:
+        state = "active" if report["active"] else "moved nothing so far"
+        at = "not known yet" if alpha is None else f"{alpha:.4g}"
+        yield "ds_memo", f"{state}: {report['layers']} layers, {residents} of them resident, alpha {at}"
+    yield "set by", report["binding"]
+    yield from _layers(report)
+    yield "over the link", f"{_size(report['bytes_to_host'])} to the host, {_size(report['bytes_from_host'])} back"
+    share = report["gemm_flops_recomputed_fraction"]
+    yield "recomputed", f"{share:.1%} of the forward's GEMM FLOPs; attention {report['attention_recomputed']} times"
+    host = report["host"]
+    yield "host memory", f"{_size(host['slab'])} held, {_size(host['peak_used'])} used at most, of {_size(host['budget'])}"
+    yield "stalls", ", ".join(f"{seconds:.3g} s for {stream}" for stream, seconds in report["stall_s"].items())
+    if report.get("step_s") is not None:
+        flops = "" if report.get("mfu") is None else f", MFU {report['mfu']:.1%}"
+        yield "speed", f"{report['step_s']:.4g} s a step, {report['tokens_per_s']:,.0f} tokens/s{flops}"
+    if predicted := report.get("predicted"):
+        device = _size(predicted["device_bytes"])
+        yield (
+            "predicted",
+            f"{predicted['layers_s']:.4g} s for the layers of a pass; {_size(predicted['host_bytes'])} host, {device} device",
+        )
+    if profile := report.get("profile"):
+        rates = (f"{profile[f'{way}_bytes_per_s'] / 1e9:.3g} GB/s {way}" for way in ("d2h", "h2d"))
+        source = ", from the cache" if profile["from_cache"] else ""
+        yield "profile", f"{profile['method']}{source}; {', '.join(rates)}"
+        yield from (("changed", change) for change in profile["changes"])
+    if plan := report["plan"]:
+        yield from _plan(plan)
+    yield from (("warning", warning) for warning in report["warnings"])
+
+
+def _layers(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Neighbours that store the same in the same place share a line."""
+    stored, residents = report["stored_bytes_per_layer"], set(report["residents"])
+    most = max(stored, default=0)
+    if not most:
+        return
+    for (nbytes, resident), group in itertools.groupby(range(len(stored)), lambda layer: (stored[layer], layer in residents)):
+        layers = list(group)
+        name = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
+        where = "on the device" if resident or not report["bytes_to_host"] else "on the host"
+        each = "each" if len(layers) > 1 else ""
+        yield name, f"{_size(nbytes):>9} {each:4} {where:13}  {'█' * round(_BAR * nbytes / most)}"
+
+
+def _plan(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if not plan["plans"]:
+        yield "addresses", "not planned yet"
+        return
+    proven = "proven to be the least" if plan["proven"] else f"lower bound {_size(plan['lower_bound'])}"
+    yield "addresses", f"plan of {_size(plan['peak'])}, {proven}; arena {_size(plan['arena'])}"
+    missed = {reason: count for reason, count in plan["misses"].items() if count}
+    requests = plan["hits"] + sum(missed.values())
+    why = f" ({', '.join(f'{count} {reason}' for reason, count in missed.items())})" if missed else ""
+    yield "", f"{plan['hits']} of {requests} requests had theirs{why}"
+
+
+def _size(nbytes: int) -> str:
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.4g} {units[0]}" if size < 1000 else f"{size:.0f} {units[0]}"
+
+
+def _in_words(data: Any) -> str:
+    return "metrics of a run without memo" if isinstance(data, dict) and "report" in data else f"a {type(data).__name__}"

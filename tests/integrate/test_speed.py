@@ -1,0 +1,37 @@
+"""Medians between optimizer steps, and MFU where it is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_memo.integrate.speed import Speed, model_flops_utilization
+
+
+def test_nothing_before_two_steps() -> None:
+    speed = Speed()
+    assert speed.before_first_step and speed.medians() == (None, None)
+    speed.stepped(1.0)
+    assert not speed.before_first_step and speed.medians() == (None, None)
+
+
+def test_medians_are_of_steps_and_not_of_their_sum() -> None:
+    speed, now = Speed(), 0.0
+    for seconds, tokens in [(0.0, 10), (1.0, 100), (50.0, 100), (2.0, 400)]:  # one step was interrupted
+        now += seconds
+        speed.tokens += tokens
+        speed.stepped(now)
+    assert speed.medians() == (2.0, pytest.approx(100.0))
+
+
+def test_old_steps_are_forgotten() -> None:
+    speed = Speed()
+    for number in range(40):
+        speed.tokens += 10
+        speed.stepped(float(number * 5 if number < 19 else 90 + number - 18))
+    assert speed.medians() == (1.0, 10.0)
+
+
+@pytest.mark.parametrize("hidden", [(2, 8, 64), (0,)])
+def test_a_cpu_has_no_mfu(hidden: tuple[int, ...]) -> None:
+    assert model_flops_utilization(torch.nn.Linear(2, 2), hidden, 100.0, torch.device("cpu")) is None

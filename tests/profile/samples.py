@@ -1,0 +1,49 @@
+"""Profiles of layers whose every size and time is known."""
+
+from __future__ import annotations
+
+from ds_memo.profile.sample import KeptOutput, LayerProfile, LayerSample, Profile
+
+HIDDEN = 2 * 64
+"""Bytes of one token's hidden states."""
+
+
+def make_sample(
+    length: int = 1024, batch: int = 1, working: int = 20 * HIDDEN, overhead: float = 0.0, slower: float = 1.0
+) -> LayerSample:
+    """Times a + b·t, attention b·t + c·t·s, bytes b·t.
+
+    Args:
+        working: bytes a token.
+        overhead: seconds of each time that do not depend on the length.
+    """
+    tokens = batch * length
+    attention = slower * (2e-7 * tokens + 1e-10 * tokens * length)
+    return LayerSample(
+        batch=batch,
+        length=length,
+        forward_s=overhead + slower * 1e-6 * tokens + attention,
+        attention_s=attention,
+        backward_s=overhead + slower * 2e-6 * tokens + 2.5 * attention,
+        attention_backward_s=2.5 * attention,
+        replay_s=overhead + slower * 1e-7 * tokens,
+        gemm_s=slower * 6e-7 * tokens,
+        all_gemms_s=slower * 9e-7 * tokens,
+        gemm_flops=1000 * tokens,
+        attention_flops=10 * tokens * length,
+        plain_bytes=16 * HIDDEN * tokens,
+        working_bytes=working * tokens,
+        outputs=(
+            KeptOutput("input", 1, HIDDEN * tokens, 0.0),
+            KeptOutput("gemm", tokens, 3 * HIDDEN, 0.2),
+            KeptOutput("attention", 1, HIDDEN * tokens, 0.5),
+            KeptOutput("gemm", tokens, 5 * HIDDEN, 0.9),
+        ),
+    )
+
+
+def make_profile(
+    layers: int = 4, link: float = 20e9, lengths: tuple[int, ...] = (1024, 2048), working: int = 20 * HIDDEN
+) -> Profile:
+    kind = LayerProfile("layer 0", tuple(make_sample(length, working=working) for length in lengths))
+    return Profile({}, "fit", (kind,), (0,) * layers, link, link, 1)

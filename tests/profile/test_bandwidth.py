@@ -1,0 +1,125 @@
+"""Copies are measured over memory that fits the budget, and nothing of it is left."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import ClassVar
+
+import pytest
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.profile import bandwidth
+from ds_memo.profile.bandwidth import CopyBench, measure_bandwidth
+from ds_memo.profile.live import LiveBytes
+from ds_memo.swap import slab
+from ds_memo.swap.protocol import D2H, H2D
+from ds_memo.swap.slab import PAGE
+from ds_memo.swap.streams import ThreadStreams
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(CopyBench.rate, "__defaults__", (0.01,))
+
+
+@pytest.mark.parametrize(
+    ("budget", "chunk", "expected"),
+    [
+        (1 << 30, 1 << 20, 1 << 20),
+        (10 * PAGE + 17, 1 << 20, 10 * PAGE),
+        (PAGE, 1 << 20, PAGE),
+        (0, 1 << 20, PAGE),
+        (1 << 30, PAGE + 1, PAGE),
+    ],
+)
+def test_the_block_fits_the_budget(budget, chunk, expected):
+    bench = CopyBench(CPU, pinned=False, budget=budget, chunk=chunk)
+    try:
+        assert bench.chunk == expected == bench._slab.size
+        assert bench.rate(D2H) > 0 and bench.rate(H2D) > 0
+    finally:
+        bench.close()
+
+
+def test_a_block_that_the_system_refuses_is_halved(monkeypatch):
+    real = slab._map
+    monkeypatch.setattr(slab, "_map", lambda n: real(n) if n <= 1 << 18 else _no())
+    bench = CopyBench(CPU, pinned=False, budget=1 << 30, chunk=1 << 20)
+    assert bench.chunk == 1 << 18
+    bench.close()
+    monkeypatch.setattr(slab, "_map", lambda n: _no())
+    with pytest.raises(MemoError, match="the bandwidth measurement needs"):
+        CopyBench(CPU, pinned=False, budget=1 << 30)
+
+
+def _no():
+    raise MemoError("no")
+
+
+class Slow(ThreadStreams):
+    """A link of so many bytes a second each way."""
+
+    RATE: ClassVar[dict[str, float]] = {}
+
+    @staticmethod
+    def _work(name, work, failures):
+        def slowed(call):
+            def run(*args):
+                if call is not None and args and isinstance(args[0], list):
+                    time.sleep(sum(src.numel() for _, src in args[0]) / Slow.RATE[name])
+                call(*args)
+
+            return run
+
+        class Queue:
+            def get(self):
+                item = work.get()
+                return item if item is None else (slowed(item[0]), *item[1:])
+
+        ThreadStreams._work(name, Queue(), failures)
+
+
+def test_each_direction_has_its_own_rate(monkeypatch):
+    """Throttled links: what is found is what they let through."""
+    Slow.RATE = {D2H: 40e6, H2D: 800e6}
+    monkeypatch.setattr(bandwidth, "streams_for", lambda device: Slow())
+    d2h, h2d = measure_bandwidth(CPU, False, 1 << 30, chunk=1 << 16)
+    assert d2h <= 40e6 and h2d <= 800e6  # a sleep is never too short; how much too long is the machine's
+    assert h2d > d2h
+
+
+def test_rates_are_measured_for_as_long_as_told_and_not_once():
+    bench = CopyBench(CPU, pinned=False, budget=1 << 30, chunk=1 << 16)
+    copied = []
+    real = bench._copy
+    bench._copy = lambda stream, times: copied.append(times) or real(stream, times)
+    begin = time.perf_counter()
+    bench.rate(D2H, 0.05)
+    assert time.perf_counter() - begin >= 0.05
+    assert copied[0] == 1 and len(copied) > 2
+    bench.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left(monkeypatch, fails):
+    before = threading.active_count()
+    slabs = []
+    real = slab.HostSlab.__init__
+    monkeypatch.setattr(slab.HostSlab, "__init__", lambda self, *args: slabs.append(self) or real(self, *args))
+    if fails:
+        monkeypatch.setattr(bandwidth.torch, "zeros", lambda *args, **kwargs: _no())
+    with LiveBytes() as count:
+        if fails:
+            with pytest.raises(MemoError):
+                measure_bandwidth(CPU, False, 1 << 30, chunk=1 << 16)
+        else:
+            measure_bandwidth(CPU, False, 1 << 30, chunk=1 << 16)
+    gc.collect()
+    assert count.live == 0
+    assert threading.active_count() == before
+    assert [(held.size, held.used) for held in slabs] == [(0, 0)]

@@ -1,0 +1,79 @@
+"""What a device has left for activations, by what PyTorch and the driver say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ds_memo.profile import device_memory
+from ds_memo.profile.device_memory import GIB, RESERVE, UNSEEN, device_budget, device_seen, states_to_come
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """80 GiB, of which 50 are free; we hold 20 and use 12 of these, others hold 10."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 12 * GIB)
+
+
+@pytest.fixture
+def host(monkeypatch):
+    monkeypatch.setattr(device_memory, "available_bytes", lambda locked: 100 * GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+
+
+@pytest.mark.parametrize(
+    ("configured", "to_come", "stepped", "expected_gib"),
+    [
+        (None, 0, True, 58 * (1 - RESERVE)),  # free, and what the caching allocator holds unused
+        (None, 0, False, 58 * (1 - UNSEEN)),
+        (None, 10 * GIB, False, 58 * (1 - UNSEEN) - 10),
+        (None, 90 * GIB, False, 0),
+        (40.0, 0, True, 28 * (1 - RESERVE)),  # of the whole device, less what is in use
+        (75.0, 0, True, 58 * (1 - RESERVE)),  # more than there is
+        (12.0, 0, True, 0),
+        (5.0, 0, True, 0),
+    ],
+)
+def test_a_card(card, configured, to_come, stepped, expected_gib):
+    assert device_budget(CUDA, configured, to_come, stepped) == pytest.approx(expected_gib * GIB, abs=1)
+
+
+def test_a_card_for_people(card):
+    assert device_seen(CUDA) == {"total": 80 * GIB, "free": 50 * GIB, "held": 20 * GIB}
+    assert device_seen(CPU) is None
+
+
+def test_a_cpu_shares_the_host_with_the_other_ranks(host):
+    assert device_budget(CPU, None, 0, True) == int(100 * GIB * (1 - RESERVE)) // 4
+    assert device_budget(CPU, None, GIB, False) == int(100 * GIB * (1 - UNSEEN)) // 4 - GIB
+    assert device_budget(CPU, None, 500 * GIB, False) == 0
+
+
+def test_what_is_configured_for_a_cpu_is_for_activations(host):
+    assert device_budget(CPU, 1.5, 500 * GIB, False) == int(1.5 * GIB)
+
+
+def test_states_that_the_first_step_will_make():
+    model = nn.Sequential(nn.Linear(10, 20, bias=False), nn.Linear(20, 5, bias=False).bfloat16(), nn.Linear(5, 5))
+    model[2].requires_grad_(False)
+    gradients, adam = 4 * 200 + 2 * 100, 8 * 300
+    assert states_to_come(model, has_engine=False) == gradients + adam
+    assert states_to_come(model, has_engine=True) == gradients
+    model[0].weight.grad = torch.zeros(20, 10)
+    assert states_to_come(model, has_engine=True) == 2 * 100
+    assert states_to_come(nn.Identity(), has_engine=False) == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_this_card():
+    before = device_budget(CUDA, None, 0, True)
+    held = torch.empty(GIB, dtype=torch.uint8, device=CUDA)
+    after = device_budget(CUDA, None, 0, True)
+    assert before - after == pytest.approx(GIB * (1 - RESERVE), rel=0.05)
+    del held

@@ -1,0 +1,90 @@
+"""One layer alone: what a sample of it says is what the layer is, and nothing is left of the measuring."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import ds_memo
+from ds_memo.profile import layer as layers
+from ds_memo.profile.call import LayerCall
+from ds_memo.profile.layer import REPEATS, kinds_of, measure
+from ds_memo.remat.checkpoint import Layer
+from tests.models import HIDDEN, Block
+
+CPU = torch.device("cpu")
+BATCH, LENGTH = 2, 50
+TOKENS = BATCH * LENGTH
+
+
+def call(module: nn.Module, dtype: torch.dtype = torch.float32) -> LayerCall:
+    return LayerCall(Layer(0, "blocks.0", module), module, (torch.randn(BATCH, LENGTH, HIDDEN, dtype=dtype),), {})
+
+
+@pytest.mark.parametrize("length", [LENGTH, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_and_work_of_a_block(length: int, dtype: torch.dtype) -> None:
+    tokens, size = BATCH * length, dtype.itemsize
+    sample = measure(call(Block().to(dtype), dtype), length, CPU)
+    assert (sample.batch, sample.length, sample.tokens) == (BATCH, length, tokens)
+    assert sample.gemm_flops == 2 * tokens * HIDDEN * (3 + 1 + 2 + 2) * HIDDEN  # qkv, o, up, down
+    assert sample.attention_flops == 2 * BATCH * length * length * HIDDEN
+    kinds = [output.kind for output in sample.outputs]
+    assert kinds == ["input", "gemm", "attention", "attention", "gemm", "gemm"]  # attention's is with its log-sum-exp; no down
+    sizes = [output.rows * output.row_bytes for output in sample.outputs]
+    hidden = tokens * HIDDEN * size
+    assert sizes == [hidden, 3 * hidden, hidden, tokens * 4 * 4, hidden, 2 * hidden]
+    assert [output.born for output in sample.outputs] == sorted(output.born for output in sample.outputs)
+    assert sample.plain_bytes > sum(sizes)
+    assert sample.working_bytes > 2 * hidden
+    assert 0 < sample.gemm_s <= sample.all_gemms_s and 0 < sample.attention_s <= sample.forward_s
+    assert 0 < sample.attention_backward_s <= sample.backward_s and sample.replay_s > 0
+
+
+def test_each_replay_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a replay is that between bringing the frame back and its end, not the difference of two backwards."""
+    spans = []
+    real = layers.seconds_between
+
+    def between(start: float, end: float) -> float:
+        spans.append((start, end))
+        return real(start, end)
+
+    monkeypatch.setattr(layers, "seconds_between", between)
+    bench = layers._Bench(*_parts(module := Block()), CPU, None)
+    assert bench.replay_s() == sorted(real(*span) for span in spans)[REPEATS // 2]
+    assert len(spans) == REPEATS and all(start < end for start, end in spans)
+    assert not bench._engine.replays and module.qkv.weight.grad is None
+    bench.close()
+
+
+def _parts(module: nn.Module) -> tuple:
+    one = call(module)
+    fn, args, hidden = one.at(LENGTH)
+    return one.layer, fn, args, [hidden, *module.parameters()]
+
+
+def test_nothing_is_left() -> None:
+    one = call(module := Block(dropout=0.1))
+    before, threads = torch.get_rng_state(), threading.active_count()
+    measure(one, LENGTH, CPU)
+    assert torch.equal(torch.get_rng_state(), before) and threading.active_count() == threads
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_layer_that_saves_nothing() -> None:
+    class Nothing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    with pytest.raises(ds_memo.MemoError, match=r"layer blocks\.0 has nothing to train"):
+        measure(call(Nothing()), LENGTH, CPU)
+
+
+def test_kinds() -> None:
+    blocks = [Block(), Block(), Block().double(), Block()]
+    blocks[3].up.weight.requires_grad_(False)
+    assert kinds_of(Layer(index, "", module) for index, module in enumerate(blocks)) == [0, 0, 1, 2]

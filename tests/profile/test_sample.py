@@ -1,0 +1,177 @@
+"""Lines through samples, and profiles as files."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_memo.profile.sample import LayerProfile, ProfileError, from_json
+from tests.profile.samples import HIDDEN, make_profile, make_sample
+
+LENGTHS = st.integers(16, 1 << 14)
+
+
+def layer(*lengths: int, **how: Any) -> LayerProfile:
+    return LayerProfile("layer 0", tuple(make_sample(length, **how) for length in lengths))
+
+
+# ---- lines
+
+
+@given(LENGTHS, LENGTHS, st.integers(1, 1 << 21), st.integers(1, 4), st.integers(1, 4), st.floats(0, 1e-2))
+@settings(deadline=None)
+def test_lines_and_parabolas_are_found(first: int, second: int, length: int, batch: int, other: int, overhead: float) -> None:
+    """a + b·t of every time and byte, b·t + c·t·s of attention, at any length and batch, longer or shorter."""
+    if first == second:
+        second += 1
+    low, high = sorted((first, second))
+    found = layer(low, high, batch=batch, overhead=overhead).costs(other, length)
+    true = make_sample(length, other, overhead=overhead)
+    for name in ("forward_s", "backward_s", "replay_s", "gemm_s", "attention_s"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6, abs=1e-12), name
+    assert found.plain_bytes == pytest.approx(true.plain_bytes, rel=1e-9, abs=1)
+    assert [output.kind for output in found.outputs] == [output.kind for output in true.outputs]
+    for got, want in zip(found.outputs, true.outputs, strict=True):
+        assert got.rows * got.row_bytes == pytest.approx(want.rows * want.row_bytes, rel=1e-9, abs=1)
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=4, max_size=4), st.lists(LENGTHS, min_size=2, max_size=2, unique=True), LENGTHS)
+@settings(deadline=None)
+def test_whatever_was_measured_a_longer_sequence_is_not_cheaper(times: list[float], at: list[int], length: int) -> None:
+    """Noise may make the longer sample the faster one; nothing negative comes of it either."""
+    low, high = sorted(at)
+    samples = [
+        dataclasses.replace(make_sample(n), forward_s=rest + attention, attention_s=attention, replay_s=rest)
+        for n, rest, attention in ((low, *times[:2]), (high, *times[2:]))
+    ]
+    profile = LayerProfile("layer 0", tuple(samples))
+    short, long = profile.costs(1, length), profile.costs(1, 2 * length)
+    for name in ("forward_s", "attention_s", "replay_s", "plain_bytes"):
+        assert 0 <= getattr(short, name) <= getattr(long, name) * (1 + 1e-9), name
+    at_sample = profile.costs(1, high)
+    assert at_sample.attention_s == pytest.approx(times[3]) and at_sample.replay_s == pytest.approx(times[2])
+
+
+def test_one_sample_gives_lines_through_the_origin() -> None:
+    one, half = layer(1024).costs(1, 1024), layer(1024).costs(1, 512)
+    assert half.replay_s == pytest.approx(one.replay_s / 2)
+    assert half.attention_s == pytest.approx(one.attention_s / 4)
+    assert half.plain_bytes == one.plain_bytes // 2
+
+
+def test_working_bytes_are_rounded_up() -> None:
+    profile = LayerProfile("", tuple(dataclasses.replace(make_sample(n), working_bytes=7 * n // 3) for n in (100, 200)))
+    assert profile.working_bytes(1, 151) == math.ceil(233 + (466 - 233) / 100 * 51)
+
+
+def test_ranks_that_share_a_sequence_attend_to_all_of_it() -> None:
+    alone, shared = layer(1024, 2048).costs(1, 4096), layer(1024, 2048).costs(1, 4096, spread=8)
+    assert shared.attention_s - alone.attention_s == pytest.approx(7 * 1e-10 * 4096**2)
+    assert shared.forward_s - shared.attention_s == pytest.approx(alone.forward_s - alone.attention_s)
+    assert shared.outputs == alone.outputs
+    profile = dataclasses.replace(make_profile(), ranks_per_sequence=2)
+    assert profile.costs(1, 4096, 0, 0).layers[0] == make_profile().kinds[0].costs(1, 4096)
+    assert profile.costs(1, 4096, 0, 0, ranks_per_sequence=16).layers[0] == shared
+
+
+# ---- the check
+
+
+def test_a_check_on_the_lines() -> None:
+    profile = dataclasses.replace(layer(1024, 2048), check=make_sample(4096))
+    assert profile.off() == pytest.approx(0, abs=1e-9) and profile.is_trusted()
+    assert layer(1024, 2048).off() == 0
+
+
+def test_a_check_off_the_lines() -> None:
+    slower = dataclasses.replace(layer(1024, 2048), check=make_sample(4096, slower=2.0))
+    assert slower.off() == pytest.approx(0.5) and not slower.is_trusted()
+    near = dataclasses.replace(layer(1024, 2048), check=make_sample(4096, slower=1.2))
+    assert near.off() == pytest.approx(0.2 / 1.2) and near.is_trusted()
+
+
+@pytest.mark.parametrize("change", ["plain_bytes", "outputs", "kinds"])
+def test_a_size_off_the_line_is_never_trusted(change: str) -> None:
+    check = make_sample(4096)
+    if change == "plain_bytes":
+        check = dataclasses.replace(check, plain_bytes=int(check.plain_bytes * 1.02))
+    elif change == "outputs":
+        outputs = (dataclasses.replace(check.outputs[0], row_bytes=int(check.outputs[0].row_bytes * 1.3)), *check.outputs[1:])
+        check = dataclasses.replace(check, outputs=outputs)
+    else:
+        check = dataclasses.replace(check, outputs=(*check.outputs[:2], *check.outputs[:1:-1]))
+    assert dataclasses.replace(layer(1024, 2048), check=check).off() == math.inf
+
+
+# ---- files
+
+
+def data() -> dict[str, Any]:
+    kind = dataclasses.replace(layer(64, 128), check=make_sample(256))
+    return json.loads(dataclasses.replace(make_profile(), kinds=(kind,)).to_json())
+
+
+def test_there_and_back() -> None:
+    text = json.dumps(data())
+    profile = from_json(text)
+    assert from_json(profile.to_json()) == profile
+    assert profile.kinds[0].check == make_sample(256)
+
+
+def test_a_file_from_before_ranks_shared_sequences() -> None:
+    old = data()
+    del old["ranks_per_sequence"]
+    assert from_json(json.dumps(old)).ranks_per_sequence == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"x"', "{}", '{"format": 1}', '{"format": 2}', "NaN"])
+def test_what_is_no_profile(text: str) -> None:
+    with pytest.raises(ProfileError):
+        from_json(text)
+
+
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """Of everything in a JSON value."""
+    found = [path] if path else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in items:
+        found += places(part, (*path, name))
+    return found
+
+
+PLACES = [path for path in places(data()) if path[0] not in ("key", "measured")]
+JUNK = (None, -1, 0, 1.5, math.nan, math.inf, 10**30, True, "x", [], {}, [1], {"a": 1}, [None])
+
+
+@pytest.mark.parametrize("path", PLACES, ids=lambda path: ".".join(map(str, path)))
+def test_anything_damaged_is_refused_or_does_no_harm(path: tuple) -> None:
+    """Every single value replaced by junk, or gone: an error that is a ProfileError, or a profile that can be used."""
+    for junk in (*JUNK, "gone"):
+        damaged = copy.deepcopy(data())
+        owner: Any = damaged
+        for name in path[:-1]:
+            owner = owner[name]
+        if junk == "gone":
+            del owner[path[-1]]
+        else:
+            owner[path[-1]] = junk
+        try:
+            profile = from_json(json.dumps(damaged))
+        except ProfileError:
+            continue
+        run = profile.costs(2, 777, 10**9, 10**9)
+        assert all(math.isfinite(layer.forward_s) and layer.forward_s >= 0 and layer.host_bytes(1.0) >= 0 for layer in run.layers)
+        assert profile.kinds[0].off() >= 0 and isinstance(profile.kinds[0].name, str)
+        assert from_json(profile.to_json()) == profile
+
+
+def test_sizes_of_one_token() -> None:
+    """What the tests above rest on."""
+    assert sum(o.rows * o.row_bytes for o in make_sample(1).outputs) == 10 * HIDDEN
