@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import ds_memo
+from benchmarks.environment import environment
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "full recompute": {"ablation": "full_recompute"},
@@ -86,17 +90,20 @@ def main() -> None:
             for planned in (False, True):
                 label = f"{name}, {'plan' if planned else 'no plan'}"
                 results.setdefault(label, []).append(run(net, {**memo, **limit, "plan": {"enabled": planned}}, args, device))
-    print(f"{'':28}{'step ms':>10}{'layers, predicted':>20}{'alpha':>8}{'residents':>11}{'GiB to host':>13}")
+    print(f"{'':28}{'step ms':>10}{'layers, predicted':>20}{'alpha':>8}{'residents':>11}{'MiB to host':>13}{'arena MiB':>11}")
     for label, turns in results.items():
         report = turns[-1]["report"]
         step = statistics.median(seconds for turn in turns for seconds in turn["samples_s"])
         predicted = f"{report['predicted']['layers_s'] * 1e3:.1f}" if report["predicted"] else "-"
-        to_host = report["bytes_to_host"] / (3 + args.steps) / (1 << 30)
+        to_host = report["bytes_to_host"] / (3 + args.steps) / (1 << 20)
+        arena = f"{report['plan']['arena'] / (1 << 20):.1f}" if report["plan"] else "-"
         alpha = "plain" if not report["checkpointing"] else f"{report['alpha']:.3f}"
-        print(f"{label:28}{step * 1e3:>10.1f}{predicted:>20}{alpha:>8}{report['resident_layers']:>11}{to_host:>13.3f}")
+        print(f"{label:28}{step * 1e3:>10.1f}{predicted:>20}{alpha:>8}{report['resident_layers']:>11}{to_host:>13.1f}{arena:>11}")
     print(f"memo: {results['memo, no plan'][-1]['report']['binding']}")
     if args.json:
-        args.json.write_text(json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "results": results}, indent=1))
+        arguments = {name: str(value) for name, value in vars(args).items() if name != "json"}
+        data = {"environment": environment(device), "arguments": arguments, "results": results}
+        args.json.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

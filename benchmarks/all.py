@@ -1,6 +1,6 @@
 """check, speed, capacity and planner one after the other, each in a process of its own and ended after eight minutes.
 
-bash benchmarks/gpu.sh all [--device cuda|cpu] [--out DIR]
+bash benchmarks/gpu.sh all [--budget-s 420] [--device cuda|cpu] [--out DIR]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ VERBS = ("check", "speed", "capacity", "planner")
 def main() -> int:
     parser = argparse.ArgumentParser("gpu.sh all", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--budget-s", type=float, default=420.0, help="seconds that each of speed, capacity and planner may take")
     parser.add_argument("--out", help="folder for the results; absent: $OUT, else benchmarks/results")
     options = parser.parse_args()
     device = results.device_or_exit(options.device, "all")
@@ -27,6 +28,8 @@ def main() -> int:
         results.say(f"==== {verb}")
         out = folder / f"check-{device.type}.json" if verb == "check" else folder
         command = [sys.executable, "-m", f"benchmarks.{verb}", "--device", device.type, "--out", str(out)]
+        if verb != "check":
+            command += ["--budget-s", str(options.budget_s)]
         try:
             status[verb] = subprocess.run(command, timeout=LIMIT_S, check=False).returncode
         except subprocess.TimeoutExpired:

@@ -4,7 +4,7 @@
 #   bash benchmarks/gpu.sh speed    [--help]   step time and memory beside every rival, attention kernels, the three streams
 #   bash benchmarks/gpu.sh capacity [--help]   longest trainable length at equal device and host budgets
 #   bash benchmarks/gpu.sh planner  [--help]   allocators: cudaMalloc, reserved over requested, planned over measured
-#   bash benchmarks/gpu.sh all      [--device cuda|cpu] [--out DIR]    the four, each in 8 minutes at most
+#   bash benchmarks/gpu.sh all      [--help]   the four, each in 8 minutes at most
 #   bash benchmarks/gpu.sh table    [FILE …]   bring benchmarks/README.md up to date with benchmarks/results
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

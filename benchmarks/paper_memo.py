@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +26,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from benchmarks.workloads import attention_through, heads_to_ranks, ranks_to_heads, sdpa
+from ds_memo.config import PlanConfig
+from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.layers import find_layers
+from ds_memo.integrate.optimizers import watch_optimizers
+from ds_memo.profile.lengths import shapes_of
 from ds_memo.solve.homes import place_residents
 from ds_memo.solve.paper import paper_alpha
 from ds_memo.swap.engine import SwapEngine
@@ -123,6 +129,7 @@ class PaperMemo:
         ranks: of sequence parallelism, see :mod:`benchmarks.workloads`.
         bandwidth: device to host, bytes a second.
         layer_forward_s: of one layer without copies; like `bandwidth` for the paper's program only.
+        planned: memory addresses are planned, as in the paper (part 2); by ds_memo's planner and allocator.
     """
 
     def __init__(
@@ -134,6 +141,7 @@ class PaperMemo:
         ranks: int = 1,
         bandwidth: float = 0.0,
         layer_forward_s: float = 0.0,
+        planned: bool = False,
     ) -> None:
         self.slab = HostSlab(host_bytes, pinned=device.type == "cuda")
         self.engine = SwapEngine(streams_for(device), self.slab, device)
@@ -146,8 +154,29 @@ class PaperMemo:
         for index, layer in enumerate(layers):
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = _plain if index in resident else functools.partial(self._run, index)
+        self.addresses: Addresses | None = None
+        self._undo: list[Callable[[], Any]] = []
+        if planned:
+            self._plan_addresses(model, device, max(set(range(len(layers))) - set(resident), default=-1))
+
+    def _plan_addresses(self, model: nn.Module, device: torch.device, last_layer: int) -> None:
+        self.addresses = self.engine.phases = addresses = Addresses(device, PlanConfig(), warnings.warn)
+        addresses.claim()
+        watched = [
+            model.register_forward_pre_hook(
+                lambda model, args, kwargs: addresses.pass_begins(shapes_of(args, kwargs), last_layer, last=True),
+                with_kwargs=True,
+            ),
+            model.register_forward_hook(lambda model, args, out: addresses.forward_ended()),
+        ]
+        self._undo = [hook.remove for hook in watched]
+        self._undo += watch_optimizers(weakref.ref(model), addresses, Addresses.step_begins, Addresses.step_ends)
 
     def close(self) -> None:
+        for undo in self._undo:
+            undo()
+        if self.addresses:
+            self.addresses.close()
         for layer in self._layers:
             del layer.gradient_checkpointing, layer._gradient_checkpointing_func
         self.engine.close()

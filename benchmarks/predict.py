@@ -46,14 +46,16 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     stem = f"{shape.name}-{length}"
     profile_file, config_file = folder / f"profile-{stem}.json", folder / f"model-{stem}.json"
     profile_file.write_text(profile.to_json())
-    if hardware is None or shape.ranks > 1:
+    if hardware is None:
         return found | {"estimate": None}
     trainer.model.config.to_json_file(str(config_file))
-    words = ["--model", str(config_file), "--hardware", hardware, "--gpus", "1", "--zero", "0", "--seq-length", str(length)]
-    words += ["--host-memory-gib", f"{budget.host_bytes / GIB:.3f}", "--profile", str(profile_file), "--json"]
+    ranks = str(shape.ranks)  # the layers' times are those of one rank of so many, measured
+    words = ["--model", str(config_file), "--hardware", hardware, "--gpus", ranks, "--sp", ranks, "--zero", "0"]
+    words += ["--seq-length", str(length), "--host-memory-gib", f"{shape.ranks * budget.host_bytes / GIB:.3f}"]
+    words += ["--profile", str(profile_file), "--json"]
     done = subprocess.run([sys.executable, "-m", "ds_memo.cli", "estimate", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         return found | {"estimate": None, "why": done.stderr.strip()[-300:]}
     answer = json.loads(done.stdout)
-    keys = ("status", "step_s", "alpha", "resident_layers", "binding", "mfu", "device_gib", "host_gib")
+    keys = ("status", "layout", "step_s", "alpha", "resident_layers", "binding", "mfu", "device_gib", "host_gib")
     return found | {"step_s": answer.get("step_s"), "estimate": {key: answer.get(key) for key in keys}}

@@ -129,11 +129,11 @@ def save_on_cpu(model: nn.Module, budget: Budget) -> Iterator[Installed]:
 
 
 @contextlib.contextmanager
-def paper(model: nn.Module, budget: Budget, alpha: float | None = None) -> Iterator[Installed]:
+def paper(model: nn.Module, budget: Budget, alpha: float | None = None, planned: bool = False) -> Iterator[Installed]:
     from benchmarks.paper_memo import paper_memo
 
     hides = {"bandwidth": budget.bandwidth, "layer_forward_s": budget.layer_forward_s}
-    with paper_memo(model, alpha, budget.host_bytes, budget.device, ranks=budget.ranks, **hides) as memo:
+    with paper_memo(model, alpha, budget.host_bytes, budget.device, ranks=budget.ranks, planned=planned, **hides) as memo:
 
         def report() -> dict[str, Any]:
             traffic = memo.engine.traffic
@@ -142,6 +142,7 @@ def paper(model: nn.Module, budget: Budget, alpha: float | None = None) -> Itera
                 "bytes_to_host": traffic.bytes_to_host,
                 "stall_s": memo.engine.streams.stall_s(),
                 "host": {"budget": memo.slab.budget, "slab": memo.slab.size, "peak_used": memo.slab.peak_used},
+                "plan": memo.addresses.report() if memo.addresses else None,
             }
 
         yield Installed(report=report)
@@ -182,6 +183,14 @@ RIVALS = {
         Rival("hf_offload", "Hugging Face gradient_checkpointing_enable(offload=True)", hf_offload),
         Rival("paper", "MEMO as in the paper", paper, warm_up=2, counts_host=True),
         Rival("paper, expandable", "the same with expandable segments", paper, expandable=True, warm_up=2, counts_host=True),
+        Rival(
+            "paper, planned",
+            "the same with planned addresses, by ds_memo's planner",
+            paper,
+            warm_up=_PLANNED,
+            counts_host=True,
+            settings={"planned": True},
+        ),
         Rival("ds_memo", "ds_memo, PyTorch's allocator", memo, warm_up=3, needs="deepspeed", counts_host=True),
         Rival(
             "ds_memo, expandable",

@@ -17,7 +17,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 
 from ds_memo.integrate.install import WATCHED, install
 
@@ -43,8 +43,7 @@ def main() -> None:
     install()
     try:
         if as_module:
-            sys.argv[:] = [target, *arguments]
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
+            run_module(target, arguments)
         else:
             run_script(target, arguments)
     except SystemExit as end:
@@ -65,13 +64,32 @@ def run_script(path: str, arguments: list[str]) -> None:
     sys.argv[:] = [path, *arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    module = ModuleType("__main__")
-    module.__file__ = os.path.abspath(path)
-    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
-    module.__builtins__ = sys.modules["builtins"]
-    module.__annotations__ = {}
-    sys.modules["__main__"] = module  # and it stays: exit handlers and pickles look their names up here
-    exec(compile(source, module.__file__, "exec", dont_inherit=True), module.__dict__)
+    main = ModuleType("__main__")
+    main.__file__ = os.path.abspath(path)
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    _run_as_main(main, compile(source, main.__file__, "exec", dont_inherit=True))
+
+
+def run_module(name: str, arguments: list[str]) -> None:
+    """What the interpreter does with ``python -m name arguments``, in this process."""
+    sys.argv[:] = ["-m", *arguments]  # until the module is found: packages above it may look
+    try:
+        _, spec, code = runpy._get_module_details(name)  # as pdb does; runpy.run_module() takes __main__ away again
+    except ImportError as error:
+        print(f"ds_memo.run: {error}", file=sys.stderr)
+        sys.exit(1)
+    sys.argv[0] = spec.origin
+    main = ModuleType("__main__")
+    main.__file__, main.__cached__ = spec.origin, spec.cached
+    main.__loader__, main.__package__, main.__spec__ = spec.loader, spec.parent, spec
+    _run_as_main(main, code)
+
+
+def _run_as_main(main: ModuleType, code: CodeType) -> None:
+    main.__builtins__ = sys.modules["builtins"]
+    main.__annotations__ = {}
+    sys.modules["__main__"] = main  # and it stays: pickles, spawned workers and exit handlers look their names up here
+    exec(code, main.__dict__)
 
 
 def tell_if_idle() -> None:

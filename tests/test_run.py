@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,60 @@ ENDINGS = {
     "interrupt": "raise KeyboardInterrupt",
 }
 IDLE = "ds_memo.run: the script never imported DeepSpeed, so memo had no effect\n"
+
+
+POOL = '''
+"""A spawned worker that calls a function of this file with an object of this file."""
+import multiprocessing, sys
+from dataclasses import dataclass
+
+
+@dataclass
+class Sample:
+    number: int
+
+
+def work(sample):
+    return sample, multiprocessing.parent_process() is not None
+
+
+if __name__ == "__main__":
+    print(sys.argv, __name__, __file__, __package__, __spec__ and __spec__.name)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(work, [Sample(1), Sample(2)]), sys.modules["__main__"].Sample is Sample)
+'''
+WORKERS = '''
+"""A dataset, a collate function and a pickle of things that live in this file, in spawned workers."""
+import multiprocessing, pickle, sys
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+@dataclass
+class Sample:
+    number: int
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return Sample(index)
+
+
+def join(samples):
+    return [pickle.loads(pickle.dumps(sample)).number for sample in samples], multiprocessing.parent_process() is not None
+
+
+if __name__ == "__main__":
+    print(sys.argv, __name__, __file__, __package__, __spec__ and __spec__.name)
+    print(list(DataLoader(Numbers(), 2, collate_fn=join, num_workers=1, multiprocessing_context="spawn")))
+    torch.save(Sample(3), sys.argv[1])
+    print(torch.load(sys.argv[1], weights_only=False), sys.modules["__main__"].Sample is Sample)
+'''
 
 
 def python(*words: object, cwd: Path) -> tuple[int, str, str]:
@@ -65,6 +120,36 @@ def test_the_flag_that_launchers_put_first(flag: list[str], tmp_path: Path) -> N
     assert (code, out) == (0, f"{[*flag, '--x']} __main__ package.train\n")
 
 
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "script, says",
+    [
+        (POOL, "[(Sample(number=1), True), (Sample(number=2), True)] True"),
+        pytest.param(WORKERS, "[([0, 1], True)", marks=pytest.mark.slow),
+    ],
+    ids=["pool", "dataloader"],
+)
+def test_workers_that_are_spawned_and_pickles(script: str, says: str, as_module: bool, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(script)
+    words = (*(("-m", "package.train") if as_module else ("package/train.py",)), "sample.pt")
+    want, got = python(*words, cwd=tmp_path), python("-m", "ds_memo.run", *words, cwd=tmp_path)
+    assert want[0] == 0 and says in want[1]
+    assert got[:2] == want[:2]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_as_the_module_itself(ending: str, tmp_path: Path) -> None:
+    (tmp_path / "package" / "inner").mkdir(parents=True)
+    (tmp_path / "package" / "__init__.py").write_text("import sys; print(sys.argv, __name__)")
+    (tmp_path / "package" / "inner" / "__main__.py").write_text(SCRIPT + ENDINGS[ending] + "\n")
+    words = ("-m", "package.inner", "--a", "-m", "b c")
+    want, got = python(*words, cwd=tmp_path), python("-m", "ds_memo.run", *words, cwd=tmp_path)
+    assert got[0] == want[0] and re.sub("0x[0-9a-f]+", "", got[1]) == re.sub("0x[0-9a-f]+", "", want[1])
+    shown = [line for line in want[2].splitlines(keepends=True) if "runpy" not in line]  # the interpreter shows its own frames
+    assert got[2].replace(IDLE, "") == "".join(shown)
+
+
 def test_wrong_calls(tmp_path: Path) -> None:
     for words in ([], ["--lokal"], ["-m"], ["--local_rank=0"]):
         code, _, err = python("-m", "ds_memo.run", *words, cwd=tmp_path)
@@ -73,6 +158,9 @@ def test_wrong_calls(tmp_path: Path) -> None:
     assert code == 0 and "deepspeed --module ds_memo.run train.py ARGS" in out
     code, _, err = python("-m", "ds_memo.run", "missing.py", cwd=tmp_path)
     assert code == 2 and err == f"ds_memo.run: can't open file '{tmp_path}/missing.py': No such file or directory\n"
+    code, _, err = python("-m", "ds_memo.run", "-m", "missing.train", cwd=tmp_path)
+    assert code == 1 and err.startswith("ds_memo.run: Error while finding module specification for 'missing.train'")
+    assert "Traceback" not in err
 
 
 def test_deepspeed_that_was_never_started(tmp_path: Path) -> None:

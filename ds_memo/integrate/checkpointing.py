@@ -15,6 +15,7 @@ from torch import nn
 from ds_memo.errors import MemoError
 from ds_memo.integrate.attach import attached
 from ds_memo.integrate.memo import Memo, module_of
+from ds_memo.integrate.names import replace_in_modules
 from ds_memo.remat.modes import inside_a_layer
 
 _NAMES = ("checkpoint", "non_reentrant_checkpoint")
@@ -29,13 +30,15 @@ def redirect() -> None:
         if not hasattr(stock, "_before_ds_memo"):
             ours = functools.wraps(stock)(functools.partial(_checkpoint, stock))
             ours._before_ds_memo = stock
-            setattr(checkpointing, name, ours)
+            replace_in_modules(stock, ours)  # whoever imported it by name, too
 
 
 def give_back() -> None:
     """Undo redirect()."""
     for name in _NAMES:
-        setattr(checkpointing, name, getattr(getattr(checkpointing, name), "_before_ds_memo", getattr(checkpointing, name)))
+        ours = getattr(checkpointing, name)
+        if hasattr(ours, "_before_ds_memo"):
+            replace_in_modules(ours, ours._before_ds_memo)
 
 
 def _checkpoint(stock: Callable[..., Any], fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

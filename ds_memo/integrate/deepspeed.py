@@ -25,14 +25,21 @@ from ds_memo.integrate import checkpointing, conflicts, kernels, ulysses
 from ds_memo.integrate.attach import attach_model, check_residents
 from ds_memo.integrate.layers import find_layers
 from ds_memo.integrate.memo import Memo
+from ds_memo.integrate.names import Taken, other_holders, replace_in_modules, restore
 
 NO_SECTION = (
     f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": {{"enabled": true}}'
+)
+TOO_LATE = (
+    "ds_memo.install() came after deepspeed.initialize was kept by {}: engines made through that run without memo. Call "
+    "install() before, or make engines with deepspeed.initialize"
 )
 initialized = False
 """Whether initialize() was called."""
 _replaced: Callable[..., tuple] | None = None
 """What deepspeed.initialize was before install()."""
+_taken: list[Taken] = []
+"""Names that had it when install() came."""
 
 
 @functools.wraps(deepspeed.initialize)
@@ -61,6 +68,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         warnings.warn(NO_SECTION, MemoWarning, stacklevel=2)
     if config.enabled:
         _refuse_pipelines(asked["model"])
+        if why := _takes_no_steps(asked, section):
+            _say(f"leaves this {type(asked['model']).__name__} alone: {why}, so its engine takes no steps")
+            config = config.model_copy(update={"enabled": False})
+    if config.enabled:
         conflicts.refuse_config(section)
         layers = find_layers(asked["model"], config.layers)
         conflicts.refuse_model(layers)
@@ -81,16 +92,23 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
 def take_initialize_over() -> None:
     """Put initialize() in the place of ``deepspeed.initialize``."""
     global _replaced
-    if _replaced is None:
-        _replaced, deepspeed.initialize = deepspeed.initialize, initialize
-        checkpointing.redirect()  # now, so that a name imported from there is ours as well
+    if _replaced is not None:
+        return
+    stock = deepspeed.initialize
+    unreachable = other_holders(stock)
+    _taken[:] = replace_in_modules(stock, initialize)  # whoever wrote `from deepspeed import initialize` before
+    _replaced = stock
+    checkpointing.redirect()  # now, so that a name imported from there is ours as well
+    if unreachable:
+        warnings.warn(TOO_LATE.format(", ".join(unreachable)), MemoWarning, stacklevel=3)
 
 
 def give_initialize_back() -> None:
     """Undo take_initialize_over(), unless someone else has wrapped ``deepspeed.initialize`` since."""
     global _replaced
     if deepspeed.initialize is initialize:
-        deepspeed.initialize, _replaced = _replaced, None
+        restore(_taken, _replaced, initialize)
+        _replaced = None
         checkpointing.give_back()
 
 
@@ -127,8 +145,6 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
 
 def _say_what_moved(memo: Memo) -> None:
     """Who changed nothing in the script wants to know that it had an effect."""
-    if torch.distributed.get_rank() != 0:
-        return
     report = memo.report()
     if report["active"]:
         line = (
@@ -137,7 +153,22 @@ def _say_what_moved(memo: Memo) -> None:
         )
     else:
         line = f"moved no bytes in the first step: {report['binding']}"
-    print(f"ds_memo {line}", file=sys.stderr)
+    _say(line)
+
+
+def _say(line: str) -> None:
+    started = torch.distributed.is_initialized()
+    if (torch.distributed.get_rank() if started else int(os.environ.get("RANK", 0))) == 0:
+        print(f"ds_memo {line}", file=sys.stderr)
+
+
+def _takes_no_steps(asked: dict[str, Any], section: dict[str, Any]) -> str:
+    """Why an engine will never train, as that of a frozen reference model (TRL); empty if it may."""
+    if not any(parameter.requires_grad for parameter in asked["model"].parameters()):
+        return "none of its parameters requires a gradient"
+    if asked.get("optimizer") is None and not section.get("optimizer"):
+        return "neither the call nor the JSON has an optimizer"
+    return ""
 
 
 def _smallest(number: int, device: torch.device) -> int:

@@ -104,6 +104,8 @@ class Memo:
         if training:
             self.engine.settle()
             self._takeover.hold()
+            if self._takeover.uncompile() or (not self._passes and conflicts.is_compiled(module)):
+                self.warn(conflicts.UNCOMPILED)
             self._choose(module, args, kwargs)
         if training and not self.decisions.plain:
             self._plan_pass(args, kwargs)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_memo.integrate import conflicts
@@ -22,9 +23,11 @@ class Takeover:
         self._undo: list[Callable[[], Any]] = []
         self._through_us: weakref.WeakKeyDictionary[nn.Module, Ours] = weakref.WeakKeyDictionary()
         """Hugging Face modules and the checkpoint function that they must call."""
+        self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def layer(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Have every call of a layer come to ``run(forward, *args, **kwargs)``."""
+        self._layers.add(module)
         if is_huggingface_layer(module):
             self._checkpoint_with(module, run)
         else:
@@ -52,6 +55,13 @@ class Takeover:
                 conflicts.refuse_offload(module._gradient_checkpointing_func)
                 module._gradient_checkpointing_func = function
             module.gradient_checkpointing = True
+
+    def uncompile(self) -> bool:
+        """Take what ``Module.compile()`` put into layers since. Returns whether there was anything."""
+        compiled = [module for module in self._layers if module._compiled_call_impl is not None]
+        for module in compiled:
+            self._set(module, "_compiled_call_impl", None)
+        return bool(compiled)
 
     def undo_with(self, undo: Callable[[], Any]) -> None:
         """Call this too when everything is undone."""
@@ -93,6 +103,7 @@ class Ours:
         self.call = call
         self.plain = plain
 
+    @torch.compiler.disable(reason="ds_memo runs layers uncompiled: what happens in a compiled region cannot be kept or swapped")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
 

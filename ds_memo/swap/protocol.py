@@ -23,7 +23,7 @@ class Streams(Protocol):
         """Copy on `d2h` or `h2d`. Whoever calls keeps `src` and `dst` alive until an event behind the copy."""
 
     def stall_s(self) -> dict[str, float]:
-        """Seconds the compute stream has spent waiting for each copy stream."""
+        """Seconds the compute stream has spent waiting for each copy stream, as far as its work is done; never waits itself."""
 
     def close(self) -> None:
         """Finish what was issued and release threads."""

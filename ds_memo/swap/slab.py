@@ -6,8 +6,11 @@ which rounds every block up to a power of two.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,6 +22,10 @@ from ds_memo.swap.numa import Node, on
 
 PAGE = mmap.PAGESIZE
 _TRY_OUT = 1 << 28
+_TOUCHED_APART = 1 << 26
+"""Bytes that one thread touches at a time, of a block that is about to be locked."""
+_TOUCHERS = 8
+"""Threads; more are no faster, memory itself is the limit."""
 WASTE = 1 / 16
 """Share of a frame's size that the block lent to it may be too large by."""
 
@@ -101,7 +108,8 @@ class HostSlab:
             try:
                 block = _map(nbytes)
                 if self._pinned:
-                    with on(self.node):  # pinning touches the pages
+                    with on(self.node):
+                        _touch(block)
                         _pin(block)
                 break
             except MemoError as error:
@@ -138,12 +146,27 @@ def memlock_binds() -> bool:
 
 def _map(nbytes: int) -> Block:
     try:
-        return Block(torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8))
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without them: slower to lock, nothing else
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        # The pages of private memory that a device holds are copied at every fork, a data loader's say.
+        memory.madvise(mmap.MADV_DONTFORK)
+        return Block(torch.frombuffer(memory, dtype=torch.uint8))
     except (OSError, MemoryError) as error:
         raise MemoError(
             f"the system refused {nbytes / GIB:.3g} GiB ({error}): look at `ulimit -v` and the memory limit of the container, or "
             "lower memo.alpha or memo.host_memory_gib"
         ) from error
+
+
+def _touch(block: Block) -> None:
+    """Have the pages there, on several CPUs at once: the driver, which needs them, would ask for one after the other."""
+    first, end = block.memory.data_ptr(), block.memory.data_ptr() + block.nbytes
+    if block.nbytes <= _TOUCHED_APART:
+        return
+    with ThreadPoolExecutor(min(_TOUCHERS, len(os.sched_getaffinity(0)))) as threads:  # they inherit this thread's CPUs
+        parts = range(first, end, _TOUCHED_APART)
+        list(threads.map(lambda part: ctypes.memset(part, 0, min(_TOUCHED_APART, end - part)), parts))
 
 
 def _pin(block: Block) -> None:

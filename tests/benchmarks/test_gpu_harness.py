@@ -188,11 +188,14 @@ def test_a_file_that_is_no_result_is_refused(tmp_path, capsys):
     assert "no result" in capsys.readouterr().err
 
 
-def test_the_prediction_comes_from_the_solver_and_from_the_estimator(tmp_path):
-    shape = speed.shapes(CPU)["gpt7b"]
-    trainer = speed.Trainer(speed.build(shape, CPU, torch.float32), speed.batch(shape, 96, CPU))
-    found = speed.predict(trainer, shape, 96, Budget(CPU, GIB, cache_dir=str(tmp_path)), tmp_path, hardware="h200")
+@pytest.mark.parametrize("workload, length", [("gpt7b", 96), ("ulysses8", 192)])
+def test_the_prediction_comes_from_the_solver_and_from_the_estimator(workload, length, tmp_path):
+    shape = speed.shapes(CPU)[workload]
+    trainer = speed.Trainer(speed.build(shape, CPU, torch.float32), speed.batch(shape, length, CPU))
+    found = speed.predict(trainer, shape, length, Budget(CPU, GIB, cache_dir=str(tmp_path)), tmp_path, hardware="h200")
     assert found["solver"]["layers_s"] > 0
     assert "why" not in found, found
     assert found["step_s"] > 0 and found["estimate"]["status"] == "ok"
-    assert (tmp_path / "profile-gpt7b-96.json").exists()
+    assert (tmp_path / f"profile-{workload}-{length}.json").exists()
+    assert found["estimate"]["layout"]["sp"] == shape.ranks
+    assert found["solver"]["layers_s"] < found["step_s"] < 3 * found["solver"]["layers_s"]

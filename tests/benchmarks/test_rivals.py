@@ -102,3 +102,20 @@ def test_attention_is_where_the_ranks_heads_meet():
     there = workloads.heads_to_ranks(x, 8)
     assert there.shape == (1, 2, 48, 4)
     assert torch.equal(workloads.ranks_to_heads(there, 8), x.transpose(1, 2))
+
+
+def test_the_papers_memo_with_planned_addresses():
+    """Planned after two steps alike, then followed; the gradients stay stock's. At 512 tokens: small requests are not planned."""
+    shape = dataclasses.replace(workloads.shapes(CPU)["gpt7b"], layers=4)
+    trainer = Trainer(workloads.build(shape, CPU, torch.float32), workloads.batch(shape, 512, CPU))
+    loss, want = trainer.gradients(Installed())
+    rival = RIVALS["paper, planned"]
+    with rival.on(trainer.model, budget(shape)) as installed:
+        for _ in range(rival.warm_up):
+            trainer.step(installed)
+        before = installed.report()["plan"]
+        got_loss, got = trainer.gradients(installed)
+        plan = installed.report()["plan"]
+    assert before["plans"] == 1 and 0 < before["lower_bound"] <= before["peak"] <= plan["arena"]
+    assert plan["hits"] - before["hits"] > 10 * len(trainer.model.gpt_neox.layers)
+    assert torch.equal(got_loss, loss) and max(distance(got, want).values()) <= FP32

@@ -306,11 +306,11 @@ class Refusing:
         self.left = nth
         real = slab.mmap.mmap
 
-        def mmap(*args: Any) -> Any:
+        def mmap(*args: Any, **kwargs: Any) -> Any:
             self.left -= 1
             if self.left < 0:
                 raise OSError(12, "Cannot allocate memory")
-            return real(*args)
+            return real(*args, **kwargs)
 
         monkeypatch.setattr(slab.mmap, "mmap", mmap)
 

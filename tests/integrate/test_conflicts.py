@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ds_memo
 from ds_memo.integrate import conflicts
-from tests.integrate.test_deepspeed import MEMO, ds_config, not_started, one_rank, start
+from tests.integrate.test_deepspeed import MEMO, ds_config, not_started, one_rank, start, train
 from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
 
 deepspeed = pytest.importorskip("deepspeed")
@@ -35,6 +37,44 @@ def test_a_compiled_layer(name: str, which: str) -> None:
     model.get_submodule(which).compile()
     with pytest.raises(ds_memo.MemoError, match=rf"layer {which} is compiled.*leave layers uncompiled"):
         start(ds_config(memo=MEMO), model=model)
+
+
+COMPILED: dict[str, Callable[[Any], None]] = {
+    "engine": lambda engine: engine.compile(backend="eager"),  # what Accelerate does, and the Trainer's torch_compile=True
+    "model": lambda engine: engine.module.compile(backend="eager"),
+    "layer": lambda engine: layers_of(engine)[1].compile(backend="eager"),  # Accelerate's regional compilation
+    "assigned": lambda engine: layers_of(engine).__setitem__(1, torch.compile(layers_of(engine)[1], backend="eager")),
+}
+
+
+def layers_of(engine: Any) -> nn.ModuleList:
+    return engine.module.model.layers if hasattr(engine.module, "model") else engine.module.blocks
+
+
+@pytest.mark.parametrize("name", ["llama", "plain"])
+@pytest.mark.parametrize("how", COMPILED)
+def test_compiled_after_initialize(how: str, name: str) -> None:
+    """Layers run uncompiled and have the same effect, the rest is compiled, and it is said once."""
+    want = start(ds_config(memo=MEMO), name)
+    losses, counted = train(want, steps=2), want.memo.report()
+    want.memo.detach()
+    engine = start(ds_config(memo=MEMO), name)
+    COMPILED[how](engine)
+    torch._dynamo.utils.counters.clear()
+    with pytest.warns(
+        ds_memo.MemoWarning, match="torch.compile is used on this model: under memo its layers run uncompiled"
+    ) as told:
+        assert train(engine, steps=2) == pytest.approx(losses, rel=1e-5)
+    assert sum("torch.compile is used" in str(warning.message) for warning in told) == 1
+    report = engine.memo.report()
+    for key in ("frames", "bytes_to_host", "attention_recomputed", "gemm_flops_recomputed_fraction"):
+        assert report[key] == counted[key], key
+    frames = torch._dynamo.utils.counters["frames"]["ok"]  # that were compiled
+    assert frames > 0 or how in ("layer", "assigned")
+    assert frames == 0 or how != "layer"
+    engine.memo.detach()
+    assert (layers_of(engine)[1]._compiled_call_impl is not None) == (how == "layer")  # as it was
+    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("not_started")

@@ -168,6 +168,27 @@ def test_what_it_returns() -> None:
     returned[0].memo.detach()
 
 
+@pytest.mark.parametrize(
+    "how, why", [("frozen", "none of its parameters requires a gradient"), ("evaluated", "has an optimizer")]
+)
+def test_an_engine_that_takes_no_steps_is_left_alone(how: str, why: str, capsys: pytest.CaptureFixture) -> None:
+    """A reference model: frozen, or started without an optimizer as TRL does."""
+    model = build("llama").eval()
+    optimizer = None
+    if how == "frozen":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.requires_grad_(False)
+    ours = ds_memo.initialize(model=model, optimizer=optimizer, config=ds_config(memo=MEMO))[0]
+    assert not hasattr(ours, "memo") and model.model.layers[0].gradient_checkpointing is False
+    assert f"leaves this LlamaForCausalLM alone: {why}" in capsys.readouterr().err.replace("neither the call nor the JSON ", "")
+    trained = start(ds_config(memo=MEMO))  # and its addresses are planned all the same
+    train(trained)
+    ours(input_ids=torch.arange(9)[None])
+    report = trained.memo.report()
+    assert report["active"] and report["plan"] and report["warnings"] == []
+    trained.memo.detach()
+
+
 def test_detach_gives_the_engine_back() -> None:
     engine = start(ds_config(memo=MEMO))
     train(engine, steps=1)

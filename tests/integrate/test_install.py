@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -58,6 +59,68 @@ def test_uninstall_gives_back_what_was_there() -> None:
     uninstall()
     assert (deepspeed.initialize, deepspeed.checkpointing.checkpoint) == stock
     assert not hasattr(start(ds_config(memo=MEMO)), "memo")
+
+
+EARLY = """
+import functools
+from deepspeed import initialize as start
+from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
+"""
+
+
+def test_names_that_were_imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`from deepspeed import initialize` at the top of a script, install() below; also in a module."""
+    stock = deepspeed.initialize, deepspeed.checkpointing.checkpoint
+    module, script = ModuleType("early"), {"__name__": "__main__", "__spec__": None}
+    monkeypatch.setitem(sys.modules, "early", module)
+    exec(EARLY, vars(module))
+    exec(EARLY, script)  # as a runner does: in no sys.modules
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ds_memo.MemoWarning)
+        ds_memo.install()
+    for names in (vars(module), script):
+        assert names["start"] is ds_memo.initialize and names["checkpoint"] is deepspeed.checkpointing.checkpoint
+        assert names["checkpoint"] is not stock[1]
+    model = build("llama")
+    engine = script["start"](model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=ds_config(memo=MEMO))[0]
+    engine.memo.detach()
+    uninstall()
+    assert (module.start, module.checkpoint) == (script["start"], script["checkpoint"]) == stock
+    assert ds_memo.initialize is not stock[0]
+
+
+def test_what_install_cannot_reach_is_named() -> None:
+    code = """
+import functools, deepspeed, ds_memo, warnings
+class Trainer:
+    start = staticmethod(deepspeed.initialize)
+class Other:
+    start = deepspeed.initialize
+def by_default(start=deepspeed.initialize): ...
+def by_keyword(*, start=deepspeed.initialize): ...
+def closure(start):
+    def inner():
+        return start
+    return inner
+inner = closure(deepspeed.initialize)
+mine = functools.partial(deepspeed.initialize, config={})
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    ds_memo.install()
+    ds_memo.install()
+print(*[w.message for w in caught if w.category is ds_memo.MemoWarning], sep="\\n")
+"""
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    lines = [line for line in out.splitlines() if line.startswith("ds_memo.install() came after")]
+    assert len(lines) == 1, out
+    held = (
+        "class __main__.Other",
+        "function __main__.by_default",
+        "function __main__.by_keyword",
+        "function __main__.closure.<locals>.inner",
+    )
+    for holder in (*held, "class __main__.Trainer", "a functools.partial in module __main__"):
+        assert holder in lines[0], holder
 
 
 def test_somebody_else_wraps_it_too(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:

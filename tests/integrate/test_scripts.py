@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 import ds_memo.run
+from ds_memo.integrate.attach import attached
 from tests.launch.launcher import cpu_environment, free_port
 from tests.unit.common import ON_CPU, DistributedTest
 
@@ -23,7 +26,7 @@ pytestmark = [
 ]
 
 
-def ds_config(folder: Path, stage: int, memo: dict[str, Any] | None, optimizer: bool = True) -> str:
+def ds_config(folder: Path, stage: int, memo: dict[str, Any] | None, optimizer: bool = True, **more: Any) -> str:
     """A DeepSpeed JSON as the Trainer's documentation has it; Accelerate takes the script's own optimizer."""
     config = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -38,11 +41,14 @@ def ds_config(folder: Path, stage: int, memo: dict[str, Any] | None, optimizer: 
         },
         "zero_allow_untested_optimizer": True,
         "memo": memo or {"enabled": False},
+        **more,
     }  # fmt: skip
     if not optimizer:
         del config["optimizer"]
     path = folder / f"stage{stage}{'-memo' if memo else ''}.json"
-    path.write_text(json.dumps(config))
+    written = path.with_suffix(f".{os.getpid()}")  # every rank writes it, and may read while another one writes
+    written.write_text(json.dumps(config))
+    written.replace(path)
     return str(path)
 
 
@@ -101,6 +107,22 @@ def assert_worked(reports: list[Any]) -> None:
 class TestTrainer(DistributedTest):
     world_size = 2
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+    def test_half_precision(self, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """fp16 starts with a loss scale that is too large: steps are skipped until it fits."""
+        from deepspeed.accelerator import get_accelerator
+
+        monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)  # slow on a CPU, and right
+        scale = {"fp16": {"enabled": True, "initial_scale_power": 16}} if dtype == "fp16" else {"bf16": {"enabled": True}}
+        for memo in (None, MEMO):
+            config = ds_config(tmp_path, 2, memo, **scale)
+            words = trainer_words(tmp_path / str(bool(memo)), config, **{dtype: True})
+            reports = run_here("trainer.py", words)
+        assert_worked(reports)
+        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
+        assert len(want) == 4 and got == pytest.approx(want, rel=1e-2)
+
     @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
     def test_the_same_losses_and_checkpoints_that_go_both_ways(self, stage: int, tmp_path: Path) -> None:
         stock, memo = ds_config(tmp_path, stage, None), ds_config(tmp_path, stage, MEMO)
@@ -132,6 +154,27 @@ class TestSFTTrainer(DistributedTest):
             out = tmp_path / str(bool(memo))
             reports = run_here("sft.py", trainer_words(out, ds_config(tmp_path, 3, memo), bf16=False))
         assert_worked(reports)
+        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
+        assert len(want) == 4 and got == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.slow
+class TestDPOTrainer(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_the_reference_model_is_left_alone(self, stage: int, tmp_path: Path) -> None:
+        pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
+        for memo in (None, MEMO):
+            out = tmp_path / str(bool(memo))
+            with contextlib.redirect_stderr(io.StringIO()) as told:
+                reports = run_here("dpo.py", trainer_words(out, ds_config(tmp_path, stage, memo), bf16=False))
+        assert_worked(reports)
+        assert reports[-1]["plan"] and "another attached model" not in str(reports[-1])
+        assert len(attached()) == 0  # run_here detached the engines that took steps, and the reference was never attached
+        if os.environ["RANK"] == "0":
+            left = "ds_memo leaves this LlamaForCausalLM alone: neither the call nor the JSON has an optimizer"
+            assert left in told.getvalue()
         want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
         assert len(want) == 4 and got == pytest.approx(want, rel=1e-6)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 import re
 import weakref
+from pathlib import Path
 
 import pytest
 
 from ds_memo.errors import MemoError
 from ds_memo.swap import slab as slab_module
 from ds_memo.swap.host_memory import GIB
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.slab import _TOUCHED_APART, Block, HostSlab, _map, _touch
 
 PAGE = mmap.PAGESIZE
 
@@ -153,3 +154,31 @@ def test_what_the_system_refuses_is_tried_again_without_idle_blocks(monkeypatch)
     with pytest.raises(MemoError, match=r"a third frame needs .* GiB more; no more"):
         lender.take(3 * PAGE, "a third frame")
     assert (lender.used, lender.size, lender.refused) == (lent.nbytes, lent.nbytes, 2 * PAGE)
+
+
+def memory_map(block: Block) -> dict[str, str]:
+    """What the kernel says of the mapping that a block lies in."""
+    address, found, inside = block.memory.data_ptr(), {}, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if " " in name:  # the head of a mapping: its addresses
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+            inside = begin <= address < end
+        elif inside:
+            found[name] = value.strip()
+    return found
+
+
+def test_pages_are_there_before_they_are_locked():
+    """All of them, and in a last part that is none of the threads' size; locking would bring them one after the other."""
+    block = _map(2 * _TOUCHED_APART + PAGE)
+    block.memory[PAGE] = 1
+    before = int(memory_map(block)["Rss"].split()[0]) << 10
+    _touch(block)
+    after = int(memory_map(block)["Rss"].split()[0]) << 10
+    assert before < block.nbytes / 2 and after >= block.nbytes
+
+
+def test_a_fork_does_not_copy_blocks():
+    """The kernel copies private pages that a device holds at once, and data loaders fork."""
+    assert "dc" in memory_map(_map(PAGE))["VmFlags"].split()

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -123,6 +124,31 @@ def test_a_copy_waits_for_a_busy_compute_stream():
     assert host.unique().tolist() == [1.0]
     assert streams.stall_s()[D2H] > 0
     streams.close()
+
+
+class _Event:
+    """Of a stream on a GPU, `at` seconds after it began; not yet there if that is not known."""
+
+    def __init__(self, at: float | None) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return self.at is not None
+
+    def elapsed_time(self, later: _Event) -> float:
+        return (later.at - self.at) * 1e3
+
+
+def test_asking_how_long_compute_waited_does_not_wait_for_the_device(monkeypatch):
+    """Training asks every few steps: a GPU that is waited for then has nothing to do until Python has caught up."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the device was waited for"))
+    streams = CudaStreams.__new__(CudaStreams)
+    streams._stall = {D2H: 0.0, H2D: 0.0}
+    after = _Event(None)
+    streams._waits = deque([(D2H, _Event(1.0), _Event(1.5)), (H2D, _Event(2.0), after)])
+    assert streams.stall_s() == {D2H: 0.5, H2D: 0.0}
+    after.at = 4.0
+    assert streams.stall_s() == {D2H: 0.5, H2D: 2.0}
 
 
 # ---- threads
