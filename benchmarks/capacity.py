@@ -27,7 +27,7 @@ import torch
 from benchmarks import results
 from benchmarks.rivals import GIB, OURS, RIVALS, SWAPPING, Budget
 from benchmarks.speed import add_common, make_budget
-from benchmarks.timing import DOES_NOT_FIT, Memory, Trainer, clear, use_expandable
+from benchmarks.timing import Memory, Trainer, clear, does_not_fit, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes
 
 CLOSE = 1 / 16
@@ -96,8 +96,10 @@ def probe(shape: Shape, length: int, rival_name: str, budget: Budget, model: tor
             found["report"] = results.plain(installed.report())
         _within(found, budget)
         found["fits"] = True
-    except DOES_NOT_FIT as error:
-        found |= {"fits": False, "why": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+    except Exception as error:
+        if not does_not_fit(error):
+            raise
+        found |= {"fits": False, "why": f"{type(error).__name__}: {str(error)[:300]}"}
     for parameter in model.parameters():
         parameter.grad = None
     clear(device)

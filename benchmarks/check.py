@@ -9,11 +9,12 @@ On CUDA in bf16, on a CPU (to try the harness) in fp32:
     memory         stored bytes per layer, live bytes after the forward, backward peak (benchmarks/memory.py)
     overhead       what record and replay add per layer (benchmarks/overhead.py)
     link           copy bandwidth of the host slab in both directions
+    step           four layers of 7B width: no checkpointing, torch's checkpoint, ds_memo at alpha 0, 0.5 and 1, and stalls
     allocator      the op beside everything else that uses device memory (tests/ops/cuda_scenarios.py), on CUDA; nanoseconds of a
                    planned request (benchmarks/allocator.py); memory that training holds (benchmarks/allocator_gpu.py)
-    step           four layers of 7B width: no checkpointing, torch's checkpoint, ds_memo at alpha 0, 0.5 and 1, and stalls
 
-The result goes to benchmarks/results/check-<device>.json with versions and raw samples.
+The result goes to benchmarks/results/check-<device>.json with versions and raw samples, after each part: one that breaks or is
+ended from outside takes nothing else with it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +47,8 @@ from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, streams_for
 from tests import models
 
+LIMIT_S = 480
+"""Of the whole check on CUDA; what would begin too late is left out, and that is a failure."""
 ALPHAS, RESIDENTS = (0.0, 0.125, 0.5, 0.875, 1.0), (0, 2, models.LAYERS)
 
 
@@ -96,7 +101,9 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
         draw = random.Random(seed)
         config = {"alpha": draw.choice(ALPHAS), "resident_layers": draw.randrange(models.LAYERS + 1)}
         handle = ds_memo.attach(model, config)
-        want = [models.step(model, batch) for _ in range(2)][-1]
+        want, again = [models.step(model, batch) for _ in range(3)][1:]  # the first one analyses
+        if unlike := _different(again, want):
+            failures.append(f"seed {seed} {config}: undelayed runs differ by themselves: {unlike}")
         if device.type == "cuda":
             handle.engine.streams.close()
             handle.engine.streams = DelayedCudaStreams(device, seed)
@@ -116,14 +123,19 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
         handle.engine._let_go = poison_and_let_go
         for _ in range(2):
             got = models.step(model, batch)
-            different = [name for name in want.grads if not _bit_equal(got.grads[name], want.grads[name])]
-            if different or not torch.equal(got.loss, want.loss):
-                failures.append(f"seed {seed} {config}: {different[:3]}")
+            if different := _different(got, want):
+                failures.append(f"seed {seed} {config}: {different}")
         handle.detach()
     if not poisoned:
         failures.append("stream order: nothing was written over, so nothing was tested")
     print(f"    {schedules} schedules, {poisoned} tensors written over, {len(failures)} failures")
     return {"schedules": schedules, "poisoned": poisoned, "failures": failures}
+
+
+def _different(got: models.Outcome, want: models.Outcome) -> list[str]:
+    """What is not equal to the bit, the first few."""
+    names = [name for name in want.grads if not _bit_equal(got.grads[name], want.grads[name])]
+    return ([] if torch.equal(got.loss, want.loss) else ["loss"]) + names[:3]
 
 
 def _bit_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -170,28 +182,52 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
     return {"gb_per_s": rates, "samples_s": samples, "bytes": nbytes}
 
 
-def planned_addresses(device: torch.device, hidden: int, layers: int, tokens: int) -> dict[str, Any]:
-    """With torch's segments and with expandable ones; the scenarios run in processes of their own."""
+def planned_addresses(device: torch.device, left: Callable[[], float], hidden: int, layers: int, tokens: int) -> dict[str, Any]:
+    """With torch's segments and with expandable ones; the scenarios run in processes of their own.
+
+    Args:
+        left: seconds that are left.
+    """
     result: dict[str, Any] = {"failures": [], "scenarios": {}}
     for expandable in (False, True) if device.type == "cuda" else ():
         setting = f"expandable_segments:{expandable}"
         command = [sys.executable, "-m", "tests.ops.cuda_scenarios"]
         environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": setting}
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False
-        )
-        passed = sum(line.startswith("ok ") for line in done.stdout.splitlines())
+        root = Path(__file__).parents[1]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        ran = subprocess.Popen(command, env=environment, cwd=root, text=True, **pipes)
+        try:
+            said, _ = ran.communicate(timeout=left())
+        except subprocess.TimeoutExpired:
+            ran.kill()
+            said, _ = ran.communicate()
+        passed = sum(line.startswith("ok ") for line in said.splitlines())
         print(f"    {setting}: {passed} scenarios passed")
         result["scenarios"][setting] = passed
-        if done.returncode:
-            result["failures"].append(f"allocator, {setting}: {done.stdout[-3000:]}{done.stderr[-2000:]}")
-    result["pairs"] = allocator.measure(10, device)
+        if ran.returncode:
+            result["failures"].append(f"allocator, {setting}: exit {ran.returncode}: {said[-5000:]}")
     lengths = [tokens, tokens // 2, tokens * 3 // 4]
-    result["fixed_length"] = allocator_gpu.measure(device, hidden, layers, lengths[:1], steps=5)
-    result["three_lengths"] = allocator_gpu.measure(device, hidden, layers, lengths, steps=6)
-    for part in ("fixed_length", "three_lengths"):  # counts and bytes; nanoseconds depend on what else runs
-        result["failures"] += result[part]["failures"]
+    parts: dict[str, Callable[[], Any]] = {
+        "pairs": lambda: allocator.measure(10, device),
+        "fixed_length": lambda: allocator_gpu.measure(device, hidden, layers, lengths[:1], steps=5),
+        "three_lengths": lambda: allocator_gpu.measure(device, hidden, layers, lengths, steps=6),
+    }
+    for name, part in parts.items():
+        result[name] = attempt(f"allocator, {name}", part, left)
+        if name != "pairs":  # counts and bytes; nanoseconds depend on what else runs
+            result["failures"] += result[name]["failures"]
     return result
+
+
+def attempt(name: str, part: Callable[[], Any], left: Callable[[], float]) -> Any:
+    """What a part found; where it broke or would begin too late, that as a failure."""
+    if left() < LIMIT_S / 8:
+        return {"failures": [f"{name}: left out, {left():.0f} of {LIMIT_S} s are left"]}
+    try:
+        return part()
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        return {"failures": [f"{name}: {type(error).__name__}: {error}"]}
 
 
 def step_time(device: torch.device, dtype: torch.dtype, hidden: int, heads: int, tokens: int, layers: int = 4) -> dict[str, Any]:
@@ -264,28 +300,32 @@ def main() -> int:
     dtype = torch.bfloat16 if cuda else torch.float32
     shape = {"hidden": 4096, "heads": 32, "tokens": 16384} if cuda else {"hidden": 128, "heads": 2, "tokens": 512}
     plan = {"hidden": 2048, "layers": 8, "tokens": 16384} if cuda else {"hidden": 256, "layers": 3, "tokens": 256}
+    begin = time.perf_counter()
+
+    def left() -> float:
+        return (LIMIT_S if cuda else math.inf) - (time.perf_counter() - begin)
+
     parts: dict[str, Callable[[], Any]] = {
         "environment": lambda: environment(device),
         "gradients": lambda: gradients(device, dtype),
         "stream_order": lambda: stream_order(device, dtype),
         "memory": lambda: stored_and_live(device, dtype),
         "overhead": lambda: overhead.measure_all(device, rounds=5),
-        "allocator": lambda: planned_addresses(device, **plan),
         "link": lambda: link(device, gib=1.0 if cuda else 0.03),
         "step": lambda: step_time(device, dtype, **shape),
+        "allocator": lambda: planned_addresses(device, left, **plan),
     }
     result: dict[str, Any] = {"verb": "check"}
-    begin = time.perf_counter()
+    out = options.out or results.folder(None) / f"check-{device.type}.json"
     for name, part in parts.items():
         print(f"== {name}", flush=True)
-        result[name] = part()
+        result[name] = attempt(name, part, left)
         if name == "environment":
             print("\n".join(f"    {key}: {value}" for key, value in result[name].items()))
-    result["seconds"] = time.perf_counter() - begin
-    failures = [failure for part in result.values() if isinstance(part, dict) for failure in part.get("failures", ())]
-    result["failures"] = failures
-    out = options.out or results.folder(None) / f"check-{device.type}.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
+        result["seconds"] = time.perf_counter() - begin
+        found = [part for part in result.values() if isinstance(part, dict)]
+        result["failures"] = failures = [failure for part in found for failure in part.get("failures", ())]
+        out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"== {result['seconds']:.0f} s, {len(failures)} failures, written to {out}")
     print("\n".join(failures))
     return 1 if failures else 0

@@ -152,7 +152,8 @@ def paper(model: nn.Module, budget: Budget, alpha: float | None = None, planned:
 def memo(model: nn.Module, budget: Budget, planned: bool = False, **config: Any) -> Iterator[Installed]:
     import ds_memo
 
-    config |= {"plan": {"enabled": planned}, "host_memory_gib": budget.host_bytes / GIB}
+    # A plan that is not proven smallest would search for a minute of the eight that a benchmark has.
+    config |= {"plan": {"enabled": planned, "time_limit_s": 10.0}, "host_memory_gib": budget.host_bytes / GIB}
     if budget.cache_dir is not None:
         config["plan"]["cache_dir"] = budget.cache_dir
     if budget.device_bytes is not None:

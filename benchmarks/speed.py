@@ -17,10 +17,12 @@ itself is plain training, and its speed would say nothing of swapping.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +36,7 @@ from benchmarks import attention, results, streams
 from benchmarks.attention import HEADS
 from benchmarks.predict import hardware_of, predict
 from benchmarks.rivals import GIB, INPUT_OFFLOAD, OURS, RIVALS, SWAPPING, Budget, Installed, Rival
-from benchmarks.timing import DOES_NOT_FIT, Memory, Trainer, clear, use_expandable
+from benchmarks.timing import DOES_NOT_FIT, Memory, Trainer, clear, does_not_fit, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes, step_flops, tokens_of
 from ds_memo.profile.bandwidth import measure_bandwidth
 from ds_memo.swap.host_memory import budget_bytes
@@ -77,6 +79,7 @@ def run_point(
         clear(budget.device)
     turns, steps = visits(step_flops(shape, length) / rate)
     rows: dict[str, dict[str, Any]] = {rival.name: {"samples_s": []} for rival in rivals}
+    failures: list[str] = []
     for turn in range(turns):
         for rival in rivals:
             row = rows[rival.name]
@@ -89,8 +92,11 @@ def run_point(
             try:
                 with rival.on(model, budget) as installed:
                     _visit(trainer, installed, rival, steps, row, first=turn == 0)
-            except DOES_NOT_FIT as error:
-                row["out"] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+            except Exception as error:  # one that breaks takes no other's numbers with it
+                row["out"] = f"{type(error).__name__}: {str(error)[:300]}"
+                if not does_not_fit(error):
+                    traceback.print_exc()
+                    failures.append(f"{shape.name} {length}: {rival.name} broke: {row['out']}")
             for parameter in model.parameters():  # whatever a failed step left
                 parameter.grad.zero_()
             clear(budget.device)
@@ -100,7 +106,12 @@ def run_point(
             row["median_s"] = statistics.median(row["samples_s"])
             row["tflops"] = step_flops(shape, length) / row["median_s"] / 1e12
     point = {"workload": shape.name, "length": length, "rows_of_this_rank": tokens_of(shape, length), "rivals": rows}
-    point |= {"layers": shape.layers, "layer_forward_s": budget.layer_forward_s, "host_budget": budget.host_bytes}
+    point |= {
+        "failures": failures,
+        "layers": shape.layers,
+        "layer_forward_s": budget.layer_forward_s,
+        "host_budget": budget.host_bytes,
+    }
     if predicted is not None:
         point["predicted"] = predicted
     if compare:
@@ -251,7 +262,8 @@ def measure(
     wanted.sort(key=lambda point: step_flops(*point))
     dtype = torch.bfloat16 if budget.device.type == "cuda" else torch.float32
     rate = ASSUMED_FLOPS[budget.device.type]
-    points, dropped = [], []
+    points, dropped, failures = [], [], []
+    unfinished = folder / "speed-unfinished.json"
     compared: set[str] = set()
     for shape, length in wanted:
         step_s = step_flops(shape, length) / rate
@@ -264,16 +276,24 @@ def measure(
             continue
         say(f"{shape.name}, {length} tokens")
         model = build(shape, budget.device, dtype)
-        point = run_point(model, shape, length, taking, budget, rate, compare=shape.name not in compared, folder=folder)
+        try:
+            point = run_point(model, shape, length, taking, budget, rate, compare=shape.name not in compared, folder=folder)
+        except Exception as error:
+            traceback.print_exc()
+            failures.append(f"{shape.name} {length}: {type(error).__name__}: {str(error)[:500]}")
+            continue
+        finally:
+            del model
+            clear(budget.device)
         compared.add(shape.name)
-        del model
-        clear(budget.device)
         point["claims"] = claims(point)
         points.append(point)
+        unfinished.write_text(json.dumps(results.plain(points)) + "\n")  # for a run that is ended from outside
         _print(point, say)
         fast = [row["tflops"] for row in point["rivals"].values() if "tflops" in row]
         rate = max(fast, default=rate / 1e12) * 1e12
-    failures = [failure for point in points for failure in point.get("gradients", {}).get("failures", ())]
+    unfinished.unlink(missing_ok=True)
+    failures += [failure for point in points for failure in (*point["failures"], *point.get("gradients", {}).get("failures", ()))]
     return {"points": points, "dropped": dropped, "failures": failures, "seconds": time.perf_counter() - begin}
 
 

@@ -19,6 +19,11 @@ DOES_NOT_FIT = (torch.OutOfMemoryError, MemoError, MemoryError)
 """What a rival that runs out of memory raises."""
 
 
+def does_not_fit(error: BaseException) -> bool:
+    """Whether that is what went wrong. Host memory that CUDA cannot lock comes as any other CUDA error."""
+    return isinstance(error, DOES_NOT_FIT) or (isinstance(error, RuntimeError) and "out of memory" in str(error))
+
+
 class Trainer:
     """A model, its batch and an optimizer that changes nothing: every rival sees the same weights in every step."""
 
@@ -113,4 +118,4 @@ def use_expandable(on: bool, device: torch.device) -> None:
     if device.type != "cuda":
         return
     clear(device)
-    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{on}")
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")  # torch.cuda's own is deprecated

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -206,14 +207,18 @@ def _kind(kind: LayerProfile, batch: int, length: int) -> list[str]:
 
 def _rates(sample: LayerSample) -> str:
     def rate(flops: float, seconds: float) -> str:
-        if not seconds or not flops:
-            return "not seen"
         unit, name = (1e12, "TFLOP/s") if flops / seconds >= 1e12 else (1e9, "GFLOP/s")
         return f"{flops / seconds / unit:.3g} {name}"
 
-    attention = rate(sample.attention_flops, sample.attention_s)
-    back = rate(_BACKWARD * sample.attention_flops, sample.attention_backward_s)
-    return f"GEMMs {rate(sample.gemm_flops, sample.all_gemms_s)}; attention {attention} forward, {back} backward"
+    said = []
+    if sample.all_gemms_s:
+        said.append(f"GEMMs {rate(sample.gemm_flops, sample.all_gemms_s)}")
+    if not sample.attention_s:
+        said.append("no attention kernel seen: it is computed again in each replay")
+    elif sample.attention_backward_s:
+        back = rate(_BACKWARD * sample.attention_flops, sample.attention_backward_s)
+        said.append(f"attention {rate(sample.attention_flops, sample.attention_s)} forward, {back} backward")
+    return "; ".join(said)
 
 
 def _time(seconds: float) -> str:
@@ -260,8 +265,10 @@ def _check_output(path: Path) -> None:
         raise MemoError(f"-o {path}: is a folder, expected a file")
     if not path.parent.is_dir():
         raise MemoError(f"-o {path}: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise MemoError(f"-o {path}: the folder {path.parent} cannot be written to")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise MemoError(f"-o {path}: the folder {path.parent} cannot be written to ({error.strerror})") from None
 
 
 def _write(profile: Profile, path: Path) -> None:

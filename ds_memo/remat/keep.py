@@ -27,12 +27,13 @@ ATTENTION = {
 """Quadratic in the length: kept whole with the log-sum-exp, never recomputed (PAPER part 1)."""
 
 ATTENTION_NAMES = {
+    "torch_attn::_varlen_attn",  # torch.nn.attention.varlen; the aten op inside it is not seen
     "flash_attn::_flash_attn_forward",  # flash-attn 2, torch.library custom ops
     "flash_attn::_flash_attn_varlen_forward",
     "flash_attn_3::_flash_attn_forward",  # flash-attn 3 (hopper/flash_attn_interface.py)
     "flash_attn_3::fwd",
 }
-"""Attention ops of packages that need not be installed."""
+"""Attention ops that are there once their package, or part of torch, was imported."""
 
 CHOICE = {aten.topk.default, aten.argmax.default, aten.max.dim, aten.sort.default, aten.sort.stable}
 """A router's choice: recomputed logits could flip an expert, so the choice and the GEMM it looks at are kept whole."""

@@ -28,6 +28,18 @@ def test_every_part_runs_on_a_cpu(tmp_path):
     assert set(result["allocator"]["fixed_length"]["ways"]) == {"native", "expandable segments", "planned", "both"}
 
 
+def test_a_part_that_breaks_is_a_failure_and_no_end():
+    from benchmarks.check import LIMIT_S, attempt
+
+    def breaks():
+        sys.exit("a child died")
+
+    assert attempt("one", lambda: {"failures": []}, lambda: LIMIT_S) == {"failures": []}
+    assert attempt("two", breaks, lambda: LIMIT_S) == {"failures": ["two: SystemExit: a child died"]}
+    late = attempt("three", breaks, lambda: 10.0)
+    assert late == {"failures": [f"three: left out, 10 of {LIMIT_S} s are left"]}
+
+
 def test_an_unknown_verb_shows_the_usage():
     ran = check("chek")
     assert ran.returncode == 2

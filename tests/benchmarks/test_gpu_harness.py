@@ -1,13 +1,16 @@
 """speed, capacity, planner and the tables they make, tried on a CPU at tiny sizes."""
 
+import contextlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import capacity, planner, results, speed, streams, table
+from benchmarks import capacity, planner, results, speed, streams, table, timing
 from benchmarks.rivals import GIB, RIVALS, Budget
 from benchmarks.streams import Span
+from ds_memo.errors import MemoError
 
 CPU = torch.device("cpu")
 
@@ -41,10 +44,36 @@ def test_a_rival_that_runs_out_of_memory_is_written_down(tmp_path):
     assert "median_s" in point["rivals"]["none"]
 
 
+def test_a_rival_that_breaks_takes_no_other_with_it(tmp_path):
+    @contextlib.contextmanager
+    def breaks(model, budget):
+        raise ValueError("no such kernel")
+        yield
+
+    shape = speed.shapes(CPU)["gpt7b"]
+    model = speed.build(shape, CPU, torch.float32)
+    rivals = [replace(RIVALS["none"], name="broken", install=breaks), RIVALS["none"]]
+    point = speed.run_point(model, shape, 48, rivals, Budget(CPU, 1 << 30), rate=1e9, compare=False, folder=tmp_path)
+    assert point["failures"] == ["gpt7b 48: broken broke: ValueError: no such kernel"]
+    assert "median_s" in point["rivals"]["none"] and "median_s" not in point["rivals"]["broken"]
+
+
+@pytest.mark.parametrize(
+    ("error", "so"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),  # cudaHostAlloc
+        (MemoError("host memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_not_fitting(error, so):
+    assert timing.does_not_fit(error) is so
+
+
 def test_wrong_gradients_are_a_failure():
     """The negative control of the harness: a rival that halves a gradient."""
-    import contextlib
-
     from benchmarks.rivals import Installed, Rival
     from benchmarks.timing import Trainer
 

@@ -114,7 +114,7 @@ def test_apex_norms(name: str, kind: str, packages: Path) -> None:
     write(packages, APEX)
     model, batch = build(name), Batch.random(2, 9)
     want = step(copy.deepcopy(model), batch)
-    handle = ds_memo.attach(model, {"alpha": 0.5, "kernels": {"norm": "apex"}})
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2, "kernels": {"norm": "apex"}})
     got = step(model, batch)
     import apex.normalization.fused_layer_norm as apex
 

@@ -20,6 +20,10 @@ from collections.abc import Callable
 import torch
 
 from ds_memo.ops.allocator import NATIVE, Allocator
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Layout
+from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams
 from tests.ops.rig import Rig, same
 
 MIB = 1 << 20
@@ -402,6 +406,51 @@ def a_planned_block_has_an_ipc_handle() -> None:
     shared = [tensor.untyped_storage()._share_cuda_() for tensor in (first, second)]
     handles, offsets = [s[1] for s in shared], [s[3] for s in shared]
     assert handles[0] == handles[1] and offsets[1] - offsets[0] == 8 * MIB
+
+
+# ---- the swap engine
+
+
+@scenario
+def a_frame_goes_to_the_host_and_back() -> None:
+    """Every copy behind an event of the stream that made or freed its memory, through host memory that is locked."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    slab, streams = HostSlab(64 * MIB, pinned=True), CudaStreams(device)
+    engine = SwapEngine(streams, slab, device)
+    tensors = [write(torch.empty(4, MIB, dtype=torch.uint8, device=device), value) for value in (3, 5)]
+    layout = Layout()
+    kept = [layout.add(tensor, rows) for tensor, rows in zip(tensors, (4, 2), strict=True)]
+    frame = engine.begin("layer 0", resident=False)
+    engine.adopt(frame, layout)
+    if is_standin():
+        assert [(call, size) for call, _, size in standin_calls() if call == "register"] == [("register", layout.host_bytes)]
+    for place, tensor in zip(kept, tensors, strict=True):
+        engine.keep(frame, place, tensor)
+    engine.end(frame)
+    tensors.clear()
+    del tensor
+    engine.bring_back(frame)
+    if is_standin():
+        names = {streams._copy_streams[D2H].cuda_stream: D2H, streams._copy_streams[H2D].cuda_stream: H2D}
+        made, seen = {}, []  # event → the stream that it was recorded on
+        for call, what, stream in standin_calls():
+            where = names.get(stream, COMPUTE)
+            if call == "record":
+                made[what] = where
+            elif call in ("wait", "copy"):
+                seen.append((call, where, made[what]) if call == "wait" else (call, where))
+        away = [("wait", D2H, COMPUTE), ("copy", D2H)] * 2 + [("wait", COMPUTE, D2H)]
+        assert seen == [*away, ("wait", H2D, COMPUTE), *[("copy", H2D)] * 2, ("wait", COMPUTE, H2D)], seen
+    first, second = (frame.tensor(place) for place in kept)
+    assert holds(first, 3) and holds(second[:2], 5)
+    assert streams.stall_s()[D2H] > 0 and streams.stall_s()[H2D] > 0
+    engine.replayed(frame)
+    del first, second, frame
+    engine.close()
+    assert slab.size == 0
+    if is_standin():
+        gc.collect()
+        assert "unregister" in [call for call, _, _ in standin_calls()]
 
 
 # ---- with kernels

@@ -2,8 +2,8 @@
 //
 // It goes before a CUDA build of torch with LD_PRELOAD, and once more, as libcuda.so.1, in a folder of LD_LIBRARY_PATH. It
 // has what torch's native allocator, streams and events call: device memory is host memory, copies are done at once, there
-// are no kernels. What the backend does about streams is told by the log: one line for each cudaMalloc, cudaFree, event
-// record and wait.
+// are no kernels. What the backend does about streams is told by the log: one line for each cudaMalloc, cudaFree, copy, event
+// record and wait, and for host memory that is locked.
 #include <cuda_runtime_api.h>
 
 #include <atomic>
@@ -89,9 +89,14 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *total = kDeviceBytes, *free = kDeviceBytes - used;
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  log("copy", to, stream);
   return std::memcpy(to, from, bytes), cudaSuccess;
 }
+cudaError_t cudaHostRegister(void* block, size_t bytes, unsigned) {
+  return log("register", block, reinterpret_cast<void*>(bytes)), cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void* block) { return log("unregister", block), cudaSuccess; }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
   return std::memset(to, value, bytes), cudaSuccess;
 }
@@ -125,8 +130,10 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return make(event); }
 cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) { return *milliseconds = 2, cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return log("record", event, stream), cudaSuccess; }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   return log("wait", event, stream), cudaSuccess;
 }

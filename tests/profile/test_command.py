@@ -157,6 +157,11 @@ def test_what_is_measured_does_not_depend_on_the_dtype_asked_for_alone(capsys):
     assert of["fp32"] == 2 * of["bf16"] > 0
 
 
+def test_attention_that_no_kernel_does(capsys):
+    assert cli.main([*BASE, "--model", TINY, "--attn-implementation", "eager"]) == 0
+    assert "no attention kernel seen: it is computed again" in capsys.readouterr().out
+
+
 def test_nothing_is_left(capsys):
     import threading
 
@@ -184,6 +189,7 @@ def test_nothing_is_left(capsys):
         (("--model", TINY, "--frobnicate"), "frobnicate"),
         (("--model", TINY, "-o", "/nowhere/at/all.json"), "no folder"),
         (("--model", TINY, "-o", str(ROOT)), "is a folder"),
+        (("--model", TINY, "-o", "/proc/profile.json"), "cannot be written to"),
         ((), "--model"),
     ],
 )
