@@ -132,7 +132,7 @@ def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha:
     model = build(name, **length)
     given = {} if alpha is None else {"alpha": alpha}
     handle = ds_memo.attach(model, {"enabled": True, "device_memory_gib": (wanted * 1.001 + 4096) / GIB, **given})
-    for _ in range(3):
+    for _ in range(4):
         model(input_ids=tokens, labels=tokens).loss.backward()
         model.zero_grad()
     report = handle.report()
