@@ -218,8 +218,8 @@ def _memo(question: Question, costs: Costs) -> Estimate:
     layers = (layer,) * model.layers
     if question.profile is not None:
         measured = _measured(question.profile, costs)
-        working["transients"] = measured.working_bytes
         layers, layer = measured.layers, measured.layers[0]
+        working["transients"] = 0.0  # the layers know their own
     run = RunCosts(
         layers=layers,
         d2h_bytes_per_s=question.hardware.d2h,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_memo.errors import MemoError
-from ds_memo.profile.sample import Profile
+from ds_memo.profile.sample import DEVICE_BYTES, Profile
 
 T = TypeVar("T")
 PATIENCE_S = 600.0
@@ -127,14 +127,14 @@ def most_careful(profiles: Sequence[Profile]) -> Profile:
     Times are rank 0's: ranks wait for each other in every step, so a slower one slows all.
     """
     first = profiles[0]
-    most: dict[tuple[int, int, int], int] = defaultdict(int)
+    most: dict[tuple[int, int, int], dict[str, int]] = defaultdict(lambda: dict.fromkeys(DEVICE_BYTES, 0))
     for profile in profiles:
         for number, kind in enumerate(profile.kinds):
             for sample in kind.samples:
-                at = number, sample.batch, sample.length
-                most[at] = max(most[at], sample.working_bytes)
+                needs = most[number, sample.batch, sample.length]
+                needs.update({name: max(needs[name], getattr(sample, name)) for name in DEVICE_BYTES})
     kinds = [
-        replace(kind, samples=tuple(replace(s, working_bytes=most[number, s.batch, s.length]) for s in kind.samples))
+        replace(kind, samples=tuple(replace(s, **most[number, s.batch, s.length]) for s in kind.samples))
         for number, kind in enumerate(first.kinds)
     ]
     return replace(

@@ -53,7 +53,10 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
                 raise MemoError(f"layer {call.layer.name} has nothing to train")
             replay_s = bench.replay_s()
             watch = bench.watched()
-            peak = bench.peak(Setting(resident=True))
+            input_bytes = hidden.untyped_storage().nbytes()
+            forward_bytes, working_bytes = bench.held(Setting(resident=True))
+            forward_bytes_at_0, working_bytes_at_0 = bench.held(Setting(resident=True, alpha=0.0))
+            _, without_attention = bench.held(Setting(resident=True, alpha=0.0, keeps_attention=False))
             forward_s, backward_s = plain
             outputs, gemm_s = _outputs(full, none, watch)
             return LayerSample(
@@ -69,7 +72,11 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
                 gemm_flops=full.gemm_flops,
                 attention_flops=watch.attention_flops,
                 plain_bytes=bench.saved_bytes(),
-                working_bytes=max(0, peak - full.layout.buffer_bytes),
+                working_bytes=working_bytes,
+                working_bytes_at_0=working_bytes_at_0,
+                working_bytes_without_attention=without_attention,
+                forward_bytes=input_bytes + forward_bytes,
+                forward_bytes_at_0=input_bytes + forward_bytes_at_0,
                 outputs=outputs,
             )
         finally:
@@ -168,11 +175,18 @@ class _Bench:
         watch.read()
         return watch
 
-    def peak(self, setting: Setting) -> int:
-        """The most bytes alive at once that a forward and backward made."""
+    def held(self, setting: Setting) -> tuple[int, int]:
+        """The most bytes alive at once that a forward made, and that a replay and backward made beside what is kept.
+
+        The layer's output, which in a step belongs to the frame above, is alive in both; its input, born before, in none.
+        """
+        frame = self.recipe(setting).layout.buffer_bytes
         with LiveBytes(self._device) as count:
-            self.backward(self.forward(setting))
-        return count.peak
+            outputs = self.forward(setting)
+            forward = count.peak
+            count.reset_peak()
+            self.backward(outputs)
+        return forward, max(0, count.peak - frame)
 
     def saved_bytes(self) -> int:
         """Storages that autograd saves, but for parameters and what other layers share."""

@@ -28,7 +28,7 @@ from ds_memo.profile.bandwidth import CopyBench
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.device_memory import device_budget, device_seen
 from ds_memo.profile.layer import kinds_of, measure
-from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
+from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
 from ds_memo.profile.whole import whole, whole_bytes
 from ds_memo.remat.checkpoint import SDPA, Layer
 from ds_memo.swap.host_memory import GIB, ranks_on_node, seen
@@ -168,7 +168,7 @@ def _measure_kind(asked: Asked, kind: int, warn: Callable[[str], None], told: Ca
                 short = LayerProfile(name, tuple(samples))
                 together(lambda short=short, length=length: _refuse_too_long(short, call.batch, length, asked.free()))
             sample = together(partial(measure, call, length, asked.device, kernel))
-            samples.append(replace(sample, working_bytes=sample.working_bytes + gathered))
+            samples.append(replace(sample, **{name: getattr(sample, name) + gathered for name in DEVICE_BYTES}))
             told(
                 f"{name} (kind {kind + 1} of {max(asked.kinds) + 1}): {sample.batch} × {length:,} tokens, "
                 f"forward {sample.forward_s * 1e3:.3g} ms, backward {sample.backward_s * 1e3:.3g} ms"

@@ -13,9 +13,17 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ds_memo.errors import MemoError
-from ds_memo.solve.costs import LayerCosts, Output, RunCosts
+from ds_memo.solve.costs import LayerCosts, Output, RunCosts, Working
 
-FORMAT = 1
+FORMAT = 2
+DEVICE_BYTES = (
+    "working_bytes",
+    "working_bytes_at_0",
+    "working_bytes_without_attention",
+    "forward_bytes",
+    "forward_bytes_at_0",
+)
+"""Fields of a sample: what the layer needs of the device beside what is kept."""
 _KINDS = ("input", "attention", "choice", "gemm")
 _OFF = 0.25
 """How far, relative, the check may be from the lines before they are not trusted."""
@@ -63,7 +71,15 @@ class LayerSample:
     plain_bytes: int
     """What autograd saves without ds_memo."""
     working_bytes: int
-    """The most that a forward, replay and backward hold at once beside what is kept."""
+    """The most that a replay and backward hold at once beside what is kept."""
+    working_bytes_at_0: int
+    """The same at alpha 0, when GEMM outputs are not kept."""
+    working_bytes_without_attention: int
+    """The same when the attention output is not kept either."""
+    forward_bytes: int
+    """The most that a forward holds at once: its input, what it keeps, and everything in between."""
+    forward_bytes_at_0: int
+    """The same at alpha 0."""
     outputs: tuple[KeptOutput, ...]
 
     @property
@@ -100,6 +116,9 @@ class LayerProfile:
         def nbytes(of: Callable[[LayerSample], float]) -> int:
             return max(0, round(line(of)))
 
+        def working(forward: str, backward: str) -> Working:
+            return Working(*(math.ceil(line(lambda sample, n=name: float(getattr(sample, n)))) for name in (forward, backward)))
+
         attention_s = attention(lambda sample: sample.attention_s)
         rest_s = line(lambda sample: sample.forward_s - sample.attention_s)
         latest = self.samples[-1]
@@ -118,6 +137,9 @@ class LayerProfile:
             gemm_s=line(lambda sample: sample.gemm_s),
             attention_s=attention_s,
             plain_bytes=nbytes(lambda sample: sample.plain_bytes),
+            working=working("forward_bytes", "working_bytes"),
+            working_at_0=working("forward_bytes_at_0", "working_bytes_at_0"),
+            working_without_attention=working("forward_bytes_at_0", "working_bytes_without_attention"),
         )
 
     def working_bytes(self, batch: int, length: int) -> int:
@@ -183,7 +205,6 @@ class Profile:
             h2d_bytes_per_s=self.h2d_bytes_per_s,
             host_budget=host_budget,
             device_budget=device_budget,
-            working_bytes=max(kind.working_bytes(batch, length) for kind in self.kinds),
             other_s=other_s,
         )
 

@@ -39,6 +39,16 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Working:
+    """The most that a layer holds on the device at once, beside the frames of other layers."""
+
+    forward: int = 0
+    """In its forward: its input, what it keeps, and everything in between."""
+    backward: int = 0
+    """In its replay and backward, beside its own frame."""
+
+
+@dataclass(frozen=True)
 class LayerCosts:
     """One layer at one length."""
 
@@ -55,6 +65,12 @@ class LayerCosts:
     """What the replay takes longer when the attention output is not supplied either."""
     plain_bytes: int
     """What autograd saves of the layer without ds_memo."""
+    working: Working = Working()
+    """When GEMM outputs are kept; resident, or at any alpha above 0."""
+    working_at_0: Working = Working()
+    """At alpha 0: GEMM outputs are transients of the replay."""
+    working_without_attention: Working = Working()
+    """At alpha 0, when the attention output is not kept either."""
 
     def nbytes(self, *kinds: Kind) -> int:
         return sum(output.nbytes for output in self.outputs if output.kind in kinds)
@@ -118,7 +134,7 @@ class RunCosts:
     device_budget: int
     """Bytes this rank may use on the device beside what is there always: parameters, optimizer, gradients."""
     working_bytes: int = 0
-    """Of the device budget, what a step needs beside kept outputs: a layer's transients and gradients, embedding, head."""
+    """Of the device budget, what a step needs at any time beside the layers: embedding, head."""
     head_s: float = 0.0
     """Between the last layer's forward and its backward: head and loss."""
     other_s: float = 0.0

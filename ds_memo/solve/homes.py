@@ -11,6 +11,7 @@ Bytes first: the most residents that fit are taken, since a resident layer costs
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 from ds_memo.errors import MemoError
 from ds_memo.solve.alpha import best_alpha
-from ds_memo.solve.costs import LayerCosts, RunCosts, host_bytes
+from ds_memo.solve.costs import LayerCosts, RunCosts, Working, host_bytes
 from ds_memo.solve.schedule import Schedule, plain_step_s
 
 GIB = 1 << 30
@@ -81,17 +82,18 @@ def solve(
     """
     n = len(run.layers)
     plain_bytes = run.working_bytes + sum(layer.plain_bytes for layer in run.layers)
+    plain_bytes += max(layer.working.backward for layer in run.layers)
     if may_be_plain and alpha is None and resident_layers is None and plain_bytes <= run.device_budget:
         sentence = f"everything fits without checkpointing: {_of(plain_bytes, run.device_budget)} GiB of device memory"
         return Homes(1.0, frozenset(range(n)), frozenset(), True, plain_step_s(run), 0.0, 0.0, 0, plain_bytes, sentence)
     if alpha is not None:
         return _at(run, alpha, resident_layers)
-    full = _most_residents(run, "frame_bytes", resident_layers)
+    full = _most_residents(run, 1.0, resident_layers)
     if full is not None and _host(run, full, 0.0) <= run.host_budget:
         homes = _with_best_alpha(run, full)
         if homes.alpha > 0:
             return homes
-    small = _most_residents(run, "small_frame_bytes", resident_layers)
+    small = _most_residents(run, 0.0, resident_layers)
     if small is not None and _host(run, small, 0.0) <= run.host_budget:
         return _judged(run, 0.0, small, frozenset(), _why_zero(run, small))
     return _last_resort(run, resident_layers)
@@ -131,26 +133,57 @@ def host_cap(layers: Sequence[LayerCosts], budget: int) -> float:
 
 
 def device_bytes(run: RunCosts, residents: Collection[int], alpha: float, dropped: Collection[int] = ()) -> int:
-    """Resident frames, two reload buffers (or two frames on their way out), and what a step needs besides."""
-    swapped = [index for index in range(len(run.layers)) if index not in residents]
-    buffers = sorted((_buffer_bytes(run.layers[i], alpha, i in dropped) for i in swapped), reverse=True)[:2]
-    return run.working_bytes + sum(buffers) + sum(run.layers[i].frame_bytes for i in residents)
+    """The most alive at once in a pass, as ds_memo.swap.engine lets frames come and go.
+
+    forward    a layer runs beside the resident frames below it and one swapped frame on its way out
+    between    all resident frames and two swapped ones are there
+    backward   a layer runs beside its own frame, the resident frames below it and the reload of the next swapped one
+    """
+    held = leaving = before = peak = 0
+    frames = []
+    for index, layer in enumerate(run.layers):
+        resident = index in residents
+        frame, working = _on_device(layer, 1.0 if resident else alpha, not resident and index in dropped)
+        frames.append((frame, working.backward, resident))
+        peak = max(peak, held + leaving + working.forward)
+        if resident:
+            held += frame
+        else:
+            before, leaving = leaving, frame
+    peak = max(peak, held + before + leaving)
+    below = len(frames) - 1
+    for index in range(len(frames) - 1, -1, -1):
+        frame, working_bytes, resident = frames[index]
+        if resident:
+            held -= frame
+        below = min(below, index - 1)
+        while below >= 0 and frames[below][2]:
+            below -= 1
+        peak = max(peak, held + frame + (frames[below][0] if below >= 0 else 0) + working_bytes)
+    return run.working_bytes + peak
 
 
-def _buffer_bytes(layer: LayerCosts, alpha: float, drops_attention: bool) -> int:
-    small = layer.smallest_frame_bytes if drops_attention else layer.small_frame_bytes
-    return small + (layer.frame_bytes - layer.small_frame_bytes if alpha > 0 else 0)
+def _on_device(layer: LayerCosts, alpha: float, drops_attention: bool) -> tuple[int, Working]:
+    """Bytes of a layer's frame while it is on the device, and what the layer needs besides."""
+    if alpha > 0:
+        without = layer.small_frame_bytes - layer.smallest_frame_bytes if drops_attention else 0
+        return layer.frame_bytes - without, layer.working
+    if drops_attention:
+        return layer.smallest_frame_bytes, layer.working_without_attention
+    return layer.small_frame_bytes, layer.working_at_0
 
 
-def _most_residents(run: RunCosts, buffers: str, asked: int | None) -> frozenset[int] | None:
-    """As many as the device holds beside two reload buffers, or as many as asked; None: not even none."""
+def _most_residents(run: RunCosts, alpha: float, asked: int | None, drops_attention: bool = False) -> frozenset[int] | None:
+    """As many as the device holds while the others are swapped, or as many as asked; None: not even none."""
     n = len(run.layers)
     if asked is not None:
         return place_residents(n, asked)
+    least = [0, *itertools.accumulate(sorted(layer.frame_bytes for layer in run.layers))]
     for count in range(n, -1, -1):
+        if run.working_bytes + least[count] > run.device_budget:
+            continue
         residents = place_residents(n, count)
-        two = sorted((getattr(layer, buffers) for i, layer in enumerate(run.layers) if i not in residents), reverse=True)[:2]
-        if run.working_bytes + sum(two) + sum(run.layers[i].frame_bytes for i in residents) <= run.device_budget:
+        if device_bytes(run, residents, alpha, range(n) if drops_attention else ()) <= run.device_budget:
             return residents
     return None
 
@@ -162,7 +195,7 @@ def _host(run: RunCosts, residents: Collection[int], alpha: float, dropped: Coll
 
 def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Homes:
     """Alpha is as configured: only the residents are left to choose."""
-    residents = _most_residents(run, "frame_bytes" if alpha > 0 else "small_frame_bytes", resident_layers)
+    residents = _most_residents(run, alpha, resident_layers)
     if residents is None:
         raise _no_device_memory_at(run, alpha)
     need = _host(run, residents, alpha)
@@ -207,7 +240,7 @@ def _why_zero(run: RunCosts, residents: frozenset[int]) -> str:
     if host_cap(swapped, run.host_budget) <= 0:
         return use
     full = device_bytes(run, residents, 1.0)
-    if full > run.device_budget and _most_residents(run, "frame_bytes", None) is None:
+    if full > run.device_budget and _most_residents(run, 1.0, None) is None:
         return f"device memory: reload buffers for more than alpha 0 would take {_of(full, run.device_budget)} GiB"
     return _link(Schedule(run, residents), 0.0)
 
@@ -227,7 +260,7 @@ def _link(schedule: Schedule, alpha: float) -> str:
 def _last_resort(run: RunCosts, resident_layers: int | None) -> Homes:
     """Attention outputs of as many layers as must are computed again: cheapest seconds per byte first."""
     n = len(run.layers)
-    residents = _most_residents(run, "small_frame_bytes", resident_layers)
+    residents = _most_residents(run, 0.0, resident_layers)
     dropped: set[int] = set()
     if residents is not None:
         cheapest = [i for i in range(n) if i not in residents and run.layers[i].attention_bytes]
@@ -239,8 +272,9 @@ def _last_resort(run: RunCosts, resident_layers: int | None) -> Homes:
             dropped.add(index)
             layer = run.layers[index]
             need -= layer.host_bytes(0.0) - layer.host_bytes(0.0, keeps_attention=False)
-    if residents is None or need > run.host_budget:  # all of them, which makes reload buffers smaller too
-        residents = _most_residents(run, "smallest_frame_bytes", resident_layers)
+    tight = residents is not None and device_bytes(run, residents, 0.0, dropped) > run.device_budget
+    if residents is None or tight or need > run.host_budget:  # all of them, which makes reload buffers smaller too
+        residents = _most_residents(run, 0.0, resident_layers, drops_attention=True)
         if residents is None:
             raise _no_device_memory(run)
         dropped = set(range(n)) - residents

@@ -29,6 +29,10 @@ def profile(layers: int, slower: float = 1.0, link: float = 20e9, ranks_per_sequ
             attention_flops=1,
             plain_bytes=16 * hidden * length,
             working_bytes=20 * hidden * length,
+            working_bytes_at_0=20 * hidden * length + 8 * hidden * length,
+            working_bytes_without_attention=20 * hidden * length + 8 * hidden * length,
+            forward_bytes=20 * hidden * length,
+            forward_bytes_at_0=20 * hidden * length,
             outputs=(
                 KeptOutput("input", length, hidden, 0.0),
                 KeptOutput("attention", length, hidden, 0.5),

@@ -20,11 +20,11 @@ from ds_memo.integrate import autopilot
 from ds_memo.integrate.autopilot import slowdown
 from ds_memo.profile import agree
 from ds_memo.profile.layer import measure
-from ds_memo.solve.homes import NothingFits
+from ds_memo.solve.homes import NothingFits, device_bytes, place_residents, solve
 from ds_memo.solve.schedule import Schedule
 from ds_memo.swap import slab
 from ds_memo.swap.streams import ThreadStreams
-from tests.models import LAYERS, Batch, assert_same, build, step
+from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
 
 GIB = 1 << 30
 LENGTH = 300
@@ -57,9 +57,9 @@ def costs() -> Any:
 
 
 def budgets(run: Any, residents: float, host: float, buffers: str = "frame_bytes") -> dict[str, float]:
-    """A device for `residents` frames and two buffers, a host for `host` of all rows."""
-    one = run.layers[0]
-    device = run.working_bytes + 2 * getattr(one, buffers) + residents * one.frame_bytes
+    """A device for `residents` frames while the others are swapped, a host for `host` of all rows."""
+    one, dropped = run.layers[0], range(LAYERS) if buffers == "smallest_frame_bytes" else ()
+    device = device_bytes(run, place_residents(LAYERS, residents), 1.0 if buffers == "frame_bytes" else 0.0, dropped)
     # What a step needs is measured anew in each run and must not depend on it to the byte.
     return {
         "device_memory_gib": (device + one.frame_bytes / 3) / GIB,
@@ -86,7 +86,7 @@ def test_everything_fits(name: str) -> None:
 @pytest.mark.parametrize(
     "residents, host, buffers, says",
     [
-        (LAYERS - 2, 5, "frame_bytes", "device memory: all 4 layers are resident"),
+        (LAYERS, 5, "frame_bytes", "device memory: all 4 layers are resident"),
         (1, 5, "frame_bytes", None),
         (1, 0.3, "frame_bytes", None),
         (0, 0.12, "smallest_frame_bytes", "last resort: attention of 4 of 4 swapped layers"),
@@ -108,6 +108,45 @@ def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float
     if says:
         assert report["binding"].startswith(says)
     handle.detach()
+
+
+@pytest.mark.parametrize(
+    "name, residents, alpha",
+    [("llama", LAYERS, None), ("llama", 2, 0.5), ("llama", 0, 0.0), ("gpt2", 1, 0.5), ("gpt2", 0, 0.0)],
+)
+def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha: float | None) -> None:
+    """Within 1 %, at a length where activations dominate. Requests below 64 KiB have no planned address, parameters' small
+    gradients are counted with the layer's backward: that is what is left of the difference."""
+    tokens = torch.randint(0, VOCAB, (2, 1400), generator=torch.Generator().manual_seed(3))
+    length = {"n_positions": 1400} if name == "gpt2" else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autopilot, "solve", lambda *args: solved.append(args[0]) or solve(*args))
+        solved: list[Any] = []
+        probe = build(name, **length)
+        handle = attached(probe)
+        probe(input_ids=tokens, labels=tokens)
+        handle.detach()
+    run = solved[0]
+    homes = place_residents(LAYERS, residents)
+    wanted = device_bytes(run, homes, 1.0 if alpha is None else alpha)
+    model = build(name, **length)
+    given = {} if alpha is None else {"alpha": alpha}
+    handle = ds_memo.attach(model, {"enabled": True, "device_memory_gib": (wanted * 1.001 + 4096) / GIB, **given})
+    for _ in range(4):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        model.zero_grad()
+    report = handle.report()
+    handle.detach()
+    chosen, arena = handle.decisions.chosen, report["plan"]["arena"]
+    assert report["predicted"]["device_bytes"] == pytest.approx(arena, rel=0.01)
+    # The comparison can fail: another alpha, or the sum of frames, two buffers and working bytes, is not what is counted.
+    other = 0.5 if alpha == 0.0 else 0.0
+    if chosen.homes.residents != frozenset(range(LAYERS)):
+        assert device_bytes(chosen.run, chosen.homes.residents, other) != pytest.approx(arena, rel=0.1)
+    if alpha == 0.0:
+        one = chosen.run.layers[0]
+        naive = one.working.backward + 2 * one.small_frame_bytes + len(chosen.homes.residents) * one.frame_bytes
+        assert naive < 0.9 * arena
 
 
 @pytest.mark.parametrize("memory, where", [("device_memory_gib", "device memory"), ("host_memory_gib", "host memory")])
@@ -197,7 +236,7 @@ def test_another_run_measures_for_itself() -> None:
     "damage, says",
     [
         (lambda text: text[: len(text) // 2], "no JSON"),
-        (lambda text: text.replace('"format": 1', '"format": 0'), "not of format 1"),
+        (lambda text: text.replace('"format": 2', '"format": 0'), "not of format 2"),
         (lambda text: json.dumps({**json.loads(text), "key": {"layers": 7}}), "another run"),
         (lambda text: text.replace('"forward_s": ', '"forward_s": -'), "negative"),
         (lambda text: text.replace('"forward_s"', '"forwards"'), "fields"),

@@ -33,6 +33,10 @@ def make_sample(
         attention_flops=10 * tokens * length,
         plain_bytes=16 * HIDDEN * tokens,
         working_bytes=working * tokens,
+        working_bytes_at_0=working * tokens + 8 * HIDDEN * tokens,
+        working_bytes_without_attention=working * tokens + 8 * HIDDEN * tokens,
+        forward_bytes=working * tokens,
+        forward_bytes_at_0=working * tokens,
         outputs=(
             KeptOutput("input", 1, HIDDEN * tokens, 0.0),
             KeptOutput("gemm", tokens, 3 * HIDDEN, 0.2),
