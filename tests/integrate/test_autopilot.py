@@ -112,7 +112,13 @@ def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float
 
 @pytest.mark.parametrize(
     "name, residents, alpha",
-    [("llama", LAYERS, None), ("llama", 2, 0.5), ("llama", 0, 0.0), ("gpt2", 1, 0.5), ("gpt2", 0, 0.0)],
+    [
+        ("llama", 0, 0.0),
+        pytest.param("llama", LAYERS, None, marks=pytest.mark.slow),
+        pytest.param("llama", 2, 0.5, marks=pytest.mark.slow),
+        pytest.param("gpt2", 1, 0.5, marks=pytest.mark.slow),
+        pytest.param("gpt2", 0, 0.0, marks=pytest.mark.slow),
+    ],
 )
 def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha: float | None) -> None:
     """Within 1 %, at a length where activations dominate. Requests below 64 KiB have no planned address, parameters' small
