@@ -71,6 +71,21 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def row(turns: list[dict[str, Any]]) -> str:
+    """What is predicted is of the layers alone: embedding, head and loss come on top."""
+    report, predicted = turns[-1]["report"], turns[-1]["report"]["predicted"] or {}
+    step = statistics.median(seconds for turn in turns for seconds in turn["samples_s"])
+    steps = report["frames"] // report["layers"] or 1
+    alpha = "plain" if not report["checkpointing"] else f"{report['alpha']:.3f}"
+    layers = f"{predicted['layers_s'] * 1e3:.0f}" if predicted else "-"
+    arena = f"{report['plan']['arena'] / (1 << 20):.1f}" if report["plan"] else "-"
+    device = f"{predicted['device_bytes'] / (1 << 20):.1f}" if predicted else "-"
+    return (
+        f"{step * 1e3:>9.0f}{layers:>7}{alpha:>8}{report['resident_layers']:>11}"
+        f"{report['bytes_to_host'] / steps / (1 << 20):>13.1f}{arena:>10}{device:>8}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
@@ -90,15 +105,10 @@ def main() -> None:
             for planned in (False, True):
                 label = f"{name}, {'plan' if planned else 'no plan'}"
                 results.setdefault(label, []).append(run(net, {**memo, **limit, "plan": {"enabled": planned}}, args, device))
-    print(f"{'':28}{'step ms':>10}{'layers, predicted':>20}{'alpha':>8}{'residents':>11}{'MiB to host':>13}{'arena MiB':>11}")
+    print(f"{'':28}{'step ms':>16}{'alpha':>8}{'residents':>11}{'MiB to host':>13}{'arena MiB':>18}")
+    print(f"{'':28}{'and predicted':>16}{'':32}{'and predicted':>18}")
     for label, turns in results.items():
-        report = turns[-1]["report"]
-        step = statistics.median(seconds for turn in turns for seconds in turn["samples_s"])
-        predicted = f"{report['predicted']['layers_s'] * 1e3:.1f}" if report["predicted"] else "-"
-        to_host = report["bytes_to_host"] / (3 + args.steps) / (1 << 20)
-        arena = f"{report['plan']['arena'] / (1 << 20):.1f}" if report["plan"] else "-"
-        alpha = "plain" if not report["checkpointing"] else f"{report['alpha']:.3f}"
-        print(f"{label:28}{step * 1e3:>10.1f}{predicted:>20}{alpha:>8}{report['resident_layers']:>11}{to_host:>13.1f}{arena:>11}")
+        print(f"{label:28}{row(turns)}")
     print(f"memo: {results['memo, no plan'][-1]['report']['binding']}")
     if args.json:
         arguments = {name: str(value) for name, value in vars(args).items() if name != "json"}
