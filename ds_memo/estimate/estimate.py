@@ -219,7 +219,7 @@ def _memo(question: Question, costs: Costs) -> Estimate:
     if question.profile is not None:
         measured = _measured(question.profile, costs)
         layers, layer = measured.layers, measured.layers[0]
-        working["transients"] = 0.0  # the layers know their own
+        del working["transients"]  # they are in what the layers are known to take
     run = RunCosts(
         layers=layers,
         d2h_bytes_per_s=question.hardware.d2h,
@@ -237,9 +237,8 @@ def _memo(question: Question, costs: Costs) -> Estimate:
         host = nothing.needed * question.ranks_on_node if status == OOHM else 0.0
         return Estimate(question, layout, status, str(nothing), parts, host)
     kept = homes.device_bytes - run.working_bytes
-    parts = _parts(
-        question, states, {**working, "resident layers" if homes.plain else "resident layers and reload buffers": kept}
-    )
+    name = "resident layers" if homes.plain else "resident layers and reload buffers"
+    parts = _parts(question, states, {**working, name if question.profile is None else "layers, as profiled": kept})
     if sum(parts.values()) > question.hardware.device_memory:  # as an alpha that was asked for may
         return Estimate(question, layout, OOM, _device_use(question, parts), parts, 0.0)
     answer = Estimate(
