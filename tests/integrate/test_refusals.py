@@ -127,8 +127,14 @@ def check(
     return said
 
 
-@pytest.mark.parametrize("twice", [False, True], ids=["one backward", "two backwards of one graph"])
-@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize(
+    "alpha, twice",
+    [
+        *((alpha, False) for alpha in (1.0, 0.5, 0.0)),
+        (0.5, True),
+        *(pytest.param(alpha, True, marks=pytest.mark.slow) for alpha in (1.0, 0.0)),
+    ],
+)
 def test_every_reload_buffer(stock: Outcome, alpha: float, twice: bool) -> None:
     """The first is asked for by the backward, each of the others by the replay of the layer above."""
     number = requests(alpha, 0, analysed=True, buffers_only=True, twice=twice)
@@ -141,7 +147,7 @@ def test_every_reload_buffer(stock: Outcome, alpha: float, twice: bool) -> None:
         assert f"device memory: frame model.layers.{wanted} needs a buffer of " in said
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 5], ids=["all", "a fifth"])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 13], ids=["all", "some"])
 @pytest.mark.parametrize("analysed", [False, True], ids=["first step", "later step"])
 def test_every_gemm(stock: Outcome, analysed: bool, every: int) -> None:
     """In forward, replay and backward: the error is PyTorch's own, unless a buffer is refused."""
