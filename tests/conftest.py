@@ -12,12 +12,16 @@ def pytest_runtest_call(item):
         item.runtest = lambda: None
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    """A test that fails leaves its model attached, alive in the traceback: it must not be in the way of the tests after it."""
-    report = yield
-    attach = sys.modules.get("ds_memo.integrate.attach")
-    if report.failed and attach is not None:
-        for memo in attach.attached():
+@pytest.fixture(autouse=True)
+def nothing_stays_attached():
+    """A model that a test leaves attached (where it failed, in its traceback) must not be in the way of the tests after it."""
+    before = attached()
+    yield
+    for memo in attached():
+        if memo not in before:
             memo.detach()
-    return report
+
+
+def attached():
+    module = sys.modules.get("ds_memo.integrate.attach")
+    return module.attached() if module else []
