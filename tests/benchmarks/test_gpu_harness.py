@@ -243,4 +243,3 @@ def test_the_prediction_comes_from_the_solver_and_from_the_estimator(workload, l
     assert found["step_s"] > 0 and found["estimate"]["status"] == "ok"
     assert (tmp_path / f"profile-{workload}-{length}.json").exists()
     assert found["estimate"]["layout"]["sp"] == shape.ranks
-    assert found["solver"]["layers_s"] < found["step_s"] < 3 * found["solver"]["layers_s"]
