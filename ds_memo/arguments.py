@@ -49,3 +49,28 @@ def short(length: int) -> str:
         if length >= factor and length * 8 % factor == 0:
             return f"{length / factor:g} {unit}"
     return f"{length:,}"
+
+
+def number(text: str, low: float, high: float, expected: str) -> float:
+    """A number within bounds, as an option's type."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
+    return value
+
+
+def gib(text: str) -> float:
+    """GiB above 0, as an option's type."""
+    return number(text, 1e-9, 1e9, "GiB above 0")
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people write them: 512 B, 3.266 MiB, 18.88 GiB."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while nbytes >= 1024 and len(units) > 1:
+        nbytes /= 1024
+        units.pop(0)
+    return f"{nbytes:.4g} {units[0]}" if nbytes < 1000 else f"{nbytes:.0f} {units[0]}"

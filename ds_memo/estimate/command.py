@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ds_memo.arguments import count, one_line_errors, short, tokens
+from ds_memo.arguments import count, gib, number, one_line_errors, short, tokens
 from ds_memo.errors import MemoError
 from ds_memo.estimate import answers, hardware, model
 from ds_memo.estimate.errors import EstimateError
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo, paper and full_swap have one)"
     )
-    how.add_argument("--host-memory-gib", type=_gib, metavar="X", help="of a node, for activations (default: from --hardware)")
+    how.add_argument("--host-memory-gib", type=gib, metavar="X", help="of a node, for activations (default: from --hardware)")
     how.add_argument("--profile", metavar="FILE", help="link speeds and layer times of a real run, by `ds-memo profile`")
     ask = parser.add_argument_group("other questions, in place of one fixed length")
     ask.add_argument("--max-length", action="store_true", help="the longest sequence that fits")
@@ -199,18 +198,18 @@ def _table(args: argparse.Namespace, question: Question) -> int:
 
 
 def _cells(answer: Estimate) -> tuple[str, ...]:
-    def number(value: float | None, form: str) -> str:
+    def cell(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
     return (
         answer.question.method + ("" if answer.question.planned else " (no plan)"),
         short(answer.question.seq_length),
         answer.status,
-        number(answer.mfu, ".1%"),
-        number(answer.tgs, ",.0f"),
-        number(answer.step_s, ",.2f"),
-        number(answer.alpha, ".4g"),
-        number(answer.resident_layers, "d"),
+        cell(answer.mfu, ".1%"),
+        cell(answer.tgs, ",.0f"),
+        cell(answer.step_s, ",.2f"),
+        cell(answer.alpha, ".4g"),
+        cell(answer.resident_layers, "d"),
         f"{answer.device_total / GIB:.1f}",
         f"{answer.host_bytes / GIB:,.0f}",
         str(answer.layout),
@@ -273,19 +272,5 @@ def _lengths(text: str) -> list[int]:
     return [tokens(part) for part in text.split(",")]
 
 
-def _number(text: str, low: float, high: float, expected: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
-    return value
-
-
 def _alpha(text: str) -> float:
-    return _number(text, 0.0, 1.0, "0 to 1")
-
-
-def _gib(text: str) -> float:
-    return _number(text, 1e-9, 1e9, "GiB above 0")
+    return number(text, 0.0, 1.0, "0 to 1")

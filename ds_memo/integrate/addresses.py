@@ -17,7 +17,6 @@ twice, and every size is a line through theirs. The plan for a third length is m
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from ds_memo.config import PlanConfig
 from ds_memo.errors import MemoError
 from ds_memo.ops.allocator import MISSES, NATIVE, Allocator
 from ds_memo.plan import Plan, PlanError, plan_trace
-from ds_memo.plan.rescale import fit_sizes, rescale
+from ds_memo.plan.rescale import Affine, fit_sizes, rescale
 from ds_memo.plan.trace import UNIT
 from ds_memo.profile.lengths import Kind, Length, Shapes, length_between
 from ds_memo.profile.requests import NEVER, Place, RequestLog, read_log
@@ -67,6 +66,8 @@ class _Known:
     plans: int = 0
     rescaled: bool = False
     """The plan was made from those of other lengths."""
+    lines: dict[tuple[tuple[int, int], ...], dict[str, Affine]] = field(default_factory=dict)
+    """Sizes by a length that stands in these places of the inputs; of a kind that plans for other lengths are made from."""
     trouble: int = 0
     """Passes in a row that did not fit."""
 
@@ -77,6 +78,7 @@ class _Known:
 
     def forget_plan(self) -> None:
         self.before = self.now = self.log = self.plan = None
+        self.lines.clear()
         self.rescaled = False
         self.trouble = 0
 
@@ -245,8 +247,9 @@ class Addresses:
         self.leave_phase()
 
     def _new(self, kind: Kind) -> _Known:
-        while len(self._known) >= _KINDS:
-            self._allocator.forget_plan(self._known.pop(next(iter(self._known))).number)
+        while len(self._known) >= _KINDS:  # first those that are made anew in no time
+            oldest = next((kind for kind, known in self._known.items() if known.rescaled), next(iter(self._known)))
+            self._allocator.forget_plan(self._known.pop(oldest).number)
         known = self._known[kind] = _Known(self._numbers)
         self._numbers += 1
         self._plan_from_others(kind, known)
@@ -321,27 +324,40 @@ class Addresses:
         if self._misfits >= _MISFITS:
             return
         others = [(other, length) for other in reversed(self._known) if (length := self._length_to(other, kind))][:_PATTERNS]
-        for (base, to), (other, _) in itertools.combinations(others, 2):
-            between = length_between(base, other)
-            if between is None or between.places != to.places:
+        for base, to in others:
+            lines = self._lines(base, to, [other for other, _ in others if other != base])
+            if lines is None:
                 continue
-            base_known, other_known = self._known[base], self._known[other]
-            try:
-                traces = (base_known.pattern.trace(escapees=True), other_known.pattern.trace(escapees=True))
-                fitted = fit_sizes(traces[0], between.here, traces[1], between.there)
-                if base_known.plan is None:
-                    self._plan(base_known, base_known.pattern)
-                if base_known.plan is None:
-                    return
-                sizes = {name: size.at(to.there) + _SPARE // 2 for name, size in fitted.items()}
-                plan = rescale(base_known.plan, [sizes[slot.id] for slot in base_known.plan.slots])
-            except PlanError:  # they do not ask for the same after all
-                continue
+            base_known = self._known[base]
+            sizes = {name: size.at(to.there) + _SPARE // 2 for name, size in lines.items()}
             if min(sizes.values()) <= 0:
                 continue
+            plan = rescale(base_known.plan, [sizes[slot.id] for slot in base_known.plan.slots])
             self._adopt(known, base_known.log.resized(sizes), plan, _SPARE)
             known.rescaled = True
             return
+
+    def _lines(self, base: Kind, to: Length, others: list[Kind]) -> dict[str, Affine] | None:
+        """Of a planned kind, every size by the length; None: no other kind asks for the same in the same order."""
+        known = self._known[base]
+        if to.places in known.lines:
+            return known.lines[to.places]
+        for other in others:
+            between = length_between(base, other)
+            if between is None or between.places != to.places:
+                continue
+            traces = (known.pattern.trace(escapees=True), self._known[other].pattern.trace(escapees=True))
+            try:
+                lines = fit_sizes(traces[0], between.here, traces[1], between.there)
+            except PlanError:  # they do not ask for the same after all
+                continue
+            if known.plan is None:
+                self._plan(known, known.pattern)
+            if known.plan is None:
+                return None
+            known.lines[to.places] = lines
+            return lines
+        return None
 
     def _length_to(self, other: Kind, kind: Kind) -> Length | None:
         return length_between(other, kind) if self._known[other].pattern is not None else None

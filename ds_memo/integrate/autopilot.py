@@ -40,6 +40,8 @@ _TRIES = 3
 """Passes that may fail before their first layer until no profile is made."""
 _WINDOW = 4
 """Optimizer steps whose stalls are looked at together."""
+_SETTLING = 2
+"""Optimizer steps before the first window: layers are analysed in them, and addresses planned."""
 _TOLERATED = 0.05
 """Share of a step that compute may wait longer than predicted before the copies count as slower than profiled."""
 
@@ -98,7 +100,6 @@ class Autopilot:
         self._warn = warn
         self._chosen: dict[Hashable, Chosen] = {}
         self._shapes: dict[Hashable, tuple[int, ...]] = {}
-        self._first_shape: tuple[int, ...] = ()
         self._latest: Chosen | None = None
         self._host_budget = slab.budget
         self._device_budget = 0
@@ -128,27 +129,28 @@ class Autopilot:
         if chosen is None and not self.gave_up:
             chosen = self._choose(kind, model, args, kwargs)
         if chosen is not self._latest:
-            self._latest, self._window = chosen, None
+            self._latest = chosen
+            if self._window is not None:
+                self._window.mixed = True
         return chosen
 
     def _choose(self, kind: Hashable, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Chosen | None:
-        if self.profile is None:
-            if not self._start(model, args, kwargs):
-                return None
-            self._shapes[kind] = self._first_shape
+        if self.profile is None and not self._start(kind, model, args, kwargs):
+            return None
         if kind not in self._shapes:
             self._shapes[kind] = first_layer_call(self._remat, model, args, kwargs).shape
         shape = self._shapes[kind]
         run = self._costs(shape)
         homes = solve(run, self._config.alpha, self._config.resident_layers)
-        while len(self._chosen) >= _KINDS:
-            del self._chosen[next(iter(self._chosen))]
+        for known in (self._chosen, self._shapes):
+            while len(known) > _KINDS:
+                del known[next(iter(known))]
         chosen = self._chosen[kind] = Chosen(homes, run, settings_of(homes, len(run.layers)), shape)
         return chosen
 
     # ---- the first pass
 
-    def _start(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _start(self, kind: Hashable, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Profile. All ranks do this together, at their first training pass."""
         try:
             call = together(functools.partial(first_layer_call, self._remat, model, args, kwargs))
@@ -169,7 +171,7 @@ class Autopilot:
                 return self._give_up(failed)
             if int(os.environ.get("LOCAL_RANK") or 0) == 0:
                 cache.store(folder, self.profile, self._warn)
-        self._first_shape = call.shape
+        self._shapes[kind] = call.shape
         self._look_at_budgets(model)
         return True
 
@@ -239,32 +241,41 @@ class Autopilot:
                 self._look_at_budgets(model)
                 self._chosen.clear()
             return
-        self._watch_stalls(passes, now)
+        if self._config.alpha is None:
+            self._watch_stalls(passes, now)
 
     def _watch_stalls(self, passes: int, now: float) -> None:
-        if self._window is None or self._latest is None:
-            self._window = _Window(passes, now, 0)  # the steps before are not comparable: layers were analysed in them
+        """Ranks make their optimizer steps together, but what they pass through may differ, in length above all. So all of them
+        meet after as many steps, whatever each has seen."""
+        if self._window is None:
+            self._window = _Window(-_SETTLING, passes, now, self._stalled())
             return
-        self._window.steps += 1
-        if self._window.steps == 2:
-            self._window = replace(self._window, passes=passes, began=now, stalled=sum(self._streams.stall_s().values()))
-        if self._window.steps < 2 + _WINDOW:
-            return
-        stalled = sum(self._streams.stall_s().values())
-        window, self._window = self._window, _Window(passes, now, 2, stalled)
-        done = passes - window.passes
-        if self._latest.homes.plain or done <= 0:
-            return
-        share = slowdown(self._latest, (stalled - window.stalled) / done, (now - window.began) / done)
-        self._copies_are_slower(min(from_all_ranks(share)))
+        window = self._window
+        window.steps += 1
+        if window.steps == 0 or window.steps == _WINDOW:
+            self._window = _Window(0, passes, now, self._stalled())
+        if window.steps == _WINDOW:
+            self._copies_are_slower(min(from_all_ranks(self._share(window, self._window))))
+
+    def _share(self, begin: _Window, end: _Window) -> float:
+        """Of the profiled bandwidth, as far as this rank can tell."""
+        passes = end.passes - begin.passes
+        if begin.mixed or passes <= 0 or self._latest is None or self._latest.homes.plain:
+            return 1.0
+        return slowdown(self._latest, (end.stalled - begin.stalled) / passes, (end.began - begin.began) / passes)
+
+    def _stalled(self) -> float:
+        return sum(self._streams.stall_s().values())
 
     def _copies_are_slower(self, share: float) -> None:
-        if share >= 1 or self._config.alpha is not None:
+        if share >= 1:
             return
         self._copies_at *= share
-        before = self._latest
-        after = solve(self._costs(before.shape), self._config.alpha, self._config.resident_layers)
         self._chosen.clear()
+        before = self._latest
+        if before is None:
+            return
+        after = solve(self._costs(before.shape), resident_layers=self._config.resident_layers)
         if after.alpha < before.homes.alpha:
             self.changes.append(
                 f"alpha lowered from {before.homes.alpha:.4g} to {after.alpha:.4g}: copies reach {self._copies_at:.0%} of the "
@@ -282,12 +293,15 @@ class Autopilot:
 
 @dataclass
 class _Window:
-    """Steps that are looked at together."""
+    """Optimizer steps that are looked at together, and how things stood when they began."""
 
+    steps: int
+    """Since then."""
     passes: int
     began: float
-    steps: int
-    stalled: float = 0.0
+    stalled: float
+    mixed: bool = False
+    """Passes were of several kinds, which cannot be compared with one prediction."""
 
 
 def settings_of(homes: Homes, layers: int) -> tuple[Setting, ...]:

@@ -42,10 +42,6 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def rank() -> int:
-    return dist.get_rank() if world_size() > 1 else 0
-
-
 def from_all_ranks(mine: Any) -> list[Any]:
     """What every rank has to say, in the order of the ranks; all ranks must call this together."""
     if world_size() == 1:

@@ -42,13 +42,13 @@ class CopyBench:
         self.chunk = self._block.nbytes
         try:
             there = torch.zeros(self.chunk, dtype=torch.uint8, device=device)
+            self._streams = streams_for(device)
         except BaseException:
             self._slab.give(self._block)
             self._slab.close()
             raise
         here = self._block.memory[: self.chunk]
         self._ends = {D2H: (here, there), H2D: (there, here)}
-        self._streams = streams_for(device)
 
     def rate(self, stream: str, seconds: float = SECONDS) -> float:
         """Bytes a second over `d2h` or `h2d`: the median of batches of copies, for as long as told."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_memo.arguments import count, one_line_errors, short, tokens
+from ds_memo.arguments import count, gib, one_line_errors, short, size, tokens
 from ds_memo.errors import MemoError
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ds_memo.profile.call import LayerCall
 
 INPUT_ERRORS = (MemoError,)
-GIB = 1 << 30
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _BACKWARD = 2.5
 """FLOPs of attention's backward, in forwards: it computes the scores again."""
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--attn-implementation", default="sdpa", metavar="NAME", help="of Transformers (default: %(default)s)")
-    parser.add_argument("--host-memory-gib", type=_gib, metavar="X", help="of this node, for activations (default: what is free)")
+    parser.add_argument("--host-memory-gib", type=gib, metavar="X", help="of this node, for activations (default: what is free)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the profile here, as JSON")
     parser.add_argument("--json", action="store_true", help="print the profile as JSON in place of the summary")
 
@@ -168,17 +167,17 @@ def summary(profile: Profile, model: Path, length: int) -> str:
     )
     host = profile.measured["host_memory"]
     lines.append(
-        f"  host       {_size(host['budget_of_rank'])} for the activations of this rank, of {_size(host['available_to_kernel'])} "
+        f"  host       {size(host['budget_of_rank'])} for the activations of this rank, of {size(host['available_to_kernel'])} "
         "that the kernel could give"
     )
     for group in host["cgroups"]:
-        used = f"{_size(group['used'])} of {_size(group['limit'])} in use, {_size(group['cache'])} of it page cache"
+        used = f"{size(group['used'])} of {size(group['limit'])} in use, {size(group['cache'])} of it page cache"
         lines.append(f"             cgroup {group['path']}: {used}")
-    locked = "unlimited" if host["memlock_limit"] is None else _size(host["memlock_limit"])
+    locked = "unlimited" if host["memlock_limit"] is None else size(host["memlock_limit"])
     lines.append(f"             locked memory (ulimit -l): {locked}")
     device = profile.measured["device_memory"]
     if device:
-        lines.append(f"  device     {_size(device['free'])} of {_size(device['total'])} free beside the layers")
+        lines.append(f"  device     {size(device['free'])} of {size(device['total'])} free beside the layers")
     lines.append(f"  measured in {profile.measured['seconds']:.1f} s")
     return "\n".join(lines)
 
@@ -201,7 +200,7 @@ def _kind(kind: LayerProfile, batch: int, length: int) -> list[str]:
         _rates(longest),
         f"keeps a token's {always / here:,.0f} B always and {split / here:,.0f} B × alpha; autograd would save "
         f"{at.plain_bytes / here:,.0f} B",
-        f"takes {_size(kind.working_bytes(batch, length))} of the device besides, for {short(length)} tokens",
+        f"takes {size(at.working.backward)} of the device besides, for {short(length)} tokens",
     ]
 
 
@@ -225,10 +224,6 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _size(nbytes: float) -> str:
-    return f"{nbytes / GIB:,.1f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):,.1f} MiB"
-
-
 def _plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -247,16 +242,6 @@ def _say(line: str) -> None:
 
 def _nothing(line: str) -> None:
     pass
-
-
-def _gib(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1e-9 <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected GiB above 0")
-    return value
 
 
 def _check_output(path: Path) -> None:

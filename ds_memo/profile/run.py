@@ -206,7 +206,8 @@ def _refuse_gathering(name: str, needed: int, free: int) -> None:
 
 
 def _refuse_too_long(profile: LayerProfile, batch: int, length: int, free: int) -> None:
-    needed = profile.working_bytes(batch, length) + profile.costs(batch, length).frame_bytes
+    costs = profile.costs(batch, length)
+    needed = costs.working.backward + costs.frame_bytes
     if needed > free:
         raise MemoError(
             f'memo.profile.method: "unified" runs one layer at full length, which needs {needed / GIB:.3g} GiB where '

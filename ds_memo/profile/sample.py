@@ -142,10 +142,6 @@ class LayerProfile:
             working_without_attention=working("forward_bytes_at_0", "working_bytes_without_attention"),
         )
 
-    def working_bytes(self, batch: int, length: int) -> int:
-        points = [(sample.tokens, float(sample.working_bytes)) for sample in self.samples]
-        return max(0, math.ceil(_line(points, batch * length)))
-
     def off(self) -> float:
         """How far the check is from the lines: of the seconds relatively, infinitely if a size differs by over 1 %."""
         if self.check is None:
@@ -189,7 +185,6 @@ class Profile:
         length: int,
         host_budget: int,
         device_budget: int,
-        other_s: float = 0.0,
         ranks_per_sequence: int | None = None,
     ) -> RunCosts:
         """The run at any length of a rank's share, for the solver.
@@ -205,7 +200,6 @@ class Profile:
             h2d_bytes_per_s=self.h2d_bytes_per_s,
             host_budget=host_budget,
             device_budget=device_budget,
-            other_s=other_s,
         )
 
     def to_json(self) -> str:

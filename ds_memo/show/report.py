@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_memo.arguments import size
 from ds_memo.errors import MemoError
 
 _NEEDED = (
@@ -92,20 +93,20 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "ds_memo", f"{state}: {report['layers']} layers, {residents} of them resident, alpha {at}"
     yield "set by", report["binding"]
     yield from _layers(report)
-    yield "over the link", f"{_size(report['bytes_to_host'])} to the host, {_size(report['bytes_from_host'])} back"
+    yield "over the link", f"{size(report['bytes_to_host'])} to the host, {size(report['bytes_from_host'])} back"
     share = report["gemm_flops_recomputed_fraction"]
     yield "recomputed", f"{share:.1%} of the forward's GEMM FLOPs; attention {report['attention_recomputed']} times"
     host = report["host"]
-    yield "host memory", f"{_size(host['slab'])} held, {_size(host['peak_used'])} used at most, of {_size(host['budget'])}"
+    yield "host memory", f"{size(host['slab'])} held, {size(host['peak_used'])} used at most, of {size(host['budget'])}"
     yield "stalls", ", ".join(f"{seconds:.3g} s for {stream}" for stream, seconds in report["stall_s"].items())
     if report.get("step_s") is not None:
         flops = "" if report.get("mfu") is None else f", MFU {report['mfu']:.1%}"
         yield "speed", f"{report['step_s']:.4g} s a step, {report['tokens_per_s']:,.0f} tokens/s{flops}"
     if predicted := report.get("predicted"):
-        device = _size(predicted["device_bytes"])
+        device = size(predicted["device_bytes"])
         yield (
             "predicted",
-            f"{predicted['layers_s']:.4g} s for the layers of a pass; {_size(predicted['host_bytes'])} host, {device} device",
+            f"{predicted['layers_s']:.4g} s for the layers of a pass; {size(predicted['host_bytes'])} host, {device} device",
         )
     if profile := report.get("profile"):
         rates = (f"{profile[f'{way}_bytes_per_s'] / 1e9:.3g} GB/s {way}" for way in ("d2h", "h2d"))
@@ -128,27 +129,19 @@ def _layers(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         name = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
         where = "on the device" if resident or not report["bytes_to_host"] else "on the host"
         each = "each" if len(layers) > 1 else ""
-        yield name, f"{_size(nbytes):>9} {each:4} {where:13}  {'█' * round(_BAR * nbytes / most)}"
+        yield name, f"{size(nbytes):>9} {each:4} {where:13}  {'█' * round(_BAR * nbytes / most)}"
 
 
 def _plan(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if not plan["plans"]:
         yield "addresses", "not planned yet"
         return
-    proven = "proven to be the least" if plan["proven"] else f"lower bound {_size(plan['lower_bound'])}"
-    yield "addresses", f"plan of {_size(plan['peak'])}, {proven}; arena {_size(plan['arena'])}"
+    proven = "proven to be the least" if plan["proven"] else f"lower bound {size(plan['lower_bound'])}"
+    yield "addresses", f"plan of {size(plan['peak'])}, {proven}; arena {size(plan['arena'])}"
     missed = {reason: count for reason, count in plan["misses"].items() if count}
     requests = plan["hits"] + sum(missed.values())
     why = f" ({', '.join(f'{count} {reason}' for reason, count in missed.items())})" if missed else ""
     yield "", f"{plan['hits']} of {requests} requests had theirs{why}"
-
-
-def _size(nbytes: int) -> str:
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.4g} {units[0]}" if size < 1000 else f"{size:.0f} {units[0]}"
 
 
 def _in_words(data: Any) -> str:

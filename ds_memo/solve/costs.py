@@ -8,7 +8,7 @@ run        all layers, both bandwidths, both budgets
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -139,7 +139,6 @@ class RunCosts:
     """Between the last layer's forward and its backward: head and loss."""
     other_s: float = 0.0
     """Of a step, outside layers and head: embedding, optimizer."""
-    layer_names: tuple[str, ...] = field(default=(), compare=False)
 
 
 def host_bytes(layers: Iterable[LayerCosts], alpha: float) -> int:

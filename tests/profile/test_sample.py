@@ -68,7 +68,7 @@ def test_one_sample_gives_lines_through_the_origin() -> None:
 
 def test_working_bytes_are_rounded_up() -> None:
     profile = LayerProfile("", tuple(dataclasses.replace(make_sample(n), working_bytes=7 * n // 3) for n in (100, 200)))
-    assert profile.working_bytes(1, 151) == math.ceil(233 + (466 - 233) / 100 * 51)
+    assert profile.costs(1, 151).working.backward == math.ceil(233 + (466 - 233) / 100 * 51)
 
 
 def test_ranks_that_share_a_sequence_attend_to_all_of_it() -> None:
