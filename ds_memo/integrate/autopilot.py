@@ -2,7 +2,8 @@
 
 first pass        the first layer call is caught before any layer runs; ranks compare configurations; the profile is taken from
                   the cache or measured; solved; NothingFits comes out here, before the first step
-other lengths     solved from the same profile, without measuring and without talking to other ranks
+other lengths     solved from the same profile, without measuring; ranks that hold parameters in pieces (ZeRO-3) agree in each
+                  pass on whether they checkpoint, the others need not talk
 between steps     budgets are looked at again once the first optimizer step has shown what else needs memory; copies that take
                   longer than profiled lower alpha
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,23 @@ from torch import nn
 
 from ds_memo.config import MemoConfig
 from ds_memo.profile import cache
-from ds_memo.profile.agree import Failed, from_all_ranks, most_careful, refuse_differences, together
+from ds_memo.profile.agree import (
+    Failed,
+    from_all_ranks,
+    greatest,
+    most_careful,
+    refuse_differences,
+    together,
+    world_size,
+)
 from ds_memo.profile.call import LayerCall, first_layer_call
 from ds_memo.profile.device_memory import device_budget, states_to_come
+from ds_memo.profile.lengths import Shapes, hidden_shape
 from ds_memo.profile.run import Asked, layer_in_words, lengths_of, take_profile
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.homes import Homes, solve
+from ds_memo.solve.homes import Homes, NothingFits, solve
 from ds_memo.solve.schedule import Schedule
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import Streams
@@ -98,8 +108,14 @@ class Autopilot:
         self._device = device
         self._plain_call = plain_call
         self._warn = warn
-        self._chosen: dict[Hashable, Chosen] = {}
-        self._shapes: dict[Hashable, tuple[int, ...]] = {}
+        self._chosen: dict[tuple[Shapes, bool], Chosen] = {}
+        """By kind of pass, and whether the pass may do without checkpointing."""
+        self._first: tuple[Shapes, tuple[int, ...]] = ((), ())
+        """Of the pass that was profiled: the kind, and the shape of its hidden states."""
+        self._seen: dict[Shapes, tuple[int, ...]] = {}
+        """Shapes of hidden states that only a look into the forward could tell."""
+        self._gathers = False
+        """Ranks hold parameters in pieces (ZeRO-3)."""
         self._latest: Chosen | None = None
         self._host_budget = slab.budget
         self._device_budget = 0
@@ -112,7 +128,7 @@ class Autopilot:
 
     # ---- before each training pass
 
-    def choose(self, kind: Hashable, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Chosen | None:
+    def choose(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Chosen | None:
         """The setting of a pass that is about to begin; None: no profile could be made.
 
         Args:
@@ -125,32 +141,67 @@ class Autopilot:
         """
         if self._slab.refused is not None:
             self._believe_the_host()
-        chosen = self._chosen.get(kind)
-        if chosen is None and not self.gave_up:
-            chosen = self._choose(kind, model, args, kwargs)
+        if self.gave_up or (self.profile is None and not self._start(kind, model, args, kwargs)):
+            return None
+        choose = self._choose_together if self._gathers else self._choose_alone
+        chosen = choose(kind, functools.partial(first_layer_call, self._remat, model, args, kwargs))
         if chosen is not self._latest:
             self._latest = chosen
             if self._window is not None:
                 self._window.mixed = True
         return chosen
 
-    def _choose(self, kind: Hashable, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Chosen | None:
-        if self.profile is None and not self._start(kind, model, args, kwargs):
-            return None
-        if kind not in self._shapes:
-            self._shapes[kind] = first_layer_call(self._remat, model, args, kwargs).shape
-        shape = self._shapes[kind]
-        run = self._costs(shape)
-        homes = solve(run, self._config.alpha, self._config.resident_layers)
-        for known in (self._chosen, self._shapes):
-            while len(known) > _KINDS:
-                del known[next(iter(known))]
-        chosen = self._chosen[kind] = Chosen(homes, run, settings_of(homes, len(run.layers)), shape)
-        return chosen
+    def _choose_alone(self, kind: Shapes, look: Callable[[], LayerCall]) -> Chosen:
+        if self._shape_of(kind) is None:
+            self._saw(kind, look())
+        return self._solved(kind)
+
+    def _choose_together(self, kind: Shapes, look: Callable[[], LayerCall]) -> Chosen:
+        """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer. So, whatever lengths
+        they have, a rank must not look into a forward alone, and all of them checkpoint or none does."""
+        looks, checkpoints, nothing_fits = self._shape_of(kind) is None, False, None
+        if not looks:
+            try:
+                checkpoints = not self._solved(kind).homes.plain
+            except NothingFits as error:
+                nothing_fits = error
+        looks, checkpoints, fails = greatest((looks, checkpoints, nothing_fits is not None), self._device)
+        if looks:
+            self._saw(kind, together(look))
+            return self._choose_together(kind, look)
+        if fails:
+            self._refuse_together(nothing_fits)
+        return self._solved(kind, may_be_plain=not checkpoints)
+
+    def _refuse_together(self, mine: NothingFits | None) -> None:
+        """Ranks that wait for one that has ended would learn of it much later, and not why."""
+        everybodys = from_all_ranks(mine and (str(mine), mine.where, mine.needed, mine.budget))
+        if mine is not None:
+            raise mine
+        rank, (message, *rest) = next((rank, said) for rank, said in enumerate(everybodys) if said)
+        raise NothingFits(f"rank {rank}: {message}", *rest)
+
+    def _shape_of(self, kind: Shapes) -> tuple[int, ...] | None:
+        """Of the hidden states; None: a look into the forward must tell."""
+        return self._seen.get(kind) or hidden_shape(*self._first, kind)
+
+    def _saw(self, kind: Shapes, call: LayerCall) -> None:
+        _forget_oldest(self._seen)
+        self._seen[kind] = call.shape
+
+    def _solved(self, kind: Shapes, may_be_plain: bool = True) -> Chosen:
+        known = self._chosen.get((kind, may_be_plain))
+        if known is None:
+            shape = self._shape_of(kind)
+            run = self._costs(shape)
+            homes = solve(run, self._config.alpha, self._config.resident_layers, may_be_plain)
+            _forget_oldest(self._chosen)
+            known = self._chosen[kind, may_be_plain] = Chosen(homes, run, settings_of(homes, len(run.layers)), shape)
+        return known
 
     # ---- the first pass
 
-    def _start(self, kind: Hashable, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _start(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Profile. All ranks do this together, at their first training pass."""
         try:
             call = together(functools.partial(first_layer_call, self._remat, model, args, kwargs))
@@ -171,7 +222,9 @@ class Autopilot:
                 return self._give_up(failed)
             if int(os.environ.get("LOCAL_RANK") or 0) == 0:
                 cache.store(folder, self.profile, self._warn)
-        self._shapes[kind] = call.shape
+        self._saw(kind, call)
+        self._first = (kind, call.shape)
+        self._gathers = world_size() > 1 and any(hasattr(parameter, "ds_id") for parameter in model.parameters())
         self._look_at_budgets(model)
         return True
 
@@ -302,6 +355,11 @@ class _Window:
     stalled: float
     mixed: bool = False
     """Passes were of several kinds, which cannot be compared with one prediction."""
+
+
+def _forget_oldest(known: dict[Any, Any]) -> None:
+    while len(known) >= _KINDS:
+        del known[next(iter(known))]
 
 
 def settings_of(homes: Homes, layers: int) -> tuple[Setting, ...]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -49,6 +50,14 @@ def from_all_ranks(mine: Any) -> list[Any]:
     everybody: list[Any] = [None] * world_size()
     dist.all_gather_object(everybody, mine)
     return everybody
+
+
+def greatest(mine: Sequence[int], device: torch.device) -> list[int]:
+    """The greatest of every number over all ranks; all ranks must call this together. Cheap enough for every pass."""
+    numbers = torch.tensor(mine, dtype=torch.int32, device=device)
+    if world_size() > 1:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return numbers.tolist()
 
 
 def together(what: Callable[[], T]) -> T:

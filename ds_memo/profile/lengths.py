@@ -36,6 +36,21 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     return tuple((tuple(x.shape), x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
 
 
+def hidden_shape(shapes: Shapes, hidden: tuple[int, ...], others: Shapes) -> tuple[int, ...] | None:
+    """The hidden states of a model that is called with `others`, without calling it.
+
+    Args:
+        shapes: what it was called with when they were `hidden`: (batch, length, …).
+
+    Returns:
+        Batch and length from where they stood then; None: they stood nowhere, or no longer agree.
+    """
+    if [len(shape) for shape, _ in shapes] != [len(shape) for shape, _ in others]:
+        return None
+    found = {there[:2] for (here, _), (there, _) in zip(shapes, others, strict=True) if here[:2] == hidden[:2]}
+    return (*found.pop(), *hidden[2:]) if len(found) == 1 else None
+
+
 def length_between(here: Kind, there: Kind) -> Length | None:
     """None where the kinds are equal, or differ in more than one size."""
     if here[1:] != there[1:] or [(len(s), dtype) for s, dtype in here.shapes] != [(len(s), dtype) for s, dtype in there.shapes]:

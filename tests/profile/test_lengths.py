@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_memo.profile.lengths import Kind, Length, length_between, shapes_of
+from ds_memo.profile.lengths import Kind, Length, hidden_shape, length_between, shapes_of
 
 
 def kind(*shapes: tuple[int, ...], first: bool = True) -> Kind:
@@ -27,3 +27,15 @@ def test_no_single_length() -> None:
     assert length_between(kind((2, 8), (2, 8)), kind((2, 16), (2, 12))) is None
     assert length_between(kind((2, 8)), kind((2, 8, 1))) is None
     assert length_between(kind((2, 8)), kind((2, 16), first=False)) is None
+
+
+def test_hidden_states_stand_where_they_stood() -> None:
+    def found(first: Kind, hidden: tuple[int, ...], then: Kind) -> tuple[int, ...] | None:
+        return hidden_shape(first.shapes, hidden, then.shapes)
+
+    assert found(kind((2, 8), (2, 8)), (2, 8, 64), kind((3, 16), (3, 16))) == (3, 16, 64)
+    assert found(kind((2, 8, 64), (8,)), (2, 8, 64), kind((2, 9, 64), (9,))) == (2, 9, 64)
+    assert found(kind((2, 8)), (2, 13, 64), kind((2, 16))) is None  # the model puts tokens of its own before the text
+    assert found(kind((2, 8), (2, 8)), (2, 8, 64), kind((2, 16), (2, 12))) is None
+    assert found(kind((2, 8)), (2, 8, 64), kind((2, 16), (2, 16))) is None
+    assert found(kind((2, 8)), (2, 8, 64), kind((16,))) is None

@@ -1,0 +1,106 @@
+"""Ranks whose batches have different lengths: each solves for its own, and all of them meet where they must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed.comm as dist
+import pytest
+import torch
+
+import ds_memo
+from ds_memo.integrate.autopilot import Autopilot
+from ds_memo.solve.homes import NothingFits
+from tests.models import VOCAB, build
+from tests.unit.common import ON_CPU, DistributedTest
+
+pytestmark = pytest.mark.skipif(not ON_CPU, reason="two CPU ranks")
+
+SHORT, LONG = 24, 240
+ONLY_SHORT, NOTHING_LONG = 5e-3, 2e-3
+"""GiB of a device that holds a pass without checkpointing of the short length alone, and no long pass at all."""
+
+
+def start(stage: int, **memo: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "memo": {"enabled": bool(memo), **memo},
+    }
+    return ds_memo.initialize(model=build("llama"), config=config)[0]
+
+
+def train(engine: Any, lengths: list[int]) -> list[float]:
+    losses = []
+    for number, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
+        tokens = torch.randint(VOCAB, (2, length), generator=generator)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_passes(engine: Any) -> list[bool]:
+    """Has, from here on, whether each pass does without checkpointing."""
+    passes = []
+    choose = engine.memo.autopilot.choose
+
+    def spy(*args: Any) -> Any:
+        chosen = choose(*args)
+        passes.append(chosen.homes.plain)
+        return chosen
+
+    engine.memo.autopilot.choose = spy
+    return passes
+
+
+class TestUnevenRanks(DistributedTest):
+    world_size = 2
+    exec_timeout = 60
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_only_one_rank_could_do_without_checkpointing(self, stage: int) -> None:
+        """A replay under ZeRO 3 gathers parameters: each rank in it, or none."""
+        ours, theirs = [SHORT, LONG, SHORT, SHORT, SHORT, LONG], [LONG, SHORT, SHORT, SHORT, LONG, LONG]
+        lengths = theirs if dist.get_rank() else ours
+        want = train(start(stage), lengths)
+        engine = start(stage, device_memory_gib=ONLY_SHORT)
+        passes = plain_passes(engine)
+        assert train(engine, lengths) == pytest.approx(want, rel=1e-6)
+        if stage == 3:
+            assert passes == [mine == other == SHORT for mine, other in zip(ours, theirs, strict=True)]
+        else:
+            assert passes == [length == SHORT for length in lengths]
+
+    @pytest.mark.parametrize("memo", [{"alpha": 0.5, "resident_layers": 1}, {"alpha": 0.5}, {}], ids=str)
+    def test_a_length_that_is_new_to_one_rank(self, memo: dict[str, Any]) -> None:
+        lengths = [LONG, LONG, LONG, LONG] if dist.get_rank() else [LONG, SHORT, SHORT + 1, LONG]
+        want = train(start(3), lengths)
+        engine = start(3, enabled=True, **memo, **({} if "resident_layers" in memo else {"device_memory_gib": ONLY_SHORT}))
+        assert train(engine, lengths) == pytest.approx(want, rel=1e-6)
+
+    def test_inputs_that_do_not_show_their_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A look into the forward, which gathers the embedding, is taken on both ranks if it is on one."""
+        monkeypatch.setattr("ds_memo.integrate.autopilot.hidden_shape", lambda shapes, hidden, others: None)
+        self.test_a_length_that_is_new_to_one_rank({})
+
+    def test_nothing_fits_one_rank(self) -> None:
+        """The other is told, and does not wait for it."""
+        engine = start(3, device_memory_gib=NOTHING_LONG)
+        assert train(engine, [SHORT])
+        rank = dist.get_rank()
+        with pytest.raises(NothingFits, match="^rank 1: device memory" if rank == 0 else "^device memory"):
+            train(engine, [LONG if rank else SHORT])
+        assert train(engine, [SHORT, SHORT])
+
+    def test_stalls_are_looked_at_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After as many optimizer steps on every rank, however many kinds of passes each has seen."""
+        mixed = []
+        share = Autopilot._share
+        monkeypatch.setattr(Autopilot, "_share", lambda pilot, begin, end: mixed.append(begin.mixed) or share(pilot, begin, end))
+        engine = start(2, device_memory_gib=ONLY_SHORT)
+        train(engine, [LONG + (number // 3 if dist.get_rank() else 0) for number in range(16)])
+        assert mixed == [bool(dist.get_rank())] * 3
