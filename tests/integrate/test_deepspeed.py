@@ -154,6 +154,16 @@ def test_a_plain_module_under_zero_3() -> None:
     engine.memo.detach()
 
 
+def test_leaf_modules_of_zero_3(tmp_path: Path) -> None:
+    """Experts, by default: a hook at the end of their backward has gradients reduced, and a profile has none to reduce."""
+    model = build("mixtral")
+    engine = start(ds_config(3, memo={"enabled": True, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}), model=model)
+    assert any(deepspeed.utils.z3_leaf_module(module) for module in model.modules())
+    assert train(engine) == pytest.approx(train(start(ds_config(3), "mixtral")), rel=1e-5)
+    assert engine.memo.report()["warnings"] == []
+    engine.memo.detach()
+
+
 def test_the_signature_is_deepspeeds() -> None:
     assert inspect.signature(ds_memo.initialize) == inspect.signature(deepspeed.initialize)
     assert ds_memo.initialize.__name__ == "initialize"
