@@ -208,6 +208,24 @@ def test_detach_gives_the_engine_back() -> None:
         ds_memo.report(engine)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_destroyed_engine_gives_everything_back(stage: int) -> None:
+    """Its host memory, the addresses and the model, which another engine may train on; stock's may, and so it is compared."""
+
+    def two_engines(config: dict[str, Any]) -> list[float]:
+        model = build("llama")
+        losses = train(first := start(config, model=model), steps=1)
+        first.destroy()
+        losses += train(second := start(config, model=model), steps=1)
+        if hasattr(first, "memo"):
+            assert first.memo.slab.size == 0
+            assert second.memo.addresses.claimed and second.memo.report()["warnings"] == []
+        second.destroy()
+        return losses
+
+    assert two_engines(ds_config(stage, memo=MEMO)) == pytest.approx(two_engines(ds_config(stage)), rel=1e-5)
+
+
 def test_an_engine_without_memo_has_no_report() -> None:
     with pytest.raises(ds_memo.MemoError, match=r'DeepSpeedEngine is not under ds_memo.*"enabled": true'):
         ds_memo.report(start(ds_config(memo={**MEMO, "enabled": False})))
