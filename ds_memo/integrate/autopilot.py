@@ -119,6 +119,8 @@ class Autopilot:
         self._latest: Chosen | None = None
         self._host_budget = slab.budget
         self._device_budget = 0
+        self._device_free = 0
+        """The same before anything is set aside for what is only guessed: an optimizer's states, kernels that have not run yet."""
         self._copies_at = 1.0
         """The share of the profiled bandwidth that copies were seen to reach."""
         self._stepped = False
@@ -194,10 +196,20 @@ class Autopilot:
         if known is None:
             shape = self._shape_of(kind)
             run = self._costs(shape)
-            homes = solve(run, self._config.alpha, self._config.resident_layers, may_be_plain)
+            homes = self._homes(run, may_be_plain)
             _forget_oldest(self._chosen)
             known = self._chosen[kind, may_be_plain] = Chosen(homes, run, settings_of(homes, len(run.layers)), shape)
         return known
+
+    def _homes(self, run: RunCosts, may_be_plain: bool) -> Homes:
+        given = self._config.alpha, self._config.resident_layers
+        try:
+            return solve(run, *given, may_be_plain)
+        except NothingFits as error:
+            if error.where != "device" or error.needed > self._device_free:
+                raise
+            # No guess of what else will need memory refuses a run: it takes as little as it can until the first step has shown.
+            return solve(replace(run, device_budget=error.needed), *given, may_be_plain)
 
     # ---- the first pass
 
@@ -254,10 +266,12 @@ class Autopilot:
         return False
 
     def _look_at_budgets(self, model: nn.Module) -> None:
-        to_come = 0 if self._stepped else states_to_come(model, self.has_engine)
-        mine = device_budget(self._device, self._config.device_memory_gib, to_come, self._stepped)
-        budgets = from_all_ranks((min(self._host_budget, self._slab.budget), mine))
-        self._host_budget, self._device_budget = (min(budget) for budget in zip(*budgets, strict=True))
+        to_come, gradients = (0, 0) if self._stepped else (states_to_come(model, engine) for engine in (self.has_engine, True))
+        gib = self._config.device_memory_gib
+        budget = device_budget(self._device, gib, to_come, self._stepped)
+        free = device_budget(self._device, gib, gradients, True)
+        budgets = from_all_ranks((min(self._host_budget, self._slab.budget), budget, free))
+        self._host_budget, self._device_budget, self._device_free = map(min, zip(*budgets, strict=True))
 
     def _costs(self, shape: tuple[int, ...]) -> RunCosts:
         run = self.profile.costs(*shape[:2], self._host_budget, self._device_budget)
