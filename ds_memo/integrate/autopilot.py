@@ -120,7 +120,7 @@ class Autopilot:
         self._host_budget = slab.budget
         self._device_budget = 0
         self._device_free = 0
-        """The same before anything is set aside for what is only guessed: an optimizer's states, kernels that have not run yet."""
+        """The same with nothing set aside for what is only guessed: an optimizer's states, kernels that have not run yet."""
         self._copies_at = 1.0
         """The share of the profiled bandwidth that copies were seen to reach."""
         self._stepped = False

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_memo.errors import MemoError
 from ds_memo.profile.call import LayerCall
-from ds_memo.profile.live import LiveBytes
+from ds_memo.profile.live import bytes_made
 from ds_memo.profile.sample import KeptOutput, LayerSample
 from ds_memo.remat import keep
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
@@ -181,7 +181,7 @@ class _Bench:
         The layer's output, which in a step belongs to the frame above, is alive in both; its input, born before, in none.
         """
         frame = self.recipe(setting).layout.buffer_bytes
-        with LiveBytes(self._device) as count:
+        with bytes_made(self._device) as count:
             outputs = self.forward(setting)
             forward = count.peak
             count.reset_peak()
