@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +92,14 @@ def train(device: torch.device, planned: bool, hidden: int, layers: int, lengths
     return row
 
 
-def measure(device: torch.device, hidden: int, layers: int, lengths: list[int], steps: int) -> dict[str, Any]:
-    """Every way in its own process."""
+def measure(
+    device: torch.device, hidden: int, layers: int, lengths: list[int], steps: int, left: Callable[[], float] = lambda: math.inf
+) -> dict[str, Any]:
+    """Every way in its own process.
+
+    Args:
+        left: seconds that are left for all that is to come.
+    """
     rows: dict[str, dict[str, Any]] = {}
     arguments = {"hidden": hidden, "layers": layers, "lengths": lengths, "steps": steps}
     for way, (expandable, planned) in WAYS.items():
@@ -100,7 +108,11 @@ def measure(device: torch.device, hidden: int, layers: int, lengths: list[int], 
         environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
         command = [sys.executable, "-m", "benchmarks.allocator_gpu", *words]
         root = Path(__file__).parents[1]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, check=False)
+        limit = None if math.isinf(left()) else max(1.0, left())
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, check=False, timeout=limit)
+        except subprocess.TimeoutExpired:
+            sys.exit(f"allocator_gpu: {way}: no time left")
         if done.returncode:
             sys.exit(f"allocator_gpu: {way}: {done.stderr[-3000:]}")
         rows[way] = json.loads(done.stdout.splitlines()[-1])

@@ -106,6 +106,8 @@ class Memory:
 
 def clear(device: torch.device) -> None:
     """Nothing of one rival is left for the next."""
+    with torch.enable_grad():  # autograd holds on to a backward that raised until the next one
+        torch.ones((), device=device, requires_grad=True).clone().backward()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
