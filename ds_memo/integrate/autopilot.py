@@ -33,7 +33,7 @@ from ds_memo.profile.agree import (
     world_size,
 )
 from ds_memo.profile.call import LayerCall, first_layer_call
-from ds_memo.profile.device_memory import device_budget, states_to_come
+from ds_memo.profile.device_memory import device_budget, device_free, states_to_come
 from ds_memo.profile.lengths import Shapes, hidden_shape
 from ds_memo.profile.run import Asked, layer_in_words, lengths_of, take_profile
 from ds_memo.profile.sample import Profile
@@ -120,7 +120,7 @@ class Autopilot:
         self._host_budget = slab.budget
         self._device_budget = 0
         self._device_free = 0
-        """The same with nothing set aside for what is only guessed: an optimizer's states, kernels that have not run yet."""
+        """The same with nothing set aside for what is only guessed: an optimizer's states, workspaces of kernels."""
         self._copies_at = 1.0
         """The share of the profiled bandwidth that copies were seen to reach."""
         self._stepped = False
@@ -208,7 +208,7 @@ class Autopilot:
         except NothingFits as error:
             if error.where != "device" or error.needed > self._device_free:
                 raise
-            # No guess of what else will need memory refuses a run: it takes as little as it can until the first step has shown.
+            # No guess of what else will need memory refuses a run; it takes as little as it can.
             return solve(replace(run, device_budget=error.needed), *given, may_be_plain)
 
     # ---- the first pass
@@ -269,7 +269,7 @@ class Autopilot:
         to_come, gradients = (0, 0) if self._stepped else (states_to_come(model, engine) for engine in (self.has_engine, True))
         gib = self._config.device_memory_gib
         budget = device_budget(self._device, gib, to_come, self._stepped)
-        free = device_budget(self._device, gib, gradients, True)
+        free = device_free(self._device, gib) - gradients
         budgets = from_all_ranks((min(self._host_budget, self._slab.budget), budget, free))
         self._host_budget, self._device_budget, self._device_free = map(min, zip(*budgets, strict=True))
 

@@ -23,17 +23,22 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
         to_come: bytes of gradients and optimizer states that do not exist yet.
         stepped: an optimizer step has been made, so the rest is known.
     """
-    share = 1 - (RESERVE if stepped else UNSEEN)
+    free = device_free(device, device_memory_gib)
+    if device.type != "cuda" and device_memory_gib is not None:
+        return free
+    return max(0, int(free * (1 - (RESERVE if stepped else UNSEEN))) - to_come)
+
+
+def device_free(device: torch.device, device_memory_gib: float | None) -> int:
+    """The same with nothing set aside."""
     if device.type != "cuda":
-        if device_memory_gib is not None:
-            return int(device_memory_gib * GIB)
-        return max(0, int(available_bytes(locked=False) * share) // ranks_on_node() - to_come)
+        return available_bytes(locked=False) // ranks_on_node() if device_memory_gib is None else int(device_memory_gib * GIB)
     free, _ = torch.cuda.mem_get_info(device)
     held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     left = free + held - used
     if device_memory_gib is not None:
         left = min(left, int(device_memory_gib * GIB) - used)
-    return max(0, int(left * share) - to_come)
+    return max(0, left)
 
 
 def device_seen(device: torch.device) -> dict[str, int] | None:

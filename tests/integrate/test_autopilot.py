@@ -113,8 +113,8 @@ def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float
 @pytest.mark.parametrize("free", [PLENTY, NONE])
 def test_a_guess_of_what_is_to_come_refuses_no_run(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
     """Before the first step Adam's states are set aside for, whatever optimizer comes: in 16 GiB more than all there is."""
-    guessed = lambda device, gib, to_come, stepped: int(free * GIB) if stepped else 0  # noqa: E731
-    monkeypatch.setattr(autopilot, "device_budget", guessed)
+    monkeypatch.setattr(autopilot, "device_budget", lambda *args: 0)
+    monkeypatch.setattr(autopilot, "device_free", lambda *args: int(free * GIB))
     model = build("llama")
     stock = copy.deepcopy(model)
     handle = attached(model)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ds_memo.profile import device_memory
-from ds_memo.profile.device_memory import GIB, RESERVE, UNSEEN, device_budget, device_seen, states_to_come
+from ds_memo.profile.device_memory import GIB, RESERVE, UNSEEN, device_budget, device_free, device_seen, states_to_come
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -41,6 +41,11 @@ def host(monkeypatch):
 )
 def test_a_card(card, configured, to_come, stepped, expected_gib):
     assert device_budget(CUDA, configured, to_come, stepped) == pytest.approx(expected_gib * GIB, abs=1)
+
+
+def test_nothing_is_set_aside_of_what_is_free(card, host):
+    assert device_free(CUDA, None) == 58 * GIB and device_free(CUDA, 40.0) == 28 * GIB and device_free(CUDA, 5.0) == 0
+    assert device_free(CPU, None) == 25 * GIB and device_free(CPU, 1.5) == int(1.5 * GIB)
 
 
 def test_a_card_for_people(card):
