@@ -31,6 +31,7 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import ds_memo
+from benchmarks.workloads import born_as
 
 BAR = 1.02
 WAYS = {"native": (False, False), "expandable segments": (True, False), "planned": (False, True), "both": (True, True)}
@@ -53,8 +54,8 @@ def train(device: torch.device, planned: bool, hidden: int, layers: int, lengths
         use_parallel_residual=False,
         hidden_act="gelu_pytorch_tanh",
     )
-    with torch.device(device):
-        model = GPTNeoXForCausalLM(config).to(torch.bfloat16 if cuda else torch.float32).train()
+    with torch.device(device), born_as(torch.bfloat16 if cuda else torch.float32):
+        model = GPTNeoXForCausalLM(config).train()
         batches = [torch.randint(0, 512, (1, length)) for length in lengths]
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": min(2, layers), "plan": {"enabled": planned}})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -90,6 +90,14 @@ def _end(allocator: Allocator, place: tuple[str, int]) -> None:
         allocator.uninstall()
 
 
+def _make_workspaces(device: torch.device) -> None:
+    """cuBLAS has one of some 32 MiB for this thread and one for autograd's, and keeps them: born among the activations of the
+    first pass, each would hold back a whole segment that the arena should get."""
+    with torch.enable_grad():
+        x = torch.ones(16, 16, device=device, requires_grad=True)
+        (x @ x).sum().backward()
+
+
 class Addresses:
     """The addresses of one model's training passes on one device.
 
@@ -137,6 +145,8 @@ class Addresses:
         """
         if self._place in _owners:
             raise MemoError(f"another attached model has those on {self._device} planned, and one allocator follows one plan")
+        if self._device.type == "cuda":
+            _make_workspaces(self._device)
         self._allocator.install()
         _owners[self._place] = self
         self._end = weakref.finalize(self, _end, self._allocator, self._place)
