@@ -11,6 +11,7 @@ between steps     budgets are looked at again once the first optimizer step has 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -266,6 +267,7 @@ class Autopilot:
         return False
 
     def _look_at_budgets(self, model: nn.Module) -> None:
+        gc.collect()  # graphs of the profile that wait in circles
         to_come, gradients = (0, 0) if self._stepped else (states_to_come(model, engine) for engine in (self.has_engine, True))
         gib = self._config.device_memory_gib
         budget = device_budget(self._device, gib, to_come, self._stepped)

@@ -8,6 +8,7 @@ for itself only the allocator knows: flash attention's backward adds up dQ in fl
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import deque
 
@@ -136,6 +137,7 @@ class AllocatedBytes:
         return torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{when}"]
 
     def __enter__(self) -> AllocatedBytes:
+        gc.collect()  # a graph that waits in a circle would be freed inside
         self.reset_peak()
         self._before = self._requested("current")
         return self

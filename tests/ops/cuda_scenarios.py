@@ -158,7 +158,10 @@ def statistics_stay_true() -> None:
 
 @scenario
 def a_kernels_own_memory_counts_in_a_profile() -> None:
-    """Storages that no op returns, as a kernel's workspace is none."""
+    """Storages that no op returns, as a kernel's workspace is none; not what is garbage by then."""
+    circle = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")]
+    circle.append(circle)
+    del circle
     with bytes_made(torch.device("cuda", 0)) as count, LiveBytes("cuda") as tensors:
         output = torch.empty(3 * MIB + 5, dtype=torch.uint8, device="cuda")
         workspace = torch.UntypedStorage(16 * MIB, device="cuda")
