@@ -207,10 +207,10 @@ class Autopilot:
         try:
             return solve(run, *given, may_be_plain)
         except NothingFits as error:
-            if error.where != "device" or error.needed > self._device_free:
+            if error.where != "device":
                 raise
             # No guess of what else will need memory refuses a run; it takes as little as it can.
-            return solve(replace(run, device_budget=error.needed), *given, may_be_plain)
+            return solve(replace(run, device_budget=min(error.needed, self._device_free)), *given, may_be_plain)
 
     # ---- the first pass
 
@@ -237,6 +237,7 @@ class Autopilot:
                 cache.store(folder, self.profile, self._warn)
         self._saw(kind, call)
         self._first = (kind, call.shape)
+        del call, asked  # their hidden states are nothing that will be there
         self._gathers = world_size() > 1 and any(hasattr(parameter, "ds_id") for parameter in model.parameters())
         self._look_at_budgets(model)
         return True
@@ -267,7 +268,9 @@ class Autopilot:
         return False
 
     def _look_at_budgets(self, model: nn.Module) -> None:
-        gc.collect()  # graphs of the profile that wait in circles
+        gc.collect()  # what the profile, or another setting than the next, has left behind
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         to_come, gradients = (0, 0) if self._stepped else (states_to_come(model, engine) for engine in (self.has_engine, True))
         gib = self._config.device_memory_gib
         budget = device_budget(self._device, gib, to_come, self._stepped)
