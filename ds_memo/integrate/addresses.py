@@ -17,6 +17,9 @@ twice, and every size is a line through theirs. The plan for a third length is m
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -98,6 +101,13 @@ def _make_workspaces(device: torch.device) -> None:
         (x @ x).sum().backward()
 
 
+@functools.cache
+def _let_backward_end_before_exit() -> None:
+    """Autograd's thread lets go of the callbacks of a backward a moment after that has returned, and needs the interpreter for
+    it. A script whose last line is a training step would be gone by then, and the process abort."""
+    atexit.register(time.sleep, 0.05)
+
+
 class Addresses:
     """The addresses of one model's training passes on one device.
 
@@ -147,6 +157,7 @@ class Addresses:
             raise MemoError(f"another attached model has those on {self._device} planned, and one allocator follows one plan")
         if self._device.type == "cuda":
             _make_workspaces(self._device)
+            _let_backward_end_before_exit()
         self._allocator.install()
         _owners[self._place] = self
         self._end = weakref.finalize(self, _end, self._allocator, self._place)

@@ -9,8 +9,8 @@ from ds_memo.swap.host_memory import available_bytes, ranks_on_node
 
 GIB = 1 << 30
 RESERVE = 0.08
-"""Share of what is free that is left to embedding and head, and to what torch's allocator loses between blocks until addresses are
-planned: up to 6 % of 16 GiB in the first passes over layers of 7B width."""
+"""Share of what is free that is left to embedding and head, and to what torch's allocator loses between blocks until addresses
+are planned: up to 6 % of 16 GiB in the first passes over layers of 7B width."""
 UNSEEN = 0.20
 """The same before the first optimizer step, when embedding, head, and the optimizer have not run yet."""
 
