@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 from ds_memo.swap.host_memory import GIB, available_bytes
 
@@ -31,7 +31,7 @@ def grow(
     wanted: int,
     total: Callable[[], int] = total_bytes,
     free: Callable[[], int] = lambda: available_bytes(locked=False),
-    use: Callable[[int], object] = touch,
+    use: Callable[[int], Sized] = touch,
     wait: Callable[[float], None] = time.sleep,
 ) -> int:
     """Use memory, step by step, as long as the machine is smaller than `wanted` and grows; give it back.
@@ -39,7 +39,7 @@ def grow(
     Returns:
         Bytes that the machine has then. One that has them already, or does not grow, is left as it is.
     """
-    held = []
+    held, most = [], free() // 2
     while (before := total()) < wanted and (step := min(STEP, free() // 2) >> 20 << 20) >= 1 << 24:
         held.append(use(step))
         for _ in range(10):
@@ -47,7 +47,7 @@ def grow(
                 break
             wait(PATIENCE_S / 10)
         else:
-            if free() < before // 8:  # nearly full, and still as small
+            if sum(map(len, held)) >= most:  # half full, and still as small
                 break
     held.clear()
     return total()
