@@ -11,6 +11,7 @@ between steps     budgets are looked at again once the first optimizer step has 
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 import sys
@@ -119,7 +120,7 @@ class Autopilot:
         self._host_budget = slab.budget
         self._device_budget = 0
         self._device_limit = 0
-        """What the device could give at most, where less would be refused."""
+        """The same with nothing left alone for what is only guessed: optimizer states, head, workspaces of kernels."""
         self._head_bytes_per_token: float | None = None
         """Of head and loss, beside the layers; None: not seen."""
         self._backward_bytes = 0
@@ -253,6 +254,7 @@ class Autopilot:
         self._saw(kind, call)
         self._first = (kind, call.shape)
         self._meets_in_layers = world_size() > 1 and any(map(_is_divided, model.parameters()))
+        del call, asked  # their hidden states are nothing that will be there
         self._look_at_budgets(model)
         return True
 
@@ -282,9 +284,14 @@ class Autopilot:
         return False
 
     def _look_at_budgets(self, model: nn.Module) -> None:
-        to_come = 0 if self._stepped else states_to_come(model, self.has_engine)
+        gc.collect()  # what the profile, or another setting than the next, has left behind
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        states, gradients = (0, 0) if self._stepped else (states_to_come(model, engine) for engine in (self.has_engine, True))
         reserve = UNSEEN if self._head_bytes_per_token is None else RESERVE
-        careful, most = (device_budget(self._device, self._config.device_memory_gib, to_come, share) for share in (reserve, 0.0))
+        given = self._config.device_memory_gib
+        careful = device_budget(self._device, given, states, reserve)
+        most = device_budget(self._device, given, gradients, 0.0)
         budgets = from_all_ranks((min(self._host_budget, self._slab.budget), careful, most))
         self._host_budget, self._device_budget, self._device_limit = map(min, zip(*budgets, strict=True))
 
