@@ -9,37 +9,39 @@ from ds_memo.swap.host_memory import available_bytes, ranks_on_node
 
 GIB = 1 << 30
 RESERVE = 0.08
-"""Share of what is free that is left to embedding and head, and to what torch's allocator loses between blocks until addresses
+"""Share of what is free that is left to workspaces of kernels and to what torch's allocator loses between blocks until addresses
 are planned: up to 6 % of 16 GiB in the first passes over layers of 7B width."""
-UNSEEN = 0.20
-"""The same before the first optimizer step, when embedding, head, and the optimizer have not run yet."""
+UNSEEN = 0.50
+"""The same as long as it has not been seen what head, loss and optimizer take: logits can be larger than all that layers keep."""
 
 
-def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, stepped: bool) -> int:
+def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, reserve: float) -> int:
     """Bytes that activations may take.
 
     Args:
         device_memory_gib: of the whole device that this process may use; absent: what is free. On a CPU, where parameters and
             activations share what there is, it is what activations may take.
         to_come: bytes of gradients and optimizer states that do not exist yet.
-        stepped: an optimizer step has been made, so the rest is known.
+        reserve: share of what is free that is left alone: RESERVE, UNSEEN, or 0 for what could be had at most.
     """
-    free = device_free(device, device_memory_gib)
-    if device.type != "cuda" and device_memory_gib is not None:
-        return free
-    return max(0, int(free * (1 - (RESERVE if stepped else UNSEEN))) - to_come)
-
-
-def device_free(device: torch.device, device_memory_gib: float | None) -> int:
-    """The same with nothing set aside."""
+    share = 1 - reserve
     if device.type != "cuda":
-        return available_bytes(locked=False) // ranks_on_node() if device_memory_gib is None else int(device_memory_gib * GIB)
+        if device_memory_gib is not None:
+            return int(device_memory_gib * GIB)
+        return max(0, int(available_bytes(locked=False) * share) // ranks_on_node() - to_come)
     free, _ = torch.cuda.mem_get_info(device)
     held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     left = free + held - used
     if device_memory_gib is not None:
         left = min(left, int(device_memory_gib * GIB) - used)
-    return max(0, left)
+    return max(0, int(left * share) - to_come)
+
+
+def most_beyond(device: torch.device, known: int) -> int | None:
+    """The most that was alive at once beyond what is alive now and `known` bytes, since the process began; None: not known."""
+    if device.type != "cuda":
+        return None
+    return max(0, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device) - known)
 
 
 def device_seen(device: torch.device) -> dict[str, int] | None:
