@@ -253,8 +253,8 @@ class Autopilot:
                 cache.store(folder, self.profile, self._warn)
         self._saw(kind, call)
         self._first = (kind, call.shape)
-        self._meets_in_layers = world_size() > 1 and any(map(_is_divided, model.parameters()))
         del call, asked  # their hidden states are nothing that will be there
+        self._meets_in_layers = world_size() > 1 and any(map(_is_divided, model.parameters()))
         self._look_at_budgets(model)
         return True
 
@@ -287,11 +287,11 @@ class Autopilot:
         gc.collect()  # what the profile, or another setting than the next, has left behind
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        states, gradients = (0, 0) if self._stepped else (states_to_come(model, engine) for engine in (self.has_engine, True))
-        reserve = UNSEEN if self._head_bytes_per_token is None else RESERVE
-        given = self._config.device_memory_gib
-        careful = device_budget(self._device, given, states, reserve)
-        most = device_budget(self._device, given, gradients, 0.0)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        to_come, gradients = (0, 0) if self._stepped else (states_to_come(model, engine) for engine in (self.has_engine, True))
+        gib, reserve = self._config.device_memory_gib, UNSEEN if self._head_bytes_per_token is None else RESERVE
+        careful = device_budget(self._device, gib, to_come, reserve)
+        most = device_budget(self._device, gib, gradients, 0.0)  # Adam's states are a guess, and refuse no run
         budgets = from_all_ranks((min(self._host_budget, self._slab.budget), careful, most))
         self._host_budget, self._device_budget, self._device_limit = map(min, zip(*budgets, strict=True))
 

@@ -110,22 +110,6 @@ def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float
     handle.detach()
 
 
-@pytest.mark.parametrize("free", [PLENTY, NONE])
-def test_a_guess_of_what_is_to_come_refuses_no_run(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
-    """Before the first step Adam's states are set aside for, whatever optimizer comes: in 16 GiB more than all there is."""
-    monkeypatch.setattr(autopilot, "device_budget", lambda *asked: 0 if asked[-1] else int(free * GIB))
-    model = build("llama")
-    stock = copy.deepcopy(model)
-    handle = attached(model)
-    if free == NONE:
-        with pytest.raises(NothingFits, match="device memory"):
-            step(model, BATCH)
-    else:
-        assert_same(step(model, BATCH), step(stock, BATCH))
-        assert handle.report()["binding"].startswith("last resort")  # as little as it can
-    handle.detach()
-
-
 @pytest.mark.parametrize(
     "name, residents, alpha",
     [
