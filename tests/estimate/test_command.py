@@ -10,6 +10,7 @@ import pytest
 
 from ds_memo import cli
 from ds_memo.estimate import hardware
+from tests.command import complaint
 
 ROOT = Path(__file__).parents[2]
 GPT = str(ROOT / "ds_configs" / "models" / "gpt-7b.json")
@@ -20,17 +21,6 @@ BASE = ("estimate", "--model", GPT, "--hardware", "a800", "--gpus", "8")
 def answer(capsys, *words: str, base=BASE) -> dict:
     assert cli.main([*base, *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def complaint(capsys, *words: str) -> str:
-    try:
-        code = cli.main(words)
-    except SystemExit as stop:
-        code = stop.code
-    out, err = capsys.readouterr()
-    assert code == 2 and not out
-    assert err.count("\n") == 1 and err.startswith("ds-memo estimate: "), err
-    return err
 
 
 @pytest.mark.parametrize("method", ["memo", "paper", "full_recompute", "full_swap", "none"])

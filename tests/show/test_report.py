@@ -12,6 +12,7 @@ import pytest
 import ds_memo
 from ds_memo.cli import main
 from ds_memo.show.report import ReportError, as_text, read_report
+from tests.command import complaint
 from tests.models import LAYERS, Batch, build, step
 
 
@@ -94,6 +95,4 @@ def test_wrong_files_end_with_2(report: dict, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "odd.json").write_text(json.dumps({**report, "stall_s": "none"}))
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     for name in ("missing.json", "bytes.json", "odd.json", "."):
-        assert main(["report", str(tmp_path / name)]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("ds-memo report: ") and error.count("\n") == 1
+        complaint(capsys, "report", tmp_path / name)
