@@ -242,6 +242,14 @@ def test_reloads_are_issued_ahead_across_resident_frames(rig):
     assert rig.engine.traffic.frames_prefetched == 2
 
 
+def test_what_backward_has_passed_is_not_reloaded_ahead(rig):
+    """Two graphs, the older one first: below its oldest frame, the younger one finds frames that were replayed."""
+    frames = [rig.layer() for _ in range(4)]
+    for index in (1, 0, 3, 2):
+        rig.replay(frames[index])
+    assert (rig.engine.traffic.frames_on_demand, rig.engine.traffic.frames_prefetched) == (2, 2)
+
+
 def test_at_most_two_reload_buffers_are_alive(rig):
     frames = [rig.layer() for _ in range(6)]
     for frame in reversed(frames):
