@@ -28,6 +28,16 @@ pytestmark = [
 
 MEMO = {"enabled": True, "alpha": 0.5, "resident_layers": 1}
 STAGES = (0, 1, 2, 3)
+EVERYDAY = ((0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.float32), (3, torch.bfloat16))
+every_stage_and_dtype = pytest.mark.parametrize(
+    "stage, dtype",
+    [
+        pytest.param(stage, dtype, marks=[] if (stage, dtype) in EVERYDAY else pytest.mark.slow)
+        for stage in STAGES
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+    ids=str,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,8 +82,7 @@ def train(engine: Any, dtype: torch.dtype = torch.float32, steps: int = 3) -> li
     return losses
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_dtype
 def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
     plain = start(ds_config(stage, dtype))
     assert not hasattr(plain, "memo")
@@ -98,8 +107,7 @@ def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
     engine.memo.detach()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_dtype
 def test_planned_addresses(stage: int, dtype: torch.dtype) -> None:
     """99 % of the requests have theirs from the third optimizer step on, of two micro-batches each; the losses stay the same.
 
