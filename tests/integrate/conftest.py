@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -27,3 +29,30 @@ def no_thread_stays() -> Iterator[None]:
     for thread in set(memo_threads()) - before:
         thread.join(5)
         assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A gloo group of one, without the shared-memory op that DeepSpeed would build for its CPU collectives."""
+    import deepspeed
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}.items():
+            patch.setenv(name, value)
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        deepspeed.init_distributed("gloo")
+        yield
+        deepspeed.comm.destroy_process_group()
+
+
+@pytest.fixture
+def not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    @functools.wraps(deepspeed.initialize)
+    def initialize(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("DeepSpeed was started")
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)

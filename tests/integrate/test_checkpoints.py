@@ -12,7 +12,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 import ds_memo
-from tests.integrate.test_deepspeed import MEMO
+from tests.integrate.engines import MEMO
 from tests.models import Batch, build
 from tests.unit.common import ON_CPU, DistributedTest
 

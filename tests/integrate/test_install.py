@@ -16,15 +16,10 @@ from torch import nn
 import ds_memo
 from ds_memo.integrate import checkpointing as redirected
 from ds_memo.integrate.install import uninstall
-from tests.integrate.test_deepspeed import MEMO, ds_config, one_rank, train
+from tests.integrate.engines import MEMO, ON_ONE_CPU_RANK, deepspeed, ds_config, train
 from tests.models import LAYERS, Batch, Block, Toy, build, step
 
-deepspeed = pytest.importorskip("deepspeed")
-pytestmark = [
-    pytest.mark.skipif(deepspeed.get_accelerator().device_name() != "cpu", reason="one CPU rank; the GPU check covers CUDA"),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
-]
-__all__ = ["one_rank"]  # the fixture, for this module too
+pytestmark = ON_ONE_CPU_RANK
 
 
 @pytest.fixture

@@ -15,15 +15,10 @@ import pytest
 import torch
 
 import ds_memo
-from tests.integrate.test_deepspeed import MEMO, ds_config, one_rank, train
+from tests.integrate.engines import MEMO, ON_ONE_CPU_RANK, ds_config, train
 from tests.models import LAYERS, Batch, assert_same, build, step
 
-deepspeed = pytest.importorskip("deepspeed")
-pytestmark = [
-    pytest.mark.skipif(deepspeed.get_accelerator().device_name() != "cpu", reason="one CPU rank; the GPU check covers CUDA"),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
-]
-__all__ = ["one_rank"]  # the fixture, for this module too
+pytestmark = ON_ONE_CPU_RANK
 
 MISSING = {
     ("attention", "flash_attn_2"): ("flash_attn", "pip install flash-attn --no-build-isolation"),
