@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,8 @@ import pytest
 from ds_memo import cli
 from ds_memo.estimate import hardware
 from tests.command import complaint
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 GPT = str(ROOT / "ds_configs" / "models" / "gpt-7b.json")
 LLAMA = str(ROOT / "ds_configs" / "models" / "llama3-8b.json")
 BASE = ("estimate", "--model", GPT, "--hardware", "a800", "--gpus", "8")
@@ -121,7 +119,7 @@ def test_it_imports_no_torch():
         "heavy = {'torch', 'transformers', 'deepspeed', 'mip', 'matplotlib', 'plotly'} & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,13 +1,12 @@
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 
 from ds_memo.plan import read_csv, read_plan, verify
 from tests.command import call, complaint
+from tests.processes import python
 
 from .instances import CAPACITY, DATA, TRACES
 
@@ -118,8 +117,7 @@ def test_planning_imports_neither_torch_nor_a_solver():
         f"assert cli.main(['plan', {TRACE!r}, '--json']) == 0\n"
         "print(sorted(m for m in ('torch', 'deepspeed', 'mip', 'highspy', 'matplotlib', 'plotly') if m in sys.modules))"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    run = python("-c", code)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "[]"
 

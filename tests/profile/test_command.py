@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,9 @@ from ds_memo.integrate.skeleton import build
 from ds_memo.profile import bandwidth, run
 from ds_memo.profile.sample import from_json
 from tests.command import complaint
+from tests.processes import ROOT, python
 from tests.unit.common import DistributedTest
 
-ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "ds_configs" / "models" / "tiny.json")
 BASE = ("profile", "--seq-length", "256", "--dtype", "fp32", "--device", "cpu")
 
@@ -35,11 +33,6 @@ def model(tmp_path: Path, **changes) -> str:
     path = tmp_path / "small.json"
     path.write_text(json.dumps({**json.loads(Path(TINY).read_text()), **changes}))
     return str(path)
-
-
-def python(*words: str, **environment: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **environment}
-    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=240)
 
 
 def test_from_a_config_to_an_estimate(tmp_path):
