@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +25,8 @@ from ds_memo.remat.replay import Replay
 from ds_memo.swap.engine import SwapEngine
 
 _RECIPES = 64
+MEM_EFFICIENT_TOKENS = 1 << 16
+"""Beyond, that kernel reads its mask and draws its dropout at wrong places (pytorch/pytorch issue 187225)."""
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -199,29 +201,12 @@ class Remat:
         layer.follows_recipes = layer.times_left < 3
 
     def _warn(self, layer: Layer, recipe: Recipe) -> None:
-        """Say once per class of layers what makes its replay dearer than it should be."""
+        """Say once per class of layers what makes its replay dearer than it should be, or its results wrong."""
         module = layer.module() if layer.module else None
-        if recipe.rewritten and (type(module), recipe.rewritten) not in self._warned:
-            self._warned.add((type(module), recipe.rewritten))
-            self.warn(
-                f"layer {layer.name}: outputs of {recipe.rewritten} were changed in place by a kernel that PyTorch cannot see "
-                "(a Triton kernel that is no custom op?), so these ops run again in each backward."
-            )
-        if not any(isinstance(op, Gemm) for op in recipe.ops):
-            reason = "no GEMM was seen in it, so all of it is recomputed, attention too"
-            if _is_compiled(module):
-                reason += "; it is compiled, and what happens inside a compiled region cannot be seen: leave layers uncompiled"
-        elif not recipe.attention_ops:
-            seen = f"{recipe.softmax} was (attention that materialises its scores)" if recipe.softmax else "nor a softmax"
-            reason = (
-                f"no attention kernel was seen in it, {seen}, so its attention, if any, runs a second time in each backward. "
-                'Use attn_implementation="sdpa" or a flash-attn package, and no 4-D attention mask'
-            )
-        else:
-            return
-        if (type(module), reason) not in self._warned:
-            self._warned.add((type(module), reason))
-            self.warn(f"layer {layer.name}: {reason}.")
+        for reason in _reasons(module, recipe):
+            if (type(module), reason) not in self._warned:
+                self._warned.add((type(module), reason))
+                self.warn(f"layer {layer.name}: {reason}.")
 
     def _with_sdpa(self, layer: Layer, fn: Callable[..., Any], *args: Any) -> Any:
         with sdpa_kernel(self._sdpa):
@@ -260,6 +245,30 @@ def _givens(layer: Layer, fn: Callable[..., Any], args: tuple) -> list[torch.Ten
     while isinstance(fn, functools.partial):
         args, fn = (args, fn.args, fn.keywords), fn.func
     return own + [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+
+
+def _reasons(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
+    """What is to be said of a layer."""
+    if recipe.rewritten:
+        yield (
+            f"outputs of {recipe.rewritten} were changed in place by a kernel that PyTorch cannot see "
+            "(a Triton kernel that is no custom op?), so these ops run again in each backward"
+        )
+    if recipe.mem_efficient_tokens > MEM_EFFICIENT_TOKENS:
+        yield (
+            f"PyTorch took its memory-efficient attention, whose results past {MEM_EFFICIENT_TOKENS:,} tokens are wrong where "
+            "there is a mask or dropout. Leave the mask out (join documents in place of padding), or set memo.attention to "
+            '"flash" or "cudnn", which then say if they cannot serve'
+        )
+    if not any(isinstance(op, Gemm) for op in recipe.ops):
+        compiled = "; it is compiled, and what happens inside a compiled region cannot be seen: leave layers uncompiled"
+        yield "no GEMM was seen in it, so all of it is recomputed, attention too" + (compiled if _is_compiled(module) else "")
+    elif not recipe.attention_ops:
+        seen = f"{recipe.softmax} was (attention that materialises its scores)" if recipe.softmax else "nor a softmax"
+        yield (
+            f"no attention kernel was seen in it, {seen}, so its attention, if any, runs a second time in each backward. "
+            'Use attn_implementation="sdpa" or a flash-attn package, and no 4-D attention mask'
+        )
 
 
 def _is_compiled(module: nn.Module | None) -> bool:

@@ -78,6 +78,12 @@ class Recipe:
     def attention_ops(self) -> int:
         return sum(keep.kind_of(op.func) is keep.Kind.ATTENTION for op in self.ops)
 
+    @cached_property
+    def mem_efficient_tokens(self) -> int:
+        """The longest sequence that PyTorch's memory-efficient attention saw; 0: it was not used."""
+        ops = [op for op in self.ops if op.func is torch.ops.aten._scaled_dot_product_efficient_attention.default]
+        return max((max(op.kept[0].shape[1:-1]) for op in ops if op.kept and op.kept[0]), default=0)
+
     def without_shortcuts(self, followed: int) -> Recipe:
         """For a call that left the recipe at op `followed`: what was stored is used, everything else is computed."""
         ops = [replace(op, wanted=True) if isinstance(op, Gemm) else op for op in self.ops[:followed]]

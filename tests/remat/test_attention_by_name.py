@@ -61,3 +61,34 @@ def test_is_supplied_not_run_again(name):
     assert handle.report()["attention_recomputed"] == 0
     assert not handle.report()["warnings"]
     handle.detach()
+
+
+@pytest.mark.parametrize("length, wrong", [(2**16, False), (2**16 + 8, True)])
+def test_the_memory_efficient_kernel_where_it_is_wrong(length, wrong):
+    """A stand-in for the CUDA kernel; only its sizes matter here."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl(
+            "_scaled_dot_product_efficient_attention",
+            lambda q, k, v, *rest, **more: (torch.zeros_like(q), torch.zeros(q.shape[:3]), torch.zeros(()), torch.zeros(())),
+            "CPU",
+        )
+
+        class Layer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.qkv, self.o = nn.Linear(2, 6), nn.Linear(2, 2)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                q, k, v = self.qkv(x).unflatten(-1, (3, 1, 2)).permute(2, 0, 3, 1, 4)
+                out = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
+                return self.o(out.transpose(1, 2).flatten(2))
+
+        model = nn.Sequential(Layer(), Layer())
+        handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0}, layers=["0", "1"])
+        model(torch.zeros(1, length, 2))
+        said = handle.report()["warnings"]
+        assert len(said) == wrong and all("memory-efficient attention, whose results past 65,536 tokens" in line for line in said)
+        handle.detach()
+    finally:
+        library._destroy()
