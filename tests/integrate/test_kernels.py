@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import ds_memo
 from tests.integrate.engines import MEMO, ON_ONE_CPU_RANK, ds_config, train
@@ -125,6 +126,13 @@ def test_norms_that_scale_otherwise_are_left_alone(packages: Path) -> None:
     write(packages, APEX)
     with pytest.raises(ds_memo.MemoError, match="has no LayerNorm or RMSNorm"):
         ds_memo.attach(build("gemma3"), {"kernels": {"norm": "apex"}})
+
+
+@pytest.mark.parametrize("lacks", [{"bias": False}, {"elementwise_affine": False}], ids=str)
+def test_norms_that_lack_what_the_kernel_multiplies_and_adds_are_left_alone(lacks: dict[str, bool], packages: Path) -> None:
+    write(packages, APEX)
+    with pytest.raises(ds_memo.MemoError, match="has no LayerNorm or RMSNorm"):
+        ds_memo.attach(nn.ModuleList(nn.LayerNorm(8, **lacks) for _ in range(2)), {"kernels": {"norm": "apex"}})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
