@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ds_memo.estimate import answers, hardware, model
-from ds_memo.estimate.estimate import Question, estimate
+from ds_memo.estimate.estimate import OK, Question, estimate
 
 MODELS = [
     model.load(str(Path(__file__).parents[2] / "ds_configs" / "models" / f"{name}.json"))
@@ -71,6 +71,16 @@ def test_a_faster_link_is_never_slower_under_the_papers_rules(names, question, a
     assert after.status == before.status
     assume(before.step_s is not None)
     assert after.step_s <= before.step_s * (1 + 1e-9)
+
+
+@settings(EXAMPLES, max_examples=15)
+@given(question=questions)
+def test_the_longest_fits_and_the_next_longer_one_does_not(question):
+    longest, beyond = answers.longest(question)
+    assume(longest is not None)
+    assert longest.status == OK != beyond.status
+    low, high = (answer.question.seq_length // answers.KI for answer in (longest, beyond))
+    assert 0 < high - low <= max(1, low // (2 * answers.GRAIN))
 
 
 @settings(EXAMPLES, max_examples=15)
