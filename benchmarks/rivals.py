@@ -165,8 +165,9 @@ def memo(model: nn.Module, budget: Budget, planned: bool = False, **config: Any)
         handle.detach()
 
 
-_PLANNED = 5
-"""Steps until addresses are planned: two alike to profile, one that plans, one that follows, one to be sure."""
+_PLANNED = 6
+"""Steps until addresses are planned: one after which ds_memo solves again, two alike to profile, one that plans, one that
+follows, one to be sure."""
 
 RIVALS = {
     rival.name: rival

@@ -27,12 +27,12 @@ from torch.autograd import Variable
 
 from ds_memo.config import PlanConfig
 from ds_memo.errors import MemoError
-from ds_memo.ops.allocator import MISSES, NATIVE, Allocator
+from ds_memo.ops.allocator import MISSES, NATIVE, Allocator, Request
 from ds_memo.plan import Plan, PlanError, plan_trace
 from ds_memo.plan.rescale import Affine, fit_sizes, rescale
 from ds_memo.plan.trace import UNIT
 from ds_memo.profile.lengths import Kind, Length, Shapes, length_between
-from ds_memo.profile.requests import NEVER, Place, RequestLog, read_log
+from ds_memo.profile.requests import NEVER, Most, Place, RequestLog, most_in, read_log
 
 _TROUBLE = 0.01
 """Share of a pass's requests that may miss before the pass counts as not fitting its plan."""
@@ -127,6 +127,8 @@ class Addresses:
         self._stepped = True
         self.claimed = False
         self._stats = self._at_start = dict.fromkeys(("hit", *MISSES), 0)
+        self._events: list[Request] = []
+        """Of the running pass, as far as they were looked at."""
 
     def claim(self) -> None:
         """Have the device's addresses planned by this one from now on.
@@ -201,6 +203,13 @@ class Addresses:
         """What follows is none of the plan's business: an evaluation, say."""
         self._allocator.phase(None)
 
+    def head_bytes(self) -> Most | None:
+        """What head and loss held in the latest pass beside the layers; None: that was not logged."""
+        if self._allocator.mode != "profile":
+            return None
+        self._events += self._allocator.requests()
+        return most_in("head", self._events)
+
     # ---- what the user says
 
     def release_arena(self) -> int:
@@ -263,7 +272,8 @@ class Addresses:
         self._good = self._in_backward = False
         before, self._stats = self._stats, self._allocator.stats()
         if mode == "profile":
-            log, wrapping = read_log(self._allocator.requests(), self._escaped)
+            log, wrapping = read_log([*self._events, *self._allocator.requests()], self._escaped)
+            self._events = []
             if known is not None and complete:
                 known.now = (known.now and known.now.merged(log)) or log
                 known.wrapping = wrapping if self._escaped_from == self._kind else set()

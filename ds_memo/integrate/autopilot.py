@@ -4,13 +4,14 @@ first pass        the first layer call is caught before any layer runs; ranks co
                   the cache or measured; solved; NothingFits comes out here, before the first step
 other lengths     solved from the same profile, without measuring; ranks that hold parameters in pieces (ZeRO-3) agree in each
                   pass on whether they checkpoint, the others need not talk
-between steps     budgets are looked at again once the first optimizer step has shown what else needs memory; copies that take
-                  longer than profiled lower alpha
+between steps     budgets are looked at again once the first optimizer step has shown what else needs memory, head and loss
+                  above all; copies that take longer than profiled lower alpha
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from ds_memo.config import MemoConfig
+from ds_memo.integrate.stalls import StallWatch, slower
 from ds_memo.profile import cache
 from ds_memo.profile.agree import (
     Failed,
@@ -33,14 +35,15 @@ from ds_memo.profile.agree import (
     world_size,
 )
 from ds_memo.profile.call import LayerCall, first_layer_call
-from ds_memo.profile.device_memory import device_budget, states_to_come
+from ds_memo.profile.device_memory import RESERVE, UNSEEN, device_budget, most_beyond, states_to_come
 from ds_memo.profile.lengths import Shapes, hidden_shape
+from ds_memo.profile.requests import Most
 from ds_memo.profile.run import Asked, layer_in_words, lengths_of, take_profile
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.homes import Homes, NothingFits, solve
-from ds_memo.solve.schedule import Schedule
+from ds_memo.solve.homes import Homes, NothingFits, bytes_at_head, solve
+from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import Streams
 
@@ -48,12 +51,6 @@ _KINDS = 64
 """Kinds of passes that are remembered."""
 _TRIES = 3
 """Passes that may fail before their first layer until no profile is made."""
-_WINDOW = 4
-"""Optimizer steps whose stalls are looked at together."""
-_SETTLING = 2
-"""Optimizer steps before the first window: layers are analysed in them, and addresses planned."""
-_TOLERATED = 0.05
-"""Share of a step that compute may wait longer than predicted before the copies count as slower than profiled."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,8 @@ class Autopilot:
     ) -> None:
         self.has_engine = False
         """An engine holds optimizer states already."""
+        self.sees_head = False
+        """The first step will show what head and loss take, unless it does without checkpointing."""
         self.profile: Profile | None = None
         self.from_cache = False
         self.changes: list[str] = []
@@ -119,12 +118,18 @@ class Autopilot:
         self._latest: Chosen | None = None
         self._host_budget = slab.budget
         self._device_budget = 0
+        self._device_limit = 0
+        """What the device could give at most, where less would be refused."""
+        self._head_bytes_per_token: float | None = None
+        """Of head and loss, beside the layers; None: not seen."""
+        self._backward_bytes = 0
+        """What is there through the whole backward beside the layers, whatever the length: buckets of gradients to reduce."""
         self._copies_at = 1.0
         """The share of the profiled bandwidth that copies were seen to reach."""
         self._stepped = False
         self._missed = 0
         """Passes whose first layer call could not be caught."""
-        self._window: _Window | None = None
+        self._stalls = StallWatch(streams)
 
     # ---- before each training pass
 
@@ -147,14 +152,13 @@ class Autopilot:
         chosen = choose(kind, functools.partial(first_layer_call, self._remat, model, args, kwargs))
         if chosen is not self._latest:
             self._latest = chosen
-            if self._window is not None:
-                self._window.mixed = True
+            self._stalls.another_kind()
         return chosen
 
     def _choose_alone(self, kind: Shapes, look: Callable[[], LayerCall]) -> Chosen:
         if self._shape_of(kind) is None:
             self._saw(kind, look())
-        return self._solved(kind)
+        return self._solved(kind, self._may_be_plain)
 
     def _choose_together(self, kind: Shapes, look: Callable[[], LayerCall]) -> Chosen:
         """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer. So, whatever lengths
@@ -162,7 +166,7 @@ class Autopilot:
         looks, checkpoints, nothing_fits = self._shape_of(kind) is None, False, None
         if not looks:
             try:
-                checkpoints = not self._solved(kind).homes.plain
+                checkpoints = not self._solved(kind, self._may_be_plain).homes.plain
             except NothingFits as error:
                 nothing_fits = error
         looks, checkpoints, fails = greatest((looks, checkpoints, nothing_fits is not None), self._device)
@@ -189,15 +193,38 @@ class Autopilot:
         _forget_oldest(self._seen)
         self._seen[kind] = call.shape
 
-    def _solved(self, kind: Shapes, may_be_plain: bool = True) -> Chosen:
+    @property
+    def _may_be_plain(self) -> bool:
+        return self._stepped or not self.sees_head
+
+    def _solved(self, kind: Shapes, may_be_plain: bool) -> Chosen:
         known = self._chosen.get((kind, may_be_plain))
         if known is None:
-            shape = self._shape_of(kind)
-            run = self._costs(shape)
-            homes = solve(run, self._config.alpha, self._config.resident_layers, may_be_plain)
             _forget_oldest(self._chosen)
-            known = self._chosen[kind, may_be_plain] = Chosen(homes, run, settings_of(homes, len(run.layers)), shape)
+            known = self._chosen[kind, may_be_plain] = self._solve(self._shape_of(kind), may_be_plain)
         return known
+
+    def _solve(self, shape: tuple[int, ...], may_be_plain: bool) -> Chosen:
+        given = self._config.alpha, self._config.resident_layers
+        run = self._costs(shape)
+        try:
+            homes = solve(run, *given, may_be_plain)
+        except NothingFits as error:
+            if error.where != "device":
+                raise
+            # What was left alone is there for such a pass, and what the head takes no setting changes: is it the layers?
+            alone = replace(run, head_bytes=0, backward_bytes=0, device_budget=self._device_limit)
+            solve(alone, *given, may_be_plain=False)
+            if error.needed > self._device_limit:
+                self._warn(
+                    f"beside the layers {math.prod(shape[:2]):,} tokens take {run.head_bytes / GIB:.3g} GiB of device memory for "
+                    f"head, loss and gradients on their way ({run.backward_bytes / GIB:.3g} GiB). With them a step needs "
+                    f"{error.needed / GIB:.3g} GiB where {self._device_limit / GIB:.3g} are free: it may run out of memory. "
+                    "A tiled loss helps, or a smaller zero_optimization.reduce_bucket_size"
+                )
+            run = replace(run, device_budget=error.needed)  # so that nothing is taken beyond what it needs
+            homes = solve(run, *given, may_be_plain=False)
+        return Chosen(homes, run, settings_of(homes, len(run.layers)), shape)
 
     # ---- the first pass
 
@@ -255,13 +282,26 @@ class Autopilot:
 
     def _look_at_budgets(self, model: nn.Module) -> None:
         to_come = 0 if self._stepped else states_to_come(model, self.has_engine)
-        mine = device_budget(self._device, self._config.device_memory_gib, to_come, self._stepped)
-        budgets = from_all_ranks((min(self._host_budget, self._slab.budget), mine))
-        self._host_budget, self._device_budget = (min(budget) for budget in zip(*budgets, strict=True))
+        reserve = UNSEEN if self._head_bytes_per_token is None else RESERVE
+        careful, most = (device_budget(self._device, self._config.device_memory_gib, to_come, share) for share in (reserve, 0.0))
+        budgets = from_all_ranks((min(self._host_budget, self._slab.budget), careful, most))
+        self._host_budget, self._device_budget, self._device_limit = map(min, zip(*budgets, strict=True))
+
+    def _see_head(self, logged: Most | None) -> None:
+        """What head and loss took in the latest pass, or at most if that was not logged. The rank that needs most counts."""
+        passed, mine = self._latest, None
+        if passed is not None:
+            mine = logged.peak - logged.staying if logged else most_beyond(self._device, bytes_at_head(passed.run, passed.homes))
+        everybodys = from_all_ranks(
+            None if mine is None else (mine / math.prod(passed.shape[:2]), logged.staying if logged else 0)
+        )
+        if None not in everybodys:
+            self._head_bytes_per_token, self._backward_bytes = map(max, zip(*everybodys, strict=True))
 
     def _costs(self, shape: tuple[int, ...]) -> RunCosts:
         run = self.profile.costs(*shape[:2], self._host_budget, self._device_budget)
-        return slower(run, self._copies_at) if self._copies_at < 1 else run
+        head = math.ceil((self._head_bytes_per_token or 0.0) * math.prod(shape[:2])) + self._backward_bytes
+        return slower(replace(run, head_bytes=head, backward_bytes=self._backward_bytes), self._copies_at)
 
     def report(self) -> dict[str, Any] | None:
         """What the choice rests on; None before the first training pass."""
@@ -279,46 +319,25 @@ class Autopilot:
 
     # ---- between steps
 
-    def stepped(self, model: nn.Module | None, passes: int, now: float) -> None:
+    def stepped(self, model: nn.Module | None, passes: int, now: float, head_bytes: Callable[[], Most | None]) -> None:
         """An optimizer step is over on all ranks.
 
         Args:
             passes: training passes so far.
             now: the time, in seconds.
+            head_bytes: what head and loss held in the latest pass beside the layers, if that was logged.
         """
         if self.profile is None or model is None:
             return
         if not self._stepped:
             self._stepped = True
-            if self._device.type == "cuda":  # what the optimizer, embedding and head take is known now
-                self._look_at_budgets(model)
-                self._chosen.clear()
+            self._see_head(head_bytes())
+            self._look_at_budgets(model)
+            self._chosen.clear()
             return
-        if self._config.alpha is None:
-            self._watch_stalls(passes, now)
-
-    def _watch_stalls(self, passes: int, now: float) -> None:
-        """Ranks make their optimizer steps together, but what they pass through may differ, in length above all. So all of them
-        meet after as many steps, whatever each has seen."""
-        if self._window is None:
-            self._window = _Window(-_SETTLING, passes, now, self._stalled())
-            return
-        window = self._window
-        window.steps += 1
-        if window.steps == 0 or window.steps == _WINDOW:
-            self._window = _Window(0, passes, now, self._stalled())
-        if window.steps == _WINDOW:
-            self._copies_are_slower(min(from_all_ranks(self._share(window, self._window))))
-
-    def _share(self, begin: _Window, end: _Window) -> float:
-        """Of the profiled bandwidth, as far as this rank can tell."""
-        passes = end.passes - begin.passes
-        if begin.mixed or passes <= 0 or self._latest is None or self._latest.homes.plain:
-            return 1.0
-        return slowdown(self._latest, (end.stalled - begin.stalled) / passes, (end.began - begin.began) / passes)
-
-    def _stalled(self) -> float:
-        return sum(self._streams.stall_s().values())
+        if self._config.alpha is None and (window := self._stalls.stepped(passes, now)):
+            chosen = self._latest
+            self._copies_are_slower(min(from_all_ranks(window.share(chosen.run, chosen.homes) if chosen else 1.0)))
 
     def _copies_are_slower(self, share: float) -> None:
         if share >= 1:
@@ -328,7 +347,7 @@ class Autopilot:
         before = self._latest
         if before is None:
             return
-        after = solve(self._costs(before.shape), resident_layers=self._config.resident_layers)
+        after = self._solve(before.shape, may_be_plain=False).homes
         if after.alpha < before.homes.alpha:
             self.changes.append(
                 f"alpha lowered from {before.homes.alpha:.4g} to {after.alpha:.4g}: copies reach {self._copies_at:.0%} of the "
@@ -339,22 +358,9 @@ class Autopilot:
         """The system refused memory below the budget: what it gave is the budget from now on."""
         held, self._slab.refused = self._slab.refused, None
         if held < self._host_budget:
-            self.changes.append(f"host budget lowered to {held / (1 << 30):.4g} GiB: the system refused more")
+            self.changes.append(f"host budget lowered to {held / GIB:.4g} GiB: the system refused more")
             self._host_budget = held
             self._chosen.clear()
-
-
-@dataclass
-class _Window:
-    """Optimizer steps that are looked at together, and how things stood when they began."""
-
-    steps: int
-    """Since then."""
-    passes: int
-    began: float
-    stalled: float
-    mixed: bool = False
-    """Passes were of several kinds, which cannot be compared with one prediction."""
 
 
 def _forget_oldest(known: dict[Any, Any]) -> None:
@@ -393,32 +399,6 @@ def predicted(chosen: Chosen) -> dict[str, Any]:
         "device_bytes": homes.device_bytes,
         "stored_bytes_per_layer": stored,
     }
-
-
-def slower(run: RunCosts, share: float) -> RunCosts:
-    """The run with copies at a share of their bandwidth."""
-    return replace(run, d2h_bytes_per_s=run.d2h_bytes_per_s * share, h2d_bytes_per_s=run.h2d_bytes_per_s * share)
-
-
-def slowdown(chosen: Chosen, stalled_s: float, pass_s: float) -> float:
-    """The share of the profiled bandwidth at which the schedule would stall as much as was measured; 1 if it is as predicted.
-
-    Args:
-        stalled_s, pass_s: measured seconds of one pass.
-    """
-    predicted = chosen.homes.d2h_stall_s + chosen.homes.h2d_stall_s
-    if stalled_s <= predicted + _TOLERATED * pass_s:
-        return 1.0
-    low, high = 0.01, 1.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        schedule = Schedule(slower(chosen.run, middle), chosen.homes.residents, chosen.homes.dropped)
-        step = schedule.at(chosen.homes.alpha)
-        if step.d2h_stall_s + step.h2d_stall_s > stalled_s:
-            low = middle
-        else:
-            high = middle
-    return high
 
 
 def cache_folder(config: MemoConfig) -> Path:

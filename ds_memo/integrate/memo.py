@@ -24,6 +24,7 @@ from ds_memo.integrate.speed import Speed, model_flops_utilization
 from ds_memo.integrate.takeover import Takeover, nothing, past_us
 from ds_memo.plan import Plan
 from ds_memo.profile.lengths import shapes_of
+from ds_memo.profile.requests import Most
 from ds_memo.remat.checkpoint import SDPA, Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.show.report import Report
@@ -60,6 +61,8 @@ class Memo:
         self.remat = Remat(self.engine, self.decisions, self.warn, config.attention if config.attention in SDPA else None)
         self.autopilot = self._make_autopilot(device)
         self.addresses = self._make_addresses(device)
+        if self.autopilot:
+            self.autopilot.sees_head = self.addresses is not None
         self._passes = 0
         """Training forwards that came to their end."""
         self._frames_before = 0
@@ -177,7 +180,10 @@ class Memo:
         now = time.perf_counter()
         self._speed.stepped(now)
         if self.autopilot:
-            self.autopilot.stepped(self._model(), self._passes, now)
+            self.autopilot.stepped(self._model(), self._passes, now, self._head_bytes)
+
+    def _head_bytes(self) -> Most | None:
+        return self.addresses.head_bytes() if self.addresses and self.addresses.claimed else None
 
     def _look_for_an_effect(self) -> None:
         """Warn of a first step in which memo moved nothing."""
@@ -229,6 +235,8 @@ class Memo:
                 self.addresses.claim()
             except (MemoError, RuntimeError) as error:
                 self.addresses = None
+                if self.autopilot:
+                    self.autopilot.sees_head = False
                 self.warn(f"memory addresses are not planned: {error}")
                 return
             self.engine.phases = self.addresses

@@ -10,20 +10,20 @@ from ds_memo.swap.host_memory import available_bytes, ranks_on_node
 GIB = 1 << 30
 RESERVE = 0.05
 """Share of what is free that is left to workspaces of kernels and to what an allocator loses between blocks."""
-UNSEEN = 0.20
-"""The same before the first optimizer step, when embedding, head, and the optimizer have not run yet."""
+UNSEEN = 0.50
+"""The same as long as it has not been seen what head, loss and optimizer take: logits can be larger than all that layers keep."""
 
 
-def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, stepped: bool) -> int:
+def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, reserve: float) -> int:
     """Bytes that activations may take.
 
     Args:
         device_memory_gib: of the whole device that this process may use; absent: what is free. On a CPU, where parameters and
             activations share what there is, it is what activations may take.
         to_come: bytes of gradients and optimizer states that do not exist yet.
-        stepped: an optimizer step has been made, so the rest is known.
+        reserve: share of what is free that is left alone: RESERVE, UNSEEN, or 0 for what could be had at most.
     """
-    share = 1 - (RESERVE if stepped else UNSEEN)
+    share = 1 - reserve
     if device.type != "cuda":
         if device_memory_gib is not None:
             return int(device_memory_gib * GIB)
@@ -34,6 +34,13 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
     if device_memory_gib is not None:
         left = min(left, int(device_memory_gib * GIB) - used)
     return max(0, int(left * share) - to_come)
+
+
+def most_beyond(device: torch.device, known: int) -> int | None:
+    """The most that was alive at once beyond what is alive now and `known` bytes, since the process began; None: not known."""
+    if device.type != "cuda":
+        return None
+    return max(0, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device) - known)
 
 
 def device_seen(device: torch.device) -> dict[str, int] | None:

@@ -10,7 +10,7 @@ comes after the forward): such a block *wraps around* and has its address to its
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -112,6 +112,44 @@ class RequestLog:
             (visit.phase, [(size, offsets.get(f"{v}:{k}", left)) for k, size in enumerate(visit.sizes)])
             for v, visit in enumerate(self.visits)
         ]
+
+
+class Most(NamedTuple):
+    """What the latest visit of a phase took: bytes of blocks that were born in it and did not outlive the log."""
+
+    peak: int
+    """The most alive at once."""
+    staying: int
+    """Of those that are still alive when the phase after it is over."""
+
+
+def most_in(phase: str, events: Sequence[Event]) -> Most | None:
+    """None: the phase was not visited."""
+    visit = last = 0
+    died: dict[int, int] = {}
+    for event in events:
+        if event.kind == "enter":
+            visit += 1
+            last = visit if event.phase == phase else last
+        elif event.kind == "free":
+            died[event.id] = visit
+    if not last:
+        return None
+    visit = alive = peak = staying = 0
+    sizes: dict[int, int] = {}
+    for event in events:
+        if event.kind == "enter":
+            visit += 1
+        elif visit != last:
+            continue
+        elif event.kind == "malloc" and event.id in died:
+            sizes[event.id] = event.size
+            staying += event.size if died[event.id] > last + 1 else 0
+            alive += event.size
+            peak = max(peak, alive)
+        else:
+            alive -= sizes.pop(event.id, 0)
+    return Most(peak, staying)
 
 
 def read_log(events: Iterable[Event], escaped: dict[int, Place]) -> tuple[RequestLog, set[Place]]:

@@ -26,7 +26,7 @@ from ds_memo.errors import MemoError
 from ds_memo.profile.agree import from_all_ranks, most_careful, together, world_size
 from ds_memo.profile.bandwidth import CopyBench
 from ds_memo.profile.call import LayerCall
-from ds_memo.profile.device_memory import device_budget, device_seen
+from ds_memo.profile.device_memory import RESERVE, device_budget, device_seen
 from ds_memo.profile.layer import kinds_of, measure
 from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
 from ds_memo.profile.whole import whole, whole_bytes
@@ -95,7 +95,7 @@ class Asked:
 
     def free(self) -> int:
         """Bytes that could be had on the device now."""
-        return device_budget(self.device, self.device_memory_gib, 0, True)
+        return device_budget(self.device, self.device_memory_gib, 0, RESERVE)
 
     def key(self) -> dict[str, Any]:
         """Everything that the measurements depend on."""
@@ -160,7 +160,7 @@ def _measure_kind(asked: Asked, kind: int, warn: Callable[[str], None], told: Ca
     module = _module(asked.layer(kind))
     kernel = asked.attention if asked.attention in SDPA else None  # a package's kernel is the model's own to call
     gathered = whole_bytes(module)
-    together(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, True)))
+    together(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, RESERVE)))
     samples: list[LayerSample] = []
     with whole(module):
         for length in asked.lengths:

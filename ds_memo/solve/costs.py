@@ -134,7 +134,12 @@ class RunCosts:
     device_budget: int
     """Bytes this rank may use on the device beside what is there always: parameters, optimizer, gradients."""
     working_bytes: int = 0
-    """Of the device budget, what a step needs at any time beside the layers: embedding, head."""
+    """Of the device budget, what a step needs at any time beside the layers."""
+    head_bytes: int = 0
+    """Of the device budget, what is needed between the last layer's forward and its backward beside all that the layers keep:
+    logits, loss, their gradients."""
+    backward_bytes: int = 0
+    """Of the device budget, what is there through the whole backward beside the layers: gradients on their way."""
     head_s: float = 0.0
     """Between the last layer's forward and its backward: head and loss."""
     other_s: float = 0.0

@@ -82,7 +82,7 @@ def solve(
     """
     n = len(run.layers)
     plain_bytes = run.working_bytes + sum(layer.plain_bytes for layer in run.layers)
-    plain_bytes += max(layer.working.backward for layer in run.layers)
+    plain_bytes += max(run.head_bytes, run.backward_bytes + max(layer.working.backward for layer in run.layers))
     if may_be_plain and alpha is None and resident_layers is None and plain_bytes <= run.device_budget:
         sentence = f"everything fits without checkpointing: {_of(plain_bytes, run.device_budget)} GiB of device memory"
         return Homes(1.0, frozenset(range(n)), frozenset(), True, plain_step_s(run), 0.0, 0.0, 0, plain_bytes, sentence)
@@ -136,8 +136,9 @@ def device_bytes(run: RunCosts, residents: Collection[int], alpha: float, droppe
     """The most alive at once in a pass, as ds_memo.swap.engine lets frames come and go.
 
     forward    a layer runs beside the resident frames below it and one swapped frame on its way out
-    between    all resident frames and two swapped ones are there
-    backward   a layer runs beside its own frame, the resident frames below it and the reload of the next swapped one
+    between    all resident frames and two swapped ones are there, beside head and loss
+    backward   a layer runs beside its own frame, the resident frames below it and the reload of the next swapped one, and
+               beside gradients on their way
     """
     held = leaving = before = peak = 0
     frames = []
@@ -150,7 +151,7 @@ def device_bytes(run: RunCosts, residents: Collection[int], alpha: float, droppe
             held += frame
         else:
             before, leaving = leaving, frame
-    peak = max(peak, held + before + leaving)
+    peak = max(peak, held + before + leaving + run.head_bytes)
     below = len(frames) - 1
     for index in range(len(frames) - 1, -1, -1):
         frame, working_bytes, resident = frames[index]
@@ -159,8 +160,21 @@ def device_bytes(run: RunCosts, residents: Collection[int], alpha: float, droppe
         below = min(below, index - 1)
         while below >= 0 and frames[below][2]:
             below -= 1
-        peak = max(peak, held + frame + (frames[below][0] if below >= 0 else 0) + working_bytes)
+        reload = frames[below][0] if below >= 0 else 0
+        peak = max(peak, held + frame + reload + working_bytes + run.backward_bytes)
     return run.working_bytes + peak
+
+
+def bytes_at_head(run: RunCosts, homes: Homes) -> int:
+    """What layers keep on the device between the forward and the backward: the resident frames and two swapped ones."""
+    if homes.plain:
+        return sum(layer.plain_bytes for layer in run.layers)
+    frames = [
+        _on_device(layer, 1.0 if index in homes.residents else homes.alpha, index in homes.dropped)[0]
+        for index, layer in enumerate(run.layers)
+    ]
+    swapped = [frame for index, frame in enumerate(frames) if index not in homes.residents]
+    return sum(frames) - sum(swapped[:-2])
 
 
 def _on_device(layer: LayerCosts, alpha: float, drops_attention: bool) -> tuple[int, Working]:

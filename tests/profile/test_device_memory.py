@@ -27,20 +27,21 @@ def host(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("configured", "to_come", "stepped", "expected_gib"),
+    ("configured", "to_come", "reserve", "expected_gib"),
     [
-        (None, 0, True, 58 * (1 - RESERVE)),  # free, and what the caching allocator holds unused
-        (None, 0, False, 58 * (1 - UNSEEN)),
-        (None, 10 * GIB, False, 58 * (1 - UNSEEN) - 10),
-        (None, 90 * GIB, False, 0),
-        (40.0, 0, True, 28 * (1 - RESERVE)),  # of the whole device, less what is in use
-        (75.0, 0, True, 58 * (1 - RESERVE)),  # more than there is
-        (12.0, 0, True, 0),
-        (5.0, 0, True, 0),
+        (None, 0, RESERVE, 58 * (1 - RESERVE)),  # free, and what the caching allocator holds unused
+        (None, 0, 0.0, 58),
+        (None, 0, UNSEEN, 58 * (1 - UNSEEN)),
+        (None, 10 * GIB, UNSEEN, 58 * (1 - UNSEEN) - 10),
+        (None, 90 * GIB, UNSEEN, 0),
+        (40.0, 0, RESERVE, 28 * (1 - RESERVE)),  # of the whole device, less what is in use
+        (75.0, 0, RESERVE, 58 * (1 - RESERVE)),  # more than there is
+        (12.0, 0, RESERVE, 0),
+        (5.0, 0, RESERVE, 0),
     ],
 )
-def test_a_card(card, configured, to_come, stepped, expected_gib):
-    assert device_budget(CUDA, configured, to_come, stepped) == pytest.approx(expected_gib * GIB, abs=1)
+def test_a_card(card, configured, to_come, reserve, expected_gib):
+    assert device_budget(CUDA, configured, to_come, reserve) == pytest.approx(expected_gib * GIB, abs=1)
 
 
 def test_a_card_for_people(card):
@@ -49,13 +50,13 @@ def test_a_card_for_people(card):
 
 
 def test_a_cpu_shares_the_host_with_the_other_ranks(host):
-    assert device_budget(CPU, None, 0, True) == int(100 * GIB * (1 - RESERVE)) // 4
-    assert device_budget(CPU, None, GIB, False) == int(100 * GIB * (1 - UNSEEN)) // 4 - GIB
-    assert device_budget(CPU, None, 500 * GIB, False) == 0
+    assert device_budget(CPU, None, 0, RESERVE) == int(100 * GIB * (1 - RESERVE)) // 4
+    assert device_budget(CPU, None, GIB, UNSEEN) == int(100 * GIB * (1 - UNSEEN)) // 4 - GIB
+    assert device_budget(CPU, None, 500 * GIB, UNSEEN) == 0
 
 
 def test_what_is_configured_for_a_cpu_is_for_activations(host):
-    assert device_budget(CPU, 1.5, 500 * GIB, False) == int(1.5 * GIB)
+    assert device_budget(CPU, 1.5, 500 * GIB, UNSEEN) == int(1.5 * GIB)
 
 
 def test_states_that_the_first_step_will_make():
@@ -72,8 +73,8 @@ def test_states_that_the_first_step_will_make():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_this_card():
-    before = device_budget(CUDA, None, 0, True)
+    before = device_budget(CUDA, None, 0, RESERVE)
     held = torch.empty(GIB, dtype=torch.uint8, device=CUDA)
-    after = device_budget(CUDA, None, 0, True)
+    after = device_budget(CUDA, None, 0, RESERVE)
     assert before - after == pytest.approx(GIB * (1 - RESERVE), rel=0.05)
     del held

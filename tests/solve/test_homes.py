@@ -11,7 +11,7 @@ import pytest
 from ds_memo.errors import MemoError
 from ds_memo.solve.alpha import best_alpha
 from ds_memo.solve.costs import ALIGN, PAGE, LayerCosts, RunCosts
-from ds_memo.solve.homes import GIB, NothingFits, alpha_for_host, device_bytes, place_residents, solve
+from ds_memo.solve.homes import GIB, NothingFits, alpha_for_host, bytes_at_head, device_bytes, place_residents, solve
 from ds_memo.solve.lp import best_alphas
 from ds_memo.solve.paper import paper_alpha
 from ds_memo.solve.schedule import Schedule
@@ -183,6 +183,20 @@ def test_everything_fits() -> None:
     assert homes.binding.startswith("everything fits without checkpointing")
     assert not solve(run(one, 8, device=8 * one.plain_bytes), may_be_plain=False).plain
     assert not solve(run(one, 8, device=8 * one.plain_bytes - 1)).plain
+
+
+def test_head_and_loss_stand_beside_what_layers_keep() -> None:
+    one = layer(1024)
+    frame, head = one.frame_bytes, 5 * one.frame_bytes
+    with_head = run(one, 8, device=8 * frame, head_bytes=head)
+    assert device_bytes(with_head, {6, 7}, 1.0) == 4 * frame + head  # two residents and two on their way out
+    assert bytes_at_head(with_head, solve(with_head)) == device_bytes(with_head, solve(with_head).residents, 1.0) - head
+    assert len(solve(with_head).residents) == 1 < len(solve(run(one, 8, device=8 * frame)).residents)
+    plain = run(one, 8, device=8 * one.plain_bytes + head, head_bytes=head)
+    assert solve(plain).plain and bytes_at_head(plain, solve(plain)) == 8 * one.plain_bytes
+    assert not solve(replace(plain, head_bytes=head + 1)).plain
+    on_their_way = replace(with_head, backward_bytes=3 * head)
+    assert device_bytes(on_their_way, {6, 7}, 1.0) == 3 * frame + 3 * head  # two residents and a reload
 
 
 def test_all_resident() -> None:
