@@ -12,11 +12,14 @@ The third plan is the last: it is followed while it serves most requests, else t
 
 Lengths: two profiled kinds that differ in one length and ask for the same in the same order are as good as one that was profiled
 twice, and every size is a line through theirs. The plan for a third length is made from these lines at once
-(ds_memo/plan/rescale.py), so that a run whose batches have a new length each time is planned too.
+(ds_memo/plan/rescale.py), so that a run whose batches have a new length each time is planned too. Requests below the op's limit
+are not seen, and each kind of tensor passes it at a length of its own: between two lengths that ask for the same all do; beyond
+them it is tried, up to where it was seen to be otherwise, for lengths that are closest to them.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +30,7 @@ from torch.autograd import Variable
 
 from ds_memo.config import PlanConfig
 from ds_memo.errors import MemoError
-from ds_memo.ops.allocator import MISSES, NATIVE, Allocator, Request
+from ds_memo.ops.allocator import MIN_BYTES, MISSES, NATIVE, Allocator, Request
 from ds_memo.plan import Plan, PlanError, plan_trace
 from ds_memo.plan.rescale import Affine, fit_sizes, rescale
 from ds_memo.plan.trace import UNIT
@@ -39,13 +42,40 @@ _TROUBLE = 0.01
 _PLANS_PER_KIND = 3
 _KINDS = 64
 _PATTERNS = 4
-"""Kinds, the latest ones, that the plan for another length may be made from."""
+"""Kinds, those of the closest lengths, that the plan for another length may be made from."""
 _MISFITS = 3
-"""Plans made from those of other lengths that may fail until no more are made."""
+"""Plans made from those of other lengths that may fail, more than do not, until no more are made."""
 _SPARE = 2 * UNIT
 """Bytes that sizes on those lines may be off by: padding inside a tensor to some multiple is no line."""
 
 _owners: weakref.WeakValueDictionary[tuple[str, int], Addresses] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class _Lines:
+    """Sizes of a kind's requests by a length, and at which lengths the requests are these."""
+
+    sizes: dict[str, Affine]
+    least: int
+    most: int
+    """From the one to the other they are."""
+    under: float = 0
+    over: float = math.inf
+    """Here they are not, nor beyond."""
+
+    def hold_at(self, length: int) -> bool:
+        return self.least <= length <= self.most
+
+    def may_hold_at(self, length: int, min_bytes: int) -> bool:
+        return self.under < length < self.over and min(line.at(length) for line in self.sizes.values()) >= min_bytes
+
+    def learn(self, length: int, fits: bool) -> None:
+        if fits:
+            self.least, self.most = min(self.least, length), max(self.most, length)
+        elif length < self.least:
+            self.under = max(self.under, length)
+        elif length > self.most:
+            self.over = min(self.over, length)
 
 
 @dataclass
@@ -64,10 +94,10 @@ class _Known:
     """What was planned."""
     plan: Plan | None = None
     plans: int = 0
-    rescaled: bool = False
-    """The plan was made from those of other lengths."""
-    lines: dict[tuple[tuple[int, int], ...], dict[str, Affine]] = field(default_factory=dict)
-    """Sizes by a length that stands in these places of the inputs; of a kind that plans for other lengths are made from."""
+    rescaled: tuple[_Lines, int] | None = None
+    """What the plan was made from, and for which length; None: from requests of this kind."""
+    lines: dict[tuple[tuple[int, int], ...], _Lines] = field(default_factory=dict)
+    """By a length that stands in these places of the inputs; of a kind that plans for other lengths are made from."""
     trouble: int = 0
     """Passes in a row that did not fit."""
 
@@ -79,7 +109,7 @@ class _Known:
     def forget_plan(self) -> None:
         self.before = self.now = self.log = self.plan = None
         self.lines.clear()
-        self.rescaled = False
+        self.rescaled = None
         self.trouble = 0
 
 
@@ -294,10 +324,13 @@ class Addresses:
         misses = sum(counts[name] for name in ("overlap", "size", "abandoned", "end", "unplanned"))
         fits = misses <= _TROUBLE * (counts["hit"] + counts["native"] + misses)
         known.trouble = 0 if fits else known.trouble + 1
-        if known.rescaled and not fits:  # the next pass of this kind is profiled
-            self._misfits += 1
-            self._drop_plan(known)
-            return
+        if known.rescaled:
+            lines, length = known.rescaled
+            lines.learn(length, fits)
+            self._misfits = max(0, self._misfits - 1) if fits else self._misfits + 1
+            if not fits:  # the next pass of this kind is profiled
+                self._drop_plan(known)
+                return
         if known.trouble < 2:
             return
         if known.plans >= _PLANS_PER_KIND:
@@ -333,39 +366,38 @@ class Addresses:
         """From two kinds with a pattern that differ from this one and from each other in one length only."""
         if self._misfits >= _MISFITS:
             return
-        others = [(other, length) for other in reversed(self._known) if (length := self._length_to(other, kind))][:_PATTERNS]
-        for base, to in others:
-            lines = self._lines(base, to, [other for other, _ in others if other != base])
-            if lines is None:
-                continue
+        others = [(other, length) for other in self._known if (length := self._length_to(other, kind))]
+        others = sorted(others, key=lambda other: abs(other[1].here - other[1].there))[:_PATTERNS]
+        found = [(base, to, self._lines(base, to, others)) for base, to in others]
+        sure = [(base, to, lines) for base, to, lines in found if lines and lines.hold_at(to.there)]
+        least = MIN_BYTES[self._device.type]
+        tried = [(base, to, lines) for base, to, lines in found[:1] if lines and lines.may_hold_at(to.there, least)]
+        for base, to, lines in (sure + tried)[:1]:
             base_known = self._known[base]
-            sizes = {name: size.at(to.there) + _SPARE // 2 for name, size in lines.items()}
-            if min(sizes.values()) <= 0:
-                continue
+            sizes = {name: size.at(to.there) + _SPARE // 2 for name, size in lines.sizes.items()}
             plan = rescale(base_known.plan, [sizes[slot.id] for slot in base_known.plan.slots])
             self._adopt(known, base_known.log.resized(sizes), plan, _SPARE)
-            known.rescaled = True
-            return
+            known.rescaled = lines, to.there
 
-    def _lines(self, base: Kind, to: Length, others: list[Kind]) -> dict[str, Affine] | None:
+    def _lines(self, base: Kind, to: Length, others: list[tuple[Kind, Length]]) -> _Lines | None:
         """Of a planned kind, every size by the length; None: no other kind asks for the same in the same order."""
         known = self._known[base]
         if to.places in known.lines:
             return known.lines[to.places]
-        for other in others:
+        for other, _ in others:
             between = length_between(base, other)
             if between is None or between.places != to.places:
                 continue
             traces = (known.pattern.trace(escapees=True), self._known[other].pattern.trace(escapees=True))
             try:
-                lines = fit_sizes(traces[0], between.here, traces[1], between.there)
+                sizes = fit_sizes(traces[0], between.here, traces[1], between.there)
             except PlanError:  # they do not ask for the same after all
                 continue
             if known.plan is None:
                 self._plan(known, known.pattern)
             if known.plan is None:
                 return None
-            known.lines[to.places] = lines
+            lines = known.lines[to.places] = _Lines(sizes, *sorted((between.here, between.there)))
             return lines
         return None
 

@@ -2,8 +2,8 @@
 
 first pass        the first layer call is caught before any layer runs; ranks compare configurations; the profile is taken from
                   the cache or measured; solved; NothingFits comes out here, before the first step
-other lengths     solved from the same profile, without measuring; ranks that hold parameters in pieces (ZeRO-3) agree in each
-                  pass on whether they checkpoint, the others need not talk
+other lengths     solved from the same profile, without measuring; ranks that hold parameters in pieces (ZeRO-3) or each some of
+                  the experts agree in each pass on whether they checkpoint, the others need not talk
 between steps     budgets are looked at again once the first optimizer step has shown what else needs memory, head and loss
                   above all; copies that take longer than profiled lower alpha
 """
@@ -113,8 +113,8 @@ class Autopilot:
         """Of the pass that was profiled: the kind, and the shape of its hidden states."""
         self._seen: dict[Shapes, tuple[int, ...]] = {}
         """Shapes of hidden states that only a look into the forward could tell."""
-        self._gathers = False
-        """Ranks hold parameters in pieces (ZeRO-3)."""
+        self._meets_in_layers = False
+        """Ranks hold parameters in pieces (ZeRO-3), or each some of the experts."""
         self._latest: Chosen | None = None
         self._host_budget = slab.budget
         self._device_budget = 0
@@ -148,7 +148,7 @@ class Autopilot:
             self._believe_the_host()
         if self.gave_up or (self.profile is None and not self._start(kind, model, args, kwargs)):
             return None
-        choose = self._choose_together if self._gathers else self._choose_alone
+        choose = self._choose_together if self._meets_in_layers else self._choose_alone
         chosen = choose(kind, functools.partial(first_layer_call, self._remat, model, args, kwargs))
         if chosen is not self._latest:
             self._latest = chosen
@@ -161,8 +161,9 @@ class Autopilot:
         return self._solved(kind, self._may_be_plain)
 
     def _choose_together(self, kind: Shapes, look: Callable[[], LayerCall]) -> Chosen:
-        """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer. So, whatever lengths
-        they have, a rank must not look into a forward alone, and all of them checkpoint or none does."""
+        """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer; where each has other
+        experts, they trade tokens there. So, whatever lengths they have, a rank must not look into a forward alone, and all of
+        them checkpoint or none does."""
         looks, checkpoints, nothing_fits = self._shape_of(kind) is None, False, None
         if not looks:
             try:
@@ -251,7 +252,7 @@ class Autopilot:
                 cache.store(folder, self.profile, self._warn)
         self._saw(kind, call)
         self._first = (kind, call.shape)
-        self._gathers = world_size() > 1 and any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+        self._meets_in_layers = world_size() > 1 and any(map(_is_divided, model.parameters()))
         self._look_at_budgets(model)
         return True
 
@@ -361,6 +362,11 @@ class Autopilot:
             self.changes.append(f"host budget lowered to {held / GIB:.4g} GiB: the system refused more")
             self._host_budget = held
             self._chosen.clear()
+
+
+def _is_divided(parameter: nn.Parameter) -> bool:
+    """DeepSpeed's words for a piece of a parameter, and for an expert that other ranks lack."""
+    return hasattr(parameter, "ds_id") or not getattr(parameter, "allreduce", True)
 
 
 def _forget_oldest(known: dict[Any, Any]) -> None:

@@ -137,8 +137,16 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
             running.monitor.write_events(memo.events(running.global_samples))
         return result
 
-    engine._take_model_step = take_step_and_tell
-    memo.on_detach(functools.partial(_give_step_back, weakref.ref(engine)))  # attached models must not keep engines alive
+    destroy = engine.destroy
+
+    @functools.wraps(destroy)
+    def detach_and_destroy(*args: Any, **kwargs: Any) -> Any:
+        if itself() is not None:  # who calls has the engine; when it is collected, on whatever thread, only stock's part is done
+            memo.detach()
+        return destroy(*args, **kwargs)
+
+    engine._take_model_step, engine.destroy = take_step_and_tell, detach_and_destroy
+    memo.on_detach(functools.partial(_give_methods_back, itself))  # attached models must not keep engines alive
     engine.memo = memo
     return memo
 
@@ -188,9 +196,10 @@ def _weakly(boundary: Callable[[], bool]) -> Callable[[], bool]:
     return ask
 
 
-def _give_step_back(engine: weakref.ref) -> None:
+def _give_methods_back(engine: weakref.ref) -> None:
     if (target := engine()) is not None:
-        target.__dict__.pop("_take_model_step", None)
+        for name in ("_take_model_step", "destroy"):
+            target.__dict__.pop(name, None)
 
 
 def _read_config(asked: dict[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Takeover:
             if module._gradient_checkpointing_func is not function:
                 conflicts.refuse_offload(module._gradient_checkpointing_func)
                 module._gradient_checkpointing_func = function
-            module.gradient_checkpointing = True
+            module.gradient_checkpointing = WITH_GRAD
 
     def uncompile(self) -> bool:
         """Take what ``Module.compile()`` put into layers since. Returns whether there was anything."""
@@ -74,7 +74,7 @@ class Takeover:
 
     def _checkpoint_with(self, module: nn.Module, run: Callable[..., Any]) -> None:
         function = Ours(run, _plainly)
-        self._set(module, "gradient_checkpointing", True)
+        self._set(module, "gradient_checkpointing", WITH_GRAD)
         self._set(module, "_gradient_checkpointing_func", function)
         self._through_us[module] = function
 
@@ -94,6 +94,20 @@ class Takeover:
                 setattr(target, name, before)
 
         self._undo.append(restore)
+
+
+class _WithGrad:
+    """True while gradients are enabled. Transformers asks "checkpointing and training?" and, if so, drops the cache of keys and
+    values: a model that generates in its training mode would see nothing but its last token."""
+
+    def __bool__(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def __reduce__(self) -> tuple:
+        return bool, (True,)  # a copy is checkpointed as Transformers does it
+
+
+WITH_GRAD = _WithGrad()
 
 
 class Ours:

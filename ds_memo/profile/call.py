@@ -50,13 +50,18 @@ class LayerCall:
         return (self.batch, self.length, *self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :])
 
     def can_shorten(self) -> bool:
-        """Whether the length is unlike every other size, so that cutting it is safe."""
-        others = set(self.hidden.shape[2:] if self.hidden.dim() > 2 else self.hidden.shape[1:]) | {self.batch}
-        return self.length not in others
+        """Whether it can be told from the batch, so that cutting it is safe."""
+        return self.length != self.batch
 
     def of(self, layer: Layer, fn: Callable[..., Any]) -> LayerCall:
         """The same call of another layer."""
         return LayerCall(layer, fn, self._args, self._kwargs)
+
+    def _dims_of_length(self, tensor: torch.Tensor) -> list[int]:
+        """Models as wide as a sequence is long are no rarity: the hidden size is none of them."""
+        hidden = self.hidden.shape
+        states = tensor.dim() == len(hidden) and tensor.shape[-1] == hidden[-1]
+        return [dim for dim, size in enumerate(tensor.shape[:-1] if states else tensor.shape) if size == self.length]
 
     def at(self, length: int) -> tuple[Callable[..., Any], tuple, torch.Tensor]:
         """The call with every tensor cut to `length`, cut off from its graph; and its hidden states, which want a gradient."""
@@ -67,9 +72,8 @@ class LayerCall:
                 return value
             if id(value) not in made:
                 short = value.detach()
-                for dim, size in enumerate(short.shape):
-                    if size == self.length and length < size:
-                        short = short.narrow(dim, 0, length)
+                for dim in self._dims_of_length(short):
+                    short = short.narrow(dim, 0, min(length, self.length))
                 short = short.contiguous()
                 made[id(value)] = short.clone() if short.data_ptr() == value.data_ptr() else short
             return made[id(value)]

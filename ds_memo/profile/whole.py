@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
+"""The last one is there for leaf modules (``set_z3_leaf_modules``): it hands their gradients over to be reduced."""
 
 
 def partitioned(module: nn.Module | None) -> list[nn.Parameter]:

@@ -133,6 +133,32 @@ def test_generation_keeps_its_cache() -> None:
     handle.detach()
 
 
+@pytest.mark.parametrize("inside", ["itself", "a wrapper"])
+def test_generation_in_training_mode(inside: str) -> None:
+    """Samples in the middle of training: without its cache a model would see its last token only, and nobody would notice."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **kwargs: Any) -> Any:
+            return self.model(**kwargs)
+
+    model = build("llama")
+    tokens = torch.randint(1, VOCAB, (2, 8))
+    generate = functools.partial(model.generate, tokens, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    want = generate()
+    outer = model if inside == "itself" else Wrapper(model)
+    handle = ds_memo.attach(outer, {"alpha": 0.5, "resident_layers": 1})
+    for _ in range(2):
+        assert torch.equal(generate(), want)
+        outer(input_ids=tokens, labels=tokens).loss.backward()
+    assert handle.report()["frames"] == 2 * LAYERS
+    handle.detach()
+    assert not model.is_gradient_checkpointing
+
+
 def test_a_mask_for_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conflicts, "LONG", 32)
     model = build("llama")

@@ -116,6 +116,16 @@ def test_a_plain_module_under_zero_3() -> None:
     engine.memo.detach()
 
 
+def test_leaf_modules_of_zero_3(tmp_path: Path) -> None:
+    """Experts, by default: a hook at the end of their backward has gradients reduced, and a profile has none to reduce."""
+    model = build("mixtral")
+    engine = start(ds_config(3, memo={"enabled": True, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}), model=model)
+    assert any(deepspeed.utils.z3_leaf_module(module) for module in model.modules())
+    assert train(engine) == pytest.approx(train(start(ds_config(3), "mixtral")), rel=1e-5)
+    assert engine.memo.report()["warnings"] == []
+    engine.memo.detach()
+
+
 def test_the_signature_is_deepspeeds() -> None:
     assert inspect.signature(ds_memo.initialize) == inspect.signature(deepspeed.initialize)
     assert ds_memo.initialize.__name__ == "initialize"
@@ -158,6 +168,24 @@ def test_detach_gives_the_engine_back() -> None:
     train(engine, steps=1)
     with pytest.raises(ds_memo.MemoError, match="detached"):
         ds_memo.report(engine)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_destroyed_engine_gives_everything_back(stage: int) -> None:
+    """Its host memory, the addresses and the model, which another engine may train on; stock's may, and so it is compared."""
+
+    def two_engines(config: dict[str, Any]) -> list[float]:
+        model = build("llama")
+        losses = train(first := start(config, model=model), steps=1)
+        first.destroy()
+        losses += train(second := start(config, model=model), steps=1)
+        if hasattr(first, "memo"):
+            assert first.memo.slab.size == 0
+            assert second.memo.addresses.claimed and second.memo.report()["warnings"] == []
+        second.destroy()
+        return losses
+
+    assert two_engines(ds_config(stage, memo=MEMO)) == pytest.approx(two_engines(ds_config(stage)), rel=1e-5)
 
 
 def test_an_engine_without_memo_has_no_report() -> None:

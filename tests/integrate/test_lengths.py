@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -48,6 +50,24 @@ def test_lengths_that_never_repeat(name: str, alpha: float, residents: int) -> N
                 report = counting.report()
                 assert report["arena"] >= report["peak"] > 0 and report["peak"] <= 1.1 * report["lower_bound"]
             counting.counts()
+
+
+@pytest.mark.slow
+def test_lengths_at_which_tensors_come_into_sight() -> None:
+    """Smaller ones are not seen, and at every limit that one of them passes, the requests are others from there on."""
+    model = build("llama")
+    draw = random.Random(0)
+    batches = [Batch.random(2, draw.randint(100, 300)) for _ in range(40)]
+    config = {"alpha": 0.5, "resident_layers": 1}
+    want = outcomes(model, {**config, "plan": {"enabled": False}}, lambda m, i: step(m, batches[i]), len(batches))
+    followed, tried = 0, 0
+    with Counting(model, config) as counting:
+        for number, batch in enumerate(batches):
+            bit_equal(step(model, batch), want[number])
+            hits, misses = counting.counts()
+            followed += hits > 0 and sum(misses.values()) <= 0.01 * hits
+            tried += sum(misses.values()) > 0
+    assert followed >= 20 and tried <= 8, (followed, tried)
 
 
 def test_lengths_whose_requests_are_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:

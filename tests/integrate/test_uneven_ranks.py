@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import deepspeed.comm as dist
@@ -11,7 +12,7 @@ import torch
 import ds_memo
 from ds_memo.integrate.stalls import Window
 from ds_memo.solve.homes import NothingFits
-from tests.models import VOCAB, build
+from tests.models import VOCAB, Batch, Block, Toy, assert_same, build, step
 from tests.unit.common import ON_CPU, DistributedTest
 
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="two CPU ranks")
@@ -57,6 +58,19 @@ def plain_passes(engine: Any) -> list[bool]:
     return passes
 
 
+class Exchanging(Block):
+    """Ranks meet in it, as where each has some of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.weight.allreduce = False  # so DeepSpeed marks an expert's
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.up(x).mean().detach()
+        dist.all_reduce(total)
+        return super().feed(x) + total
+
+
 class TestUnevenRanks(DistributedTest):
     world_size = 2
     exec_timeout = 60
@@ -96,6 +110,17 @@ class TestUnevenRanks(DistributedTest):
         with pytest.raises(NothingFits, match="^rank 1: device memory" if rank == 0 else "^device memory"):
             train(engine, [LONG if rank else SHORT])
         assert train(engine, [SHORT, SHORT])
+
+    def test_experts_on_other_ranks(self) -> None:
+        """A replay trades tokens: each rank in it, or none."""
+        torch.manual_seed(0)
+        model = Toy(Exchanging)
+        stock = copy.deepcopy(model)
+        handle = ds_memo.attach(model, {"device_memory_gib": ONLY_SHORT, "plan": {"enabled": False}})
+        for ours, theirs in ((SHORT, LONG), (LONG, SHORT), (SHORT, SHORT), (SHORT, LONG)):
+            batch = Batch.random(2, theirs if dist.get_rank() else ours)
+            assert_same(step(model, batch), step(stock, batch))
+            assert handle.report()["checkpointing"] is not (ours == theirs == SHORT)
 
     def test_stalls_are_looked_at_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """After as many optimizer steps on every rank, however many kinds of passes each has seen."""

@@ -44,6 +44,17 @@ def test_sizes_and_work_of_a_block(length: int, dtype: torch.dtype) -> None:
     assert 0 < sample.attention_backward_s <= sample.backward_s and sample.replay_s > 0
 
 
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_a_length_that_is_the_hidden_size(batch: int) -> None:
+    """4096 of both, say: it is cut in one place, on the rank that has it, where another's batch is shorter."""
+    states, mask = torch.randn(batch, HIDDEN, HIDDEN), torch.ones(batch, 1, HIDDEN, HIDDEN, dtype=torch.bool)
+    one = LayerCall(Layer(0, "blocks.0", None), Block(), (states, mask), {"position_ids": torch.arange(HIDDEN)[None]})
+    assert one.can_shorten()
+    fn, args, hidden = one.at(20)
+    assert [tuple(arg.shape) for arg in args] == [(batch, 20, HIDDEN), (batch, 1, 20, 20)]
+    assert fn.keywords["position_ids"].shape == (1, 20) and torch.equal(hidden, states[:, :20])
+
+
 def test_each_replay_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a replay is that between bringing the frame back and its end, not the difference of two backwards."""
     spans = []
