@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import ds_memo
+from benchmarks.workloads import born_as
 
 BAR = 1.02
 WAYS = {"native": (False, False), "expandable segments": (True, False), "planned": (False, True), "both": (True, True)}
@@ -51,8 +54,8 @@ def train(device: torch.device, planned: bool, hidden: int, layers: int, lengths
         use_parallel_residual=False,
         hidden_act="gelu_pytorch_tanh",
     )
-    with torch.device(device):
-        model = GPTNeoXForCausalLM(config).to(torch.bfloat16 if cuda else torch.float32).train()
+    with torch.device(device), born_as(torch.bfloat16 if cuda else torch.float32):
+        model = GPTNeoXForCausalLM(config).train()
         batches = [torch.randint(0, 512, (1, length)) for length in lengths]
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": min(2, layers), "plan": {"enabled": planned}})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -90,8 +93,14 @@ def train(device: torch.device, planned: bool, hidden: int, layers: int, lengths
     return row
 
 
-def measure(device: torch.device, hidden: int, layers: int, lengths: list[int], steps: int) -> dict[str, Any]:
-    """Every way in its own process."""
+def measure(
+    device: torch.device, hidden: int, layers: int, lengths: list[int], steps: int, left: Callable[[], float] = lambda: math.inf
+) -> dict[str, Any]:
+    """Every way in its own process.
+
+    Args:
+        left: seconds that are left for all that is to come.
+    """
     rows: dict[str, dict[str, Any]] = {}
     arguments = {"hidden": hidden, "layers": layers, "lengths": lengths, "steps": steps}
     for way, (expandable, planned) in WAYS.items():
@@ -100,7 +109,11 @@ def measure(device: torch.device, hidden: int, layers: int, lengths: list[int], 
         environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
         command = [sys.executable, "-m", "benchmarks.allocator_gpu", *words]
         root = Path(__file__).parents[1]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, check=False)
+        limit = None if math.isinf(left()) else max(1.0, left())
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, check=False, timeout=limit)
+        except subprocess.TimeoutExpired:
+            sys.exit(f"allocator_gpu: {way}: no time left")
         if done.returncode:
             sys.exit(f"allocator_gpu: {way}: {done.stderr[-3000:]}")
         rows[way] = json.loads(done.stdout.splitlines()[-1])

@@ -209,8 +209,8 @@ def planned_addresses(device: torch.device, left: Callable[[], float], hidden: i
     lengths = [tokens, tokens // 2, tokens * 3 // 4]
     parts: dict[str, Callable[[], Any]] = {
         "pairs": lambda: allocator.measure(10, device),
-        "fixed_length": lambda: allocator_gpu.measure(device, hidden, layers, lengths[:1], steps=5),
-        "three_lengths": lambda: allocator_gpu.measure(device, hidden, layers, lengths, steps=6),
+        "fixed_length": lambda: allocator_gpu.measure(device, hidden, layers, lengths[:1], 5, left),
+        "three_lengths": lambda: allocator_gpu.measure(device, hidden, layers, lengths, 6, left),
     }
     for name, part in parts.items():
         result[name] = attempt(f"allocator, {name}", part, left)
@@ -255,7 +255,7 @@ def step_time(device: torch.device, dtype: torch.dtype, hidden: int, heads: int,
             if alpha == "torch":
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             elif alpha is not None:
-                handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": 2})
+                handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": 2, "plan": {"enabled": False}})
             _step(model, ids)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     commit = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout if git else ""
     found = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.strip() or None,
+        "commit": commit.strip() or os.environ.get("COMMIT"),  # a copy without .git is told
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "deepspeed", "flash_attn", "numpy")},
         "memlock_limit": memlock_limit(),

@@ -160,7 +160,7 @@ class PaperMemo:
             self._plan_addresses(model, device, max(set(range(len(layers))) - set(resident), default=-1))
 
     def _plan_addresses(self, model: nn.Module, device: torch.device, last_layer: int) -> None:
-        self.addresses = self.engine.phases = addresses = Addresses(device, PlanConfig(), warnings.warn)
+        self.addresses = self.engine.phases = addresses = Addresses(device, PlanConfig(time_limit_s=10.0), warnings.warn)
         addresses.claim()
         watched = [
             model.register_forward_pre_hook(

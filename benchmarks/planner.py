@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import host as host_memory
 from benchmarks import results
 from benchmarks.rivals import GIB, RIVALS, SWAPPING, Budget
 from benchmarks.speed import add_common
@@ -159,6 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(train(shape, bool(options.child), options.lengths, device, options.host_bytes)))
         return 0
     names = options.workloads or ["gpt7b", "llama8b", "ulysses8"]
+    if options.host_gib is not None:
+        host_memory.grow(int(options.host_gib * GIB))
     host = budget_bytes(options.host_gib, 1, locked=False)
     found = measure(names, device, host, options.budget_s)
     return results.write("planner", device, found | {"settings": vars(options)}, options.out)

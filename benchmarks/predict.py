@@ -53,7 +53,11 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     words = ["--model", str(config_file), "--hardware", hardware, "--gpus", ranks, "--sp", ranks, "--zero", "0"]
     words += ["--seq-length", str(length), "--host-memory-gib", f"{shape.ranks * budget.host_bytes / GIB:.3f}"]
     words += ["--profile", str(profile_file), "--json"]
-    done = subprocess.run([sys.executable, "-m", "ds_memo.cli", "estimate", *words], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "ds_memo.cli", "estimate", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except subprocess.TimeoutExpired:
+        return found | {"estimate": None, "why": "ds-memo estimate took more than 60 s"}
     if done.returncode:
         return found | {"estimate": None, "why": done.stderr.strip()[-300:]}
     answer = json.loads(done.stdout)

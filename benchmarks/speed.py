@@ -4,20 +4,23 @@
                                  [--budget-s 420] [--device cuda|cpu] [--out DIR]
 
 Per point (workload, length): a rival is put on the model, warmed up, timed, taken off, and the next has its turn; then all of
-them again. Points run from short to long; those that the time budget does not hold are dropped and named. A rival that runs out
-of memory is written down as such. At the shortest point of a workload every rival's gradients are compared with those of no
-checkpointing, and the bar is what stock itself is off by when its GEMMs sum in another order.
+them again, as far as the time goes. Points run from short to long; those that the time budget does not hold are dropped and
+named. A rival that runs out of memory is written down as such. At the shortest point of a workload every rival's gradients are
+compared with those of no checkpointing, and the bar is what stock itself is off by when its GEMMs sum in another order.
 
 "ds_memo, swapping" keeps two layers on the device whatever there is room for, as the paper does: where everything fits, ds_memo
 itself is plain training, and its speed would say nothing of swapping.
 
---host-gib lowers the host budget of ds_memo and of the paper's MEMO: host-bound points.
+--host-gib lowers the host budget of ds_memo and of the paper's MEMO: host-bound points. A virtual machine with less, whose memory
+grows as it is used, is made to grow to it first (benchmarks/host.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -33,6 +36,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import attention, results, streams
+from benchmarks import host as host_memory
 from benchmarks.attention import HEADS
 from benchmarks.predict import hardware_of, predict
 from benchmarks.rivals import GIB, INPUT_OFFLOAD, OURS, RIVALS, SWAPPING, Budget, Installed, Rival
@@ -45,7 +49,11 @@ ASSUMED_FLOPS = {"cuda": 3e14, "cpu": 3e9}
 """Per second, until the first step has been timed."""
 DEAR_S = 3.0
 """Steps longer than this are not run with every allocator; the planned and the native one tell the story."""
+AT_LEAST_S = 60.0
+"""That the first point may take, whatever time there is."""
 ALLOCATORS = ("paper, expandable", "ds_memo", "ds_memo, expandable")
+URGENT = (OURS[-1], "none", "checkpoint", *INPUT_OFFLOAD, SWAPPING, "checkpoint+attention", "paper, planned", "paper")
+"""In this order, and then the others: what a point cannot do without comes before its time is over."""
 
 
 def visits(step_s: float) -> tuple[int, int]:
@@ -62,7 +70,15 @@ def cost_s(rivals: Iterable[Rival], step_s: float) -> float:
 
 
 def run_point(
-    model: nn.Module, shape: Shape, length: int, rivals: list[Rival], budget: Budget, rate: float, compare: bool, folder: Path
+    model: nn.Module,
+    shape: Shape,
+    length: int,
+    rivals: list[Rival],
+    budget: Budget,
+    rate: float,
+    compare: bool,
+    folder: Path,
+    until: float = math.inf,
 ) -> dict[str, Any]:
     """One point: raw samples, memory and reports of every rival.
 
@@ -70,66 +86,98 @@ def run_point(
         rate: FLOP/s that a step is expected to reach.
         compare: the gradients too.
         folder: for the profile, the trace and the picture of the streams.
+        until: no turn begins later, by time.perf_counter().
     """
     trainer = Trainer(model, batch(shape, length, budget.device))
     budget = replace(budget, ranks=shape.ranks, layer_forward_s=trainer.layer_forward_s(shape.layers))
-    predicted = None
-    if any(rival.name in OURS and rival.missing() is None for rival in rivals):
-        predicted = predict(trainer, shape, length, budget, folder, hardware_of(budget.device))  # before anything is timed
+    rows: dict[str, dict[str, Any]] = {rival.name: {"samples_s": [], "turns_s": []} for rival in rivals}
+    point: dict[str, Any] = {"workload": shape.name, "length": length, "rows_of_this_rank": tokens_of(shape, length)}
+    point |= {"rivals": rows, "failures": [], "layers": shape.layers}
+    point |= {"layer_forward_s": budget.layer_forward_s, "host_budget": budget.host_bytes}
+
+    def part(name: str, work: Callable[[], Any]) -> None:
+        """One that breaks takes no rival's numbers with it."""
+        if time.perf_counter() >= until:
+            point[name] = {"skipped": "no time left"}
+            return
+        use_expandable(False, budget.device)
+        try:
+            point[name] = work()
+        except Exception as error:
+            traceback.print_exc()
+            point[name] = {"skipped": f"{type(error).__name__}: {str(error)[:300]}"}
+            point["failures"].append(f"{shape.name} {length}: {name}: {point[name]['skipped']}")
         clear(budget.device)
+
+    if any(rival.name in OURS and rival.missing() is None for rival in rivals):  # before anything is timed
+        part("predicted", lambda: predict(trainer, shape, length, budget, folder, hardware_of(budget.device)))
     turns, steps = visits(step_flops(shape, length) / rate)
-    rows: dict[str, dict[str, Any]] = {rival.name: {"samples_s": []} for rival in rivals}
-    failures: list[str] = []
     for turn in range(turns):
-        for rival in rivals:
-            row = rows[rival.name]
-            if "out" in row:
-                continue
-            if (missing := rival.missing() or _too_much_host(rival, rows, budget)) is not None:
-                row["out"] = missing
-                continue
-            use_expandable(rival.expandable, budget.device)
-            try:
-                with rival.on(model, budget) as installed:
-                    _visit(trainer, installed, rival, steps, row, first=turn == 0)
-            except Exception as error:  # one that breaks takes no other's numbers with it
-                row["out"] = f"{type(error).__name__}: {str(error)[:300]}"
-                if not does_not_fit(error):
-                    traceback.print_exc()
-                    failures.append(f"{shape.name} {length}: {rival.name} broke: {row['out']}")
-            for parameter in model.parameters():  # whatever a failed step left
-                parameter.grad.zero_()
-            clear(budget.device)
+        for rival in sorted(rivals, key=_urgency):
+            if broke := _turn(trainer, rival, budget, rows, steps, until):
+                point["failures"].append(f"{shape.name} {length}: {rival.name} broke: {broke}")
+        ours = [rival for rival in rivals if rival.name in (*OURS, SWAPPING) and rows[rival.name]["samples_s"]]
+        if turn == 0 and compare:
+            part("gradients", lambda: gradients(trainer, rivals, budget, rows))
+        if turn == 0 and ours:
+            part("streams", functools.partial(watch_streams, trainer, ours[-1], budget, folder, f"{shape.name}-{length}"))
     use_expandable(False, budget.device)
     for row in rows.values():
-        if "out" not in row:
+        if row["samples_s"] and "out" not in row:
             row["median_s"] = statistics.median(row["samples_s"])
             row["tflops"] = step_flops(shape, length) / row["median_s"] / 1e12
-    point = {"workload": shape.name, "length": length, "rows_of_this_rank": tokens_of(shape, length), "rivals": rows}
-    point |= {
-        "failures": failures,
-        "layers": shape.layers,
-        "layer_forward_s": budget.layer_forward_s,
-        "host_budget": budget.host_bytes,
-    }
-    if predicted is not None:
-        point["predicted"] = predicted
-    if compare:
-        point["gradients"] = gradients(trainer, rivals, budget, rows)
-    ours = [rival for rival in rivals if rival.name in (*OURS, SWAPPING) and "median_s" in rows[rival.name]]
-    if ours:
-        point["streams"] = watch_streams(trainer, ours[-1], budget, folder / f"streams-{shape.name}-{length}.json")
     return point
 
 
-def watch_streams(trainer: Trainer, rival: Rival, budget: Budget, path: Path) -> dict[str, Any]:
+def _urgency(rival: Rival) -> int:
+    return URGENT.index(rival.name) if rival.name in URGENT else len(URGENT)
+
+
+def _turn(
+    trainer: Trainer, rival: Rival, budget: Budget, rows: dict[str, dict[str, Any]], steps: int, until: float
+) -> str | None:
+    """Put a rival on the model, time it, take it off; what becomes of it is in its row.
+
+    Returns:
+        What broke, if it was not for want of memory.
+    """
+    row = rows[rival.name]
+    if "out" in row:
+        return None
+    begin = time.perf_counter()
+    if begin + max(row["turns_s"], default=0.0) > until:
+        if not row["turns_s"]:
+            row["out"] = "not tried: no time left"
+        return None
+    if (missing := rival.missing() or _too_much_host(rival, rows, budget)) is not None:
+        row["out"] = missing
+        return None
+    broke = None
+    use_expandable(rival.expandable, budget.device)
+    try:
+        with rival.on(trainer.model, budget) as installed:
+            _visit(trainer, installed, rival, steps, row, first=not row["turns_s"])
+    except Exception as error:  # one that breaks takes no other's numbers with it
+        row["out"] = f"{type(error).__name__}: {str(error)[:300]}"
+        if not does_not_fit(error):
+            traceback.print_exc()
+            broke = row["out"]
+    for parameter in trainer.model.parameters():  # whatever a failed step left
+        parameter.grad.zero_()
+    clear(budget.device)
+    row["turns_s"].append(time.perf_counter() - begin)
+    return broke
+
+
+def watch_streams(trainer: Trainer, rival: Rival, budget: Budget, folder: Path, name: str) -> dict[str, Any]:
     """One step as the profiler sees it."""
+    path = folder / f"streams-{name}.json"
     with rival.on(trainer.model, budget) as installed:
         for _ in range(rival.warm_up):
             trainer.step(installed)
         spans = streams.record(lambda: trainer.step(installed), budget.device, path.with_suffix(".trace.json"))
     clear(budget.device)
-    streams.save(spans, f"{path.stem.removeprefix('streams-')}: {rival.says}", path)
+    streams.save(spans, f"{name}: {rival.says}", path)
     return streams.analyse(spans)
 
 
@@ -183,7 +231,7 @@ def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dic
 
 
 def gradients(trainer: Trainer, rivals: list[Rival], budget: Budget, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Every rival's gradients against no checkpointing; the bar is the same model with GEMMs in another order."""
+    """Every rival's gradients, once it is warm, against no checkpointing; the bar: the same model with GEMMs in another order."""
     try:
         loss, want = trainer.gradients(Installed())
         with OtherOrder():
@@ -195,7 +243,8 @@ def gradients(trainer: Trainer, rivals: list[Rival], budget: Budget, rows: dict[
         if "out" in rows[rival.name] or rival.name == "none":
             continue
         with rival.on(trainer.model, budget) as installed:
-            trainer.gradients(installed)  # the first step of ds_memo analyses
+            for _ in range(rival.warm_up):  # layers are analysed, addresses planned
+                trainer.step(installed)
             got_loss, got = trainer.gradients(installed)
         worst = max(distance(got, want).items(), key=lambda item: item[1])
         found["rivals"][rival.name] = {"worst": worst[1], "of": worst[0], "loss_equal": bool(torch.equal(loss, got_loss))}
@@ -254,42 +303,52 @@ def measure(
     budget_s: float,
     folder: Path,
     say: Callable[[str], None],
+    more: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """All points that the time budget holds."""
+    """All points that the time budget holds.
+
+    Args:
+        more: what was measured before, for the file that a run which is ended from outside leaves behind.
+    """
     begin = time.perf_counter()
     table = shapes(budget.device)
     wanted = [(table[name], length) for name in names for length in lengths or table[name].lengths]
     wanted.sort(key=lambda point: step_flops(*point))
     dtype = torch.bfloat16 if budget.device.type == "cuda" else torch.float32
-    rate = ASSUMED_FLOPS[budget.device.type]
+    rate, slower = ASSUMED_FLOPS[budget.device.type], 1.0
     points, dropped, failures = [], [], []
     unfinished = folder / "speed-unfinished.json"
     compared: set[str] = set()
     for shape, length in wanted:
         step_s = step_flops(shape, length) / rate
         taking = [rival for rival in rivals if step_s < DEAR_S or rival.name not in ALLOCATORS]
-        left = budget_s - (time.perf_counter() - begin)
-        needs = cost_s(taking, step_s)
+        began = time.perf_counter()
+        left = budget_s - (began - begin)
+        needs = cost_s(taking, step_s) * slower
         if points and needs > left:
             dropped.append({"workload": shape.name, "length": length, "needs_s": needs, "left_s": max(0.0, left)})
             say(f"{shape.name} {length}: dropped, needs about {needs:.0f} s and {max(0.0, left):.0f} s are left")
             continue
         say(f"{shape.name}, {length} tokens")
-        model = build(shape, budget.device, dtype)
+        until = began + max(left, AT_LEAST_S)
         try:
-            point = run_point(model, shape, length, taking, budget, rate, compare=shape.name not in compared, folder=folder)
+            model = build(shape, budget.device, dtype)
+            compare = shape.name not in compared
+            point = run_point(model, shape, length, taking, budget, rate, compare, folder, until)
         except Exception as error:
             traceback.print_exc()
             failures.append(f"{shape.name} {length}: {type(error).__name__}: {str(error)[:500]}")
             continue
         finally:
-            del model
+            model = None
             clear(budget.device)
         compared.add(shape.name)
         point["claims"] = claims(point)
+        point["seconds"] = time.perf_counter() - began
         points.append(point)
-        unfinished.write_text(json.dumps(results.plain(points)) + "\n")  # for a run that is ended from outside
+        unfinished.write_text(json.dumps(results.plain((more or {}) | {"points": points})) + "\n")
         _print(point, say)
+        slower = max(1.0, point["seconds"] / cost_s(taking, step_s))  # locking host memory, above all
         fast = [row["tflops"] for row in point["rivals"].values() if "tflops" in row]
         rate = max(fast, default=rate / 1e12) * 1e12
     unfinished.unlink(missing_ok=True)
@@ -299,7 +358,7 @@ def measure(
 
 def _print(point: dict[str, Any], say: Callable[[str], None]) -> None:
     for name, row in point["rivals"].items():
-        if "out" in row:
+        if "median_s" not in row:
             say(f"    {name:22s} {row['out'][:110]}")
             continue
         spread = (max(row["samples_s"]) - min(row["samples_s"])) / row["median_s"]
@@ -309,9 +368,13 @@ def _print(point: dict[str, Any], say: Callable[[str], None]) -> None:
     if point.get("predicted"):
         said = point["predicted"]
         layers = (said.get("solver") or {}).get("layers_s")
-        text = said.get("why") or f"alpha {said['alpha']:.3g}, {said['resident_layers']} resident, layers {layers * 1e3:.1f} ms"
+        text = (
+            said.get("skipped")
+            or said.get("why")
+            or f"alpha {said['alpha']:.3g}, {said['resident_layers']} resident, layers {layers * 1e3:.1f} ms"
+        )
         say(f"      predicted: {text}" + (f", step {said['step_s'] * 1e3:.1f} ms" if said.get("step_s") else ""))
-    if point.get("streams"):
+    if "hidden_share" in point.get("streams", ()):
         seen = point["streams"]
         hidden = ", ".join(f"{row} {share:.1%} hidden" for row, share in seen["hidden_share"].items() if share is not None)
         say(f"      streams: compute busy {seen['compute_share']:.1%} of {seen['span_s'] * 1e3:.1f} ms; {hidden or 'no copies'}")
@@ -321,6 +384,8 @@ def _print(point: dict[str, Any], say: Callable[[str], None]) -> None:
 
 
 def make_budget(device: torch.device, host_gib: float | None, device_gib: float | None = None) -> Budget:
+    if host_gib is not None:
+        host_memory.grow(int(host_gib * GIB))
     host = budget_bytes(host_gib, 1, locked=False)
     rate = measure_bandwidth(device, device.type == "cuda", min(host, GIB))[0]
     device_bytes = None if device_gib is None else int(device_gib * GIB)
@@ -356,7 +421,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as cache:  # profiles of this run, not of one before
         budget = replace(make_budget(device, options.host_gib, options.device_gib), cache_dir=cache)
         left = options.budget_s - (time.perf_counter() - begin)
-        found = measure(names, options.lengths, rivals, budget, left, folder, results.say)
+        found = measure(names, options.lengths, rivals, budget, left, folder, results.say, {"attention": kernels})
     found["attention"] = kernels
     return results.write("speed", device, found | {"settings": vars(options)}, options.out)
 

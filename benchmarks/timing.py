@@ -29,6 +29,7 @@ class Trainer:
 
     def __init__(self, model: nn.Module, ids: torch.Tensor) -> None:
         self.model, self.ids = model, ids
+        clear(ids.device)  # and cuBLAS has its workspaces before there are activations that they could lie between
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=ids.is_cuda)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -106,6 +107,9 @@ class Memory:
 
 def clear(device: torch.device) -> None:
     """Nothing of one rival is left for the next."""
+    with torch.enable_grad():  # autograd holds on to a backward that raised until the next one
+        x = torch.ones(16, 16, device=device, requires_grad=True)
+        (x @ x).sum().backward()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

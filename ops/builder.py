@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import sysconfig
@@ -28,6 +29,8 @@ from torch.utils import cpp_extension
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
 BACKENDS = ("cpu", "cuda")
+TOOLKITS = ("/usr/local/cuda",)
+"""Where torch does not look if an nvcc stands elsewhere on the PATH."""
 
 
 class AllocatorBuilder(OpBuilder):
@@ -94,8 +97,8 @@ class AllocatorBuilder(OpBuilder):
                 lacks.append(f"torch {torch.__version__} is built without CUDA")
             if cuda_headers() is None:
                 lacks.append(
-                    "no cuda_runtime_api.h with crt/host_defines.h (looked in $CUDA_HOME/include and in the nvidia and triton "
-                    "packages; install the CUDA toolkit, or pip install triton)"
+                    "no cuda_runtime_api.h with crt/host_defines.h (looked in $CUDA_HOME/include, /usr/local/cuda/include "
+                    "and the nvidia and triton packages; install the CUDA toolkit, or pip install triton)"
                 )
         return lacks
 
@@ -144,15 +147,22 @@ class AllocatorBuilder(OpBuilder):
 
 
 def cuda_headers() -> Path | None:
-    """The folder of the CUDA runtime's headers: the toolkit's, or that of the packages which a CUDA build of torch depends on.
-    nvidia's own may lack crt/; triton has a copy of all of them."""
-    places = [Path(home) / "include" for home in (cpp_extension.CUDA_HOME,) if home]
+    """The folder of the CUDA runtime's headers: the toolkit's, or that of the packages which a CUDA build of torch depends on;
+    the first that is of torch's CUDA, else the first. nvidia's own may lack crt/; triton has all of them, of an older CUDA."""
+    places = [Path(home) / "include" for home in (cpp_extension.CUDA_HOME, *TOOLKITS) if home]
     for package, pattern in (("nvidia", "*/include"), ("triton", "backends/nvidia/include")):
         if spec := importlib.util.find_spec(package):
             for folder in spec.submodule_search_locations or ():
                 places += sorted(Path(folder).glob(pattern))
     needed = ("cuda_runtime_api.h", "crt/host_defines.h")
-    return next((place for place in places if all((place / name).is_file() for name in needed)), None)
+    complete = [place for place in places if all((place / name).is_file() for name in needed)]
+    major = (torch.version.cuda or "").partition(".")[0]
+    return next((place for place in complete if _cuda_major(place) == major), complete[0] if complete else None)
+
+
+def _cuda_major(headers: Path) -> str:
+    found = re.search(r"define CUDART_VERSION\s+(\d+)", (headers / "cuda_runtime_api.h").read_text(errors="replace"))
+    return str(int(found[1]) // 1000) if found else ""
 
 
 @contextmanager

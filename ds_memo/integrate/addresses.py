@@ -19,7 +19,10 @@ them it is tried, up to where it was seen to be otherwise, for lengths that are 
 
 from __future__ import annotations
 
+import atexit
+import functools
 import math
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -120,6 +123,21 @@ def _end(allocator: Allocator, place: tuple[str, int]) -> None:
         allocator.uninstall()
 
 
+def _make_workspaces(device: torch.device) -> None:
+    """cuBLAS has one of some 32 MiB for this thread and one for autograd's, and keeps them: born among the activations of the
+    first pass, each would hold back a whole segment that the arena should get."""
+    with torch.enable_grad():
+        x = torch.ones(16, 16, device=device, requires_grad=True)
+        (x @ x).sum().backward()
+
+
+@functools.cache
+def _let_backward_end_before_exit() -> None:
+    """Autograd's thread lets go of the callbacks of a backward a moment after that has returned, and needs the interpreter for
+    it. A script whose last line is a training step would be gone by then, and the process abort."""
+    atexit.register(time.sleep, 0.05)
+
+
 class Addresses:
     """The addresses of one model's training passes on one device.
 
@@ -169,6 +187,9 @@ class Addresses:
         """
         if self._place in _owners:
             raise MemoError(f"another attached model has those on {self._device} planned, and one allocator follows one plan")
+        if self._device.type == "cuda":
+            _make_workspaces(self._device)
+            _let_backward_end_before_exit()
         self._allocator.install()
         _owners[self._place] = self
         self._end = weakref.finalize(self, _end, self._allocator, self._place)

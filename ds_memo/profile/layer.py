@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_memo.errors import MemoError
 from ds_memo.profile.call import LayerCall
-from ds_memo.profile.live import LiveBytes
+from ds_memo.profile.live import bytes_made
 from ds_memo.profile.sample import KeptOutput, LayerSample
 from ds_memo.remat import keep
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
@@ -181,7 +181,7 @@ class _Bench:
         The layer's output, which in a step belongs to the frame above, is alive in both; its input, born before, in none.
         """
         frame = self.recipe(setting).layout.buffer_bytes
-        with LiveBytes(self._device) as count:
+        with bytes_made(self._device) as count:
             outputs = self.forward(setting)
             forward = count.peak
             count.reset_peak()
@@ -196,17 +196,16 @@ class _Bench:
             x for x in tree_leaves((self._args, self._fn.keywords if isinstance(self._fn, partial) else ())) if torch.is_tensor(x)
         ]
         known = {x.untyped_storage().data_ptr() for x in (*own, *shared) if x is not self._leaves[0]}
-        saved: dict[int, int] = {}
+        saved: dict[int, torch.UntypedStorage] = {}
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
+        def note(tensor: torch.Tensor) -> None:  # handed back it would be held by the graph that it holds, for ever
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known and not isinstance(tensor, nn.Parameter):
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
+                saved[storage.data_ptr()] = storage
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
             self.forward(Setting(checkpointed=False))
-        return sum(saved.values())
+        return sum(storage.nbytes() for storage in saved.values())
 
     def _clock(self) -> float:
         if self._device.type == "cuda":

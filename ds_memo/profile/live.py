@@ -1,12 +1,14 @@
-"""LiveBytes: live and peak bytes of the tensors born inside a block of code.
+"""Live and peak bytes of what a block of code makes: counted tensor by tensor, or as CUDA's allocator counts them.
 
 The CPU has no `torch.cuda.max_memory_allocated`; this is its counterpart, exact to the byte, as no allocator rounds.
 torch's MemTracker (torch/distributed/_tools/mem_tracker.py) also sorts tensors by module and role; this one only adds
-them up, which is cheap enough for a whole training step. Storages are followed by weak reference, as there.
+them up, which is cheap enough for a whole training step. Storages are followed by weak reference, as there. What a kernel takes
+for itself only the allocator knows: flash attention's backward adds up dQ in float32, twice the bytes of Q in bf16.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import deque
 
@@ -107,3 +109,43 @@ class LiveBytes(TorchDispatchMode):
     def __exit__(self, *error) -> None:
         torch.UntypedStorage.resize_ = self._resize
         super().__exit__(*error)
+
+
+class AllocatedBytes:
+    """LiveBytes' `live`, `peak` and `reset_peak` for all that is asked of CUDA's allocator, workspaces of kernels too.
+
+    Bytes as they were asked for, whatever they are rounded to. Memory of before that is freed inside counts against it, and the
+    process's own peak begins anew.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    @property
+    def live(self) -> int:
+        return self._requested("current") - self._before
+
+    @property
+    def peak(self) -> int:
+        return self._requested("peak") - self._before
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _requested(self, when: str) -> int:
+        return torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{when}"]
+
+    def __enter__(self) -> AllocatedBytes:
+        gc.collect()  # a graph that waits in a circle would be freed inside
+        self.reset_peak()
+        self._before = self._requested("current")
+        return self
+
+    def __exit__(self, *error) -> None:
+        pass
+
+
+def bytes_made(device: torch.device) -> LiveBytes | AllocatedBytes:
+    """What sees most on this device."""
+    return AllocatedBytes(device) if device.type == "cuda" else LiveBytes(device)

@@ -2,12 +2,13 @@
 
 import contextlib
 import json
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import capacity, planner, results, speed, streams, table, timing
+from benchmarks import capacity, host, planner, results, speed, streams, table, timing
 from benchmarks.rivals import GIB, RIVALS, Budget
 from benchmarks.streams import Span
 from ds_memo.errors import MemoError
@@ -100,6 +101,62 @@ def test_claims_hold_and_miss():
     assert good and all(good.values())
     bad = claims_of(none=1.0, checkpoint=1.1, deepspeed=1.1, ds_memo_planned=1.05)
     assert bad and not any(bad.values())
+
+
+def test_a_point_whose_time_is_over_keeps_what_it_has(tmp_path, monkeypatch):
+    """Ours and what it is compared with have their turn first; a turn that would end too late does not begin."""
+    clock, order = 0.0, []
+    monkeypatch.setattr(speed, "time", types.SimpleNamespace(perf_counter=lambda: clock))
+
+    def rival(name, takes_s):
+        @contextlib.contextmanager
+        def install(model, budget):
+            nonlocal clock
+            order.append(name)
+            yield speed.Installed()
+            clock += takes_s
+
+        return replace(RIVALS["none"], name=name, install=install)
+
+    rivals = [rival("paper", 1), rival("save_on_cpu", 90), rival("none", 1), rival("last", 1), rival("hf_offload", 10)]
+    shape, budget = speed.shapes(CPU)["gpt7b"], Budget(CPU, 1 << 30)
+    model = speed.build(shape, CPU, torch.float32)
+    point = speed.run_point(model, shape, 48, rivals, budget, rate=1e9, compare=False, folder=tmp_path, until=101)
+    assert order == ["none", "hf_offload", "paper", "save_on_cpu"]
+    rows = point["rivals"]
+    assert rows["last"]["out"] == "not tried: no time left" and "median_s" not in rows["last"]
+    assert all("median_s" in rows[name] for name in order) and point["failures"] == []
+    order.clear()
+    clock = 0.0
+    point = speed.run_point(model, shape, 48, rivals[:4:2], budget, rate=1e9, compare=False, folder=tmp_path, until=2.5)
+    assert order == ["none", "paper"]  # a second turn of either would end at 3
+
+
+def test_a_part_that_breaks_takes_no_rival_with_it(tmp_path, monkeypatch):
+    shape = speed.shapes(CPU)["gpt7b"]
+    model = speed.build(shape, CPU, torch.float32)
+    monkeypatch.setattr(speed, "gradients", lambda *args: 1 / 0)
+    point = speed.run_point(model, shape, 48, [RIVALS["none"]], Budget(CPU, 1 << 30), rate=1e9, compare=True, folder=tmp_path)
+    assert point["failures"] == ["gpt7b 48: gradients: ZeroDivisionError: division by zero"]
+    assert "median_s" in point["rivals"]["none"]
+
+
+def test_a_machine_that_grows_is_used_until_it_is_large_enough():
+    size, used = 8 * GIB, []
+
+    def use(nbytes, grows=2):
+        nonlocal size
+        used.append(nbytes)
+        size = min(64 * GIB, size + grows * nbytes)
+        return range(nbytes)
+
+    total, free = lambda: size, lambda: size - sum(used)
+    assert host.grow(32 * GIB, total, free, use, wait=pytest.fail) >= 32 * GIB
+    used.clear()
+    assert host.grow(32 * GIB, total, free, use) == size and used == []  # large enough
+    size, waited = 8 * GIB, []
+    assert host.grow(32 * GIB, total, free, lambda n: use(n, grows=0), waited.append) == 8 * GIB  # it does not grow
+    assert sum(used) <= 5 * GIB and sum(waited) <= 2 * host.PATIENCE_S
 
 
 @pytest.mark.parametrize("limit", [100, 1000, 4097])

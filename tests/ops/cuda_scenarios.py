@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 
 from ds_memo.ops.allocator import NATIVE, Allocator
+from ds_memo.profile.live import LiveBytes, bytes_made
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Layout
 from ds_memo.swap.slab import HostSlab
@@ -153,6 +154,24 @@ def statistics_stay_true() -> None:
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < reserved
     assert torch.cuda.get_allocator_backend() == "native"
+
+
+@scenario
+def a_kernels_own_memory_counts_in_a_profile() -> None:
+    """Storages that no op returns, as a kernel's workspace is none; not what is garbage by then."""
+    circle = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")]
+    circle.append(circle)
+    del circle
+    with bytes_made(torch.device("cuda", 0)) as count, LiveBytes("cuda") as tensors:
+        output = torch.empty(3 * MIB + 5, dtype=torch.uint8, device="cuda")
+        workspace = torch.UntypedStorage(16 * MIB, device="cuda")
+        assert count.live == count.peak == 19 * MIB + 5 and tensors.peak == 3 * MIB + 5
+        del workspace
+        assert count.live == 3 * MIB + 5 and count.peak == 19 * MIB + 5
+        count.reset_peak()
+        assert count.peak == 3 * MIB + 5
+        del output
+        assert count.live == 0
 
 
 @scenario

@@ -15,17 +15,9 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from ds_memo.ops import builder as module
 from ds_memo.ops.builder import AllocatorBuilder
 from tests.ops.compiling import lacks
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 needs_a_compiler = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
-
-
-def python(*words: object, timeout: float = 300, cwd: Path = ROOT, **environment: str | None) -> subprocess.CompletedProcess[str]:
-    """Another Python that imports this checkout; None takes a variable away."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    variables = {name: value for name, value in variables.items() if value is not None}
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, cwd=cwd)
 
 
 @pytest.fixture
@@ -115,10 +107,27 @@ def test_cuda_headers_come_complete(monkeypatch, tmp_path):
     (home / "include").mkdir(parents=True)
     (home / "include" / "cuda_runtime_api.h").touch()
     monkeypatch.setattr(module.cpp_extension, "CUDA_HOME", str(home))
+    monkeypatch.setattr(module, "TOOLKITS", ())
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert module.cuda_headers() != home / "include"
     (home / "include" / "crt").mkdir()
     (home / "include" / "crt" / "host_defines.h").touch()
     assert module.cuda_headers() == home / "include"
+
+
+def test_cuda_headers_are_of_torchs_cuda(monkeypatch, tmp_path):
+    """A newer triton's are not always: 3.6 comes with those of CUDA 12.8, torch 2.11 with CUDA 13."""
+    homes = [tmp_path / name for name in ("older", "same")]
+    for home, version in zip(homes, (12080, 13000), strict=True):
+        (home / "include" / "crt").mkdir(parents=True)
+        (home / "include" / "crt" / "host_defines.h").touch()
+        (home / "include" / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
+    monkeypatch.setattr(module.cpp_extension, "CUDA_HOME", str(homes[0]))
+    monkeypatch.setattr(module, "TOOLKITS", (str(homes[1]),))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert module.cuda_headers() == homes[1] / "include"
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    assert module.cuda_headers() == homes[0] / "include"
 
 
 def test_it_says_what_is_missing_where_it_was_asked(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ import ds_memo
 from ds_memo.profile import layer as layers
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.layer import REPEATS, kinds_of, measure
+from ds_memo.profile.live import LiveBytes
 from ds_memo.remat.checkpoint import Layer
 from tests.models import HIDDEN, Block
 
@@ -81,9 +83,12 @@ def _parts(module: nn.Module) -> tuple:
 def test_nothing_is_left() -> None:
     one = call(module := Block(dropout=0.1))
     before, threads = torch.get_rng_state(), threading.active_count()
-    measure(one, LENGTH, CPU)
+    with LiveBytes() as count:
+        measure(one, LENGTH, CPU)
     assert torch.equal(torch.get_rng_state(), before) and threading.active_count() == threads
     assert all(parameter.grad is None for parameter in module.parameters())
+    gc.collect()
+    assert count.live == 0
 
 
 def test_a_layer_that_saves_nothing() -> None:
