@@ -15,8 +15,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from ds_memo.swap.protocol import D2H, H2D  # noqa: E402
-from tests.estimate.test_simulate import clear_configurations, mismatch  # noqa: E402
-from tests.estimate.threaded import Configuration, measured_events, predicted_events  # noqa: E402
+from tests.estimate.threaded import (  # noqa: E402
+    Configuration,
+    clear_configurations,
+    measured_events,
+    mismatch,
+    predicted_events,
+)
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
+from ds_memo.arguments import one_line_errors
+
 VERBS = {  # verb: (module, what it does)
     "profile": ("ds_memo.profile.command", "measure a model's layers and this machine's copies"),
     "plan": ("ds_memo.plan.command", "from a request trace to an address for every tensor"),
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub = verbs.add_parser(verb, help=text, description=text.capitalize() + ".")
         if verb == chosen:  # only this verb's module, and what it needs, is imported
             module = import_module(name)
+            one_line_errors(sub)
             module.add_arguments(sub)
             mine = sub
     args, unknown = parser.parse_known_args(words)

@@ -1,7 +1,24 @@
-"""Looking for processes that should be gone."""
+"""Other processes: a Python that imports this checkout, and looking for those that should be gone."""
 
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(
+    *words: object, timeout: float = 300, cwd: Path = ROOT, stdin: str | None = None, **environment: str | None
+) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS…` and keep what it prints; an environment variable that is None is taken away."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    variables = {name: value for name, value in variables.items() if value is not None}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, env=variables, input=stdin, capture_output=True, text=True, timeout=timeout, cwd=cwd)
 
 
 def processes_with(marker: str) -> list[int]:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ds_memo.arguments import count, gib, number, one_line_errors, short, tokens
+from ds_memo.arguments import count, gib, number, short, tokens
 from ds_memo.errors import MemoError
 from ds_memo.estimate import answers, hardware, model
 from ds_memo.estimate.errors import EstimateError
@@ -18,7 +18,6 @@ INPUT_ERRORS = (MemoError,)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    one_line_errors(parser)
     what = parser.add_argument_group("what runs where")
     what.add_argument("--model", required=True, metavar="CONFIG.json", help="a Hugging Face config, or a folder with one")
     what.add_argument(

@@ -11,7 +11,6 @@ between steps     budgets are looked at again once the first optimizer step has 
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import os
 import sys
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 
 from ds_memo.config import MemoConfig
+from ds_memo.integrate.budgets import Budgets
 from ds_memo.integrate.stalls import StallWatch, slower
 from ds_memo.profile import cache
 from ds_memo.profile.agree import (
@@ -36,7 +36,6 @@ from ds_memo.profile.agree import (
     world_size,
 )
 from ds_memo.profile.call import LayerCall, first_layer_call
-from ds_memo.profile.device_memory import RESERVE, UNSEEN, device_budget, most_beyond, states_to_come
 from ds_memo.profile.lengths import Shapes, hidden_shape
 from ds_memo.profile.requests import Most
 from ds_memo.profile.run import Asked, layer_in_words, lengths_of, take_profile
@@ -117,14 +116,7 @@ class Autopilot:
         self._meets_in_layers = False
         """Ranks hold parameters in pieces (ZeRO-3), or each some of the experts."""
         self._latest: Chosen | None = None
-        self._host_budget = slab.budget
-        self._device_budget = 0
-        self._device_limit = 0
-        """What the device could give at most, where less would be refused."""
-        self._head_bytes_per_token: float | None = None
-        """Of head and loss, beside the layers; None: not seen."""
-        self._backward_bytes = 0
-        """What is there through the whole backward beside the layers, whatever the length: buckets of gradients to reduce."""
+        self._budgets = Budgets(config.device_memory_gib, slab, device)
         self._copies_at = 1.0
         """The share of the profiled bandwidth that copies were seen to reach."""
         self._stepped = False
@@ -145,8 +137,9 @@ class Autopilot:
             MemoError: ranks are configured differently.
             NothingFits: no setting keeps the budgets.
         """
-        if self._slab.refused is not None:
-            self._believe_the_host()
+        if self._slab.refused is not None and (held := self._budgets.host_refused()) is not None:
+            self.changes.append(f"host budget lowered to {held / GIB:.4g} GiB: the system refused more")
+            self._chosen.clear()
         if self.gave_up or (self.profile is None and not self._start(kind, model, args, kwargs)):
             return None
         choose = self._choose_together if self._meets_in_layers else self._choose_alone
@@ -214,14 +207,15 @@ class Autopilot:
         except NothingFits as error:
             if error.where != "device":
                 raise
+            limit = self._budgets.device_limit
             # What was left alone is there for such a pass, and what the head takes no setting changes: is it the layers?
-            alone = replace(run, head_bytes=0, backward_bytes=0, device_budget=self._device_limit)
+            alone = replace(run, head_bytes=0, backward_bytes=0, device_budget=limit)
             solve(alone, *given, may_be_plain=False)
-            if error.needed > self._device_limit:
+            if error.needed > limit:
                 self._warn(
                     f"beside the layers {math.prod(shape[:2]):,} tokens take {run.head_bytes / GIB:.3g} GiB of device memory for "
                     f"head, loss and gradients on their way ({run.backward_bytes / GIB:.3g} GiB). With them a step needs "
-                    f"{error.needed / GIB:.3g} GiB where {self._device_limit / GIB:.3g} are free: it may run out of memory. "
+                    f"{error.needed / GIB:.3g} GiB where {limit / GIB:.3g} are free: it may run out of memory. "
                     "A tiled loss helps, or a smaller zero_optimization.reduce_bucket_size"
                 )
             run = replace(run, device_budget=error.needed)  # so that nothing is taken beyond what it needs
@@ -255,7 +249,7 @@ class Autopilot:
         self._first = (kind, call.shape)
         del call, asked  # their hidden states are nothing that will be there
         self._meets_in_layers = world_size() > 1 and any(map(_is_divided, model.parameters()))
-        self._look_at_budgets(model)
+        self._budgets.look(model, self.has_engine, stepped=False)
         return True
 
     def _asked(self, call: LayerCall) -> Asked:
@@ -283,33 +277,8 @@ class Autopilot:
         )
         return False
 
-    def _look_at_budgets(self, model: nn.Module) -> None:
-        gc.collect()  # what the profile, or another setting than the next, has left behind
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self._device)
-        to_come, gradients = (0, 0) if self._stepped else (states_to_come(model, engine) for engine in (self.has_engine, True))
-        gib, reserve = self._config.device_memory_gib, UNSEEN if self._head_bytes_per_token is None else RESERVE
-        careful = device_budget(self._device, gib, to_come, reserve)
-        most = device_budget(self._device, gib, gradients, 0.0)  # Adam's states are a guess, and refuse no run
-        budgets = from_all_ranks((min(self._host_budget, self._slab.budget), careful, most))
-        self._host_budget, self._device_budget, self._device_limit = map(min, zip(*budgets, strict=True))
-
-    def _see_head(self, logged: Most | None) -> None:
-        """What head and loss took in the latest pass, or at most if that was not logged. The rank that needs most counts."""
-        passed, mine = self._latest, None
-        if passed is not None:
-            mine = logged.peak - logged.staying if logged else most_beyond(self._device, bytes_at_head(passed.run, passed.homes))
-        everybodys = from_all_ranks(
-            None if mine is None else (mine / math.prod(passed.shape[:2]), logged.staying if logged else 0)
-        )
-        if None not in everybodys:
-            self._head_bytes_per_token, self._backward_bytes = map(max, zip(*everybodys, strict=True))
-
     def _costs(self, shape: tuple[int, ...]) -> RunCosts:
-        run = self.profile.costs(*shape[:2], self._host_budget, self._device_budget)
-        head = math.ceil((self._head_bytes_per_token or 0.0) * math.prod(shape[:2])) + self._backward_bytes
-        return slower(replace(run, head_bytes=head, backward_bytes=self._backward_bytes), self._copies_at)
+        return slower(self._budgets.costs(self.profile, shape), self._copies_at)
 
     def report(self) -> dict[str, Any] | None:
         """What the choice rests on; None before the first training pass."""
@@ -320,8 +289,8 @@ class Autopilot:
             "from_cache": self.from_cache,
             "d2h_bytes_per_s": self.profile.d2h_bytes_per_s * self._copies_at,
             "h2d_bytes_per_s": self.profile.h2d_bytes_per_s * self._copies_at,
-            "device_budget": self._device_budget,
-            "host_budget": self._host_budget,
+            "device_budget": self._budgets.device,
+            "host_budget": self._budgets.host,
             "changes": list(self.changes),
         }
 
@@ -339,8 +308,10 @@ class Autopilot:
             return
         if not self._stepped:
             self._stepped = True
-            self._see_head(head_bytes())
-            self._look_at_budgets(model)
+            passed = self._latest
+            tokens, of_layers = (math.prod(passed.shape[:2]), bytes_at_head(passed.run, passed.homes)) if passed else (0, 0)
+            self._budgets.see_head(head_bytes(), tokens, of_layers)
+            self._budgets.look(model, self.has_engine, stepped=True)
             self._chosen.clear()
             return
         if self._config.alpha is None and (window := self._stalls.stepped(passes, now)):
@@ -361,14 +332,6 @@ class Autopilot:
                 f"alpha lowered from {before.homes.alpha:.4g} to {after.alpha:.4g}: copies reach {self._copies_at:.0%} of the "
                 "profiled bandwidth"
             )
-
-    def _believe_the_host(self) -> None:
-        """The system refused memory below the budget: what it gave is the budget from now on."""
-        held, self._slab.refused = self._slab.refused, None
-        if held < self._host_budget:
-            self.changes.append(f"host budget lowered to {held / GIB:.4g} GiB: the system refused more")
-            self._host_budget = held
-            self._chosen.clear()
 
 
 def _is_divided(parameter: nn.Parameter) -> bool:

@@ -10,6 +10,8 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from ds_memo.arguments import number
+
 from .bilevel import Plan, plan_trace
 from .dsa import lower_bound
 from .errors import CapacityBelowLowerBound, PlanError
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here (JSON; CSV for a CSV problem)")
     parser.add_argument("--solver", choices=SOLVERS, default="cbc", help="how far to go (default: %(default)s)")
     parser.add_argument(
-        "--time-limit", type=_positive, default=60.0, metavar="S", help="seconds for everything (default: %(default)g)"
+        "--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds for everything (default: %(default)g)"
     )
     parser.add_argument("--capacity", type=_bytes, metavar="N", help="exit with 1 where no plan of N bytes is found")
     parser.add_argument("--layers", type=int, metavar="N", help="repeat the trace's layer 1 to make N layers")
@@ -39,17 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text}: expected seconds above 0")
-    return value
+def _seconds(text: str) -> float:
+    return number(text, 1e-9, 1e9, "seconds above 0")
 
 
 def _bytes(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
     if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{text}: expected bytes, 0 to 2^63 - 1")
+        raise argparse.ArgumentTypeError(f"{text!r}, expected bytes, 0 to 2^63 - 1")
     return value
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_memo.arguments import count, gib, one_line_errors, short, size, tokens
+from ds_memo.arguments import count, gib, short, size, tokens
 from ds_memo.errors import MemoError
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
 
@@ -33,7 +33,6 @@ _BACKWARD = 2.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    one_line_errors(parser)
     parser.add_argument("--model", required=True, metavar="CONFIG.json", help="a Hugging Face config, or a folder with one")
     parser.add_argument(
         "--seq-length", required=True, type=tokens, metavar="S", help="tokens of a sequence on one rank: 131072, 128K, 1M"

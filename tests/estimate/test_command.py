@@ -2,16 +2,15 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ds_memo import cli
 from ds_memo.estimate import hardware
+from tests.command import complaint
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 GPT = str(ROOT / "ds_configs" / "models" / "gpt-7b.json")
 LLAMA = str(ROOT / "ds_configs" / "models" / "llama3-8b.json")
 BASE = ("estimate", "--model", GPT, "--hardware", "a800", "--gpus", "8")
@@ -20,17 +19,6 @@ BASE = ("estimate", "--model", GPT, "--hardware", "a800", "--gpus", "8")
 def answer(capsys, *words: str, base=BASE) -> dict:
     assert cli.main([*base, *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def complaint(capsys, *words: str) -> str:
-    try:
-        code = cli.main(words)
-    except SystemExit as stop:
-        code = stop.code
-    out, err = capsys.readouterr()
-    assert code == 2 and not out
-    assert err.count("\n") == 1 and err.startswith("ds-memo estimate: "), err
-    return err
 
 
 @pytest.mark.parametrize("method", ["memo", "paper", "full_recompute", "full_swap", "none"])
@@ -131,7 +119,7 @@ def test_it_imports_no_torch():
         "heavy = {'torch', 'transformers', 'deepspeed', 'mip', 'matplotlib', 'plotly'} & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

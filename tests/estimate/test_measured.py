@@ -8,6 +8,7 @@ import pytest
 from ds_memo import cli
 from ds_memo.estimate.hardware import load
 from ds_memo.profile.sample import KeptOutput, LayerProfile, LayerSample, Profile
+from tests.command import complaint
 
 GPT = str(Path(__file__).parents[2] / "ds_configs" / "models" / "gpt-7b.json")
 
@@ -78,6 +79,4 @@ def test_another_profile_is_refused(capsys, tmp_path, text, says):
     path = tmp_path / "profile.json"
     path.write_text(text)
     words = ["estimate", "--model", GPT, "--hardware", "a800", "--gpus", "8", "--seq-length", "512K", "--profile", str(path)]
-    assert cli.main(words) == 2
-    err = capsys.readouterr().err
-    assert says in err and err.count("\n") == 1
+    assert says in complaint(capsys, *words)

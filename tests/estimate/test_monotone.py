@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ds_memo.estimate import answers, hardware, model
-from ds_memo.estimate.estimate import Question, estimate
+from ds_memo.estimate.estimate import OK, Question, estimate
 
 MODELS = [
     model.load(str(Path(__file__).parents[2] / "ds_configs" / "models" / f"{name}.json"))
@@ -69,23 +69,36 @@ def test_a_faster_link_is_never_slower_under_the_papers_rules(names, question, a
         machine = faster(machine, name, factor)
     after = estimate(replace(question, hardware=machine))
     assert after.status == before.status
-    assert before.step_s is None or after.step_s <= before.step_s * (1 + 1e-9)
+    assume(before.step_s is not None)
+    assert after.step_s <= before.step_s * (1 + 1e-9)
+
+
+@settings(EXAMPLES, max_examples=15)
+@given(question=questions)
+def test_the_longest_fits_and_the_next_longer_one_does_not(question):
+    longest, beyond = answers.longest(question)
+    assume(longest is not None)
+    assert longest.status == OK != beyond.status
+    low, high = (answer.question.seq_length // answers.KI for answer in (longest, beyond))
+    assert 0 < high - low <= max(1, low // (2 * answers.GRAIN))
 
 
 @settings(EXAMPLES, max_examples=15)
 @given(question=questions, factor=factors)
 def test_more_memory_is_never_shorter(question, factor):
     longest, _ = answers.longest(question)
+    assume(longest is not None)
     for name in ("host_memory", "device_memory"):
         longer, _ = answers.longest(replace(question, hardware=faster(question.hardware, name, factor)))
-        assert longest is None or longer.question.seq_length >= longest.question.seq_length
+        assert longer.question.seq_length >= longest.question.seq_length
 
 
 @EXAMPLES
 @given(question=questions, factor=factors)
 def test_more_host_memory_is_never_slower(question, factor):
     before, after = estimate(question), estimate(replace(question, hardware=faster(question.hardware, "host_memory", factor)))
-    assert before.step_s is None or after.step_s <= before.step_s * ROUNDING
+    assume(before.step_s is not None)
+    assert after.step_s <= before.step_s * ROUNDING
 
 
 @EXAMPLES

@@ -10,48 +10,10 @@ from ds_memo.solve.costs import LayerCosts, Output, RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.swap.engine import SwapEngine
 
-from .threaded import TICK_S, Configuration, Event, measured_events, predicted_events
+from .threaded import Configuration, clear_configurations, measured_events, mismatch, predicted_events
 
-CONFIGURATIONS = 20
-SURE_S = 0.9 * TICK_S
-"""Predicted further apart than this, two events have one order."""
 TRIES = 4
 """A busy machine wakes a sleeper late now and then."""
-
-
-def clear_configurations() -> list[int]:
-    """Seeds whose events are simultaneous because one makes the other, or far enough apart to be told by the clock."""
-    found, seed = [], 0
-    while len(found) < CONFIGURATIONS:
-        times = [event.at for event in predicted_events(Configuration.random(seed).predicted())]
-        gaps = [later - earlier for earlier, later in pairwise(times)]
-        if all(gap < 1e-9 or gap > SURE_S for gap in gaps):
-            found.append(seed)
-        seed += 1
-    return found
-
-
-def groups(events: list[Event]) -> list[set[str]]:
-    """Names in order; those predicted at the same moment are one set."""
-    found: list[set[str]] = []
-    last = -1.0
-    for event in events:
-        if event.at - last > 1e-9:
-            found.append(set())
-        found[-1].add(event.name)
-        last = event.at
-    return found
-
-
-def mismatch(predicted: list[Event], measured: list[Event]) -> str | None:
-    names = [event.name for event in measured if event.name != "the end"]
-    at = 0
-    for group in groups(predicted):
-        seen = set(names[at : at + len(group)])
-        if seen != group:
-            return f"after {at} events: predicted {sorted(group)}, measured {names[at : at + len(group)]}"
-        at += len(group)
-    return None if at == len(names) else f"measured {names[at:]} beyond what was predicted"
 
 
 def agree(configuration: Configuration, engine: type[SwapEngine] = SwapEngine, tries: int = TRIES) -> str | None:
@@ -93,7 +55,8 @@ class Impatient(SwapEngine):
 
 @pytest.mark.parametrize("other", [NoPrefetch, Impatient])
 def test_another_schedule_is_told_apart(other):
-    assert any(agree(Configuration.random(seed), other, tries=1) for seed in clear_configurations()[:6])
+    """Again and again, as no busy machine does."""
+    assert any(agree(Configuration.random(seed), other, tries=3) for seed in clear_configurations()[:6])
 
 
 def test_it_runs_the_engine_itself():

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -24,6 +25,9 @@ from ds_memo.swap.streams import ThreadStreams
 TICK_S = 0.004
 """All durations are whole multiples of it."""
 ROW_BYTES = 256
+CONFIGURATIONS = 20
+SURE_S = 0.9 * TICK_S
+"""Predicted further apart than this, two events have one order."""
 
 
 @dataclass(frozen=True)
@@ -171,3 +175,38 @@ def measured_events(
         engine.close()
     events.append(Event(now, "the end"))
     return sorted((Event(event.at - start, event.name) for event in events), key=lambda event: event.at), streams
+
+
+def clear_configurations() -> list[int]:
+    """Seeds whose events are simultaneous because one makes the other, or far enough apart to be told by the clock."""
+    found, seed = [], 0
+    while len(found) < CONFIGURATIONS:
+        times = [event.at for event in predicted_events(Configuration.random(seed).predicted())]
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        if all(gap < 1e-9 or gap > SURE_S for gap in gaps):
+            found.append(seed)
+        seed += 1
+    return found
+
+
+def groups(events: list[Event]) -> list[set[str]]:
+    """Names in order; those predicted at the same moment are one set."""
+    found: list[set[str]] = []
+    last = -1.0
+    for event in events:
+        if event.at - last > 1e-9:
+            found.append(set())
+        found[-1].add(event.name)
+        last = event.at
+    return found
+
+
+def mismatch(predicted: list[Event], measured: list[Event]) -> str | None:
+    names = [event.name for event in measured if event.name != "the end"]
+    at = 0
+    for group in groups(predicted):
+        seen = set(names[at : at + len(group)])
+        if seen != group:
+            return f"after {at} events: predicted {sorted(group)}, measured {names[at : at + len(group)]}"
+        at += len(group)
+    return None if at == len(names) else f"measured {names[at:]} beyond what was predicted"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import random
 import types
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,67 +11,12 @@ import torch
 from torch import nn
 
 import ds_memo
-from ds_memo.integrate import addresses
 from ds_memo.ops.allocator import MIN_BYTES, Allocator
 from ds_memo.ops.builder import AllocatorBuilder
-from tests.models import MODELS, Batch, Outcome, Toy, assert_same, build, gradients, step
+from tests.integrate.planned import BARE, BATCH, CONFIG, CPU, Counting, bit_equal, outcomes
+from tests.models import MODELS, Batch, Outcome, Toy, build, gradients, step
 
-BATCH = Batch.random(4, 128)  # 512 tokens of 64 floats: 128 KiB
-CONFIG = {"alpha": 0.5, "resident_layers": 1}
-BARE = {**CONFIG, "plan": {"enabled": False}}
-if missing := AllocatorBuilder("cpu").missing():
-    pytest.skip("; ".join(missing), allow_module_level=True)
-CPU = Allocator(torch.device("cpu"))
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    CPU.uninstall()  # it stays in front for as long as blocks are alive
-    assert not CPU.installed and CPU.mode == "off" and CPU.arena_bytes == 0 and CPU.retired_arenas == 0
-    assert CPU.stats()["live_bytes"] == 0
-
-
-class Counting:
-    """An attached model, and the plan's counts since the last look."""
-
-    def __init__(self, model: nn.Module, config: dict[str, Any] = CONFIG, **options: Any) -> None:
-        self.handle = ds_memo.attach(model, config, **options)
-        self._before = self.report()
-
-    def report(self) -> dict[str, Any]:
-        return self.handle.report()["plan"]
-
-    def counts(self) -> tuple[int, dict[str, int]]:
-        now, before = self.report(), self._before
-        self._before = now
-        misses = {name: count - before["misses"][name] for name, count in now["misses"].items()}
-        return now["hits"] - before["hits"], {name: count for name, count in misses.items() if count}
-
-    def assert_followed(self) -> None:
-        """At least 99 % of the requests since the last look had their planned address."""
-        hits, misses = self.counts()
-        assert hits > 50 and hits >= 0.99 * (hits + sum(misses.values())), (hits, misses)
-
-    def __enter__(self) -> Counting:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.handle.detach()
-
-
-def outcomes(model: nn.Module, config: dict[str, Any], drive: Callable[[nn.Module, int], Outcome], steps: int) -> list[Outcome]:
-    model = copy.deepcopy(model)
-    handle = ds_memo.attach(model, config)
-    try:
-        return [drive(model, number) for number in range(steps)]
-    finally:
-        handle.detach()
-
-
-def bit_equal(got: Outcome, want: Outcome) -> None:
-    assert_same(got, want, tolerance=0.0)
+pytestmark = pytest.mark.usefixtures("nothing_stays_planned")
 
 
 # ---- the bar
@@ -171,94 +113,6 @@ def test_an_optimizer_and_accumulation(micro: int, late_zero: bool) -> None:
         handle.detach()
         assert handle.decisions.alpha_used == 0.5
     assert losses[0] == losses[1]
-
-
-def test_lengths_switch_between_plans_and_a_third_needs_no_profile() -> None:
-    model = build("llama")
-    lengths = [64, 64, 96, 96, 64, 96, 80, 80, 64]
-    batches = {n: Batch.random(16, n) for n in lengths}
-    want = outcomes(model, BARE, lambda m, i: step(m, batches[lengths[i]]), len(lengths))
-    with Counting(model) as counting:
-        arenas = []
-        for number, length in enumerate(lengths):
-            bit_equal(step(model, batches[length]), want[number])
-            if number >= 4:  # both known; 80 is made from them
-                counting.assert_followed()
-                assert counting.report()["peak"] / counting.report()["lower_bound"] <= 1.1
-            counting.counts()
-            arenas.append(counting.report()["arena"])
-        assert counting.report()["plans"] == 3
-        assert arenas[1:] == sorted(arenas[1:])  # grown once, then kept
-
-
-LENGTHS = [127, 67, 97, 113, 70, 126, 89, 101, 66]  # every tensor is above 64 KiB at all of them, or at none
-
-
-@pytest.mark.parametrize("name, alpha, residents", [("llama", 0.5, 1), ("gpt2", 0.0, 0), ("plain", 1.0, 1)])
-def test_lengths_that_never_repeat(name: str, alpha: float, residents: int) -> None:
-    """Three at most are profiled; every later one is planned in its first pass."""
-    model = build(name)
-    batches = [Batch.random(16, length) for length in LENGTHS]
-    config = {"alpha": alpha, "resident_layers": residents}
-    want = outcomes(model, {**config, "plan": {"enabled": False}}, lambda m, i: step(m, batches[i]), len(batches))
-    with Counting(model, config) as counting:
-        for number, batch in enumerate(batches):
-            bit_equal(step(model, batch), want[number])
-            if number >= 3:
-                counting.assert_followed()
-                report = counting.report()
-                assert report["arena"] >= report["peak"] > 0 and report["peak"] <= 1.1 * report["lower_bound"]
-            counting.counts()
-
-
-@pytest.mark.slow
-def test_lengths_at_which_tensors_come_into_sight() -> None:
-    """Smaller ones are not seen, and at every limit that one of them passes, the requests are others from there on."""
-    model = build("llama")
-    draw = random.Random(0)
-    batches = [Batch.random(2, draw.randint(100, 300)) for _ in range(40)]
-    config = {"alpha": 0.5, "resident_layers": 1}
-    want = outcomes(model, {**config, "plan": {"enabled": False}}, lambda m, i: step(m, batches[i]), len(batches))
-    followed, tried = 0, 0
-    with Counting(model, config) as counting:
-        for number, batch in enumerate(batches):
-            bit_equal(step(model, batch), want[number])
-            hits, misses = counting.counts()
-            followed += hits > 0 and sum(misses.values()) <= 0.01 * hits
-            tried += sum(misses.values()) > 0
-    assert followed >= 20 and tried <= 8, (followed, tried)
-
-
-def test_lengths_whose_requests_are_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Misses in three passes, then no more plans are made from other lengths; the values are right all along."""
-    model = build("plain")
-    for block in model.blocks:
-        block.norm1.register_forward_pre_hook(lambda module, args: torch.empty(args[0].shape[1] ** 3).numel() and None)
-    batches = [Batch.random(16, length) for length in LENGTHS]
-    want = outcomes(model, BARE, lambda m, i: step(m, batches[i]), len(batches))
-    with Counting(model) as counting:
-        missed = []
-        for number, batch in enumerate(batches):
-            bit_equal(step(model, batch), want[number])
-            missed.append(sum(counting.counts()[1].values()))
-        assert [bool(misses) for misses in missed] == [False] * 2 + [True] * 3 + [False] * 4
-        for _ in range(3):  # a length that does repeat is planned as ever
-            counting.counts()
-            step(model, batches[0])
-        counting.assert_followed()
-
-
-def test_a_batch_cut_in_half() -> None:
-    model, half = build("llama"), Batch.random(2, 128)
-    want = outcomes(model, BARE, lambda m, _: step(m, half), 1)[0]
-    with Counting(model) as counting:
-        for _ in range(3):
-            step(model, BATCH)
-        counting.counts()
-        bit_equal(step(model, half), want)  # another kind: profiled
-        assert counting.counts() == (0, {})
-        step(model, BATCH)
-        counting.assert_followed()
 
 
 # ---- where the kept tensors are
@@ -572,17 +426,6 @@ def test_switched_off() -> None:
     step(model, BATCH)
     assert handle.report()["plan"] is None and handle.release_arena() == 0
     handle.detach()
-
-
-def test_few_kinds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_KINDS", 2)
-    model = build("plain")
-    with Counting(model) as counting:
-        for length in (64, 64, 96, 96, 128, 128, 128):
-            counting.counts()
-            step(model, Batch.random(4, length))
-        counting.assert_followed()
-        assert len(counting.handle.addresses._known) == 2
 
 
 def test_what_outlives_its_pass_is_left_native() -> None:

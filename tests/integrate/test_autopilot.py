@@ -17,11 +17,9 @@ import torch
 
 import ds_memo
 from ds_memo.integrate import autopilot, stalls
-from ds_memo.integrate.stalls import slowdown
 from ds_memo.profile import agree
 from ds_memo.profile.layer import measure
 from ds_memo.solve.homes import NothingFits, device_bytes, place_residents, solve
-from ds_memo.solve.schedule import Schedule
 from ds_memo.swap import slab
 from ds_memo.swap.streams import ThreadStreams
 from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
@@ -199,25 +197,29 @@ def test_a_head_that_no_setting_has_room_for() -> None:
     handle.detach()
 
 
-def test_what_is_left_alone_is_there_for_a_pass_that_needs_it(costs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the device is left alone as long as the head is not seen, but no pass that fits is refused for that."""
+@pytest.mark.parametrize("share, adam, fits", [(1.1, False, True), (1.1, True, True), (0.9, False, False), (3, False, True)])
+def test_what_is_left_alone_is_there_for_a_pass_that_needs_it(
+    costs: Any, monkeypatch: pytest.MonkeyPatch, share: float, adam: bool, fits: bool
+) -> None:
+    """As long as the head is not seen, half of the device is left alone, and room for Adam's states, whatever optimizer comes;
+    but no pass that fits is refused for that."""
     least = device_bytes(costs, (), 0.0, range(LAYERS))
 
-    def reserving(most: float) -> None:
-        monkeypatch.setattr(autopilot, "device_budget", lambda *asked: int(most * (1 - asked[-1])))
+    def budget(device: torch.device, given: float | None, to_come: int, reserve: float) -> int:
+        states_alone = reserve and adam
+        return 0 if states_alone else int(share * least * (1 - reserve))
 
+    monkeypatch.setattr("ds_memo.integrate.budgets.device_budget", budget)
     model = build("llama")
-    for most, fits in ((1.1 * least, True), (0.9 * least, False), (3 * least, True)):
-        reserving(most)
-        handle = attached(model)
-        if fits:
+    stock = copy.deepcopy(model)
+    handle = attached(model)
+    if fits:
+        assert_same(step(model, BATCH), step(stock, BATCH))
+        assert handle.report()["predicted"]["device_bytes"] <= max(least, share * least / 2)
+    else:
+        with pytest.raises(NothingFits, match="device memory"):
             step(model, BATCH)
-            used = handle.report()["predicted"]["device_bytes"]
-            assert used <= (most if most < 2 * least else most / 2)
-        else:
-            with pytest.raises(NothingFits, match="device memory"):
-                step(model, BATCH)
-        handle.detach()
+    handle.detach()
 
 
 @pytest.mark.parametrize("memory, where", [("device_memory_gib", "device memory"), ("host_memory_gib", "host memory")])
@@ -329,22 +331,6 @@ def test_a_bad_file_is_ignored_with_a_warning(own_cache: Path, damage: Any, says
 # ---- between steps
 
 
-def test_slow_copies_are_noticed(costs: Any) -> None:
-    model = build("llama")
-    handle = attached(model, **budgets(costs, 1, 5))
-    step(model, BATCH)
-    chosen = handle.decisions.chosen
-    assert chosen.homes.alpha > 0 or chosen.homes.binding
-    handle.detach()
-    run = dataclasses.replace(chosen.run, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
-    homes = dataclasses.replace(chosen.homes, alpha=1.0)
-    third = dataclasses.replace(run, d2h_bytes_per_s=run.d2h_bytes_per_s * 0.05, h2d_bytes_per_s=run.h2d_bytes_per_s * 0.05)
-    at_third = Schedule(third, homes.residents).at(1.0)
-    stalled = at_third.d2h_stall_s + at_third.h2d_stall_s
-    assert slowdown(run, homes, stalled, at_third.seconds) == pytest.approx(0.05, rel=0.01)
-    assert slowdown(run, homes, homes.d2h_stall_s + homes.h2d_stall_s, homes.step_s) == 1.0
-
-
 def test_alpha_is_lowered_and_the_report_says_so(costs: Any) -> None:
     """Stalls are made up: the schedule that they stand for is another one's business."""
     model = build("llama")
@@ -381,24 +367,25 @@ class Throttled(ThreadStreams):
             self._queues[stream].put((time.sleep, nbytes / self._bytes_per_s))
 
 
-@pytest.mark.parametrize("link, slow", [(3e7, True), (1e12, False)], ids=["slow link", "as profiled"])
+@pytest.mark.parametrize("link, slow", [(1.5e7, True), (1e12, False)], ids=["slow link", "as profiled"])
 def test_copies_that_are_slower_than_profiled(costs: Any, link: float, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real steps, copies and stalls. A busy test machine stalls too, so only half of a step counts as slow here."""
     monkeypatch.setattr(stalls, "TOLERATED", 0.5)
+    monkeypatch.setattr(stalls, "WINDOW", 2)
     monkeypatch.setattr("ds_memo.integrate.memo.streams_for", lambda device: Throttled(link))
-    monkeypatch.setattr("ds_memo.profile.bandwidth.streams_for", lambda device: ThreadStreams())
+    monkeypatch.setattr("ds_memo.profile.bandwidth.streams_for", lambda device: Throttled(1e9))  # so that 1 % of it is slow
     model = build("llama")
     stock = copy.deepcopy(model)
     handle = attached(model, **budgets(costs, 0, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     alphas = []
-    for _ in range(10):
+    for _ in range(8):
         assert_same(step(model, BATCH), step(stock, BATCH))
         alphas.append(handle.report()["alpha"])
         optimizer.step()
     changes = handle.report()["profile"]["changes"]
     if slow:
-        assert alphas[0] == alphas[7] > alphas[8] == alphas[9]
+        assert alphas[0] == alphas[5] > alphas[6] == alphas[7]
         assert len(changes) == 1 and re.match(r"alpha lowered from .* of the profiled bandwidth", changes[0])
     else:
         assert len(set(alphas)) == 1 and changes == []
@@ -426,7 +413,7 @@ class Refusing:
 
 @pytest.mark.parametrize("nth", range(LAYERS))
 @pytest.mark.parametrize("analysed", [False, True], ids=["first step", "later step"])
-def test_a_failure_at_every_slab_request(costs: Any, monkeypatch: pytest.MonkeyPatch, nth: int, analysed: bool) -> None:
+def test_a_failure_at_every_slab_request(monkeypatch: pytest.MonkeyPatch, nth: int, analysed: bool) -> None:
     """A clean error, nothing leaked, and training goes on with less."""
     model = build("llama")
     stock = copy.deepcopy(model)

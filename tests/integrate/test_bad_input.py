@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-import threading
 import types
-import warnings
-import weakref
 from typing import Any
 
 import pytest
@@ -16,34 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
-from ds_memo.ops.builder import AllocatorBuilder
+from tests.integrate.traces import fingerprint
 from tests.models import HIDDEN, LAYERS, Batch, Block, Toy, assert_same, assert_same_grads, build, gradients, step
 
 BATCH = Batch.random(2, 17)
-
-
-def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Everything that attach might touch, of every module."""
-    seen = {}
-    for name, module in model.named_modules():
-        state = {key: value for key, value in vars(module).items() if not key.startswith(("_parameters", "_buffers", "_modules"))}
-        for key, value in state.items():
-            seen[f"{name}.{key}"] = dict(value) if isinstance(value, dict) else value
-    return seen
-
-
-def memo_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("ds_memo")]
-
-
-@pytest.fixture(autouse=True)
-def no_threads_left() -> Any:
-    before = set(memo_threads())
-    yield
-    gc.collect()
-    for thread in set(memo_threads()) - before:
-        thread.join(5)
-        assert not thread.is_alive()
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
 
 # ---- which layers
@@ -278,174 +251,3 @@ def test_resident_layers_out_of_range(value: Any) -> None:
     with pytest.raises(ds_memo.MemoConfigError, match=r"memo\.resident_layers: got .*; allowed: a whole number from 0"):
         ds_memo.attach(model, {"resident_layers": value})
     assert fingerprint(model) == before
-
-
-# ---- attaching and detaching
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "plain"])
-def test_detach_puts_everything_back(name: str) -> None:
-    model = build(name)
-    if name == "llama":
-        model.gradient_checkpointing_enable()  # memo takes its place and gives it back
-    before = fingerprint(model)
-    for _ in range(2):
-        handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-        assert fingerprint(model) != before
-        step(model, BATCH)
-        handle.detach()
-        assert fingerprint(model) == before
-    assert not memo_threads()
-
-
-def test_a_forward_of_ones_own_is_put_back() -> None:
-    model = Toy()
-    own = model.blocks[0].forward = types.MethodType(Block.forward, model.blocks[0])
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    assert model.blocks[0].forward is not own
-    handle.detach()
-    assert model.blocks[0].forward is own
-    assert "forward" not in vars(model.blocks[1])
-
-
-def test_double_attach() -> None:
-    model = build("llama")
-    handle = ds_memo.attach(model, {})
-    with pytest.raises(ds_memo.MemoError, match=r"LlamaForCausalLM is already attached; call \.detach\(\)"):
-        ds_memo.attach(model, {})
-    step(model, BATCH)
-    handle.detach()
-    ds_memo.attach(model, {}).detach()
-
-
-@pytest.mark.parametrize("outer_first", [True, False])
-def test_attaching_a_part_of_an_attached_model(outer_first: bool) -> None:
-    """Two handles over the same layers would each believe to own them."""
-    model = build("llama")
-    first, second = (model, model.model) if outer_first else (model.model, model)
-    before = fingerprint(model)
-    handle = ds_memo.attach(first, {})
-    with pytest.raises(ds_memo.MemoError, match="already"):
-        ds_memo.attach(second, {})
-    handle.detach()
-    assert fingerprint(model) == before
-
-
-def test_use_after_detach() -> None:
-    model = build("llama")
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
-    loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
-    handle.detach()
-    with pytest.raises(ds_memo.MemoError, match="detached"):
-        loss.backward()
-    with pytest.raises(ds_memo.MemoError, match="detached"):
-        handle.report()
-    with pytest.raises(ds_memo.MemoError, match="detached"):
-        ds_memo.report(handle)
-    with pytest.raises(ds_memo.MemoError, match="already detached"):
-        handle.detach()
-    with pytest.raises(ds_memo.MemoError, match="0 models attached"):
-        ds_memo.checkpoint(model.model.layers[0], BATCH.embeds)
-
-
-def test_report_of_something_else() -> None:
-    with pytest.raises(ds_memo.MemoError, match="Linear is not under ds_memo"):
-        ds_memo.report(nn.Linear(1, 1))
-
-
-@pytest.mark.parametrize("name", ["llama", "plain"])
-@pytest.mark.parametrize("trained", [False, True])
-def test_threads_end_with_the_model(name: str, trained: bool) -> None:
-    """Nobody called detach."""
-    before = set(memo_threads())
-    model = build(name)
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    threads = set(memo_threads()) - before
-    assert len(threads) == 2
-    if trained:
-        step(model, BATCH)
-    gone = weakref.ref(model), weakref.ref(handle)
-    del model, handle
-    gc.collect()
-    assert [ref() for ref in gone] == [None, None]
-    for thread in threads:
-        thread.join(5)
-    assert not any(thread.is_alive() for thread in threads)
-
-
-@pytest.mark.filterwarnings("error::ds_memo.errors.MemoWarning")
-@pytest.mark.parametrize("call", ["gradient_checkpointing_enable", "gradient_checkpointing_disable"])
-def test_gradient_checkpointing_switched_over_memo(call: str) -> None:
-    """The Trainer switches it on before memo, other scripts after, and TRL off and on again around generation."""
-    model = build("llama")
-    want = step(copy.deepcopy(model), BATCH)
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    getattr(model, call)()
-    assert_same(step(model, BATCH), want)
-    assert handle.report()["frames"] == 4 and handle.report()["bytes_to_host"] > 0
-    handle.detach()
-
-
-def test_offloaded_gradient_checkpointing_over_memo() -> None:
-    model = build("llama")
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    model.gradient_checkpointing_enable(offload=True)
-    with pytest.raises(ds_memo.MemoError, match=r'"offload": True} does what memo does in another way'):
-        step(model, BATCH)
-    handle.detach()
-
-
-@pytest.mark.filterwarnings("error::ds_memo.errors.MemoWarning")
-def test_a_forward_that_fails_early_is_not_warned_about() -> None:
-    model = build("llama")
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    with pytest.raises((IndexError, RuntimeError)) as caught:
-        model(input_ids=torch.tensor([[10**6]]))
-    assert not isinstance(caught.value, ds_memo.MemoError)
-    assert handle.report()["warnings"] == []
-    handle.detach()
-
-
-@pytest.mark.parametrize("name", ["llama", "plain"])
-def test_a_deep_copy_is_a_model_of_its_own(name: str) -> None:
-    """Weight averaging copies models after they were set up."""
-    model = build(name)
-    stock = copy.deepcopy(model)
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    twin = copy.deepcopy(model)
-    frames = handle.report()["frames"]
-    assert_same(step(twin, BATCH), step(stock, BATCH))
-    assert handle.report()["frames"] == frames
-    handle.detach()
-    assert_same(step(twin, BATCH), step(stock, BATCH))
-
-
-def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(self: AllocatorBuilder, verbose: bool = False) -> None:
-        raise RuntimeError("no compiler")
-
-    model = build("llama")
-    before = fingerprint(model)
-    with monkeypatch.context() as patch, warnings.catch_warnings():
-        patch.setattr(AllocatorBuilder, "load", cannot)
-        warnings.simplefilter("error", ds_memo.MemoWarning)
-        with pytest.raises(ds_memo.MemoWarning, match="memory addresses are not planned"):
-            ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    assert fingerprint(model) == before
-    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2}).detach()
-
-
-def test_a_warning_that_is_an_error_ends_one_forward() -> None:
-    """The next one goes on without what the warning told of."""
-    first, second = build("llama"), build("plain")
-    stock = copy.deepcopy(second)
-    handles = [ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1}) for model in (first, second)]
-    batch = Batch.random(2, 17)
-    step(first, batch)
-    with warnings.catch_warnings(), pytest.raises(ds_memo.MemoWarning, match="memory addresses are not planned"):
-        warnings.simplefilter("error", ds_memo.MemoWarning)
-        step(second, batch)
-    assert not handles[1].in_forward
-    assert_same(step(second, batch), step(stock, batch))
-    for handle in handles:
-        handle.detach()

@@ -12,7 +12,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 import ds_memo
-from tests.integrate.test_deepspeed import MEMO
+from tests.integrate.engines import MEMO
 from tests.models import Batch, build
 from tests.unit.common import ON_CPU, DistributedTest
 
@@ -80,16 +80,15 @@ class TestCheckpoints(DistributedTest):
         ],
     )
     def test_both_ways(self, stage: int, universal: bool, tmp_path: Path) -> None:
-        stock = start(stage, memo=False)
-        want = train(stock, first=0) + train(stock, first=4)
+        engines = {written: start(stage, memo=written) for written in (False, True)}
+        before = {written: train(engine, first=0) for written, engine in engines.items()}
+        for written, engine in engines.items():
+            engine.save_checkpoint(tmp_path / f"memo-{written}", tag="tag")
+        assert not any("memo" in name for name in engines[True].module.state_dict())
+        want = before[False] + train(engines[False], first=4)
         for written, read in ((True, False), (False, True)):
             folder = tmp_path / f"memo-{written}"
-            engine = start(stage, written)
-            before = train(engine, first=0)
-            engine.save_checkpoint(folder, tag="tag")
-            if written:
-                assert not any("memo" in name for name in engine.module.state_dict())
             from_here = to_universal(folder) if universal else folder
             resumed = start(stage, read, universal=universal)
             resumed.load_checkpoint(from_here, tag="tag")
-            assert before + train(resumed, first=4) == pytest.approx(want, rel=1e-6)
+            assert before[written] + train(resumed, first=4) == pytest.approx(want, rel=1e-6)

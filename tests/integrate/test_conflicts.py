@@ -14,15 +14,10 @@ from torch import nn
 
 import ds_memo
 from ds_memo.integrate import conflicts
-from tests.integrate.test_deepspeed import MEMO, ds_config, not_started, one_rank, start, train
+from tests.integrate.engines import MEMO, ON_ONE_CPU_RANK, ds_config, start, train
 from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
 
-deepspeed = pytest.importorskip("deepspeed")
-pytestmark = [
-    pytest.mark.skipif(deepspeed.get_accelerator().device_name() != "cpu", reason="one CPU rank; the GPU check covers CUDA"),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
-]
-__all__ = ["not_started", "one_rank"]  # fixtures, for this module too
+pytestmark = ON_ONE_CPU_RANK
 
 
 @pytest.mark.usefixtures("not_started")
@@ -52,13 +47,25 @@ def layers_of(engine: Any) -> nn.ModuleList:
     return engine.module.model.layers if hasattr(engine.module, "model") else engine.module.blocks
 
 
-@pytest.mark.parametrize("name", ["llama", "plain"])
-@pytest.mark.parametrize("how", COMPILED)
+@functools.cache
+def uncompiled(name: str) -> tuple[list[float], dict[str, Any]]:
+    engine = start(ds_config(memo=MEMO), name)
+    losses, report = train(engine, steps=2), engine.memo.report()
+    engine.memo.detach()
+    return losses, report
+
+
+@pytest.mark.parametrize(
+    "how, name",
+    [
+        pytest.param(how, name, marks=pytest.mark.slow if (how, name) == ("model", "llama") else ())
+        for how in COMPILED
+        for name in ("llama", "plain")
+    ],
+)
 def test_compiled_after_initialize(how: str, name: str) -> None:
     """Layers run uncompiled and have the same effect, the rest is compiled, and it is said once."""
-    want = start(ds_config(memo=MEMO), name)
-    losses, counted = train(want, steps=2), want.memo.report()
-    want.memo.detach()
+    losses, counted = uncompiled(name)
     engine = start(ds_config(memo=MEMO), name)
     COMPILED[how](engine)
     torch._dynamo.utils.counters.clear()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import functools
 import gc
 import inspect
 import json
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,62 +16,27 @@ import torch
 from torch import nn
 
 import ds_memo
+from tests.integrate import engines
+from tests.integrate.engines import MEMO, ds_config, start, train
 from tests.models import LAYERS, Batch, Block, Toy, build
 
-deepspeed = pytest.importorskip("deepspeed")
-pytestmark = [
-    pytest.mark.skipif(deepspeed.get_accelerator().device_name() != "cpu", reason="one CPU rank; the GPU check covers CUDA"),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
-]
+deepspeed = engines.deepspeed
+pytestmark = engines.ON_ONE_CPU_RANK
 
-MEMO = {"enabled": True, "alpha": 0.5, "resident_layers": 1}
 STAGES = (0, 1, 2, 3)
+EVERYDAY = ((0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.float32), (3, torch.bfloat16))
+every_stage_and_dtype = pytest.mark.parametrize(
+    "stage, dtype",
+    [
+        pytest.param(stage, dtype, marks=[] if (stage, dtype) in EVERYDAY else pytest.mark.slow)
+        for stage in STAGES
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+    ids=str,
+)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """A gloo group of one, without the shared-memory op that DeepSpeed would build for its CPU collectives."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
-        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}.items():
-            patch.setenv(name, value)
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        deepspeed.init_distributed("gloo")
-        yield
-        deepspeed.comm.destroy_process_group()
-
-
-def ds_config(stage: int = 0, dtype: torch.dtype = torch.float32, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10**6},
-        "bf16": {"enabled": dtype == torch.bfloat16},
-        "steps_per_print": 10**9,
-        **more,
-    }
-
-
-def start(config: Any, name: str = "llama", **kwargs: Any) -> Any:
-    model = kwargs.pop("model", None) or build(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return ds_memo.initialize(model=model, optimizer=optimizer, config=config, **kwargs)[0]
-
-
-def train(engine: Any, dtype: torch.dtype = torch.float32, steps: int = 3) -> list[float]:
-    losses = []
-    for number in range(2 * steps):
-        batch = Batch.random(2, 17, dtype, seed=number)
-        loss = engine(inputs_embeds=batch.embeds, labels=batch.labels).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_dtype
 def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
     plain = start(ds_config(stage, dtype))
     assert not hasattr(plain, "memo")
@@ -98,8 +61,7 @@ def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
     engine.memo.detach()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_dtype
 def test_planned_addresses(stage: int, dtype: torch.dtype) -> None:
     """99 % of the requests have theirs from the third optimizer step on, of two micro-batches each; the losses stay the same.
 
@@ -263,15 +225,6 @@ def test_pipelines_are_refused() -> None:
     model = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1)
     with pytest.raises(ds_memo.MemoError, match="pipeline parallelism runs its own checkpointing"):
         ds_memo.initialize(model=model, config=ds_config(memo=MEMO))
-
-
-@pytest.fixture
-def not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    @functools.wraps(deepspeed.initialize)
-    def initialize(*args: Any, **kwargs: Any) -> None:
-        pytest.fail("DeepSpeed was started")
-
-    monkeypatch.setattr(deepspeed, "initialize", initialize)
 
 
 @pytest.mark.usefixtures("not_started")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from ds_memo.swap import host_memory
 from ds_memo.swap.host_memory import RESERVE
 from ds_memo.swap.slab import PAGE
 from tests.models import Batch, assert_same, build, step
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 BATCH = Batch.random(2, 300)
 SWAPPED = {"enabled": True, "resident_layers": 0, "device_memory_gib": 0.0065, "plan": {"enabled": False}}
@@ -117,9 +115,8 @@ def test_more_is_not_taken_than_the_cgroup_has_whatever_is_configured(tree: Path
 
 
 def run(*words: str) -> dict[str, Any]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
-    program = str(ROOT / "tests" / "integrate" / "host_limits.py")
-    done = subprocess.run([sys.executable, program, *words], env=env, capture_output=True, text=True, timeout=240)
+    variables = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = python(ROOT / "tests" / "integrate" / "host_limits.py", *words, **variables)
     assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
     return json.loads(done.stdout.splitlines()[-1])
 

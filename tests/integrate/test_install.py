@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,15 +15,11 @@ from torch import nn
 import ds_memo
 from ds_memo.integrate import checkpointing as redirected
 from ds_memo.integrate.install import uninstall
-from tests.integrate.test_deepspeed import MEMO, ds_config, one_rank, train
+from tests.integrate.engines import MEMO, ON_ONE_CPU_RANK, deepspeed, ds_config, train
 from tests.models import LAYERS, Batch, Block, Toy, build, step
+from tests.processes import python
 
-deepspeed = pytest.importorskip("deepspeed")
-pytestmark = [
-    pytest.mark.skipif(deepspeed.get_accelerator().device_name() != "cpu", reason="one CPU rank; the GPU check covers CUDA"),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
-]
-__all__ = ["one_rank"]  # the fixture, for this module too
+pytestmark = ON_ONE_CPU_RANK
 
 
 @pytest.fixture
@@ -110,7 +105,9 @@ with warnings.catch_warnings(record=True) as caught:
     ds_memo.install()
 print(*[w.message for w in caught if w.category is ds_memo.MemoWarning], sep="\\n")
 """
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
     lines = [line for line in out.splitlines() if line.startswith("ds_memo.install() came after")]
     assert len(lines) == 1, out
     held = (
@@ -161,7 +158,8 @@ assert deepspeed.initialize is ours.initialize is ds_memo.initialize
 assert type(deepspeed.__loader__).__module__ != "ds_memo.integrate.install" and deepspeed.__spec__.loader is deepspeed.__loader__
 assert not any(type(finder).__module__.startswith("ds_memo.") for finder in sys.meta_path)
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- models that call deepspeed.checkpointing.checkpoint

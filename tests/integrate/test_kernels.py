@@ -13,17 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import ds_memo
-from tests.integrate.test_deepspeed import MEMO, ds_config, one_rank, train
+from tests.integrate.engines import MEMO, ON_ONE_CPU_RANK, ds_config, train
 from tests.models import LAYERS, Batch, assert_same, build, step
 
-deepspeed = pytest.importorskip("deepspeed")
-pytestmark = [
-    pytest.mark.skipif(deepspeed.get_accelerator().device_name() != "cpu", reason="one CPU rank; the GPU check covers CUDA"),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
-]
-__all__ = ["one_rank"]  # the fixture, for this module too
+pytestmark = ON_ONE_CPU_RANK
 
 MISSING = {
     ("attention", "flash_attn_2"): ("flash_attn", "pip install flash-attn --no-build-isolation"),
@@ -130,6 +126,13 @@ def test_norms_that_scale_otherwise_are_left_alone(packages: Path) -> None:
     write(packages, APEX)
     with pytest.raises(ds_memo.MemoError, match="has no LayerNorm or RMSNorm"):
         ds_memo.attach(build("gemma3"), {"kernels": {"norm": "apex"}})
+
+
+@pytest.mark.parametrize("lacks", [{"bias": False}, {"elementwise_affine": False}], ids=str)
+def test_norms_that_lack_what_the_kernel_multiplies_and_adds_are_left_alone(lacks: dict[str, bool], packages: Path) -> None:
+    write(packages, APEX)
+    with pytest.raises(ds_memo.MemoError, match="has no LayerNorm or RMSNorm"):
+        ds_memo.attach(nn.ModuleList(nn.LayerNorm(8, **lacks) for _ in range(2)), {"kernels": {"norm": "apex"}})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

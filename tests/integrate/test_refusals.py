@@ -6,7 +6,6 @@ a backward. (The host's refusals are in test_autopilot.py, what the kernel itsel
 
 from __future__ import annotations
 
-import copy
 import gc
 import threading
 from collections.abc import Iterator
@@ -189,15 +188,3 @@ def test_a_leaked_frame_is_noticed(stock: Outcome, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(SwapEngine, "begin", lambda *args: kept.append(begin(*args)) or kept[-1])
     with pytest.raises(AssertionError, match="frames"):
         check(2, stock, 0.5, 0, analysed=True, buffers_only=False, twice=False)
-
-
-def test_the_state_that_a_copy_of_the_model_trains_from(stock: Outcome) -> None:
-    """A refusal changes nothing but gradients, which the caller clears: parameters, buffers, optimizer are as before."""
-    model = build("llama")
-    before = copy.deepcopy(model.state_dict())
-    handle = attached(model, 0.5)
-    step(model, BATCH)
-    refused(model, 1, buffers_only=True)
-    after = model.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    handle.detach()

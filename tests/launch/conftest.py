@@ -1,7 +1,6 @@
-"""The scripts of launch/ import each other as siblings; so do their tests."""
+"""The scripts of launch/ import each other as siblings; their tests import them so, too."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-sys.path.insert(0, str(Path(__file__).parent))

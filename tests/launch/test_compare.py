@@ -6,7 +6,8 @@ import sys
 
 import pytest
 from compare import differences, table
-from launcher import REPO
+
+from tests.launch.launcher import REPO
 
 REPORT = {
     "alpha": 0.5,

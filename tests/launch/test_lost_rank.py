@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import REPO, cpu_environment, free_port
 
+from tests.launch.launcher import REPO, cpu_environment, free_port
 from tests.leaks import assert_shared_memory_is_as, shared_memory
 from tests.processes import assert_gone, processes_with
 

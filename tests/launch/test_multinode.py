@@ -6,8 +6,8 @@ import stat
 import subprocess
 
 import pytest
-from launcher import REPO, cpu_environment, free_port
 
+from tests.launch.launcher import REPO, cpu_environment, free_port
 from tests.processes import assert_gone
 
 MULTINODE = REPO / "launch" / "multinode"

@@ -1,11 +1,19 @@
 """train.py: every wrong call ends in one line and code 2; two ranks train, save and resume on the same batches."""
 
+import contextlib
+import io
 import json
+import sys
 from pathlib import Path
 
+import deepspeed.comm as dist
 import pytest
+
+from tests.launch.launcher import REPO, train
+from tests.unit.common import DistributedTest
+
+sys.path.insert(0, str(REPO / "launch"))  # the ranks import this file too, without conftest.py
 import train as script
-from launcher import REPO, train
 
 QUICKSTART = str(REPO / "ds_configs" / "quickstart.json")
 TINY = str(REPO / "ds_configs" / "models" / "tiny.json")
@@ -62,42 +70,64 @@ def test_dtype_follows_the_json():
     assert str(script.dtype_of({"fp16": {"enabled": True}})) == "torch.float16"
 
 
-def test_two_ranks_train_save_and_resume(tmp_path):
-    """Four steps with memo; then again from the checkpoint of step 2, without: the same batches, the same losses."""
-    text = [f"{i}: " + " ".join(str(i * j) for j in range(200)) for i in range(60)]
-    data = tmp_path / "numbers.jsonl"
-    data.write_text("".join(json.dumps({"text": t}) + "\n" for t in text))
-    common = ["--deepspeed_config", QUICKSTART, "--model", TINY, "--data", data, "--seq-length", 128, "--steps", 4]
-    saved = tmp_path / "saved"
-
-    done = train(*common, "--save", saved, "--save-every", 2, "--eval-every", 2, "--metrics-json", tmp_path / "a.json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "tok/s" in done.stderr and "TGS" in done.stderr and "MFU" not in done.stderr  # no peak is known for a CPU
-    first = json.loads((tmp_path / "a.json").read_text())
-    assert [s["step"] for s in first["steps"]] == [1, 2, 3, 4] and first["ranks"] == 2 and first["memo"]
-    assert first["sequence_parallel_size"] == 2
-    losses = [s["loss"] for s in first["steps"]]
-    assert losses[0] == pytest.approx(5.77, abs=0.3) and losses[3] < losses[0] - 0.5  # ln 320 at first; it learns
-    assert [v["step"] for v in first["validation"]] == [2, 4]
-    assert all(s["tokens_per_s"] > 0 and s["peak_live_bytes"] > 0 for s in first["steps"])
-    report = first["report"]
-    assert report["alpha"] == 0.5 and report["bytes_to_host"] > 0 and report["attention_recomputed"] == 0
-    assert (saved / "config.json").is_file()  # with zero_to_fp32.py all that Hugging Face needs
-
-    (saved / "latest").write_text("global_step2")
-    done = train(*common, "--resume", saved, "--no-memo", "--metrics-json", tmp_path / "b.json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    second = json.loads((tmp_path / "b.json").read_text())
-    assert [s["step"] for s in second["steps"]] == [3, 4] and second["report"] is None
-    assert [s["loss"] for s in second["steps"]] == pytest.approx(losses[2:], rel=1e-4)
-    assert second["validation"][-1]["loss"] == pytest.approx(first["validation"][-1]["loss"], rel=1e-4)
+def as_a_rank(*words: object) -> None:
+    """train.py in this process, which is a rank already; it takes the group down at its end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train.py", *map(str, words), f"--local_rank={dist.get_rank()}"])
+        script.main()
 
 
-def test_a_refused_memo_section_ends_every_rank_with_one_line(tmp_path):
-    config = json.loads(Path(QUICKSTART).read_text())
-    config["memo"]["alpha"] = 1.5
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    done = train("--deepspeed_config", tmp_path / "config.json", "--model", TINY, "--data", REPO / "ds_memo", "--seq-length", 64)
-    assert done.returncode == 2
-    assert done.stderr.count("train.py: error: ") == 1 and "memo.alpha: got 1.5" in done.stderr
-    assert "Traceback" not in done.stderr
+class TestTwoRanks(DistributedTest):
+    """Once as users start it. What comes after runs in the test's own ranks, which have imported everything already."""
+
+    def test_train_save_and_resume(self, tmp_path):
+        """Four steps with memo; then again from the checkpoint of step 2, without: the same batches, the same losses."""
+        saved = tmp_path / "saved"
+        common = ["--deepspeed_config", QUICKSTART, "--model", TINY, "--data", tmp_path / "numbers.jsonl", "--seq-length", 128]
+        common += ["--steps", 4]
+        if first := dist.get_rank() == 0:
+            text = [f"{i}: " + " ".join(str(i * j) for j in range(200)) for i in range(60)]
+            (tmp_path / "numbers.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in text))
+            more = ["--save", saved, "--save-every", 2, "--eval-every", 2, "--metrics-json", tmp_path / "a.json"]
+            done = train(*common, *more)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "tok/s" in done.stderr and "TGS" in done.stderr and "MFU" not in done.stderr  # no peak is known for a CPU
+            losses, validation = self.check_first(json.loads((tmp_path / "a.json").read_text()))
+            assert (saved / "config.json").is_file()  # with zero_to_fp32.py all that Hugging Face needs
+            (saved / "latest").write_text("global_step2")
+        dist.barrier()
+        as_a_rank(*common, "--resume", saved, "--no-memo", "--metrics-json", tmp_path / "b.json")
+        if first:
+            second = json.loads((tmp_path / "b.json").read_text())
+            assert [s["step"] for s in second["steps"]] == [3, 4] and second["report"] is None
+            assert [s["loss"] for s in second["steps"]] == pytest.approx(losses[2:], rel=1e-4)
+            assert second["validation"][-1]["loss"] == pytest.approx(validation, rel=1e-4)
+
+    @staticmethod
+    def check_first(metrics: dict) -> tuple[list[float], float]:
+        """Its losses, and the last of its validations."""
+        assert [s["step"] for s in metrics["steps"]] == [1, 2, 3, 4] and metrics["ranks"] == 2 and metrics["memo"]
+        assert metrics["sequence_parallel_size"] == 2
+        losses = [s["loss"] for s in metrics["steps"]]
+        assert losses[0] == pytest.approx(5.77, abs=0.3) and losses[3] < losses[0] - 0.5  # ln 320 at first; it learns
+        assert [v["step"] for v in metrics["validation"]] == [2, 4]
+        assert all(s["tokens_per_s"] > 0 and s["peak_live_bytes"] > 0 for s in metrics["steps"])
+        report = metrics["report"]
+        assert report["alpha"] == 0.5 and report["bytes_to_host"] > 0 and report["attention_recomputed"] == 0
+        return losses, metrics["validation"][-1]["loss"]
+
+    def test_a_refused_memo_section_ends_every_rank_with_one_line(self, tmp_path):
+        config = json.loads(Path(QUICKSTART).read_text())
+        config["memo"]["alpha"] = 1.5
+        file = tmp_path / f"config{dist.get_rank()}.json"
+        file.write_text(json.dumps(config))
+        said = io.StringIO()
+        with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(said):
+            as_a_rank("--deepspeed_config", file, "--model", TINY, "--data", REPO / "ds_memo", "--seq-length", 64)
+        assert end.value.code == 2
+        lines = [line for line in said.getvalue().splitlines() if "error" in line or "Traceback" in line]
+        if dist.get_rank() == 0:
+            (line,) = lines
+            assert line.startswith("train.py: error: memo.alpha: got 1.5")
+        else:
+            assert lines == []

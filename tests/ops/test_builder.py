@@ -15,17 +15,9 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from ds_memo.ops import builder as module
 from ds_memo.ops.builder import AllocatorBuilder
 from tests.ops.compiling import lacks
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 needs_a_compiler = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
-
-
-def python(*words: object, timeout: float = 300, cwd: Path = ROOT, **environment: str | None) -> subprocess.CompletedProcess[str]:
-    """Another Python that imports this checkout; None takes a variable away."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    variables = {name: value for name, value in variables.items() if value is not None}
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, cwd=cwd)
 
 
 @pytest.fixture

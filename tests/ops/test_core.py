@@ -61,7 +61,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if reason := sanitizer_is_missing(sanitizer, folder):
             pytest.skip(reason)
         out = folder / f"{program}_{sanitizer}_{csrc.name}"
-        strict = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-g", "-pthread", "-O1" if csrc == CSRC else "-O0"]
+        quick = csrc != CSRC or program == "core_test"  # most of what compiling takes is optimizing
+        strict = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-g1", "-pthread", "-O0" if quick else "-O1"]
         command = [*compiler(), *strict, *SANITIZERS[sanitizer], f"-I{csrc}", HERE / f"{program}.cpp", "-o", out]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
@@ -80,12 +81,13 @@ def test_unit_tests_of_the_core(built):
 
 
 @pytest.mark.parametrize("sanitizer", [pytest.param("plain", marks=slow), "address", "thread"])
-def test_a_million_requests_from_four_threads(built, sanitizer):
-    done = run(built("core_stress", sanitizer), 1_000_000, THREADS, 1)
+def test_random_requests_from_four_threads(built, sanitizer):
+    requests = 250_000
+    done = run(built("core_stress", sanitizer), requests, THREADS, 1)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {name: int(count) for name, count in map(str.split, done.stdout.splitlines())}
-    assert counts.pop("waits") > 1000  # fences were made and found
-    assert sum(counts.values()) <= 1_000_000 and counts["hit"] > 100_000 and min(counts.values()) > 1000
+    assert counts.pop("waits") > requests / 1000  # fences were made and found
+    assert sum(counts.values()) <= requests and counts["hit"] > requests / 10 and min(counts.values()) > requests / 1000
 
 
 @slow

@@ -1,13 +1,12 @@
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 
-from ds_memo import cli
 from ds_memo.plan import read_csv, read_plan, verify
+from tests.command import call, complaint
+from tests.processes import python
 
 from .instances import CAPACITY, DATA, TRACES
 
@@ -15,22 +14,8 @@ TRACE = str(TRACES[0])
 EXAMPLE = str(DATA / "minimalloc" / "input.12.csv")
 
 
-@pytest.fixture
-def run(capsys):
-    def call(*words) -> tuple[int, str, str]:
-        try:
-            code = cli.main([str(w) for w in words])
-        except SystemExit as e:
-            code = e.code
-        out = capsys.readouterr()
-        assert "Traceback" not in out.err
-        return code, out.out, out.err
-
-    return call
-
-
-def test_plans_a_trace(run, tmp_path):
-    code, out, _ = run("plan", TRACE, "-o", tmp_path / "plan.json")
+def test_plans_a_trace(capsys, tmp_path):
+    code, out, _ = call(capsys, "plan", TRACE, "-o", tmp_path / "plan.json")
     assert code == 0
     plan = read_plan(tmp_path / "plan.json")
     last = next(line for line in out.splitlines() if line.startswith("all"))
@@ -38,36 +23,38 @@ def test_plans_a_trace(run, tmp_path):
     assert all(any(line.startswith(p.name) for line in out.splitlines()) for p in plan.phases)
 
 
-def test_prints_json(run):
-    code, out, _ = run("plan", TRACE, "--json", "--solver", "greedy")
+def test_prints_json(capsys):
+    code, out, _ = call(capsys, "plan", TRACE, "--json", "--solver", "greedy")
     data = json.loads(out)
     assert data["reserved"]["native"] >= data["reserved"]["expandable_segments"] >= data["peak"]
     assert code == 0 and data["peak"] == data["lower_bound"] and data["proven"] is True
     assert {"name", "peak", "lower_bound", "proven", "seconds"} <= set(data["phases"][0])
 
 
-def test_solves_minimallocs_csv(run, tmp_path):
+def test_solves_minimallocs_csv(capsys, tmp_path):
     out = tmp_path / "out.csv"
-    code, _, _ = run("plan", EXAMPLE, "--capacity", 12, "-o", out)
+    code, _, _ = call(capsys, "plan", EXAMPLE, "--capacity", 12, "-o", out)
     assert code == 0
     rows = [line.split(",") for line in out.read_text().splitlines()[1:]]
     assert verify.check(read_csv(EXAMPLE).buffers, [int(r[4]) for r in rows], capacity=12) is None
 
 
-def test_a_csv_without_capacity_is_minimised(run):
-    code, out, _ = run("plan", EXAMPLE, "--json")
+def test_a_csv_without_capacity_is_minimised(capsys):
+    code, out, _ = call(capsys, "plan", EXAMPLE, "--json")
     assert code == 0 and json.loads(out)["peak"] == 12
 
 
-def test_nothing_found_is_exit_code_1(run, tmp_path):
+def test_nothing_found_is_exit_code_1(capsys, tmp_path):
     """B fits, but greedy alone does not find it."""
     out = tmp_path / "out.csv"
-    code, _, err = run("plan", DATA / "minimalloc" / "B.1048576.csv", "--capacity", CAPACITY, "--solver", "greedy", "-o", out)
+    code, _, err = call(
+        capsys, "plan", DATA / "minimalloc" / "B.1048576.csv", "--capacity", CAPACITY, "--solver", "greedy", "-o", out
+    )
     assert code == 1 and "nothing that fits" in err and not out.exists()
 
 
-def test_several_traces_layers_and_small_tensors(run):
-    code, out, _ = run("plan", TRACE, TRACE, "--layers", 8, "--min-bytes", 1000000, "--json")
+def test_several_traces_layers_and_small_tensors(capsys):
+    code, out, _ = call(capsys, "plan", TRACE, TRACE, "--layers", 8, "--min-bytes", 1000000, "--json")
     data = json.loads(out)
     assert code == 0 and sum(p["name"].endswith(".b") for p in data["phases"]) == 8 + 2
     assert data["left"] and all("smaller" in why for _, _, why in data["left"])
@@ -85,11 +72,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_exit_code_2(run, tmp_path, what):
+def test_bad_input_is_exit_code_2(capsys, tmp_path, what):
     text, words = BAD[what]
     (tmp_path / "t.txt").write_text(text)
-    code, out, err = run("plan", tmp_path / "t.txt")
-    assert code == 2 and words in err and out == ""
+    assert words in complaint(capsys, "plan", tmp_path / "t.txt")
 
 
 @pytest.mark.parametrize(
@@ -100,20 +86,29 @@ def test_bad_input_is_exit_code_2(run, tmp_path, what):
         (("plan", "/nonexistent"), "No such file"),
         (("plan", EXAMPLE, EXAMPLE), "one CSV problem at a time"),
         (("plan", TRACE, "--time-limit", "0"), "above 0"),
-        (("plan", TRACE, "--time-limit", "soon"), "soon"),
+        (("plan", TRACE, "--time-limit", "soon"), "'soon', expected seconds above 0"),
         (("plan", TRACE, "--solver", "magic"), "invalid choice"),
         (("plan", TRACE, "--layers", "2"), "cannot make 2 layers"),
         (("plan", TRACE, "-o", "/nonexistent/plan.json"), "cannot write"),
         (("show", EXAMPLE), "a plan as JSON"),
         (("show", "plan.json", "-o", "plan.bmp"), "expected a name that ends in .png or .html"),
-        (("plan",), "required"),
-        ((), "required"),
-        (("dance",), "invalid choice"),
+        (("plan", TRACE, "--time-limit", "nan"), "'nan', expected seconds above 0"),
+        (("plan", TRACE, "--capacity", "much"), "'much', expected bytes"),
+        (("plan", TRACE, "--capacity", "-1"), "'-1', expected bytes"),
+        (("plan", TRACE, "--frobnicate"), "unrecognized arguments: --frobnicate"),
+        (("plan",), "required: INPUT"),
+        (("show",), "required: PLAN.json"),
+        (("report",), "required: FILE.json"),
     ],
 )
-def test_wrong_use_is_exit_code_2(run, words, message):
-    code, _, err = run(*words)
-    assert code == 2 and message in err
+def test_wrong_use_is_exit_code_2(capsys, words, message):
+    assert message in complaint(capsys, *words)
+
+
+@pytest.mark.parametrize("words, message", [((), "required: VERB"), (("dance",), "invalid choice: 'dance'")])
+def test_without_a_verb_its_usage_is_shown(capsys, words, message):
+    code, out, err = call(capsys, *words)
+    assert code == 2 and not out and err.startswith("usage: ds-memo") and message in err
 
 
 def test_planning_imports_neither_torch_nor_a_solver():
@@ -122,15 +117,14 @@ def test_planning_imports_neither_torch_nor_a_solver():
         f"assert cli.main(['plan', {TRACE!r}, '--json']) == 0\n"
         "print(sorted(m for m in ('torch', 'deepspeed', 'mip', 'highspy', 'matplotlib', 'plotly') if m in sys.modules))"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    run = python("-c", code)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_progress_bar_on_a_terminal(run, monkeypatch, capsys):
+def test_a_progress_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    code, _, err = run("plan", DATA / "minimalloc" / "B.1048576.csv", "--solver", "search", "--time-limit", 5)
+    code, _, err = call(capsys, "plan", DATA / "minimalloc" / "B.1048576.csv", "--solver", "search", "--time-limit", 5)
     assert code == 0 and "greedy" in err and "search" in err and "peak/bound" in err
-    code, _, err = run("plan", TRACE, "--json")
+    code, _, err = call(capsys, "plan", TRACE, "--json")
     assert "peak/bound" not in err

@@ -1,7 +1,4 @@
-import os
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
@@ -11,6 +8,7 @@ from ds_memo.errors import MemoWarning
 from ds_memo.plan import fit, native, read_csv, solve, verify
 from ds_memo.plan.dsa import Problem, lower_bound
 from ds_memo.plan.search import search
+from tests.processes import python
 
 from .instances import CAPACITY, MINIMALLOC, best_peak, dense
 from .test_dsa import problems
@@ -102,13 +100,6 @@ def test_keeps_its_time_limit(engine):
     assert time.monotonic() - began < 1.0
 
 
-def _python(code: str, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
-        env={**os.environ, **env, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )  # fmt: skip
-
-
 NO_COMPILER = """
 import warnings
 from ds_memo.plan import solve
@@ -128,7 +119,7 @@ print(answer.engine, answer.offsets is not None, len(seen), seen[0].message)
 
 @pytest.mark.parametrize("cxx", ["/nonexistent/c++", "false"])
 def test_without_a_compiler_it_says_so_and_goes_on_in_python(tmp_path, cxx):
-    run = _python(NO_COMPILER, CXX=cxx, XDG_CACHE_HOME=str(tmp_path))
+    run = python("-c", NO_COMPILER, CXX=cxx, XDG_CACHE_HOME=str(tmp_path))
     lines = run.stdout.splitlines()
     assert lines[0].startswith("unavailable: "), run.stderr
     assert lines[1].startswith("python True 1 ds_memo: exact search runs in Python")

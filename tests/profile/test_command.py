@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,10 @@ from ds_memo import cli
 from ds_memo.integrate.skeleton import build
 from ds_memo.profile import bandwidth, run
 from ds_memo.profile.sample import from_json
+from tests.command import complaint
+from tests.processes import ROOT, python
 from tests.unit.common import DistributedTest
 
-ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "ds_configs" / "models" / "tiny.json")
 BASE = ("profile", "--seq-length", "256", "--dtype", "fp32", "--device", "cpu")
 
@@ -34,23 +33,6 @@ def model(tmp_path: Path, **changes) -> str:
     path = tmp_path / "small.json"
     path.write_text(json.dumps({**json.loads(Path(TINY).read_text()), **changes}))
     return str(path)
-
-
-def complaint(capsys, *words: str) -> str:
-    try:
-        code = cli.main(words)
-    except SystemExit as stop:
-        code = stop.code
-    out, err = capsys.readouterr()
-    assert code == 2 and not out
-    *progress, last = err.splitlines()
-    assert last.startswith("ds-memo profile: ") and not any("Traceback" in line for line in progress), err
-    return last
-
-
-def python(*words: str, **environment: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **environment}
-    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=240)
 
 
 def test_from_a_config_to_an_estimate(tmp_path):
@@ -194,7 +176,7 @@ def test_nothing_is_left(capsys):
     ],
 )
 def test_wrong_input_ends_with_one_line(capsys, words, says):
-    assert says in complaint(capsys, *BASE, *words)
+    assert says in complaint(capsys, *BASE, *words, after_progress=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -204,14 +186,14 @@ def test_cuda_where_there_is_none(capsys):
 
 def test_a_model_that_cannot_be_called_so_says_why(tmp_path, capsys):
     path = model(tmp_path, model_type="gpt2", max_position_embeddings=64)
-    assert "IndexError" in complaint(capsys, *BASE, "--model", path)
+    assert "IndexError" in complaint(capsys, *BASE, "--model", path, after_progress=True)
 
 
 def test_a_layer_that_does_not_fit_is_an_error_not_a_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "measure", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
     path = tmp_path / "profile.json"
     path.write_text("the one before")
-    assert "CUDA out of memory" in complaint(capsys, *BASE, "--model", TINY, "-o", str(path))
+    assert "CUDA out of memory" in complaint(capsys, *BASE, "--model", TINY, "-o", str(path), after_progress=True)
     assert path.read_text() == "the one before" and os.listdir(tmp_path) == ["profile.json"]
 
 

@@ -52,6 +52,7 @@ def test_a_card_for_people(card):
 def test_a_cpu_shares_the_host_with_the_other_ranks(host):
     assert device_budget(CPU, None, 0, RESERVE) == int(100 * GIB * (1 - RESERVE)) // 4
     assert device_budget(CPU, None, GIB, UNSEEN) == int(100 * GIB * (1 - UNSEEN)) // 4 - GIB
+    assert device_budget(CPU, None, 0, 0.0) == 25 * GIB
     assert device_budget(CPU, None, 500 * GIB, UNSEEN) == 0
 
 

@@ -1,9 +1,7 @@
-"""Gradients stay stock's whatever training does around the layers: randomness, batches, graphs, exceptions."""
+"""Gradients stay stock's whatever training does around the layers: randomness, batches, graphs."""
 
 from __future__ import annotations
 
-import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -18,12 +16,10 @@ from tests.models import (
     Batch,
     Block,
     Outcome,
-    assert_same,
     build,
     compare_with_stock,
     every_config,
     gradients,
-    poisoned_memory,
     step,
 )
 from tests.remat.situations import BATCH, Lines, assert_nothing_leaked, drive, toy
@@ -325,111 +321,3 @@ def test_nothing_grows_with_the_steps(frames: Any) -> None:
     assert len(set(sizes[1:])) == 1
     assert_nothing_leaked(handle, frames)
     handle.detach()
-
-
-# ---- exceptions
-
-
-class Stumbles(Block):
-    """Raises in its forward or, by way of an autograd function, in its backward, while `where` says so."""
-
-    where: str | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x)
-        if type(self).where == "forward" and self.weak:
-            raise ZeroDivisionError("in the middle of forward")
-        return Trips.apply(x, self.weak)
-
-    weak = False
-
-
-class Trips(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weak: bool) -> torch.Tensor:
-        ctx.weak = weak
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        if Stumbles.where == "backward" and ctx.weak:
-            raise ZeroDivisionError("in the middle of backward")
-        return grad, None
-
-
-@every_config
-@pytest.mark.parametrize("first", [True, False], ids=["first-step", "later-step"])
-@pytest.mark.parametrize("where", ["forward", "backward", "replay", "head"])
-def test_an_exception_and_a_clean_next_step(
-    config: dict, where: str, first: bool, frames: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = toy(Stumbles)
-    model.blocks[1].weak = True
-    stock = copy.deepcopy(model)
-    handle = ds_memo.attach(model, config)
-    if not first:
-        step(model, BATCH)
-    with monkeypatch.context() as patch:
-        if where == "replay":  # the layer's second run, not its first
-            runs = itertools.count()
-            gelu = F.gelu
-
-            def breaks(x: torch.Tensor) -> torch.Tensor:
-                if next(runs) == LAYERS + 1:
-                    raise ZeroDivisionError("in the middle of a replay")
-                return gelu(x)
-
-            patch.setattr(F, "gelu", breaks)
-        elif where == "head":
-            patch.setattr(model.head, "forward", lambda x: x / 0 if 1 // 0 else x)
-        else:
-            patch.setattr(Stumbles, "where", where)
-        with pytest.raises(ZeroDivisionError):
-            step(model, BATCH)
-    gradients(model)
-    assert_nothing_leaked(handle, frames)
-    for _ in range(2):
-        with poisoned_memory():
-            assert_same(step(model, BATCH), step(stock, BATCH))
-    assert_nothing_leaked(handle, frames)
-    handle.detach()
-
-
-@every_config
-def test_another_try_while_the_exception_is_held(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As code does that runs out of memory and goes on with a smaller batch inside its except block."""
-    model = toy(Stumbles)
-    model.blocks[1].weak = True
-    stock = copy.deepcopy(model)
-    handle = ds_memo.attach(model, config)
-    for _ in range(2):
-        frames = handle.report()["frames"]
-        try:
-            with monkeypatch.context() as patch:
-                patch.setattr(Stumbles, "where", "forward")
-                step(model, BATCH)
-        except ZeroDivisionError as error:
-            with poisoned_memory():
-                assert_same(step(model, Batch.random(1, 17)), step(stock, Batch.random(1, 17)))
-            assert handle.report()["frames"] == frames + 2 + LAYERS
-            assert error.__traceback__ is not None
-        gradients(model)
-    handle.detach()
-
-
-@every_config
-def test_backward_again_after_one_that_failed(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice(model: nn.Module, number: int) -> Outcome:
-        model.blocks[1].weak = True
-        x = BATCH.embeds.clone().requires_grad_()
-        loss = model(x, BATCH.labels).loss
-        with monkeypatch.context() as patch:
-            patch.setattr(Stumbles, "where", "backward")
-            with pytest.raises(ZeroDivisionError):
-                loss.backward(retain_graph=True)
-        gradients(model)
-        x.grad = None
-        loss.backward()
-        return Outcome(loss.detach(), {**gradients(model), "x": x.grad})
-
-    compare_with_stock(toy(Stumbles), twice, config)

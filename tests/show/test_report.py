@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,9 @@ import pytest
 import ds_memo
 from ds_memo.cli import main
 from ds_memo.show.report import ReportError, as_text, read_report
+from tests.command import complaint
 from tests.models import LAYERS, Batch, build, step
+from tests.processes import python
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_the_command(report: dict, tmp_path: Path, capsys: pytest.CaptureFixture
         assert main(["report", str(tmp_path / name)]) == 0
         assert capsys.readouterr().out == as_text(report) + "\n"
     code = "import sys; from ds_memo.cli import main; main(['report', '-']); sys.exit('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], input=json.dumps(report), capture_output=True, text=True)
+    found = python("-c", code, stdin=json.dumps(report))
     assert (found.returncode, found.stdout) == (0, as_text(report) + "\n"), found.stderr
 
 
@@ -94,6 +94,4 @@ def test_wrong_files_end_with_2(report: dict, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "odd.json").write_text(json.dumps({**report, "stall_s": "none"}))
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     for name in ("missing.json", "bytes.json", "odd.json", "."):
-        assert main(["report", str(tmp_path / name)]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("ds-memo report: ") and error.count("\n") == 1
+        complaint(capsys, "report", tmp_path / name)

@@ -49,8 +49,8 @@ def run(one: LayerCosts, n: int, link: float = 20e9, host: int = 1 << 50, device
     return RunCosts((one,) * n, link, link, host, device, **more)
 
 
-def random_run(seed: int, most_kinds: int = 3) -> RunCosts:
-    """Layers of one or more kinds and odd sizes; budgets from too little to plenty."""
+def random_run(seed: int, most_kinds: int = 3, n: int | None = None) -> RunCosts:
+    """n layers (random: 1 to 24) of one or more kinds and odd sizes; budgets from too little to plenty."""
     draw = random.Random(seed)
     kinds = []
     for _ in range(draw.randint(1, most_kinds)):
@@ -73,7 +73,7 @@ def random_run(seed: int, most_kinds: int = 3) -> RunCosts:
                 int(draw.uniform(1, 3) * sum(output.nbytes for output in outputs)),
             )
         )
-    layers = tuple(draw.choice(kinds) for _ in range(draw.randint(1, 24)))
+    layers = tuple(draw.choice(kinds) for _ in range(n or draw.randint(1, 24)))
     frames = sum(layer.frame_bytes for layer in layers)
     per_second = frames / sum(layer.forward_s for layer in layers)
     return RunCosts(

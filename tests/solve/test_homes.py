@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from runs import GPT, LLAMA, layer, random_run, run
 
 from ds_memo.errors import MemoError
 from ds_memo.solve.alpha import best_alpha
@@ -16,6 +15,7 @@ from ds_memo.solve.homes import GIB, NothingFits, alpha_for_host, bytes_at_head,
 from ds_memo.solve.lp import best_alphas
 from ds_memo.solve.paper import paper_alpha
 from ds_memo.solve.schedule import Schedule
+from tests.solve.runs import GPT, LLAMA, layer, random_run, run
 
 SEEDS = range(300)
 

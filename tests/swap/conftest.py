@@ -1,14 +1,7 @@
-"""Helpers here are imported as siblings; so is the benchmark whose bars test_memory.py holds."""
-
 import gc
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from rig import Block, Stack, gradients
 from torch.nn import functional as F
 
 from ds_memo.integrate.memo import Memo
+from tests.swap.rig import Block, Stack, gradients
 
 Story = Callable[[Memo, torch.nn.Module, list[torch.Tensor]], dict[str, torch.Tensor]]
 LENGTH, HIDDEN = 24, 16

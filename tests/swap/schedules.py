@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
-from rig import Stack, gpt_neox, llama, tokens
 from torch import nn
+
+from tests.swap.rig import Stack, gpt_neox, llama, tokens
 
 LENGTHS = (5, 16, 24)
 WEIGHTS = {"forward": 5, "backward": 4, "partial": 2, "drop": 1, "eval": 1, "raise": 1, "collect": 1, "zero": 1}

@@ -1,4 +1,4 @@
-"""The schedule itself, driven by hand; and what happens when things come in an order nobody foresaw."""
+"""The schedule itself, driven by hand: what the engine asks of its streams, lifetimes, wrong steps, closing."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from delayed import DelayedStreams
-from ordered import Immediate, OrderedStreams
-from rig import Block as Layer
-from rig import Stack, attached, gradients
-from torch import nn
-from torch.nn import functional as F
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Layout
 from ds_memo.swap.slab import PAGE, HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, ThreadStreams
+from tests.swap.delayed import DelayedStreams
+from tests.swap.ordered import Immediate
 
 CPU = torch.device("cpu")
-SWAP = {"alpha": 0.5, "resident_layers": 0}
 
 
 class Diary(Immediate):
@@ -247,6 +242,14 @@ def test_reloads_are_issued_ahead_across_resident_frames(rig):
     assert rig.engine.traffic.frames_prefetched == 2
 
 
+def test_what_backward_has_passed_is_not_reloaded_ahead(rig):
+    """Two graphs, the older one first: below its oldest frame, the younger one finds frames that were replayed."""
+    frames = [rig.layer() for _ in range(4)]
+    for index in (1, 0, 3, 2):
+        rig.replay(frames[index])
+    assert (rig.engine.traffic.frames_on_demand, rig.engine.traffic.frames_prefetched) == (2, 2)
+
+
 def test_at_most_two_reload_buffers_are_alive(rig):
     frames = [rig.layer() for _ in range(6)]
     for frame in reversed(frames):
@@ -332,22 +335,6 @@ def test_a_frame_may_die_on_a_copy_thread(where):
     frames.clear()
     rig.engine.close()
     assert rig.slab.size == 0
-
-
-def test_collecting_on_both_copy_threads_all_the_time_changes_nothing():
-    streams = ThreadStreams()
-    model = Stack(3)
-    x = torch.randn(1, 8, 16)
-    with attached(model, streams, SWAP):
-        for _ in range(4):
-            for stream in (D2H, H2D):
-                streams._queues[stream].put((gc.collect,))
-            loss = model(x)
-            loss.cycle = [loss]
-            streams._queues[D2H].put((gc.collect,))
-            loss.backward()
-            loss = None
-    gc.collect()
 
 
 # ---- tensors that change in place
@@ -499,300 +486,3 @@ def test_closing_after_a_copy_failed_raises_and_still_ends_the_threads():
     assert not any(thread.is_alive() for thread in rig.streams._threads)
     rig.engine.close()
     del frame
-
-
-# ---- whole models
-
-
-class Mlp(nn.Module):
-    """Layers whose every op can be differentiated twice."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Tanh()) for _ in range(layers)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
-
-
-def differences(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], tolerance: float = 2e-6) -> list[str]:
-    assert ours.keys() == stock.keys()
-    return [name for name, g in stock.items() if (ours[name] - g).norm() > tolerance * max(g.norm(), 1e-4)]
-
-
-def with_and_without(make, steps, config=SWAP) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    stock = make()
-    steps(stock)
-    model = make()
-    checker = OrderedStreams()
-    with checker, attached(model, checker, config):
-        steps(model)
-    checker.verify()
-    return gradients(model), gradients(stock)
-
-
-BATCHES = [torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
-
-
-def in_reverse(model: nn.Module) -> None:
-    first, second, third = model(BATCHES[0]), model(BATCHES[1]), model(BATCHES[2])
-    third.backward()
-    first.backward()
-    second.backward()
-
-
-def interleaved(model: nn.Module) -> None:
-    """Backwards of two graphs, each in parts."""
-    first, second = model(BATCHES[0]), model(BATCHES[1])
-    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-    for depth in (3, 1):
-        for loss in (first, second):
-            torch.autograd.grad(loss, list(layers[depth].parameters()), retain_graph=True, allow_unused=True)
-    (first + second).backward()
-
-
-def shared(model: nn.Module) -> None:
-    """One backward through two graphs at once: autograd goes by sequence number, youngest first."""
-    (model(BATCHES[0]) * 2 + model(BATCHES[1])).backward()
-
-
-def chained(model: nn.Module) -> None:
-    """The same layers twice in one graph."""
-    x = BATCHES[0].clone().requires_grad_()
-    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-    for _ in range(2):
-        for layer in layers:
-            x = layer(x)
-    x.square().mean().backward()
-
-
-def retained_twice(model: nn.Module) -> None:
-    loss = model(BATCHES[0])
-    loss.backward(retain_graph=True)
-    model(BATCHES[1]).backward()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def forward_between_parts(model: nn.Module) -> None:
-    """A reload is under way when the next forward begins, and is asked for much later."""
-    loss = model(BATCHES[0])
-    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-    torch.autograd.grad(loss, list(layers[-1].parameters()), retain_graph=True)
-    other = model(BATCHES[1])
-    loss.backward()
-    other.backward()
-
-
-def forward_inside_backward(model: nn.Module) -> None:
-    """A hook on a gradient runs the model again, forward and backward, in the middle of a backward."""
-    x = BATCHES[0].clone().requires_grad_()
-    done = []
-
-    def again(grad: torch.Tensor) -> None:
-        if not done:
-            done.append(True)
-            with torch.enable_grad():
-                model(BATCHES[1]).backward()
-
-    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-    hook = layers[1].register_forward_hook(lambda module, args, out: out.register_hook(again) and None)
-    loss = model(x)
-    hook.remove()
-    loss.backward()
-
-
-def forward_inside_forward(model: nn.Module) -> None:
-    """A hook between two layers runs the model forward and backward in the middle of a forward."""
-    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-    done = []
-
-    def again(module: nn.Module, args: tuple) -> None:
-        if not done:
-            done.append(True)
-            model(BATCHES[1]).backward()
-
-    hook = layers[2].register_forward_pre_hook(again)
-    loss = model(BATCHES[0])
-    hook.remove()
-    loss.backward()
-
-
-def raise_in_backward(model: nn.Module) -> None:
-    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-
-    def fail(grad: torch.Tensor) -> None:
-        raise ArithmeticError
-
-    hook = layers[1].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
-    loss = model(BATCHES[0])
-    hook.remove()
-    with suppress(ArithmeticError):
-        loss.backward()
-    del loss
-    model.zero_grad()
-    model(BATCHES[1]).backward()
-
-
-def frozen_below(model: nn.Module) -> None:
-    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-    layers[0].requires_grad_(False)
-    layers[1].requires_grad_(False)
-    model(BATCHES[0]).backward()
-    layers[1].requires_grad_(True)
-    model(BATCHES[1]).backward()
-
-
-def frozen_in_the_middle(model: nn.Module) -> None:
-    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-    layers[2].requires_grad_(False)
-    model(BATCHES[0]).backward()
-
-
-def skipped_layers(model: nn.Module) -> None:
-    """Layer drop: another set of layers runs each time."""
-    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-    for batch, chosen in zip(BATCHES, [(0, 2, 3), (1,), (3, 0), (0, 1, 2, 3)], strict=False):
-        x = batch
-        for index in chosen:
-            x = layers[index](x)
-        x.square().mean().backward()
-
-
-def branches(model: nn.Module) -> None:
-    """Two layers read the same tensor, and their outputs meet: frames that are no chain."""
-    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-    x = layers[0](BATCHES[0])
-    (layers[3](layers[1](x)) * layers[2](x)).mean().backward()
-
-
-STORIES = [
-    in_reverse,
-    interleaved,
-    shared,
-    chained,
-    retained_twice,
-    forward_between_parts,
-    forward_inside_backward,
-    forward_inside_forward,
-    raise_in_backward,
-    frozen_below,
-    frozen_in_the_middle,
-    skipped_layers,
-    branches,
-]
-
-
-@pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
-@pytest.mark.parametrize("resident", [0, 1, 2, 4])
-@pytest.mark.parametrize("make", [lambda: Stack(4), Mlp], ids=["attention", "mlp"])
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_unforeseen_orders(story, make, resident):
-    wrong = differences(*with_and_without(make, story, SWAP | {"resident_layers": resident}))
-    assert not wrong
-
-
-@pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
-def test_gradients_of_gradients():
-    def penalty(model: nn.Module) -> None:
-        x = BATCHES[0].clone().requires_grad_()
-        (grad,) = torch.autograd.grad(model(x), x, create_graph=True)
-        grad.norm().backward()
-
-    assert not differences(*with_and_without(Mlp, penalty), tolerance=1e-5)
-
-
-class AsksForAGradient(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.gelu(self.up(x))
-        (slope,) = torch.autograd.grad(y.sum(), y, retain_graph=True)
-        (slope,) = torch.autograd.grad(y.sum(), self.up.weight, retain_graph=True)
-        return x + self.down(y) + slope.mean()
-
-
-@pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
-@pytest.mark.parametrize("resident", [0, 2])
-def test_a_backward_inside_a_layer_is_refused_clearly(resident):
-    model = Stack(2)
-    model.blocks = nn.ModuleList(AsksForAGradient(16) for _ in range(2))
-    with (
-        attached(model, ThreadStreams(), SWAP | {"resident_layers": resident}),
-        pytest.raises(MemoError, match=r"blocks\.0 runs a backward of its own"),
-    ):
-        model(BATCHES[0])
-
-
-def test_too_little_host_memory_in_the_middle_leaves_the_rest_usable():
-    model, stock = Stack(4), Stack(4)
-    x = torch.randn(2, 32, 16)
-    with attached(model, ThreadStreams(), SWAP) as memo:
-        model(x).backward()
-        memo.slab.budget = int(memo.slab.peak_used * 1.6)
-        model.zero_grad()
-        first = model(x)
-        with pytest.raises(MemoError, match="run fewer forwards before a backward"):
-            model(x)
-        first.backward()
-        del first
-        for _ in range(2):
-            model(x).backward()
-        assert memo.slab.used <= memo.slab.budget
-    for _ in range(3):
-        stock(x).backward()
-    assert not differences(gradients(model), gradients(stock))
-
-
-@pytest.mark.parametrize("kinds", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), (torch.bfloat16, None)])
-def test_autocast_to_another_type_each_step(kinds):
-    def steps(model: nn.Module) -> None:
-        for kind in kinds * 2:
-            with torch.autocast("cpu", dtype=kind, enabled=kind is not None):
-                loss = model(BATCHES[0])
-            loss.backward()
-
-    assert not differences(*with_and_without(lambda: Stack(4), steps, SWAP | {"resident_layers": 1}))
-
-
-class OtherHeads(Layer):
-    """Attention of another shape each time, between products that do not change."""
-
-    heads = 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("resident", [0, 1, 2])
-def test_attention_of_another_shape_leaves_the_recipe(resident):
-    def make() -> nn.Module:
-        model = Stack(2)
-        torch.manual_seed(5)
-        model.blocks = nn.ModuleList(OtherHeads(16) for _ in range(2))
-        return model
-
-    def steps(model: nn.Module) -> None:
-        for heads in (1, 2, 1, 4):
-            for block in model.blocks:
-                block.heads = heads
-            model(BATCHES[0]).backward()
-
-    assert not differences(*with_and_without(make, steps, SWAP | {"resident_layers": resident}))
-
-
-def test_detaching_while_a_layer_runs_is_refused_and_changes_nothing():
-    model, stock = Stack(3), Stack(3)
-    with attached(model, ThreadStreams(), SWAP) as memo:
-        hook = model.blocks[1].up.register_forward_hook(lambda *_: memo.detach())
-        with pytest.raises(MemoError, match="while a layer runs"):
-            model(BATCHES[0])
-        hook.remove()
-        model(BATCHES[0]).backward()
-        assert memo.report()["frames"]
-    stock(BATCHES[0]).backward()
-    assert not differences(gradients(model), gradients(stock))

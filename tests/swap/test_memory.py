@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memory import ALPHAS, SHAPES, Bench
 
+from benchmarks.memory import ALPHAS, SHAPES, Bench
 from ds_memo.swap.engine import SwapEngine
 
 LAYERS, LENGTH = 5, 192

@@ -8,16 +8,16 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
-import scenarios
 import torch
-from delayed import DelayedStreams
-from mutants import engine_without, waits
-from ordered import OrderedStreams, OrderError
-from rig import attached
-from schedules import Setting, differing, play
 
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.streams import ThreadStreams
+from tests.swap import scenarios
+from tests.swap.delayed import DelayedStreams
+from tests.swap.mutants import engine_without, waits
+from tests.swap.ordered import OrderedStreams, OrderError
+from tests.swap.rig import attached
+from tests.swap.schedules import Setting, differing, play
 
 SCHEDULES = 220
 GROUPS = 20

@@ -10,10 +10,10 @@ from collections import deque
 
 import pytest
 import torch
-from delayed import DelayedStreams
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, ThreadStreams, streams_for
+from tests.swap.delayed import DelayedStreams
 
 LONG_S = 30.0
 """No test waits this long unless it hangs."""

@@ -65,9 +65,10 @@ class OwnDistributedTest:
     exec_timeout: ClassVar[float] = TIMEOUT_S
 
     @pytest.fixture(autouse=True, scope="class")
-    def class_tmpdir(self, tmpdir_factory):
+    @classmethod
+    def class_tmpdir(cls, tmpdir_factory):
         """A folder that all tests of the class share."""
-        return tmpdir_factory.mktemp(type(self).__name__)
+        return tmpdir_factory.mktemp(cls.__name__)
 
     def __call__(self, request: pytest.FixtureRequest) -> None:
         """Run the requested test; tests/conftest.py calls this in place of the method."""

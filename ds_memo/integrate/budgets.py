@@ -1,0 +1,95 @@
+"""Budgets: what host and device have for activations, and what else a step puts on the device. All ranks have the same.
+
+before the first step    half of what the device has free is left alone for what has not been seen
+after it                 head, loss and gradients on their way are known from the pass's request log, or bounded by CUDA's peak
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ds_memo.profile.agree import from_all_ranks
+from ds_memo.profile.device_memory import RESERVE, UNSEEN, device_budget, most_beyond, states_to_come
+from ds_memo.profile.requests import Most
+from ds_memo.profile.sample import Profile
+from ds_memo.solve.costs import RunCosts
+from ds_memo.swap.slab import HostSlab
+
+
+class Budgets:
+    """Of one model's training.
+
+    Args:
+        device_memory_gib: as configured.
+        slab: has the host's bytes.
+        device: where layers compute.
+    """
+
+    def __init__(self, device_memory_gib: float | None, slab: HostSlab, device: torch.device) -> None:
+        self.host = slab.budget
+        """Bytes of this rank."""
+        self.device = 0
+        """Bytes beside parameters, gradients and optimizer states."""
+        self.device_limit = 0
+        """The same with nothing left alone for what is only guessed: optimizer states, head, workspaces of kernels."""
+        self._given = device_memory_gib
+        self._slab = slab
+        self._device = device
+        self._head_bytes_per_token: float | None = None
+        """Of head and loss, beside the layers; None: not seen."""
+        self._backward_bytes = 0
+        """What is there through the whole backward beside the layers, whatever the length: buckets of gradients to reduce."""
+
+    def look(self, model: nn.Module, has_engine: bool, stepped: bool) -> None:
+        """See what there is now. All ranks call this together.
+
+        Args:
+            has_engine: an engine holds optimizer states already.
+            stepped: an optimizer step has been made.
+        """
+        gc.collect()  # what the profile, or another setting than the next, has left behind
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        to_come, gradients = (0, 0) if stepped else (states_to_come(model, engine) for engine in (has_engine, True))
+        reserve = UNSEEN if self._head_bytes_per_token is None else RESERVE
+        careful = device_budget(self._device, self._given, to_come, reserve)
+        most = device_budget(self._device, self._given, gradients, 0.0)  # Adam's states are a guess, and refuse no run
+        budgets = from_all_ranks((min(self.host, self._slab.budget), careful, most))
+        self.host, self.device, self.device_limit = map(min, zip(*budgets, strict=True))
+
+    def see_head(self, logged: Most | None, tokens: int, bytes_of_layers: int) -> None:
+        """What head and loss took in a pass; the rank that needs most counts. All ranks call this together.
+
+        Args:
+            logged: None: not known; then CUDA's peak tells what they took at most.
+            tokens: of this rank's batch in the pass; 0: there was none.
+            bytes_of_layers: what layers kept on the device between its forward and its backward.
+        """
+        mine = None
+        if tokens and logged:
+            mine = (logged.peak - logged.staying) / tokens, logged.staying
+        elif tokens and (most := most_beyond(self._device, bytes_of_layers)) is not None:
+            mine = most / tokens, 0
+        everybodys = from_all_ranks(mine)
+        if None not in everybodys:
+            self._head_bytes_per_token, self._backward_bytes = map(max, zip(*everybodys, strict=True))
+
+    def host_refused(self) -> int | None:
+        """Once the system has refused memory below the budget, what it gave is the budget; None: that is no news."""
+        held, self._slab.refused = self._slab.refused, None
+        if held is None or held >= self.host:
+            return None
+        self.host = held
+        return held
+
+    def costs(self, profile: Profile, shape: tuple[int, ...]) -> RunCosts:
+        """A pass of hidden states of this shape, (batch, length, …), within these budgets."""
+        head = math.ceil((self._head_bytes_per_token or 0.0) * math.prod(shape[:2])) + self._backward_bytes
+        run = profile.costs(*shape[:2], self.host, self.device)
+        return replace(run, head_bytes=head, backward_bytes=self._backward_bytes)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.integrate.traces import memo_threads
+
+
+@pytest.fixture
+def nothing_stays_planned() -> Iterator[None]:
+    from tests.integrate.planned import CPU
+
+    yield
+    gc.collect()
+    CPU.uninstall()  # it stays in front for as long as blocks are alive
+    assert not CPU.installed and CPU.mode == "off" and CPU.arena_bytes == 0 and CPU.retired_arenas == 0
+    assert CPU.stats()["live_bytes"] == 0
+
+
+@pytest.fixture
+def no_thread_stays() -> Iterator[None]:
+    before = set(memo_threads())
+    yield
+    gc.collect()
+    for thread in set(memo_threads()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A gloo group of one, without the shared-memory op that DeepSpeed would build for its CPU collectives."""
+    import deepspeed
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}.items():
+            patch.setenv(name, value)
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        deepspeed.init_distributed("gloo")
+        yield
+        deepspeed.comm.destroy_process_group()
+
+
+@pytest.fixture
+def not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    @functools.wraps(deepspeed.initialize)
+    def initialize(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("DeepSpeed was started")
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)

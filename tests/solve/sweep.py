@@ -1,0 +1,69 @@
+"""Simulated machines and lengths, and the best alpha of each as a sweep over the simulated engine finds it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from ds_memo.estimate.simulate import simulate
+from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.homes import Homes, host_cap
+from tests.solve.runs import GPT, LLAMA, layer, run
+
+KI = 1024
+BAR = 0.02
+"""How far the solver's alpha may be from the best of the sweep."""
+
+
+@dataclass
+class Setting:
+    """A simulated machine and a length."""
+
+    tokens: int
+    """Of this rank."""
+    link: float
+    """Bytes a second, each way."""
+    host: float
+    """Of what all rows of all layers would take."""
+    device: float
+    """In layers: frames that it holds beside what a step needs."""
+    shape: tuple = GPT
+    layers: int = 24
+
+    def costs(self) -> RunCosts:
+        one = layer(self.tokens, shape=self.shape)
+        whole = self.layers * one.host_bytes(1.0)
+        return run(one, self.layers, self.link, int(self.host * whole), int(self.device * one.frame_bytes), head_s=one.forward_s)
+
+
+SETTINGS = [
+    Setting(tokens * KI, link * 1e9, host, device, shape)
+    for (tokens, link), (host, device), shape in itertools.product(
+        [(4, 12.0), (8, 25.0), (16, 12.0), (16, 50.0), (64, 25.0), (128, 12.0), (256, 50.0)],
+        [(2.0, 4.0), (0.5, 4.0), (2.0, 12.5), (0.3, 2.0)],
+        [GPT, LLAMA],
+    )
+]
+
+
+def best_of_a_sweep(costs: RunCosts, residents: frozenset[int]) -> list[float]:
+    """The alphas of the shortest simulated step: 0, 0.05 … 1 as far as the host holds them, then finer around the best."""
+    swapped = [one for i, one in enumerate(costs.layers) if i not in residents]
+    cap = host_cap(swapped, costs.host_budget)
+    tried: dict[float, float] = {}
+
+    def best_near(alphas: list[float]) -> float:
+        for alpha in alphas:
+            if 0 <= alpha <= cap and alpha not in tried:
+                tried[alpha] = simulate(costs, alpha, residents).seconds
+        return min(tried, key=tried.__getitem__)
+
+    best = best_near([i / 20 for i in range(21)] + [cap])
+    best = best_near([best + i / 100 for i in range(-5, 6)])
+    least = tried[best]
+    return [alpha for alpha, seconds in tried.items() if seconds <= least * (1 + 1e-5)]
+
+
+def off_the_best(costs: RunCosts, homes: Homes) -> float:
+    """|alpha − best of the sweep|, the nearest where several are as good."""
+    return min(abs(homes.alpha - alpha) for alpha in best_of_a_sweep(costs, homes.residents))
