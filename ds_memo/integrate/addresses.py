@@ -131,6 +131,15 @@ def _make_workspaces(device: torch.device) -> None:
         (x @ x).sum().backward()
 
 
+def _free_bytes(device: torch.device) -> int | None:
+    """What torch's allocator could still hand out; None on a CPU, where memory that is not touched takes none."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return min(free + held, int(torch.cuda.get_per_process_memory_fraction(device) * total)) - used
+
+
 @functools.cache
 def _let_backward_end_before_exit() -> None:
     """Autograd's thread lets go of the callbacks of a backward a moment after that has returned, and needs the interpreter for
@@ -219,8 +228,10 @@ class Addresses:
             self._have_arena(known)
         if known.plan is not None:
             self._allocator.follow(known.number)
-        elif known.plans < _PLANS_PER_KIND:
-            self._allocator.profile()
+        else:
+            self._have_room()
+            if known.plans < _PLANS_PER_KIND:
+                self._allocator.profile()
         self._allocator.phase("embed")
 
     def forward_ended(self) -> None:
@@ -429,6 +440,13 @@ class Addresses:
         offsets = {slot.id: slot.offset for slot in plan.slots}
         self._allocator.load_plan(known.number, log.slots(offsets, NATIVE), spare)
         known.log, known.plan, known.trouble = log, plan, 0
+
+    def _have_room(self) -> None:
+        """A pass that follows no plan asks torch's allocator for about as much as the arena has. Where there is not so much
+        beside it, the arena gives way; the next pass with a plan takes it again."""
+        free = _free_bytes(self._device)
+        if free is not None and free < self._allocator.arena_bytes:
+            self._allocator.reserve(0)
 
     def _have_arena(self, known: _Known) -> None:
         """An arena that is large enough for the plan. The old one goes first, and what torch's cache holds of the profiling."""

@@ -46,6 +46,22 @@ def test_from_the_third_iteration_on_with_every_model(name: str, dtype: torch.dt
     check_bar(name, dtype)
 
 
+@pytest.mark.parametrize("free", [1 << 40, 1 << 10])
+def test_an_unplanned_pass_need_not_fit_beside_the_arena(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """Planned passes, then two that are unlike them in more than a length, then planned ones again."""
+    monkeypatch.setattr("ds_memo.integrate.addresses._free_bytes", lambda device: free)
+    model, arenas = build("llama"), []
+    with Counting(model) as counting:
+        for batch in (BATCH, BATCH, BATCH, Batch.random(3, 100), Batch.random(3, 100), BATCH):
+            step(model, batch)
+            arenas.append(counting.report()["arena"])
+        assert arenas[2] == arenas[5] > 0
+        assert arenas[3:5] == ([arenas[2]] * 2 if free > arenas[2] else [0, 0])
+        counting.counts()
+        step(model, BATCH)
+        counting.assert_followed()
+
+
 def test_the_bar_notices_a_size_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     load = Allocator.load_plan
 

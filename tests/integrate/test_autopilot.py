@@ -108,6 +108,17 @@ def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float
     handle.detach()
 
 
+def test_a_guess_of_what_is_to_come_refuses_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step room is left for Adam's states, whatever optimizer comes: in 16 GiB more than all there is."""
+    monkeypatch.setattr("ds_memo.integrate.budgets.states_to_come", lambda model, has_engine: 0 if has_engine else 1 << 60)
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    handle = attached(model)
+    assert_same(step(model, BATCH), step(stock, BATCH))
+    assert handle.report()["binding"].startswith("last resort")  # as little as it can
+    handle.detach()
+
+
 @pytest.mark.parametrize(
     "name, residents, alpha",
     [
