@@ -174,7 +174,7 @@ def simulate(run: RunCosts, alpha: float, residents: Collection[int], dropped: C
 
 def _forward(engine: SwapEngine, index: int, layer: LayerCosts, alpha: float, resident: bool, drops: bool) -> Frame:
     streams: VirtualStreams = engine.streams
-    frame = engine.begin(f"layer {index}", resident, index)
+    frame = engine.begin(f"layer {index}", resident, index, ahead=not drops)
     began = streams.now[COMPUTE]
     kept: list[tuple[Output, VirtualKept]] = []
     for output in layer.outputs:

@@ -86,7 +86,7 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
     try:
         lengths = lengths_of(args.method, args.seq_length, can_shorten=True)
         call = _call(memo.remat, model, args.batch, lengths[-1], device)
-        if len(lengths) > 1 and not call.can_shorten():  # this length is another size of the model, too
+        if len(lengths) > 1 and not call.can_shorten():  # this length is the batch, too
             call = _call(memo.remat, model, args.batch, lengths[-1] + 1, device)
         asked = Asked(
             layers=memo.layers,

@@ -41,7 +41,7 @@ class Setting:
     alpha: float | None = None
     """Of GEMM outputs, the share of rows that is kept. None: all of a resident layer, else the policy is asked with the sizes."""
     keeps_attention: bool = True
-    """If not, attention is computed again in the replay."""
+    """If not, attention is computed again in the replay, and the reload is not issued ahead: the last resort."""
 
 
 class Policy(Protocol):
@@ -127,7 +127,8 @@ class Remat:
         setting = self.policy.setting(layer)
         if not setting.checkpointed:
             return fn(*args)
-        frame = self.engine.begin(layer.name, setting.resident, layer.index)
+        # Who has attention computed again is short of memory: nothing is reloaded before it is wanted.
+        frame = self.engine.begin(layer.name, setting.resident, layer.index, setting.keeps_attention)
         key = layer.kind_of_call(args, setting) if layer.follows_recipes else None
         recipe = layer.recipes.get(key)
         call = Call(self.engine, frame, recipe, self.work)

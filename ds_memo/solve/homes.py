@@ -137,8 +137,8 @@ def device_bytes(run: RunCosts, residents: Collection[int], alpha: float, droppe
 
     forward    a layer runs beside the resident frames below it and one swapped frame on its way out
     between    all resident frames and two swapped ones are there, beside head and loss
-    backward   a layer runs beside its own frame, the resident frames below it and the reload of the next swapped one, and
-               beside gradients on their way
+    backward   a layer runs beside its own frame, the resident frames below it and the reload of the next swapped one (but one
+               whose attention is computed again comes back when it is wanted), and beside gradients on their way
     """
     held = leaving = before = peak = 0
     frames = []
@@ -160,7 +160,7 @@ def device_bytes(run: RunCosts, residents: Collection[int], alpha: float, droppe
         below = min(below, index - 1)
         while below >= 0 and frames[below][2]:
             below -= 1
-        reload = frames[below][0] if below >= 0 else 0
+        reload = frames[below][0] if below >= 0 and below not in dropped else 0
         peak = max(peak, held + frame + reload + working_bytes + run.backward_bytes)
     return run.working_bytes + peak
 

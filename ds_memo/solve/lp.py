@@ -79,7 +79,7 @@ def _solve(mip: Any, legs: list[Leg], head_s: float, cap: float, scale: float) -
             now = not_before(now, back)
             ahead = -1
         below = next((i for i in range(index - 1, -1, -1) if legs[i].copies), -1)
-        if ahead < 0 <= below:
+        if ahead < 0 <= below and legs[below].ahead:
             ahead, back = below, not_before(now, back) + affine(legs[below].reload_s, legs[below].reload_per_alpha)
         now = now + affine(leg.backward_s + leg.replay_s, -leg.saved_s)
     model.objective = not_before(now)

@@ -96,7 +96,7 @@ class Schedule:
                 below = index - 1
                 while below >= 0 and not legs[below].copies:
                     below -= 1
-                if below >= 0:
+                if below >= 0 and legs[below].ahead:
                     ahead = below
                     back, back_slope = self._reload(legs[below], alpha, now, now_slope, back, back_slope)
             now += leg.backward_s + leg.replay_s - leg.saved_s * alpha
@@ -124,6 +124,8 @@ class Leg:
     """To the host: seconds after the layer began, seconds, more seconds at alpha 1. None: resident."""
     reload_s: float
     reload_per_alpha: float
+    ahead: bool = True
+    """The reload is issued while the backward is still at the layer above."""
 
     @classmethod
     def of(cls, layer: LayerCosts, run: RunCosts, resident: bool, dropped: bool) -> Leg:
@@ -147,6 +149,7 @@ class Leg:
             tuple(copies),
             whole / run.h2d_bytes_per_s,
             split / run.h2d_bytes_per_s,
+            not dropped,
         )
 
 

@@ -70,8 +70,13 @@ class SwapEngine:
 
     # ---- forward
 
-    def begin(self, name: str, resident: bool, layer: int = 0) -> Frame:
-        """Open the frame of a layer that is about to run, the `layer`-th of the model."""
+    def begin(self, name: str, resident: bool, layer: int = 0, ahead: bool = True) -> Frame:
+        """Open the frame of a layer that is about to run, the `layer`-th of the model.
+
+        Args:
+            ahead: its reload is issued while the backward is still at the frame above. If not, it takes no memory before it is
+                wanted, and compute waits for it.
+        """
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
         self.phases.layer_begins(layer)
@@ -81,7 +86,7 @@ class SwapEngine:
         while len(self._leaving) >= 2:
             self._let_go(self._leaving.popleft()())
         self.traffic.frames += 1
-        return Frame(name, resident, layer, self.traffic.frames, self._bury)
+        return Frame(name, resident, layer, self.traffic.frames, self._bury, ahead)
 
     def adopt(self, frame: Frame, layout: Layout) -> None:
         """Say what a recording frame keeps; its host block is taken now."""
@@ -167,7 +172,7 @@ class SwapEngine:
                 self._reload(frame)
             self.streams.wait(COMPUTE, frame.back)
             frame.move("ready")
-        if below is not None and below.state in ("away", "done"):
+        if below is not None and below.ahead and below.state in ("away", "done"):
             self.traffic.frames_prefetched += 1
             self._reload(below)
             self._ahead = weakref.ref(below)

@@ -124,10 +124,14 @@ class Frame:
 
     _bury: Callable[[Frame], None] = staticmethod(lambda frame: None)  # dynamo makes frames without __init__
 
-    def __init__(self, name: str, resident: bool, layer: int, age: int, bury: Callable[[Frame], None]) -> None:
+    def __init__(
+        self, name: str, resident: bool, layer: int, age: int, bury: Callable[[Frame], None], ahead: bool = True
+    ) -> None:
         self.name = name
         self.resident = resident
         self.layer = layer
+        self.ahead = ahead
+        """Its reload may be issued before it is wanted."""
         self.age = age
         """The how-manieth frame it is; backward usually goes from high to low."""
         self.replays = 0

@@ -103,6 +103,9 @@ def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float
     assert report["host"]["slab"] == report["predicted"]["host_bytes"] <= report["host"]["budget"]
     assert report["predicted"]["device_bytes"] <= report["profile"]["device_budget"]
     assert (report["attention_recomputed"] > 0) == (residents == 0)
+    if residents == 0:  # the last resort: no layer comes back before it is wanted
+        assert handle.engine.traffic.frames_prefetched == 0
+        assert handle.engine.traffic.frames_on_demand == handle.engine.traffic.frames
     if says:
         assert report["binding"].startswith(says)
     handle.detach()

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_memo.ops.builder import AllocatorBuilder, cuda_headers
+from benchmarks.emulator import runtime_headers
+from ds_memo.ops.builder import AllocatorBuilder
 from tests.ops import cuda_scenarios
 from tests.ops.compiling import compiler, lacks
 
@@ -36,12 +37,6 @@ WITHOUT = {
     "waiting before an arena is dropped": ("device.wait(arena->stream(), arena->fences());", ""),
 }
 """What is taken out of the backend in the negative controls: the text and what stands in its place."""
-
-
-@cache
-def runtime_headers() -> Path | None:
-    places = [cuda_headers(), *sorted(Path("/usr/local").glob("cuda*/include"))]
-    return next((place for place in places if place and (place / "crt" / "host_defines.h").is_file()), None)
 
 
 @cache

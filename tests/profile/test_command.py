@@ -89,7 +89,7 @@ def test_a_fit_runs_short_lengths_only(tmp_path, capsys, monkeypatch):
     assert cli.main([*BASE, "--model", path, "--seq-length", "1M", "--json"]) == 0
     profile = from_json(capsys.readouterr().out)
     assert [length for _, length in seen] == [32, 64, 128]
-    assert {longest for longest, _ in seen} == {129}  # 128 is the hidden size, too
+    assert {longest for longest, _ in seen} == {128}  # which is the hidden size, too
     assert len(profile.layers) == 80 and len(profile.kinds) == 1
     assert profile.kinds[0].samples[-1].length in (64, 128)
 

@@ -55,8 +55,10 @@ class Rig:
             self.streams.watch(self.slab)
         self.engine = SwapEngine(self.streams, self.slab, CPU)
 
-    def begin(self, tensors: list[torch.Tensor], resident: bool = False, rows: int | None = None, name: str = "x") -> Frame:
-        frame = self.engine.begin(name, resident)
+    def begin(
+        self, tensors: list[torch.Tensor], resident: bool = False, rows: int | None = None, name: str = "x", ahead: bool = True
+    ) -> Frame:
+        frame = self.engine.begin(name, resident, ahead=ahead)
         layout = Layout()
         for tensor in tensors:
             layout.add(tensor, rows)
@@ -188,6 +190,15 @@ def test_device_memory_is_let_go_when_the_layer_after_the_next_begins(rig):
         rig.engine.end(frame)
         frames.append(frame)
     assert [frame.state for frame in frames] == ["away", "away", "away", "swapping", "swapping"]
+
+
+def test_a_frame_that_is_not_to_come_back_ahead_takes_no_memory_before_it_is_wanted(rig):
+    frames = [rig.layer_of([torch.full((64,), float(number))], ahead=number == 1) for number in range(4)]
+    for number in (3, 2, 1, 0):
+        assert rig.replay(frames[number])[0][0] == number
+        assert [bool(frame.slots) for frame in frames[:number]] == [below == 1 and number == 2 for below in range(number)]
+    assert (rig.engine.traffic.frames_on_demand, rig.engine.traffic.frames_prefetched) == (3, 1)
+    rig.engine.close()
 
 
 @pytest.mark.parametrize("streams", [ThreadStreams, lambda: DelayedStreams(5)], ids=["prompt", "late"])

@@ -1,0 +1,245 @@
+// An H200 without kernels, for `python -m benchmarks.emulator`: device memory is address space that nobody touches; launches,
+// GEMMs and copies of more than a page of numbers do nothing; every stream is always done. What is real is everything above it:
+// torch's caching allocator, autograd's device thread, the dispatcher's choice of kernels, and ds_memo with its allocator op. So
+// bytes and calls of a step at full width can be counted on a machine without a GPU. Times and values cannot.
+//
+// It goes before a CUDA build of torch with LD_PRELOAD, and once more, as libcuda.so.1, in a folder of LD_LIBRARY_PATH.
+// EMULATED_GIB: of device memory; 139.8 without it.
+#include <cuda_runtime_api.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+namespace {
+constexpr size_t kGranule = size_t{2} << 20;
+size_t deviceBytes() {
+  static size_t b =
+      getenv("EMULATED_GIB") ? (size_t)(atof(getenv("EMULATED_GIB")) * (1ull << 30)) : (size_t)(139.8 * (1ull << 30));
+  return b;
+}
+std::atomic<size_t> used{size_t{500} << 20};
+std::atomic<uintptr_t> next_handle{0x1000};
+std::mutex mutex;
+std::map<void*, size_t> blocks;
+template <class H>
+cudaError_t make(H* h) {
+  *h = reinterpret_cast<H>(next_handle += 16);
+  return cudaSuccess;
+}
+bool small_copy(size_t n) { return n <= (size_t{1} << 20); }
+}  // namespace
+extern "C" {
+int cuCtxGetCurrent(void** c) { return *c = (void*)0x10, 0; }
+int cuCtxSetCurrent() { return 0; }
+int cuGetErrorString() { return 0; }
+int cuDeviceGetAttribute(int* v, int, int) { return *v = 0; }
+int cuDeviceGet(int* d, int) { return *d = 0; }
+int cuInit() { return 0; }
+int cuDriverGetVersion(int* v) { return *v = 13000, 0; }
+int cuDevicePrimaryCtxGetState(int, unsigned* f, int* a) {
+  *f = 0, *a = 1;
+  return 0;
+}
+cudaError_t cudaGetDeviceCount(int* c) { return *c = 1, cudaSuccess; }
+cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaDeviceCanAccessPeer(int* c, int, int) { return *c = 0, cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int* v) { return *v = 13000, cudaSuccess; }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
+  *p = {};
+  std::strcpy(p->name, "NVIDIA H200");
+  p->totalGlobalMem = deviceBytes();
+  p->major = 9;
+  p->minor = 0;
+  p->multiProcessorCount = 132;
+  p->sharedMemPerBlock = 49152;
+  p->sharedMemPerBlockOptin = 232448;
+  p->sharedMemPerMultiprocessor = 233472;
+  p->warpSize = 32;
+  p->maxThreadsPerBlock = 1024;
+  p->maxThreadsPerMultiProcessor = 2048;
+  p->regsPerBlock = 65536;
+  p->regsPerMultiprocessor = 65536;
+  p->maxGridSize[0] = 2147483647;
+  p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+  p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024;
+  p->maxThreadsDim[2] = 64;
+  p->l2CacheSize = 60 << 20;
+  p->maxBlocksPerMultiProcessor = 32;
+  p->unifiedAddressing = 1;
+  p->textureAlignment = 512;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) {
+  switch (a) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *v = 9;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *v = 0;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *v = 132;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *v = 232448;
+      break;
+    case cudaDevAttrMaxThreadsPerBlock:
+      *v = 1024;
+      break;
+    case cudaDevAttrMaxGridDimX:
+      *v = 2147483647;
+      break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      *v = 2048;
+      break;
+    case cudaDevAttrWarpSize:
+      *v = 32;
+      break;
+    default:
+      *v = 0;
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
+  *a = {};
+  a->ptxVersion = 90;
+  a->binaryVersion = 90;
+  a->maxThreadsPerBlock = 1024;
+  a->numRegs = 32;
+  a->maxDynamicSharedSizeBytes = 232448;
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t, unsigned) {
+  return *n = 2, cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void*, int, size_t) { return *n = 2, cudaSuccess; }
+cudaError_t __cudaLaunchKernel() { return cudaSuccess; }
+cudaError_t __cudaGetKernel(void** k, const void* f) {
+  *k = const_cast<void*>(f);
+  return cudaSuccess;
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return cudaSuccess; }
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaMalloc(void** b, size_t n) {
+  const size_t whole = (n + kGranule - 1) / kGranule * kGranule;
+  if (whole > deviceBytes() - used) return cudaErrorMemoryAllocation;
+  char* at = (char*)mmap(nullptr, whole + kGranule, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) return cudaErrorMemoryAllocation;
+  char* a = (char*)(((uintptr_t)at + kGranule - 1) / kGranule * kGranule);
+  if (a > at) munmap(at, a - at);
+  if (a + whole < at + whole + kGranule) munmap(a + whole, at + kGranule - a);
+  used += whole;
+  {
+    std::lock_guard<std::mutex> l(mutex);
+    blocks[a] = whole;
+  }
+  *b = a;
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* b) {
+  if (!b) return cudaSuccess;
+  std::lock_guard<std::mutex> l(mutex);
+  auto f = blocks.find(b);
+  if (f == blocks.end()) return cudaErrorInvalidValue;
+  munmap(b, f->second);
+  used -= f->second;
+  blocks.erase(f);
+  return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t* f, size_t* t) {
+  *t = deviceBytes(), *f = deviceBytes() - used;
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind, cudaStream_t) {
+  if (small_copy(n)) std::memcpy(to, from, n);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind) {
+  if (small_copy(n)) std::memcpy(to, from, n);
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* to, int v, size_t n) {
+  if (small_copy(n)) std::memset(to, v, n);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* to, int v, size_t n, cudaStream_t) {
+  if (small_copy(n)) std::memset(to, v, n);
+  return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
+  *p = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return *p == MAP_FAILED ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+cudaError_t cudaFreeHost(void*) { return cudaSuccess; }
+cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void*) {
+  *a = {};
+  a->type = cudaMemoryTypeUnregistered;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return make(s); }
+cudaError_t cudaDeviceGetStreamPriorityRange(int* l, int* g) {
+  *l = 0, *g = -5;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s) {
+  return *s = cudaStreamCaptureStatusNone, cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* s, unsigned long long*, cudaGraph_t*,
+                                     const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+  return *s = cudaStreamCaptureStatusNone, cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaStreamGetPriority(cudaStream_t, int* p) { return *p = 0, cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return make(e); }
+cudaError_t cudaEventCreate(cudaEvent_t* e) { return make(e); }
+cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) { return *ms = 2, cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+int cublasCreate_v2(void** h) { return make(h); }
+int cublasDestroy_v2() { return 0; }
+int cublasSetStream_v2() { return 0; }
+int cublasSetWorkspace_v2() { return 0; }
+int cublasSetMathMode() { return 0; }
+int cublasGetMathMode(void*, int* m) { return *m = 0; }
+int cublasGetPointerMode_v2(void*, int* m) { return *m = 0; }
+int cublasSetPointerMode_v2() { return 0; }
+int cublasGemmEx() { return 0; }
+int cublasSgemmEx() { return 0; }
+int cublasSgemm_v2() { return 0; }
+int cublasGemmStridedBatchedEx() { return 0; }
+int cublasSgemmStridedBatched() { return 0; }
+size_t cublasLtGetVersion() { return 130100; }
+int cublasLtMatmul() { return 0; }
+int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* results, int* n) {
+  std::memset(results, 0, 64);
+  return *n = 1, 0;
+}
+int cublasLtMatmulDescCreate(void** d, int, int) { return make(d); }
+int cublasLtMatmulDescDestroy() { return 0; }
+int cublasLtMatmulDescSetAttribute() { return 0; }
+int cublasLtMatmulPreferenceCreate(void** d) { return make(d); }
+int cublasLtMatmulPreferenceDestroy() { return 0; }
+int cublasLtMatmulPreferenceSetAttribute() { return 0; }
+int cublasLtMatrixLayoutCreate(void** d) { return make(d); }
+int cublasLtMatrixLayoutDestroy() { return 0; }
+int cublasLtMatrixLayoutSetAttribute() { return 0; }
+}

@@ -1,0 +1,192 @@
+"""ds_memo's CUDA paths at full width, on a machine without a GPU: bytes and calls, no times and no values.
+
+    export DS_MEMO_CUDA_TORCH=/path/to/python
+    python -m benchmarks.emulator step [gpt7b|llama8b] [16384] [--memo '{"alpha": 0.5}']
+    python -m benchmarks.emulator capacity [gpt7b] [--device-gib 16] [--host-gib 32] [--rivals …]
+
+emulator.cpp stands in for CUDA below a real CUDA build of torch: the caching allocator, autograd's thread and the allocator op
+are the real ones, kernels do nothing. `step` shows what each step asked for, reserved and missed; `capacity` runs the search of
+`gpu.sh capacity` in here. None of it is a GPU's result, and none of it is written to results/.
+
+DS_MEMO_CUDA_TORCH: the Python of an environment with a CUDA build of torch, DeepSpeed, Transformers and ninja.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+HOST_GIB = 115
+"""What the emulated machine has free."""
+STEPS = 9
+
+
+@cache
+def runtime_headers() -> Path | None:
+    """Of CUDA, from a toolkit or from the packages of a CUDA build of torch."""
+    from ds_memo.ops.builder import cuda_headers
+
+    places = [cuda_headers(), *sorted(Path("/usr/local").glob("cuda*/include"))]
+    return next((place for place in places if place and (place / "crt" / "host_defines.h").is_file()), None)
+
+
+def compiled(folder: Path, headers: Path) -> Path:
+    """The stand-in, under the one name that torch looks for beside those of the runtime."""
+    library = folder / "libcuda.so.1"
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{headers}", str(HERE / "emulator.cpp")]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    return library
+
+
+def run_emulated(python: str, arguments: list[str], device_gib: float) -> int:
+    """These arguments of this module in a process whose CUDA is the stand-in."""
+    headers = runtime_headers()
+    if headers is None:
+        print("emulator: no CUDA runtime headers: neither a toolkit nor the packages of a CUDA build of torch", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        library = compiled(Path(folder), headers)
+        given = os.environ | {
+            "LD_PRELOAD": str(library),
+            "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+            "EMULATED_GIB": str(device_gib),
+            "DS_ACCELERATOR": "cuda",
+            "CUDA_MODULE_LOADING": "LAZY",
+            "PYTHONPATH": f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}",
+        }
+        command = [python, "-m", "benchmarks.emulator", *arguments, "--emulated"]
+        return subprocess.run(command, env=given, cwd=HERE.parent, check=False).returncode
+
+
+def without_values() -> None:
+    """What looks at numbers, or touches memory for its own sake, is left out."""
+    import torch
+
+    from ds_memo.profile import device_memory
+    from ds_memo.remat import recipe
+    from ds_memo.swap import host_memory, slab
+
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
+    recipe.Seen.note_unseen_writes = lambda seen: None
+    slab._touch = lambda block: None
+    for module in (device_memory, host_memory):
+        module.available_bytes = lambda *_, **__: HOST_GIB << 30
+
+
+def step(workload: str, length: int, memo: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train some steps and tell, for each, what it took."""
+    import torch
+
+    import ds_memo
+    from benchmarks.rivals import Installed
+    from benchmarks.timing import Memory, Trainer
+    from benchmarks.workloads import batch, build, shapes
+
+    device = torch.device("cuda", 0)
+    shape = shapes(device)[workload]
+    model = build(shape, device, torch.bfloat16)
+    trainer = Trainer(model, batch(shape, length, device))
+    handle = ds_memo.attach(model, memo)
+    rows = []
+    for number in range(1, STEPS + 1):
+        memory, before = Memory(device), handle.report()["plan"] or {}
+        trainer.step(Installed())
+        took, report = memory.read(1, lambda: None), handle.report()
+        plan = report["plan"] or {"arena": 0, "misses": {}, "hits": 0}
+        missed = {name: count - before["misses"][name] for name, count in plan["misses"].items()}
+        rows.append(
+            {
+                "step": number,
+                "requested": took["device_peak"],
+                "reserved": took["device_reserved_peak"],
+                "mallocs": took["cuda_mallocs_per_step"],
+                "arena": plan["arena"],
+                "hits": plan["hits"] - before.get("hits", 0),
+                "missed": {name: count for name, count in missed.items() if count},
+                "predicted": report["predicted"] and report["predicted"]["device_bytes"],
+                "residents": report["resident_layers"],
+                "alpha": report["alpha"],
+                "binding": report["binding"],
+                "warnings": report["warnings"],
+            }
+        )
+    handle.detach()
+    return rows
+
+
+def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: float) -> None:
+    """The longest length of each rival, as `gpu.sh capacity` searches it."""
+    import torch
+
+    from benchmarks.capacity import search_here
+    from benchmarks.rivals import Budget
+    from benchmarks.workloads import shapes
+
+    device, gib = torch.device("cuda", 0), 1 << 30
+    for rival in rivals:
+        longest = 0
+
+        def tell(found: dict[str, Any]) -> None:
+            nonlocal longest
+            if found["fits"]:
+                longest = max(longest, found["length"])
+                text = f"{found['device_peak'] / gib:.2f} GiB requested, {found['device_reserved_peak'] / gib:.2f} reserved"
+                text += f"; {found['report']['binding']}" if found["report"] else ""
+            else:
+                text = f"no: {found['why']}"
+            print(f"    {found['length']:9,} {text}", flush=True)
+
+        with tempfile.TemporaryDirectory() as cache:
+            budget = Budget(device, int(host_gib * gib), int(device_gib * gib), bandwidth=50e9, cache_dir=cache)
+            search_here(shapes(device)[workload], rival, budget, tell)
+        print(f"{rival:22s} {longest:9,} tokens", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.emulator", description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("step", "capacity"))
+    parser.add_argument("workload", nargs="?", default="gpt7b")
+    parser.add_argument("length", nargs="?", type=int, default=16384)
+    parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='the "memo" section; default: all is solved')
+    parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
+    parser.add_argument("--host-gib", type=float, default=32.0)
+    parser.add_argument("--rivals", nargs="+", default=["ds_memo, planned", "checkpoint", "deepspeed", "hf_offload"])
+    parser.add_argument("--json", action="store_true", help="print what `step` found as JSON")
+    parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if not options.emulated:
+        python = os.environ.get("DS_MEMO_CUDA_TORCH")
+        if python is None:
+            print("emulator: DS_MEMO_CUDA_TORCH is not set; it names a Python with a CUDA build of torch", file=sys.stderr)
+            return 2
+        whole = options.device_gib if options.what == "step" and options.device_gib else 139.8
+        return run_emulated(python, list(sys.argv[1:] if arguments is None else arguments), whole)
+    without_values()
+    if options.what == "capacity":
+        capacity(options.workload, options.rivals, options.device_gib or 16.0, options.host_gib)
+        return 0
+    rows = step(options.workload, options.length, {"enabled": True, **options.memo})
+    if options.json:
+        print(json.dumps(rows))
+        return 0
+    print("step  requested   reserved      arena  predicted  cudaMalloc   hits  residents  alpha  missed      (GiB)")
+    for row in rows:
+        gib = "  ".join(f"{(row[name] or 0) / (1 << 30):9.3f}" for name in ("requested", "reserved", "arena", "predicted"))
+        counts = f"{row['mallocs']:10.0f}  {row['hits']:5d}  {row['residents']:9d}  {row['alpha']:5.3g}"
+        print(f"{row['step']:4d}  {gib}  {counts}  {row['missed'] or ''}")
+    print(f"set by {rows[-1]['binding']}", *rows[-1]["warnings"], sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

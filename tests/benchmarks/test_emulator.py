@@ -1,0 +1,49 @@
+"""Whole steps of 7B width on the emulated device: what torch's real CUDA allocator is asked for, with ds_memo's op around it."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from benchmarks import emulator
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not os.environ.get("DS_MEMO_CUDA_TORCH") or emulator.runtime_headers() is None,
+        reason="needs DS_MEMO_CUDA_TORCH (see benchmarks/emulator.py) and CUDA's runtime headers",
+    ),
+]
+
+
+def steps(capfd: pytest.CaptureFixture[str], memo: dict[str, Any], length: int = 16384) -> list[dict[str, Any]]:
+    assert emulator.main(["step", "gpt7b", str(length), "--json", "--memo", json.dumps(memo)]) == 0
+    return json.loads(capfd.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "memo, length",
+    [
+        ({"alpha": 0.5, "resident_layers": 2}, 16384),
+        ({"device_memory_gib": 16, "host_memory_gib": 32}, 32768),
+        ({"device_memory_gib": 16, "host_memory_gib": 2}, 32768),
+    ],
+    ids=["configured", "solved", "small host"],
+)
+def test_a_planned_step_asks_cuda_for_nothing(memo: dict[str, Any], length: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """No cudaMalloc and no miss once addresses are planned; hardly more is reserved than is needed, and predicted than is had."""
+    *_, before, last = steps(capfd, memo, length)
+    assert last["hits"] > 0 and last["missed"] == {}
+    assert before["mallocs"] == last["mallocs"] == 0
+    assert last["reserved"] <= 1.02 * last["requested"]
+    if last["predicted"]:
+        assert last["predicted"] == pytest.approx(last["arena"], rel=0.05)
+
+
+def test_without_a_plan_more_is_reserved(capfd: pytest.CaptureFixture[str]) -> None:
+    """The comparison can fail."""
+    last = steps(capfd, {"alpha": 0.5, "resident_layers": 2, "plan": {"enabled": False}})[-1]
+    assert last["hits"] == 0 and last["reserved"] > 1.02 * last["requested"]
