@@ -1,7 +1,8 @@
 // An H200 without kernels, for `python -m benchmarks.emulator`: device memory is address space that nobody touches; launches,
-// GEMMs and copies of more than a page of numbers do nothing; every stream is always done. What is real is everything above it:
-// torch's caching allocator, autograd's device thread, the dispatcher's choice of kernels, and ds_memo with its allocator op. So
-// bytes and calls of a step at full width can be counted on a machine without a GPU. Times and values cannot.
+// GEMMs and copies of more than 1 MiB do nothing; every stream is always done. What is real is everything above it: torch's
+// caching allocator, autograd's device thread, the dispatcher's choice of kernels, and ds_memo with its allocator op. So bytes
+// and calls of a step at full width can be counted on a machine without a GPU. Times and values cannot. (tests/ops has another
+// stand-in, whose memory is small and real, and which logs what the op asks of CUDA.)
 //
 // It goes before a CUDA build of torch with LD_PRELOAD, and once more, as libcuda.so.1, in a folder of LD_LIBRARY_PATH.
 // EMULATED_GIB: of device memory; 139.8 without it.
@@ -15,7 +16,9 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+
 namespace {
+
 constexpr size_t kGranule = size_t{2} << 20;
 size_t deviceBytes() {
   static size_t b =
@@ -33,7 +36,9 @@ cudaError_t make(H* h) {
 }
 bool small_copy(size_t n) { return n <= (size_t{1} << 20); }
 }  // namespace
+
 extern "C" {
+
 int cuCtxGetCurrent(void** c) { return *c = (void*)0x10, 0; }
 int cuCtxSetCurrent() { return 0; }
 int cuGetErrorString() { return 0; }

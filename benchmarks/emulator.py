@@ -20,23 +20,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
+
+from ds_memo.ops.builder import cuda_headers
 
 HERE = Path(__file__).parent
 HOST_GIB = 115
 """What the emulated machine has free."""
 STEPS = 9
-
-
-@cache
-def runtime_headers() -> Path | None:
-    """Of CUDA, from a toolkit or from the packages of a CUDA build of torch."""
-    from ds_memo.ops.builder import cuda_headers
-
-    places = [cuda_headers(), *sorted(Path("/usr/local").glob("cuda*/include"))]
-    return next((place for place in places if place and (place / "crt" / "host_defines.h").is_file()), None)
 
 
 def compiled(folder: Path, headers: Path) -> Path:
@@ -50,7 +42,7 @@ def compiled(folder: Path, headers: Path) -> Path:
 
 def run_emulated(python: str, arguments: list[str], device_gib: float) -> int:
     """These arguments of this module in a process whose CUDA is the stand-in."""
-    headers = runtime_headers()
+    headers = cuda_headers()
     if headers is None:
         print("emulator: no CUDA runtime headers: neither a toolkit nor the packages of a CUDA build of torch", file=sys.stderr)
         return 2

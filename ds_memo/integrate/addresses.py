@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import math
 import time
 import weakref
 from collections.abc import Callable
@@ -35,8 +34,9 @@ from ds_memo.config import PlanConfig
 from ds_memo.errors import MemoError
 from ds_memo.ops.allocator import MIN_BYTES, MISSES, NATIVE, Allocator, Request
 from ds_memo.plan import Plan, PlanError, plan_trace
-from ds_memo.plan.rescale import Affine, fit_sizes, rescale
+from ds_memo.plan.rescale import Lines, fit_sizes, rescale
 from ds_memo.plan.trace import UNIT
+from ds_memo.profile.device_memory import device_free
 from ds_memo.profile.lengths import Kind, Length, Shapes, length_between
 from ds_memo.profile.requests import NEVER, Most, Place, RequestLog, most_in, read_log
 
@@ -55,33 +55,6 @@ _owners: weakref.WeakValueDictionary[tuple[str, int], Addresses] = weakref.WeakV
 
 
 @dataclass
-class _Lines:
-    """Sizes of a kind's requests by a length, and at which lengths the requests are these."""
-
-    sizes: dict[str, Affine]
-    least: int
-    most: int
-    """From the one to the other they are."""
-    under: float = 0
-    over: float = math.inf
-    """Here they are not, nor beyond."""
-
-    def hold_at(self, length: int) -> bool:
-        return self.least <= length <= self.most
-
-    def may_hold_at(self, length: int, min_bytes: int) -> bool:
-        return self.under < length < self.over and min(line.at(length) for line in self.sizes.values()) >= min_bytes
-
-    def learn(self, length: int, fits: bool) -> None:
-        if fits:
-            self.least, self.most = min(self.least, length), max(self.most, length)
-        elif length < self.least:
-            self.under = max(self.under, length)
-        elif length > self.most:
-            self.over = min(self.over, length)
-
-
-@dataclass
 class _Known:
     """What is known of one kind of pass."""
 
@@ -97,9 +70,9 @@ class _Known:
     """What was planned."""
     plan: Plan | None = None
     plans: int = 0
-    rescaled: tuple[_Lines, int] | None = None
+    rescaled: tuple[Lines, int] | None = None
     """What the plan was made from, and for which length; None: from requests of this kind."""
-    lines: dict[tuple[tuple[int, int], ...], _Lines] = field(default_factory=dict)
+    lines: dict[tuple[tuple[int, int], ...], Lines] = field(default_factory=dict)
     """By a length that stands in these places of the inputs; of a kind that plans for other lengths are made from."""
     trouble: int = 0
     """Passes in a row that did not fit."""
@@ -129,15 +102,6 @@ def _make_workspaces(device: torch.device) -> None:
     with torch.enable_grad():
         x = torch.ones(16, 16, device=device, requires_grad=True)
         (x @ x).sum().backward()
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """What torch's allocator could still hand out; None on a CPU, where memory that is not touched takes none."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    return min(free + held, int(torch.cuda.get_per_process_memory_fraction(device) * total)) - used
 
 
 @functools.cache
@@ -333,9 +297,9 @@ class Addresses:
         self._allocator.stop()
         self._good = self._in_backward = False
         before, self._stats = self._stats, self._allocator.stats()
+        looked_at, self._events = self._events, []
         if mode == "profile":
-            log, wrapping = read_log([*self._events, *self._allocator.requests()], self._escaped)
-            self._events = []
+            log, wrapping = read_log([*looked_at, *self._allocator.requests()], self._escaped)
             if known is not None and complete:
                 known.now = (known.now and known.now.merged(log)) or log
                 known.wrapping = wrapping if self._escaped_from == self._kind else set()
@@ -411,7 +375,7 @@ class Addresses:
             self._adopt(known, base_known.log.resized(sizes), plan, _SPARE)
             known.rescaled = lines, to.there
 
-    def _lines(self, base: Kind, to: Length, others: list[tuple[Kind, Length]]) -> _Lines | None:
+    def _lines(self, base: Kind, to: Length, others: list[tuple[Kind, Length]]) -> Lines | None:
         """Of a planned kind, every size by the length; None: no other kind asks for the same in the same order."""
         known = self._known[base]
         if to.places in known.lines:
@@ -429,7 +393,7 @@ class Addresses:
                 self._plan(known, known.pattern)
             if known.plan is None:
                 return None
-            lines = known.lines[to.places] = _Lines(sizes, *sorted((between.here, between.there)))
+            lines = known.lines[to.places] = Lines(sizes, *sorted((between.here, between.there)))
             return lines
         return None
 
@@ -444,8 +408,8 @@ class Addresses:
     def _have_room(self) -> None:
         """A pass that follows no plan asks torch's allocator for about as much as the arena has. Where there is not so much
         beside it, the arena gives way; the next pass with a plan takes it again."""
-        free = _free_bytes(self._device)
-        if free is not None and free < self._allocator.arena_bytes:
+        arena = self._allocator.arena_bytes
+        if arena and (free := device_free(self._device)) is not None and free < arena:
             self._allocator.reserve(0)
 
     def _have_arena(self, known: _Known) -> None:

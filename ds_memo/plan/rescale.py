@@ -14,9 +14,9 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from . import verify
@@ -34,6 +34,35 @@ class Affine(NamedTuple):
 
     def at(self, s: int) -> int:
         return ceil(self.a + self.b * s)
+
+
+@dataclass
+class Lines:
+    """Sizes of a run's requests by the sequence length, and at which lengths it asks for these."""
+
+    sizes: dict[str, Affine]
+    least: int
+    most: int
+    """From the one to the other it does."""
+    under: float = 0
+    over: float = inf
+    """Here it does not, nor beyond."""
+
+    def hold_at(self, length: int) -> bool:
+        return self.least <= length <= self.most
+
+    def may_hold_at(self, length: int, min_bytes: int) -> bool:
+        """Whether nothing speaks against it: every request is of `min_bytes` or more there, or it would not be seen."""
+        return self.under < length < self.over and min(line.at(length) for line in self.sizes.values()) >= min_bytes
+
+    def learn(self, length: int, fits: bool) -> None:
+        """A pass of this length asked for these, or not."""
+        if fits:
+            self.least, self.most = min(self.least, length), max(self.most, length)
+        elif length < self.least:
+            self.under = max(self.under, length)
+        elif length > self.most:
+            self.over = min(self.over, length)
 
 
 def fit_sizes(short: Trace, s_short: int, long: Trace, s_long: int) -> dict[str, Affine]:

@@ -24,17 +24,24 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
         to_come: bytes of gradients and optimizer states that do not exist yet.
         reserve: share of what is free that is left alone: RESERVE, UNSEEN, or 0 for what could be had at most.
     """
-    share = 1 - reserve
-    if device.type != "cuda":
+    share, left = 1 - reserve, device_free(device)
+    if left is None:
         if device_memory_gib is not None:
             return int(device_memory_gib * GIB)
         return max(0, int(available_bytes(locked=False) * share) // ranks_on_node() - to_come)
-    free, _ = torch.cuda.mem_get_info(device)
-    held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    left = free + held - used
     if device_memory_gib is not None:
-        left = min(left, int(device_memory_gib * GIB) - used)
+        left = min(left, int(device_memory_gib * GIB) - torch.cuda.memory_allocated(device))
     return max(0, int(left * share) - to_come)
+
+
+def device_free(device: torch.device) -> int | None:
+    """Bytes that torch's allocator could still hand out, within what this process was limited to; None on a CPU, where memory
+    that is not touched takes none."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return min(free + held, int(torch.cuda.get_per_process_memory_fraction(device) * total)) - used
 
 
 def most_beyond(device: torch.device, known: int) -> int | None:

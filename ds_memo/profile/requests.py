@@ -124,7 +124,14 @@ class Most(NamedTuple):
 
 
 def most_in(phase: str, events: Sequence[Event]) -> Most | None:
-    """None: the phase was not visited."""
+    """What one phase of a pass took.
+
+    Args:
+        events: of the pass so far; what dies later counts as outliving it.
+
+    Returns:
+        Of the phase's latest visit; None: it was not visited.
+    """
     visit = last = 0
     died: dict[int, int] = {}
     for event in events:

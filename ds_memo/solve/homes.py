@@ -140,28 +140,25 @@ def device_bytes(run: RunCosts, residents: Collection[int], alpha: float, droppe
     backward   a layer runs beside its own frame, the resident frames below it and the reload of the next swapped one (but one
                whose attention is computed again comes back when it is wanted), and beside gradients on their way
     """
+    frames = _frames(run, residents, alpha, dropped)
     held = leaving = before = peak = 0
-    frames = []
-    for index, layer in enumerate(run.layers):
-        resident = index in residents
-        frame, working = _on_device(layer, 1.0 if resident else alpha, not resident and index in dropped)
-        frames.append((frame, working.backward, resident))
+    for index, (frame, working) in enumerate(frames):
         peak = max(peak, held + leaving + working.forward)
-        if resident:
+        if index in residents:
             held += frame
         else:
             before, leaving = leaving, frame
     peak = max(peak, held + before + leaving + run.head_bytes)
     below = len(frames) - 1
     for index in range(len(frames) - 1, -1, -1):
-        frame, working_bytes, resident = frames[index]
-        if resident:
+        frame, working = frames[index]
+        if index in residents:
             held -= frame
         below = min(below, index - 1)
-        while below >= 0 and frames[below][2]:
+        while below >= 0 and below in residents:
             below -= 1
         reload = frames[below][0] if below >= 0 and below not in dropped else 0
-        peak = max(peak, held + frame + reload + working_bytes + run.backward_bytes)
+        peak = max(peak, held + frame + reload + working.backward + run.backward_bytes)
     return run.working_bytes + peak
 
 
@@ -169,12 +166,17 @@ def bytes_at_head(run: RunCosts, homes: Homes) -> int:
     """What layers keep on the device between the forward and the backward: the resident frames and two swapped ones."""
     if homes.plain:
         return sum(layer.plain_bytes for layer in run.layers)
-    frames = [
-        _on_device(layer, 1.0 if index in homes.residents else homes.alpha, index in homes.dropped)[0]
+    frames = _frames(run, homes.residents, homes.alpha, homes.dropped)
+    swapped = [frame for index, (frame, _) in enumerate(frames) if index not in homes.residents]
+    return sum(frame for frame, _ in frames) - sum(swapped[:-2])
+
+
+def _frames(run: RunCosts, residents: Collection[int], alpha: float, dropped: Collection[int]) -> list[tuple[int, Working]]:
+    """Of each layer, as _on_device tells."""
+    return [
+        _on_device(layer, 1.0, False) if index in residents else _on_device(layer, alpha, index in dropped)
         for index, layer in enumerate(run.layers)
     ]
-    swapped = [frame for index, frame in enumerate(frames) if index not in homes.residents]
-    return sum(frames) - sum(swapped[:-2])
 
 
 def _on_device(layer: LayerCosts, alpha: float, drops_attention: bool) -> tuple[int, Working]:

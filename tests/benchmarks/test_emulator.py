@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from benchmarks import emulator
+from ds_memo.ops.builder import cuda_headers
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not os.environ.get("DS_MEMO_CUDA_TORCH") or emulator.runtime_headers() is None,
+        not os.environ.get("DS_MEMO_CUDA_TORCH") or cuda_headers() is None,
         reason="needs DS_MEMO_CUDA_TORCH (see benchmarks/emulator.py) and CUDA's runtime headers",
     ),
 ]

@@ -49,7 +49,7 @@ def test_from_the_third_iteration_on_with_every_model(name: str, dtype: torch.dt
 @pytest.mark.parametrize("free", [1 << 40, 1 << 10])
 def test_an_unplanned_pass_need_not_fit_beside_the_arena(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """Planned passes, then two that are unlike them in more than a length, then planned ones again."""
-    monkeypatch.setattr("ds_memo.integrate.addresses._free_bytes", lambda device: free)
+    monkeypatch.setattr("ds_memo.integrate.addresses.device_free", lambda device: free)
     model, arenas = build("llama"), []
     with Counting(model) as counting:
         for batch in (BATCH, BATCH, BATCH, Batch.random(3, 100), Batch.random(3, 100), BATCH):

@@ -167,50 +167,6 @@ def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha:
         assert naive < 0.9 * arena
 
 
-# ---- head and loss
-
-
-def trained(memory_gib: float, steps: int = 6, **memo: Any) -> Any:
-    """A model whose logits are larger than everything its layers keep."""
-    model = build("gpt2", vocab_size=8000, n_positions=300)
-    tokens = torch.randint(0, 8000, (2, 300), generator=torch.Generator().manual_seed(3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = ds_memo.attach(model, {"enabled": True, "device_memory_gib": memory_gib, **memo})
-    plain = []
-    for _ in range(steps):
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        plain.append(not handle.report()["checkpointing"])
-    return handle, plain
-
-
-def test_head_and_loss_are_seen_in_the_first_step() -> None:
-    """The first step checkpoints, however much there seems to be; from then on the peak is known, within 2 %."""
-    handle, plain = trained(0.062)
-    report, run, homes = handle.report(), handle.decisions.chosen.run, handle.decisions.chosen.homes
-    handle.detach()
-    assert plain == [False] * 6
-    assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.02)
-    without = device_bytes(dataclasses.replace(run, head_bytes=0, backward_bytes=0), homes.residents, homes.alpha)
-    assert without < 0.2 * report["plan"]["arena"]  # as it would be predicted otherwise
-    assert solve(dataclasses.replace(run, head_bytes=0, backward_bytes=0)).plain  # and done
-
-
-def test_from_the_second_step_on_all_may_stay_on_the_device() -> None:
-    handle, plain = trained(0.09, steps=3)
-    handle.detach()
-    assert plain == [False, True, True]
-
-
-def test_a_head_that_no_setting_has_room_for() -> None:
-    """Nothing that ds_memo decides would help, so the run goes on, and is told."""
-    with pytest.warns(ds_memo.MemoWarning, match="600 tokens take .* for head, loss and .* A tiled loss helps"):
-        handle, plain = trained(0.05, steps=3)
-    assert plain == [False] * 3 and handle.report()["resident_layers"] == 0
-    handle.detach()
-
-
 @pytest.mark.parametrize("share, adam, fits", [(1.1, False, True), (1.1, True, True), (0.9, False, False), (3, False, True)])
 def test_what_is_left_alone_is_there_for_a_pass_that_needs_it(
     costs: Any, monkeypatch: pytest.MonkeyPatch, share: float, adam: bool, fits: bool

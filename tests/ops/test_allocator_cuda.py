@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.emulator import runtime_headers
-from ds_memo.ops.builder import AllocatorBuilder
+from ds_memo.ops.builder import AllocatorBuilder, cuda_headers
 from tests.ops import cuda_scenarios
 from tests.ops.compiling import compiler, lacks
 
@@ -52,7 +51,7 @@ def test_it_compiles(tmp_path):
         pytest.skip(reason)
     if not (torch_headers / "c10" / "cuda" / "CUDACachingAllocator.h").is_file():
         pytest.skip(f"torch {torch.__version__} comes without c10/cuda headers")
-    if runtime_headers() is None:
+    if cuda_headers() is None:
         pytest.skip("no CUDA runtime headers: neither a toolkit nor the packages of a CUDA build of torch")
     flags = [*AllocatorBuilder("cuda").cxx_args(), "-O0", "-Wall", "-Werror", "-DTORCH_EXTENSION_NAME=compiled"]
     if not (torch_headers / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h").is_file():
@@ -60,7 +59,7 @@ def test_it_compiles(tmp_path):
     includes = [
         torch_headers,
         torch_headers / "torch" / "csrc" / "api" / "include",
-        runtime_headers(),
+        cuda_headers(),
         sysconfig.get_path("include"),
     ]
     command = [*compiler(), *flags, f"-I{CSRC}", *(word for i in includes for word in ("-isystem", i)), "-c"]
@@ -77,11 +76,11 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which CUDA is the stand-in."""
     if cuda_python() is None:
         pytest.skip("torch is built without CUDA here, and DS_MEMO_CUDA_TORCH names no Python with one that is")
-    if reason := lacks() or (runtime_headers() is None and "no CUDA runtime headers"):
+    if reason := lacks() or (cuda_headers() is None and "no CUDA runtime headers"):
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("standin")
     library = folder / "libcuda.so.1"
-    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{runtime_headers()}"]
+    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{cuda_headers()}"]
     subprocess.run([*compiler(), *flags, HERE / "cuda_standin.cpp", "-o", library], check=True)
     paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
     return {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": paths, "DS_ACCELERATOR": "cuda", "PYTHONPATH": str(ROOT)}

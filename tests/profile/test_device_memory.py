@@ -18,6 +18,7 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 12 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
 
 
 @pytest.fixture
@@ -42,6 +43,11 @@ def host(monkeypatch):
 )
 def test_a_card(card, configured, to_come, reserve, expected_gib):
     assert device_budget(CUDA, configured, to_come, reserve) == pytest.approx(expected_gib * GIB, abs=1)
+
+
+def test_a_process_that_is_limited_to_a_part_of_the_card(card, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.25)
+    assert device_budget(CUDA, None, 0, 0.0) == 8 * GIB  # 20 of 80, less what we use
 
 
 def test_a_card_for_people(card):
