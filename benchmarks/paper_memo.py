@@ -31,7 +31,7 @@ from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.layers import find_layers
 from ds_memo.integrate.optimizers import watch_optimizers
 from ds_memo.profile.lengths import shapes_of
-from ds_memo.solve.homes import place_residents
+from ds_memo.solve.last_resort import place_residents
 from ds_memo.solve.paper import paper_alpha
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept, Layout

@@ -22,7 +22,8 @@ import torch
 
 from benchmarks.environment import environment
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.homes import NothingFits, solve
+from ds_memo.solve.homes import solve
+from ds_memo.solve.refusals import NothingFits
 from tests.solve import sweep
 from tests.solve.runs import random_run
 

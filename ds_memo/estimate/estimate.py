@@ -24,8 +24,9 @@ from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.solve.costs import LayerCosts, RunCosts
-from ds_memo.solve.homes import NothingFits, solve
+from ds_memo.solve.homes import solve
 from ds_memo.solve.paper import paper_alpha
+from ds_memo.solve.refusals import NothingFits
 
 if TYPE_CHECKING:
     from ds_memo.profile.sample import Profile
@@ -97,6 +98,7 @@ class Estimate:
     run: RunCosts | None = field(default=None, repr=False)
     residents: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
+    lean: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
 
     @property
@@ -124,7 +126,7 @@ class Estimate:
 
     def simulated(self) -> Simulated:
         """The schedule of one forward and backward, in virtual time."""
-        return simulate(self.run, self.alpha or 0.0, self.residents, self.dropped)
+        return simulate(self.run, self.alpha or 0.0, self.residents, self.dropped, self.lean)
 
     def as_json(self) -> dict[str, Any]:
         layout = self.layout
@@ -253,6 +255,7 @@ def _memo(question: Question, costs: Costs) -> Estimate:
         run=_plain(run) if homes.plain else run,
         residents=homes.residents,
         dropped=homes.dropped,
+        lean=homes.lean,
     )
     return _timed(answer, costs)
 

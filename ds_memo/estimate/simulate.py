@@ -142,26 +142,31 @@ class VirtualEngine(SwapEngine):
         return None
 
 
-def simulate(run: RunCosts, alpha: float, residents: Collection[int], dropped: Collection[int] = ()) -> Simulated:
+def simulate(
+    run: RunCosts, alpha: float, residents: Collection[int], dropped: Collection[int] = (), lean: Collection[int] = ()
+) -> Simulated:
     """Drive the engine through one forward and backward.
 
     Args:
         run: seconds and bytes of the layers.
         alpha: share of rows of GEMM outputs that swapped layers send to the host.
         residents: layers that send nothing.
-        dropped: swapped layers whose attention output is computed again.
+        dropped: layers whose attention output is computed again.
+        lean: layers that send nothing either, and keep no GEMM outputs.
     """
     streams = VirtualStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
     engine = VirtualEngine(streams, VirtualSlab(), device=None)
     streams.compute("embedding, optimizer", "other", -1, run.other_s)
-    frames = [_forward(engine, i, layer, alpha, i in residents, i in dropped) for i, layer in enumerate(run.layers)]
+    alphas = [1.0 if i in residents else 0.0 if i in lean else alpha for i in range(len(run.layers))]
+    frames = [
+        _forward(engine, i, layer, alphas[i], i in residents or i in lean, i in dropped) for i, layer in enumerate(run.layers)
+    ]
     streams.compute("head and loss", "head", -1, run.head_s)
     while frames:
         index, frame = len(frames) - 1, frames.pop()
         layer = run.layers[index]
         engine.bring_back(frame)
-        again = layer.replay_s + (0.0 if index in residents else (1 - alpha) * layer.gemm_s)
-        again += layer.attention_s if index in dropped else 0.0
+        again = layer.replay_s + (1 - alphas[index]) * layer.gemm_s + (layer.attention_s if index in dropped else 0.0)
         streams.compute(f"replay of layer {index}", "replay", index, again)
         engine.replayed(frame)
         streams.compute(f"backward of layer {index}", "backward", index, layer.backward_s)
@@ -178,7 +183,7 @@ def _forward(engine: SwapEngine, index: int, layer: LayerCosts, alpha: float, re
     began = streams.now[COMPUTE]
     kept: list[tuple[Output, VirtualKept]] = []
     for output in layer.outputs:
-        nbytes = _stored(output, 1.0 if resident else alpha, drops)
+        nbytes = _stored(output, alpha, drops)
         if nbytes > 0:
             kept.append((output, VirtualKept(len(kept), nbytes, Extent(index, nbytes))))
     engine.adopt(frame, VirtualLayout([place for _, place in kept], sum(place.stored_bytes for _, place in kept)))

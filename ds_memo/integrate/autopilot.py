@@ -42,7 +42,9 @@ from ds_memo.profile.run import Asked, layer_in_words, lengths_of, take_profile
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.homes import Homes, NothingFits, bytes_at_head, solve
+from ds_memo.solve.homes import Homes, solve
+from ds_memo.solve.memory import bytes_at_head
+from ds_memo.solve.refusals import NothingFits
 from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import Streams
@@ -174,7 +176,7 @@ class Autopilot:
 
     def _refuse_together(self, mine: NothingFits | None) -> None:
         """Ranks that wait for one that has ended would learn of it much later, and not why."""
-        everybodys = from_all_ranks(mine and (str(mine), mine.where, mine.needed, mine.budget))
+        everybodys = from_all_ranks(mine and (str(mine), mine.where, mine.needed, mine.budget, mine.device_needed))
         if mine is not None:
             raise mine
         rank, (message, *rest) = next((rank, said) for rank, said in enumerate(everybodys) if said)
@@ -205,20 +207,20 @@ class Autopilot:
         try:
             homes = solve(run, *given, may_be_plain)
         except NothingFits as error:
-            if error.where != "device":
+            if error.device_needed is None:
                 raise
             limit = self._budgets.device_limit
             # What was left alone is there for such a pass, and what the head takes no setting changes: is it the layers?
             alone = replace(run, head_bytes=0, backward_bytes=0, device_budget=limit)
             solve(alone, *given, may_be_plain=False)
-            if error.needed > limit:
+            if error.device_needed > limit:
                 self._warn(
                     f"beside the layers {math.prod(shape[:2]):,} tokens take {run.head_bytes / GIB:.3g} GiB of device memory for "
                     f"head, loss and gradients on their way ({run.backward_bytes / GIB:.3g} GiB). With them a step needs "
-                    f"{error.needed / GIB:.3g} GiB where {limit / GIB:.3g} are free: it may run out of memory. "
+                    f"{error.device_needed / GIB:.3g} GiB where {limit / GIB:.3g} are free: it may run out of memory. "
                     "A tiled loss helps, or a smaller zero_optimization.reduce_bucket_size"
                 )
-            run = replace(run, device_budget=error.needed)  # so that nothing is taken beyond what it needs
+            run = replace(run, device_budget=error.device_needed)  # so that nothing is taken beyond what it needs
             homes = solve(run, *given, may_be_plain=False)
         return Chosen(homes, run, settings_of(homes, len(run.layers)), shape)
 
@@ -308,8 +310,7 @@ class Autopilot:
             return
         if not self._stepped:
             self._stepped = True
-            passed = self._latest
-            tokens, of_layers = (math.prod(passed.shape[:2]), bytes_at_head(passed.run, passed.homes)) if passed else (0, 0)
+            tokens, of_layers = (math.prod(self._latest.shape[:2]), _kept_at_head(self._latest)) if self._latest else (0, 0)
             self._budgets.see_head(head_bytes(), tokens, of_layers)
             self._budgets.look(model, self.has_engine, stepped=True)
             self._chosen.clear()
@@ -351,9 +352,21 @@ def settings_of(homes: Homes, layers: int) -> tuple[Setting, ...]:
     return tuple(
         Setting(resident=True)
         if index in homes.residents
-        else Setting(alpha=homes.alpha, keeps_attention=index not in homes.dropped)
+        else Setting(
+            resident=index in homes.lean,
+            alpha=0.0 if index in homes.lean else homes.alpha,
+            keeps_attention=index not in homes.dropped,
+        )
         for index in range(layers)
     )
+
+
+def _kept_at_head(chosen: Chosen) -> int:
+    """Bytes of the device, between the forward and the backward."""
+    homes, run = chosen.homes, chosen.run
+    if homes.plain:
+        return sum(layer.plain_bytes for layer in run.layers)
+    return bytes_at_head(run, homes.residents, homes.alpha, homes.dropped, homes.lean)
 
 
 def predicted(chosen: Chosen) -> dict[str, Any]:
@@ -366,7 +379,8 @@ def predicted(chosen: Chosen) -> dict[str, Any]:
         elif index in homes.residents:
             stored.append(layer.stored_bytes(1.0))
         else:
-            stored.append(layer.stored_bytes(homes.alpha, keeps_attention=index not in homes.dropped))
+            alpha = 0.0 if index in homes.lean else homes.alpha
+            stored.append(layer.stored_bytes(alpha, keeps_attention=index not in homes.dropped))
     return {
         "layers_s": homes.step_s,
         "d2h_stall_s": homes.d2h_stall_s,

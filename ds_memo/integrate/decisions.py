@@ -14,7 +14,8 @@ from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
 from ds_memo.integrate.autopilot import Chosen
 from ds_memo.remat.checkpoint import Layer, Setting
-from ds_memo.solve.homes import alpha_for_host, place_residents
+from ds_memo.solve.homes import alpha_for_host
+from ds_memo.solve.last_resort import place_residents
 from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
 
@@ -43,6 +44,7 @@ class Decisions:
         self.chosen: Chosen | None = None
         """By the autopilot, for the running pass."""
         self.residents = self._place()
+        self.lean: frozenset[int] = frozenset()
         self.alpha_used = config.alpha
         self.binding = "not known before the first forward"
         if config.ablation == "full_recompute":
@@ -59,7 +61,7 @@ class Decisions:
         self.chosen = chosen
         if chosen is not None:
             homes = chosen.homes
-            self.residents, self.alpha_used, self.binding = homes.residents, homes.alpha, homes.binding
+            self.residents, self.lean, self.alpha_used, self.binding = homes.residents, homes.lean, homes.alpha, homes.binding
 
     def know_layers(self) -> None:
         """All layers of a model that calls ``ds_memo.checkpoint`` itself were seen."""

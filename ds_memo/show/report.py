@@ -90,7 +90,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         state = "active" if report["active"] else "moved nothing so far"
         at = "not known yet" if alpha is None else f"{alpha:.4g}"
-        yield "ds_memo", f"{state}: {report['layers']} layers, {residents} of them resident, alpha {at}"
+        lean = f" and {len(report['lean'])} lean" if report.get("lean") else ""
+        yield "ds_memo", f"{state}: {report['layers']} layers, {residents} of them resident{lean}, alpha {at}"
     yield "set by", report["binding"]
     yield from _layers(report)
     yield "over the link", f"{size(report['bytes_to_host'])} to the host, {size(report['bytes_from_host'])} back"
@@ -120,14 +121,14 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _layers(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Neighbours that store the same in the same place share a line."""
-    stored, residents = report["stored_bytes_per_layer"], set(report["residents"])
+    stored, stays = report["stored_bytes_per_layer"], {*report["residents"], *report.get("lean", ())}
     most = max(stored, default=0)
     if not most:
         return
-    for (nbytes, resident), group in itertools.groupby(range(len(stored)), lambda layer: (stored[layer], layer in residents)):
+    for (nbytes, stay), group in itertools.groupby(range(len(stored)), lambda layer: (stored[layer], layer in stays)):
         layers = list(group)
         name = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
-        where = "on the device" if resident or not report["bytes_to_host"] else "on the host"
+        where = "on the device" if stay or not report["bytes_to_host"] else "on the host"
         each = "each" if len(layers) > 1 else ""
         yield name, f"{size(nbytes):>9} {each:4} {where:13}  {'█' * round(_BAR * nbytes / most)}"
 

@@ -40,16 +40,19 @@ class Schedule:
     Args:
         run: seconds, bytes, bandwidths.
         residents: indices of resident layers.
-        dropped: indices of swapped layers whose attention output is computed again.
+        dropped: indices of layers whose attention output is computed again.
+        lean: indices of layers that stay on the device without GEMM outputs.
     """
 
-    def __init__(self, run: RunCosts, residents: Collection[int], dropped: Collection[int] = ()) -> None:
+    def __init__(
+        self, run: RunCosts, residents: Collection[int], dropped: Collection[int] = (), lean: Collection[int] = ()
+    ) -> None:
         self.fixed_s = run.other_s
         self.head_s = run.head_s
-        legs: dict[tuple[int, bool, bool], Leg] = {}
+        legs: dict[tuple[int, bool, bool, bool], Leg] = {}
         self.legs = []
         for index, layer in enumerate(run.layers):
-            key = (id(layer), index in residents, index in dropped)
+            key = (id(layer), index in residents, index in dropped, index in lean)
             if key not in legs:
                 legs[key] = Leg.of(layer, run, *key[1:])
             self.legs.append(legs[key])
@@ -121,16 +124,19 @@ class Leg:
     saved_s: float
     """Of the replay, at alpha 1."""
     copies: tuple[tuple[float, float, float], ...]
-    """To the host: seconds after the layer began, seconds, more seconds at alpha 1. None: resident."""
+    """To the host: seconds after the layer began, seconds, more seconds at alpha 1. None: the frame stays on the device."""
     reload_s: float
     reload_per_alpha: float
     ahead: bool = True
     """The reload is issued while the backward is still at the layer above."""
 
     @classmethod
-    def of(cls, layer: LayerCosts, run: RunCosts, resident: bool, dropped: bool) -> Leg:
+    def of(cls, layer: LayerCosts, run: RunCosts, resident: bool, dropped: bool, lean: bool) -> Leg:
         if resident:
             return cls(layer.forward_s, layer.backward_s, layer.replay_s, 0.0, (), 0.0, 0.0)
+        replay = layer.replay_s + layer.gemm_s + (layer.attention_s if dropped else 0.0)
+        if lean:
+            return cls(layer.forward_s, layer.backward_s, replay, 0.0, (), 0.0, 0.0)
         copies: list[tuple[float, float, float]] = []
         whole = split = 0
         for output in layer.outputs:
@@ -140,7 +146,6 @@ class Leg:
             copy = (0.0, seconds) if output.kind == "gemm" else (seconds, 0.0)
             whole, split = (whole, split + output.nbytes) if output.kind == "gemm" else (whole + output.nbytes, split)
             copies.append((output.born * layer.forward_s, *copy))
-        replay = layer.replay_s + layer.gemm_s + (layer.attention_s if dropped else 0.0)
         return cls(
             layer.forward_s,
             layer.backward_s,

@@ -44,8 +44,11 @@ def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
     assert answer(capsys, "--seq-length", "1M", "--method", "none")["status"] == "oom"
     oohm = answer(capsys, "--seq-length", "384K", "--method", "full_swap", "--tp", "4", "--cp", "2")
     assert oohm["status"] == "oohm" and oohm["mfu"] is None and oohm["host_gib"] > 1676
-    small = answer(capsys, "--seq-length", "1M", "--host-memory-gib", "1")
-    assert small["status"] == "oohm" and "host memory" in small["binding"]
+    small = answer(capsys, "--seq-length", "2M", "--host-memory-gib", "1")
+    assert small["status"] == "oohm" and "3 times as many sequence-parallel ranks" in small["binding"]
+    assert answer(capsys, "--seq-length", "4M", "--host-memory-gib", "1")["status"] == "oom"
+    lean = answer(capsys, "--seq-length", "512K", "--host-memory-gib", "1")
+    assert lean["status"] == "ok" and "27 layers are lean" in lean["binding"]
 
 
 def test_alpha_plan_and_batch_are_obeyed(capsys):

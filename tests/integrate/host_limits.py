@@ -64,7 +64,7 @@ def lock_as_cuda_would(look: bool) -> None:
 def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> dict[str, Any]:
     model = build("llama")
     handle = ds_memo.attach(model, {**SWAPPED, "device_memory_gib": device_memory_gib})
-    said["budget_at_start"] = handle.slab.budget
+    said["budget_at_start"], said["room_at_start"] = handle.slab.budget, host_memory.available_bytes(locked=False)
     for _ in range(4):
         try:
             step(model, batch)

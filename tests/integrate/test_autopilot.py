@@ -19,7 +19,10 @@ import ds_memo
 from ds_memo.integrate import autopilot, stalls
 from ds_memo.profile import agree
 from ds_memo.profile.layer import measure
-from ds_memo.solve.homes import NothingFits, device_bytes, place_residents, solve
+from ds_memo.solve.homes import solve
+from ds_memo.solve.last_resort import place_residents
+from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.refusals import NothingFits
 from ds_memo.swap import slab
 from ds_memo.swap.streams import ThreadStreams
 from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
@@ -87,7 +90,7 @@ def test_everything_fits(name: str) -> None:
         (LAYERS, 5, "frame_bytes", "device memory: all 4 layers are resident"),
         (1, 5, "frame_bytes", None),
         (1, 0.3, "frame_bytes", None),
-        (0, 0.12, "smallest_frame_bytes", "last resort: attention of 4 of 4 swapped layers"),
+        (0, 0.12, "smallest_frame_bytes", "last resort: "),
     ],
     ids=["all resident", "swapped", "small host", "last resort"],
 )
@@ -103,9 +106,12 @@ def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float
     assert report["host"]["slab"] == report["predicted"]["host_bytes"] <= report["host"]["budget"]
     assert report["predicted"]["device_bytes"] <= report["profile"]["device_budget"]
     assert (report["attention_recomputed"] > 0) == (residents == 0)
-    if residents == 0:  # the last resort: no layer comes back before it is wanted
-        assert handle.engine.traffic.frames_prefetched == 0
-        assert handle.engine.traffic.frames_on_demand == handle.engine.traffic.frames
+    if residents == 0:  # the last resort: of what is swapped, nothing without attention comes back before it is wanted
+        homes, traffic = handle.decisions.chosen.homes, handle.engine.traffic
+        assert homes.lean and report["lean"] == sorted(homes.lean)
+        swapped = set(range(LAYERS)) - homes.lean
+        assert traffic.frames_on_demand == 2 * len(swapped & homes.dropped)
+        assert traffic.frames_prefetched == 2 * len(swapped - homes.dropped)
     if says:
         assert report["binding"].startswith(says)
     handle.detach()
@@ -197,7 +203,9 @@ def test_nothing_fits(costs: Any, memory: str, where: str) -> None:
     """An error before any layer ran, with numbers and ways out; the model trains on without memo."""
     model = build("llama")
     stock = copy.deepcopy(model)
-    handle = attached(model, **{**budgets(costs, 0, 1.0), memory: NONE})
+    inputs = device_bytes(costs, (), 0.0, dropped=range(LAYERS), lean=range(LAYERS))
+    too_little = {"device_memory_gib": (inputs - costs.layers[0].nbytes("input") // 2) / GIB, "host_memory_gib": NONE}
+    handle = attached(model, **{**too_little, memory: NONE})
     for _ in range(2):
         with pytest.raises(NothingFits, match=where) as caught:
             step(model, BATCH)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.solve.homes import device_bytes, solve
+from ds_memo.solve.homes import solve
+from ds_memo.solve.memory import device_bytes
 from tests.models import build
 
 

@@ -11,7 +11,7 @@ import torch
 
 import ds_memo
 from ds_memo.integrate.stalls import Window
-from ds_memo.solve.homes import NothingFits
+from ds_memo.solve.refusals import NothingFits
 from tests.models import VOCAB, Batch, Block, Toy, assert_same, build, step
 from tests.unit.common import ON_CPU, DistributedTest
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ds_memo.estimate.simulate import simulate
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.homes import Homes, host_cap
+from ds_memo.solve.homes import Homes
+from ds_memo.solve.memory import host_cap
 from tests.solve.runs import GPT, LLAMA, layer, run
 
 KI = 1024

@@ -11,9 +11,12 @@ import pytest
 from ds_memo.errors import MemoError
 from ds_memo.solve.alpha import best_alpha
 from ds_memo.solve.costs import ALIGN, PAGE, LayerCosts, RunCosts
-from ds_memo.solve.homes import GIB, NothingFits, alpha_for_host, bytes_at_head, device_bytes, place_residents, solve
+from ds_memo.solve.homes import alpha_for_host, solve
+from ds_memo.solve.last_resort import place_residents
 from ds_memo.solve.lp import best_alphas
+from ds_memo.solve.memory import bytes_at_head, device_bytes
 from ds_memo.solve.paper import paper_alpha
+from ds_memo.solve.refusals import GIB, NothingFits
 from ds_memo.solve.schedule import Schedule
 from tests.solve.runs import GPT, LLAMA, layer, random_run, run
 
@@ -81,14 +84,13 @@ def test_budgets_are_kept(seed: int) -> None:
     assert 0 <= homes.alpha <= 1
     assert homes.host_bytes <= costs.host_budget
     assert homes.device_bytes <= costs.device_budget
-    assert not homes.residents & homes.dropped
+    assert not homes.residents & (homes.dropped | homes.lean)
+    assert homes.alpha == 0 or not homes.dropped | homes.lean
     assert homes.plain or homes.residents == place_residents(len(costs.layers), len(homes.residents))
-    swapped = [one for i, one in enumerate(costs.layers) if i not in homes.residents]
     if not homes.plain:
-        blocks = sum(one.host_bytes(homes.alpha, i not in homes.dropped) for i, one in enumerate(costs.layers) if one in swapped)
-        blocks -= sum(costs.layers[i].host_bytes(homes.alpha) for i in homes.residents if costs.layers[i] in swapped)
-        assert homes.host_bytes == blocks
-        assert homes.device_bytes == device_bytes(costs, homes.residents, homes.alpha, homes.dropped)
+        swapped = [i for i in range(len(costs.layers)) if i not in homes.residents | homes.lean]
+        assert homes.host_bytes == sum(costs.layers[i].host_bytes(homes.alpha, i not in homes.dropped) for i in swapped)
+        assert homes.device_bytes == device_bytes(costs, homes.residents, homes.alpha, homes.dropped, homes.lean)
 
 
 def test_the_seeds_reach_every_kind_of_answer() -> None:
@@ -97,12 +99,15 @@ def test_the_seeds_reach_every_kind_of_answer() -> None:
     assert len(found) < len(answers)
     assert any(homes.plain for homes in found)
     assert any(homes.dropped for homes in found)
-    assert any(homes.alpha == 0 and not homes.dropped for homes in found)
+    assert any(homes.lean and homes.residents for homes in found)
+    assert any(homes.lean and not homes.dropped for homes in found)
+    assert any(homes.lean - homes.dropped and homes.dropped - homes.lean for homes in found)
+    assert any(homes.alpha == 0 and not homes.dropped | homes.lean for homes in found)
     assert sum(0 < homes.alpha < 1 for homes in found) > 50
     for start in (
         "everything fits",
         "device memory: all",
-        "last resort: attention",
+        "last resort: ",
         "host memory: ",
         "link: copies to",
         "all rows",
@@ -190,10 +195,11 @@ def test_head_and_loss_stand_beside_what_layers_keep() -> None:
     frame, head = one.frame_bytes, 5 * one.frame_bytes
     with_head = run(one, 8, device=8 * frame, head_bytes=head)
     assert device_bytes(with_head, {6, 7}, 1.0) == 4 * frame + head  # two residents and two on their way out
-    assert bytes_at_head(with_head, solve(with_head)) == device_bytes(with_head, solve(with_head).residents, 1.0) - head
+    residents = solve(with_head).residents
+    assert bytes_at_head(with_head, residents, 1.0) == device_bytes(with_head, residents, 1.0) - head
     assert len(solve(with_head).residents) == 1 < len(solve(run(one, 8, device=8 * frame)).residents)
     plain = run(one, 8, device=8 * one.plain_bytes + head, head_bytes=head)
-    assert solve(plain).plain and bytes_at_head(plain, solve(plain)) == 8 * one.plain_bytes
+    assert solve(plain).plain
     assert not solve(replace(plain, head_bytes=head + 1)).plain
     on_their_way = replace(with_head, backward_bytes=3 * head)
     assert device_bytes(on_their_way, {6, 7}, 1.0) == 3 * frame + 3 * head  # two residents and a reload
@@ -240,19 +246,6 @@ def test_the_way_back_may_be_the_bound() -> None:
     homes = solve(costs)
     assert 0 < homes.alpha < 1
     assert homes.binding.startswith("link: copies from the host hide behind the backward")
-
-
-def test_a_small_host_gets_attention_computed_again() -> None:
-    one = layer(64 * 1024)
-    n = 32 - 3  # small reload buffers leave room for a third resident layer
-    every_other = n * one.host_bytes(0.0) - n // 2 * one.attention_bytes
-    homes = solve(run(one, 32, host=every_other))
-    assert (homes.alpha, len(homes.residents), len(homes.dropped)) == (0.0, 3, n // 2)
-    assert homes.host_bytes == every_other
-    assert f"attention of {n // 2} of {n} swapped layers is computed again" in homes.binding
-    all_of_them = solve(run(one, 32, host=n * one.nbytes("input")))
-    assert len(all_of_them.dropped) == n
-    assert all_of_them.step_s > homes.step_s > solve(run(one, 32)).step_s
 
 
 def test_no_rival_that_stores_less_trains_longer() -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from ds_memo.estimate.simulate import simulate
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.homes import NothingFits, place_residents, solve
+from ds_memo.solve.homes import solve
+from ds_memo.solve.last_resort import place_residents
+from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.schedule import Schedule
 from tests.solve.runs import random_run
 from tests.solve.sweep import BAR, KI, SETTINGS, Setting, off_the_best
@@ -21,9 +23,10 @@ def test_the_schedule_is_the_engines(seed: int) -> None:
     n = len(costs.layers)
     residents = place_residents(n, seed % 5)
     dropped = [i for i in range(n) if i not in residents and seed % 3 == 0 and i % 2]
-    schedule = Schedule(costs, residents, dropped)
+    lean = [i for i in range(n) if i not in residents and seed % 4 == 0 and i % 3 == 0]
+    schedule = Schedule(costs, residents, dropped, lean)
     for alpha in (0.0, 0.25, 0.7, 1.0):
-        ours, engine = schedule.at(alpha), simulate(costs, alpha, residents, dropped)
+        ours, engine = schedule.at(alpha), simulate(costs, alpha, residents, dropped, lean)
         assert ours.seconds == pytest.approx(engine.seconds, rel=1e-9)
         assert ours.d2h_stall_s == pytest.approx(engine.d2h_stall_s, abs=1e-9 * engine.seconds)
         assert ours.h2d_stall_s == pytest.approx(engine.h2d_stall_s, abs=1e-9 * engine.seconds)
@@ -55,9 +58,14 @@ def test_the_other_regimes() -> None:
     homes = solve(all_resident)
     assert len(homes.residents) == 24
     assert simulate(all_resident, 1.0, homes.residents).seconds == pytest.approx(homes.step_s, rel=1e-9)
-    for little in (replace(SETTINGS[0], host=0.01), replace(SETTINGS[0], device=0.05)):
+    for host, device in ((0.01, 0.5), (2.0, 0.05)):
         with pytest.raises(NothingFits):
-            solve(little.costs())
+            solve(replace(SETTINGS[0], host=host, device=device).costs())
+    both = replace(SETTINGS[0], host=0.01).costs()
+    homes = solve(both)
+    assert homes.lean and homes.step_s == pytest.approx(
+        simulate(both, 0.0, homes.residents, homes.dropped, homes.lean).seconds, rel=1e-9
+    )
 
 
 def test_a_wrong_bandwidth_shows() -> None:

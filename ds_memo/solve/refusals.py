@@ -1,0 +1,108 @@
+"""What is said where no setting keeps the budgets: what is missing, and what would help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from ds_memo.errors import MemoError
+from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.last_resort import fewest_lean, inputs_alone
+from ds_memo.solve.memory import device_bytes, host_cap
+
+GIB = 1 << 30
+_SHORTER = "a smaller batch or shorter sequences"
+_LESS_BESIDE = f"{_SHORTER}, a higher ZeRO stage, a tiled loss"
+_MORE_HOST = "more host memory (memo.host_memory_gib, the container's limit, `ulimit -l`)"
+
+
+class NothingFits(MemoError):
+    """No setting keeps the budgets.
+
+    Attributes:
+        where: "host" or "device".
+        needed, budget: bytes; `needed` is the least any setting takes.
+        device_needed: bytes; a device budget that would do. None: no more of the device's memory helps.
+    """
+
+    def __init__(self, message: str, where: str, needed: int, budget: int, device_needed: int | None) -> None:
+        super().__init__(message)
+        self.where = where
+        self.needed = needed
+        self.budget = budget
+        self.device_needed = device_needed
+
+
+def too_little_device_memory(run: RunCosts, alpha: float) -> NothingFits:
+    """For a configured alpha."""
+    need, least = (device_bytes(run, (), at) for at in (alpha, 0.0))
+    others = _LESS_BESIDE
+    if alpha > 0 and least <= run.device_budget:
+        others = f"memo.alpha 0, which needs {least / GIB:.3g} GiB, or none, {others}"
+    what = f"even with no resident layer a step at alpha {alpha} needs"
+    return _refused("device", f"device memory: {_beside_states(run, what, need)}", others, need, run.device_budget, need)
+
+
+def too_little_host_memory(run: RunCosts, alpha: float, residents: Collection[int], need: int) -> NothingFits:
+    """For a configured alpha.
+
+    Args:
+        need: bytes of all host blocks.
+    """
+    cap = host_cap([layer for i, layer in enumerate(run.layers) if i not in residents], run.host_budget)
+    fits = f"memo.alpha of at most {cap:.4g} fits" if cap >= 0 else "even memo.alpha 0 does not fit; leave it out"
+    return NothingFits(
+        f"host memory: {len(run.layers) - len(residents)} swapped layers need {need / GIB:.3g} GiB at alpha {alpha}, "
+        f"{run.host_budget / GIB:.3g} GiB are available to this rank; {fits}. More memo.resident_layers, a larger "
+        "memo.host_memory_gib, a smaller batch or more sequence-parallel ranks help too.",
+        "host",
+        need,
+        run.host_budget,
+        None,
+    )
+
+
+def nothing_fits(run: RunCosts, residents: int) -> NothingFits:
+    """Where so many resident layers are asked for, and even inputs alone are too much."""
+    least = fewest_lean(run, residents)
+    device_needed = least.device_bytes(run)
+    on_device = inputs_alone(run, residents, lambda split: split.device_bytes(run) <= run.device_budget)
+    if on_device is None:
+        what = (
+            f"even with {f'the {residents} resident layers asked for' if residents else 'no resident layer'} and alpha 0 a step"
+        )
+        if least.lean:
+            what += f", with the inputs of {len(least.lean)} layers that the host has no room for,"
+        what = f"device memory: {_beside_states(run, f'{what} needs', device_needed)}"
+        return _refused("device", what, _LESS_BESIDE, device_needed, run.device_budget, device_needed)
+    need, swapped = on_device.host_bytes(run), len(run.layers) - len(on_device.residents) - len(on_device.lean)
+    room = f", and the device has room for those of {len(on_device.lean)} more" if on_device.lean else ""
+    what = (
+        f"host memory: the inputs of {swapped} swapped layers alone need {need / GIB:.3g} GiB, "
+        f"{run.host_budget / GIB:.3g} GiB are available to this rank{room}"
+    )
+    beside = sum(run.layers[index].smallest_frame_bytes for index in on_device.lean)
+    return _refused("host", what, f"{_SHORTER}, {_MORE_HOST}", need, run.host_budget, device_needed, beside)
+
+
+def _beside_states(run: RunCosts, what: str, need: int) -> str:
+    return f"{what} {need / GIB:.3g} GiB beside the model's states, {run.device_budget / GIB:.3g} GiB are free"
+
+
+def _refused(where: str, what: str, others: str, need: int, budget: int, device_needed: int, beside: int = 0) -> NothingFits:
+    """
+    Args:
+        beside: bytes of the same kind that have found room elsewhere.
+    """
+    times = math.ceil((need + beside) / (budget + beside)) if budget + beside > 0 else 0
+    ranks = f"{times} times as many sequence-parallel ranks (on as many more nodes)" if times else "more sequence-parallel ranks"
+    missing = f"{(need - budget) / GIB:.3g} GiB are missing"
+    return NothingFits(f"{what}: {missing}. What helps: {ranks}, {others}.", where, need, budget, device_needed)
+
+
+def host_use(run: RunCosts, used: int, alpha: float) -> str:
+    return f"host memory: {of_budget(used, run.host_budget)} GiB at alpha {alpha:.4g}"
+
+
+def of_budget(used: int, budget: int) -> str:
+    return f"{used / GIB:.4g} of {budget / GIB:.4g}"

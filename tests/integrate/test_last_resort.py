@@ -1,0 +1,81 @@
+"""Little memory on both sides: whatever is lean or dropped, losses and gradients are stock's, and the bytes are as predicted."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_memo
+from ds_memo.integrate import autopilot
+from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.homes import solve
+from ds_memo.solve.memory import device_bytes
+from tests.models import LAYERS, MODELS, Batch, assert_same, build, poisoned_memory, step
+
+GIB = 1 << 30
+BATCH = Batch.random(2, 60)
+ALL = range(LAYERS)
+NO_HOST = 1e-7
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def profiled(model: Any) -> RunCosts:
+    """What the solver is told of a model's pass."""
+    told: list[RunCosts] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autopilot, "solve", lambda run, *rest: told.append(run) or solve(run, *rest))
+        handle = ds_memo.attach(model, {"plan": {"enabled": False}})
+        step(model, BATCH)
+        handle.detach()
+    return told[0]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gemma2"])  # its attention is never kept
+@pytest.mark.parametrize("dropped, host", [(LAYERS, 0), (2, 0), (0, 0), (3, 1)])
+def test_gradients_are_stocks(name: str, dropped: int, host: int) -> None:
+    """Inputs stay on the device: all of them without attention outputs, some with, all with, and one on the host."""
+    model = build(name)
+    stock = copy.deepcopy(model)
+    run = profiled(model)
+    lean = ALL[host:]
+    device = device_bytes(run, (), 0.0, ALL[:dropped], lean) + run.layers[0].smallest_frame_bytes // 4
+    on_host = max(NO_HOST, host * run.layers[0].host_bytes(0.0, keeps_attention=False) / GIB)
+    memo = {"device_memory_gib": device / GIB, "host_memory_gib": on_host, "plan": {"enabled": False}}
+    handle = ds_memo.attach(model, memo)
+    for _ in range(2):
+        with poisoned_memory():
+            assert_same(step(model, BATCH), step(stock, BATCH))
+    report, homes = handle.report(), handle.decisions.chosen.homes
+    handle.detach()
+    assert homes.lean and report["resident_layers"] == 0
+    assert report["lean"] == sorted(homes.lean) and len(homes.dropped) <= dropped
+    assert (report["attention_recomputed"] > 0) == bool(homes.dropped)
+    assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
+    assert report["host"]["slab"] == report["predicted"]["host_bytes"]
+    assert report["warnings"] == []
+
+
+def test_the_predicted_bytes_are_the_arenas() -> None:
+    """With no host memory at all, at a length where activations dominate; without lean layers the sum would be another."""
+    tokens = torch.randint(0, 96, (2, 1400), generator=torch.Generator().manual_seed(3))
+    model = build("llama")
+    memo = {"host_memory_gib": NO_HOST, "device_memory_gib": 0.025}
+    handle = ds_memo.attach(model, memo)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(6):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    report, run = handle.report(), handle.decisions.chosen.run
+    handle.detach()
+    assert report["lean"] and report["host"]["slab"] == 0, report["binding"]
+    assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.02)
+    assert device_bytes(run, (), 0.0, ALL) != pytest.approx(report["plan"]["arena"], rel=0.05)
