@@ -229,12 +229,16 @@ class Addresses:
         """What follows is none of the plan's business: an evaluation, say."""
         self._allocator.phase(None)
 
-    def head_bytes(self) -> Most | None:
-        """What head and loss held in the latest pass beside the layers; None: that was not logged."""
+    def head_bytes(self, hidden_bytes: int) -> Most | None:
+        """What head and loss held in the latest pass beside the layers; None: that was not logged.
+
+        Args:
+            hidden_bytes: of the last layer's output.
+        """
         if self._allocator.mode != "profile":
             return None
         self._events += self._allocator.requests()
-        return most_in("head", self._events)
+        return most_in("head", self._events, hidden_bytes)
 
     # ---- what the user says
 

@@ -298,20 +298,24 @@ class Autopilot:
 
     # ---- between steps
 
-    def stepped(self, model: nn.Module | None, passes: int, now: float, head_bytes: Callable[[], Most | None]) -> None:
+    def stepped(self, model: nn.Module | None, passes: int, now: float, head_bytes: Callable[[int], Most | None]) -> None:
         """An optimizer step is over on all ranks.
 
         Args:
             passes: training passes so far.
             now: the time, in seconds.
-            head_bytes: what head and loss held in the latest pass beside the layers, if that was logged.
+            head_bytes: for the bytes of the last layer's output, what head and loss held in the latest pass beside the layers, if
+                that was logged.
         """
         if self.profile is None or model is None:
             return
         if not self._stepped:
             self._stepped = True
-            tokens, of_layers = (math.prod(self._latest.shape[:2]), _kept_at_head(self._latest)) if self._latest else (0, 0)
-            self._budgets.see_head(head_bytes(), tokens, of_layers)
+            if (passed := self._latest) is None:
+                self._budgets.see_head(None, 0, 0)
+            else:
+                hidden_bytes = max(output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
+                self._budgets.see_head(head_bytes(hidden_bytes), math.prod(passed.shape[:2]), _kept_at_head(passed))
             self._budgets.look(model, self.has_engine, stepped=True)
             self._chosen.clear()
             return

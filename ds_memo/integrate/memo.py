@@ -182,8 +182,8 @@ class Memo:
         if self.autopilot:
             self.autopilot.stepped(self._model(), self._passes, now, self._head_bytes)
 
-    def _head_bytes(self) -> Most | None:
-        return self.addresses.head_bytes() if self.addresses and self.addresses.claimed else None
+    def _head_bytes(self, hidden_bytes: int) -> Most | None:
+        return self.addresses.head_bytes(hidden_bytes) if self.addresses and self.addresses.claimed else None
 
     def _look_for_an_effect(self) -> None:
         """Warn of a first step in which memo moved nothing."""

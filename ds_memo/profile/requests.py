@@ -120,14 +120,16 @@ class Most(NamedTuple):
     peak: int
     """The most alive at once."""
     staying: int
-    """Of those that are still alive when the phase after it is over."""
+    """Of those that are still alive when the phase after it is over, but for the gradient that is passed on."""
 
 
-def most_in(phase: str, events: Sequence[Event]) -> Most | None:
+def most_in(phase: str, events: Sequence[Event], passed_on: int = 0) -> Most | None:
     """What one phase of a pass took.
 
     Args:
         events: of the pass so far; what dies later counts as outliving it.
+        passed_on: bytes of the gradient that the next phase begins with. Autograd may add to it in place all the way down: it is
+            counted with what each layer's backward takes, and grows with the tokens.
 
     Returns:
         Of the phase's latest visit; None: it was not visited.
@@ -142,8 +144,9 @@ def most_in(phase: str, events: Sequence[Event]) -> Most | None:
             died[event.id] = visit
     if not last:
         return None
-    visit = alive = peak = staying = 0
+    visit = alive = peak = 0
     sizes: dict[int, int] = {}
+    staying: list[int] = []
     for event in events:
         if event.kind == "enter":
             visit += 1
@@ -151,12 +154,15 @@ def most_in(phase: str, events: Sequence[Event]) -> Most | None:
             continue
         elif event.kind == "malloc" and event.id in died:
             sizes[event.id] = event.size
-            staying += event.size if died[event.id] > last + 1 else 0
+            if died[event.id] > last + 1:
+                staying.append(event.size)
             alive += event.size
             peak = max(peak, alive)
         else:
             alive -= sizes.pop(event.id, 0)
-    return Most(peak, staying)
+    if passed_on in staying:
+        staying.remove(passed_on)
+    return Most(peak, sum(staying))
 
 
 def read_log(events: Iterable[Event], escaped: dict[int, Place]) -> tuple[RequestLog, set[Place]]:
