@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ds_memo.profile.agree import from_all_ranks
-from ds_memo.profile.device_memory import RESERVE, UNSEEN, device_budget, most_beyond, states_to_come
+from ds_memo.profile.device_memory import RESERVE, UNSEEN, device_budget, lost_bytes, most_beyond, states_to_come
 from ds_memo.profile.requests import Most
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import RunCosts
@@ -52,13 +52,14 @@ class Budgets:
             has_engine: an engine holds optimizer states already.
             stepped: an optimizer step has been made.
         """
+        lost = lost_bytes(self._device) if stepped else 0
         gc.collect()  # what the profile, or another setting than the next, has left behind
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
         to_come, gradients = (0, 0) if stepped else (states_to_come(model, engine) for engine in (has_engine, True))
         reserve = UNSEEN if self._head_bytes_per_token is None else RESERVE
-        careful = device_budget(self._device, self._given, to_come, reserve)
+        careful = device_budget(self._device, self._given, to_come, reserve, lost)
         most = device_budget(self._device, self._given, gradients, 0.0)  # Adam's states are a guess, and refuse no run
         budgets = from_all_ranks((min(self.host, self._slab.budget), careful, most))
         self.host, self.device, self.device_limit = map(min, zip(*budgets, strict=True))

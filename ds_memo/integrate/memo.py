@@ -192,7 +192,7 @@ class Memo:
                 f"memo has no effect: the first step is over and none of its {len(self.layers)} layers came through ds_memo. "
                 "Was the model called, or only parts of it?"
             )
-        elif not self.engine.traffic.bytes_to_host and not self.decisions.lean:
+        elif not self.engine.traffic.bytes_to_host:
             self.warn(
                 f"memo has no effect: the first step moved no bytes, for {len(self.decisions.residents)} of {len(self.layers)} "
                 "layers are resident and keep everything on the device. Set a smaller memo.resident_layers, or train without memo"

@@ -10,12 +10,14 @@ from ds_memo.swap.host_memory import available_bytes, ranks_on_node
 GIB = 1 << 30
 RESERVE = 0.08
 """Share of what is free that is left to workspaces of kernels and to what torch's allocator loses between blocks until addresses
-are planned: up to 6 % of 16 GiB in the first passes over layers of 7B width."""
+are planned, at least."""
+LOSES_MORE = 1.25
+"""What it loses in the passes after the first step, over what it lost in that."""
 UNSEEN = 0.50
 """The same as long as it has not been seen what head, loss and optimizer take: logits can be larger than all that layers keep."""
 
 
-def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, reserve: float) -> int:
+def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, reserve: float, lost: int = 0) -> int:
     """Bytes that activations may take.
 
     Args:
@@ -23,15 +25,25 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
             activations share what there is, it is what activations may take.
         to_come: bytes of gradients and optimizer states that do not exist yet.
         reserve: share of what is free that is left alone: RESERVE, UNSEEN, or 0 for what could be had at most.
+        lost: bytes that are left alone at least, where any are.
     """
-    share, left = 1 - reserve, device_free(device)
+    left = device_free(device)
     if left is None:
         if device_memory_gib is not None:
             return int(device_memory_gib * GIB)
-        return max(0, int(available_bytes(locked=False) * share) // ranks_on_node() - to_come)
+        return max(0, int(available_bytes(locked=False) * (1 - reserve)) // ranks_on_node() - to_come)
     if device_memory_gib is not None:
         left = min(left, int(device_memory_gib * GIB) - torch.cuda.memory_allocated(device))
-    return max(0, int(left * share) - to_come)
+    alone = max(left * reserve, LOSES_MORE * lost) if reserve else 0
+    return max(0, int(left - alone) - to_come)
+
+
+def lost_bytes(device: torch.device) -> int:
+    """The most that torch's allocator held beyond the most it was asked for, since the peaks were reset; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    stats = torch.cuda.memory_stats(device)
+    return stats["reserved_bytes.all.peak"] - stats["requested_bytes.all.peak"]
 
 
 def device_free(device: torch.device) -> int | None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ds_memo.profile import device_memory
-from ds_memo.profile.device_memory import GIB, RESERVE, UNSEEN, device_budget, device_seen, states_to_come
+from ds_memo.profile.device_memory import GIB, RESERVE, UNSEEN, device_budget, device_seen, lost_bytes, states_to_come
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -43,6 +43,15 @@ def host(monkeypatch):
 )
 def test_a_card(card, configured, to_come, reserve, expected_gib):
     assert device_budget(CUDA, configured, to_come, reserve) == pytest.approx(expected_gib * GIB, abs=1)
+
+
+def test_what_the_allocator_lost_is_left_alone(card, monkeypatch):
+    peaks = {"reserved_bytes.all.peak": 30 * GIB, "requested_bytes.all.peak": 22 * GIB}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: peaks)
+    assert (lost_bytes(CUDA), lost_bytes(CPU)) == (8 * GIB, 0)
+    assert device_budget(CUDA, None, 0, RESERVE, lost_bytes(CUDA)) == 48 * GIB  # 58 that are free, less 8 and a quarter
+    assert device_budget(CUDA, None, GIB, RESERVE, GIB) == int(58 * GIB * (1 - RESERVE)) - GIB
+    assert device_budget(CUDA, None, 0, 0.0, 8 * GIB) == 58 * GIB  # what could be had at most
 
 
 def test_a_process_that_is_limited_to_a_part_of_the_card(card, monkeypatch):
