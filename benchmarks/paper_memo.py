@@ -31,8 +31,8 @@ from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.layers import find_layers
 from ds_memo.integrate.optimizers import watch_optimizers
 from ds_memo.profile.lengths import shapes_of
-from ds_memo.solve.last_resort import place_residents
 from ds_memo.solve.paper import paper_alpha
+from ds_memo.solve.places import spread
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept, Layout
 from ds_memo.swap.slab import HostSlab
@@ -148,7 +148,7 @@ class PaperMemo:
         self.alpha, self.ranks = alpha, ranks
         self._hides = bandwidth, layer_forward_s
         layers = [module for _, module in find_layers(model)]
-        resident = place_residents(len(layers), min(2, len(layers)))
+        resident = spread(len(layers), min(2, len(layers)))
         self._own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         self._layers = layers
         for index, layer in enumerate(layers):

@@ -27,6 +27,7 @@ from ds_memo.estimate.layout import Layout  # noqa: E402
 from ds_memo.estimate.model import Model, load  # noqa: E402
 from ds_memo.estimate.simulate import simulate  # noqa: E402
 from ds_memo.solve.costs import RunCosts  # noqa: E402
+from ds_memo.solve.places import Places  # noqa: E402
 
 BYTES_BAR, TIME_BAR = 0.02, 0.05
 SHAPES = {"gpt": "gpt-7b", "llama": "llama3-8b"}
@@ -75,8 +76,11 @@ def step_times(result: dict[str, Any], machine: Hardware) -> Iterator[Row]:
     bare = replace(layer, outputs=(), replay_s=0.0, gemm_s=0.0)
     plain, again = (replace(run, layers=(x,) * layers) for x in (bare, replace(bare, replay_s=layer.forward_s)))
     everyone, last = frozenset(range(layers)), frozenset(range(layers - 2, layers))
-    predicted = {"no checkpointing": simulate(plain, 0.0, everyone), "torch checkpoint": simulate(again, 0.0, everyone)}
-    predicted |= {f"alpha {alpha:g}": simulate(run, alpha, last) for alpha in (0.0, 0.5, 1.0)}
+    predicted = {
+        "no checkpointing": simulate(plain, 0.0, Places(residents=everyone)),
+        "torch checkpoint": simulate(again, 0.0, Places(residents=everyone)),
+    }
+    predicted |= {f"alpha {alpha:g}": simulate(run, alpha, Places(residents=last)) for alpha in (0.0, 0.5, 1.0)}
     for name, samples in step["samples_s"].items():
         yield Row(f"step, {name}, ms", 1e3 * statistics.median(samples), 1e3 * predicted[name].seconds, TIME_BAR)
 

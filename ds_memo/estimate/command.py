@@ -139,9 +139,10 @@ def _print(answer: Estimate) -> None:
         print(f"  step       {answer.step_s:,.2f} s: {_shares(answer.seconds, answer.step_s)}")
         print(f"  speed      MFU {answer.mfu:.1%}, {answer.tgs:,.0f} tokens per GPU and second")
     if answer.alpha is not None and answer.status == OK:
-        lean = f", {len(answer.lean)} lean" if answer.lean else ""
-        again = f", attention of {len(answer.dropped)} computed again" if answer.dropped else ""
-        print(f"  homes      alpha {answer.alpha:.4g}, {answer.resident_layers} of {q.model.layers} layers resident{lean}{again}")
+        places = answer.places
+        kinds = (("lean", places.lean), ("plain", places.plain), ("with attention computed again", places.dropped))
+        more = "".join(f", {len(layers)} {kind}" for kind, layers in kinds if layers)
+        print(f"  homes      alpha {answer.alpha:.4g}, {answer.resident_layers} of {q.model.layers} layers resident{more}")
     print(f"  device     {answer.device_total / GIB:.1f} of {q.hardware.device_memory / GIB:.1f} GiB")
     for name, nbytes in answer.device_bytes.items():
         print(f"             {nbytes / GIB:8.1f} {name}")

@@ -26,6 +26,7 @@ from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.solve.homes import solve
 from ds_memo.solve.paper import paper_alpha
+from ds_memo.solve.places import Places
 from ds_memo.solve.refusals import NothingFits
 
 if TYPE_CHECKING:
@@ -96,9 +97,7 @@ class Estimate:
     resident_layers: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     run: RunCosts | None = field(default=None, repr=False)
-    residents: frozenset[int] = frozenset()
-    dropped: frozenset[int] = frozenset()
-    lean: frozenset[int] = frozenset()
+    places: Places = field(default_factory=Places)
     notes: tuple[str, ...] = ()
 
     @property
@@ -126,7 +125,7 @@ class Estimate:
 
     def simulated(self) -> Simulated:
         """The schedule of one forward and backward, in virtual time."""
-        return simulate(self.run, self.alpha or 0.0, self.residents, self.dropped, self.lean)
+        return simulate(self.run, self.alpha or 0.0, self.places)
 
     def as_json(self) -> dict[str, Any]:
         layout = self.layout
@@ -239,7 +238,7 @@ def _memo(question: Question, costs: Costs) -> Estimate:
         host = nothing.needed * question.ranks_on_node if status == OOHM else 0.0
         return Estimate(question, layout, status, str(nothing), parts, host)
     kept = homes.device_bytes - run.working_bytes
-    name = "resident layers" if homes.plain else "resident layers and reload buffers"
+    name = "resident layers and reload buffers" if homes.places.swapped(model.layers) else "layers that stay"
     parts = _parts(question, states, {**working, name if question.profile is None else "layers, as profiled": kept})
     if sum(parts.values()) > question.hardware.device_memory:  # as an alpha that was asked for may
         return Estimate(question, layout, OOM, _device_use(question, parts), parts, 0.0)
@@ -251,11 +250,9 @@ def _memo(question: Question, costs: Costs) -> Estimate:
         parts,
         homes.host_bytes * question.ranks_on_node,
         alpha=homes.alpha,
-        resident_layers=len(homes.residents),
-        run=_plain(run) if homes.plain else run,
-        residents=homes.residents,
-        dropped=homes.dropped,
-        lean=homes.lean,
+        resident_layers=len(homes.places.residents),
+        run=run,
+        places=homes.places,
     )
     return _timed(answer, costs)
 
@@ -301,7 +298,7 @@ def _published(question: Question, costs: Costs) -> Estimate:
     run = RunCosts((layer,) * model.layers, rate, question.hardware.h2d, 0, 0, head_s=costs.head_s)
     if method in ("none", "full_recompute"):
         run = _plain(run, again=layer.forward_s if method == "full_recompute" else 0.0)
-        swapless = replace(answer, status=OK, run=run, residents=frozenset(range(model.layers)))
+        swapless = replace(answer, status=OK, run=run, places=Places(residents=frozenset(range(model.layers))))
         return _timed(replace(swapless, resident_layers=model.layers if method == "none" else 0), costs)
     swapped = max(0, model.layers - 2)
     alpha = 1.0 if method == "full_swap" else question.alpha
@@ -318,7 +315,7 @@ def _published(question: Question, costs: Costs) -> Estimate:
         binding = f"link: at alpha {alpha:g} a layer's copy takes as long as its forward"
     residents = frozenset(range(swapped, model.layers))
     swapping = replace(answer, status=OK, binding=binding, host_bytes=host, alpha=alpha, resident_layers=len(residents))
-    return _timed(replace(swapping, run=run, residents=residents), costs)
+    return _timed(replace(swapping, run=run, places=Places(residents=residents)), costs)
 
 
 def _papers_alpha(question: Question, layer: LayerCosts, swapped: int) -> tuple[float, bool, bool]:

@@ -6,11 +6,11 @@ its tensors only know their bytes, and this module moves compute's clock on as k
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ds_memo.solve.costs import LayerCosts, Output, RunCosts
+from ds_memo.solve.places import Home, Places
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.protocol import COMPUTE, D2H, H2D
@@ -142,32 +142,27 @@ class VirtualEngine(SwapEngine):
         return None
 
 
-def simulate(
-    run: RunCosts, alpha: float, residents: Collection[int], dropped: Collection[int] = (), lean: Collection[int] = ()
-) -> Simulated:
+def simulate(run: RunCosts, alpha: float, places: Places) -> Simulated:
     """Drive the engine through one forward and backward.
 
     Args:
         run: seconds and bytes of the layers.
         alpha: share of rows of GEMM outputs that swapped layers send to the host.
-        residents: layers that send nothing.
-        dropped: layers whose attention output is computed again.
-        lean: layers that send nothing either, and keep no GEMM outputs.
+        places: of the layers.
     """
     streams = VirtualStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
     engine = VirtualEngine(streams, VirtualSlab(), device=None)
     streams.compute("embedding, optimizer", "other", -1, run.other_s)
-    alphas = [1.0 if i in residents else 0.0 if i in lean else alpha for i in range(len(run.layers))]
-    frames = [
-        _forward(engine, i, layer, alphas[i], i in residents or i in lean, i in dropped) for i, layer in enumerate(run.layers)
-    ]
+    homes = places.homes(len(run.layers))
+    frames = [_forward(engine, i, layer, home, alpha) for i, (layer, home) in enumerate(zip(run.layers, homes, strict=True))]
     streams.compute("head and loss", "head", -1, run.head_s)
     while frames:
         index, frame = len(frames) - 1, frames.pop()
-        layer = run.layers[index]
+        layer, home = run.layers[index], homes[index]
         engine.bring_back(frame)
-        again = layer.replay_s + (1 - alphas[index]) * layer.gemm_s + (layer.attention_s if index in dropped else 0.0)
-        streams.compute(f"replay of layer {index}", "replay", index, again)
+        if not home.plain:
+            again = layer.replay_s + (1 - home.alpha(alpha)) * layer.gemm_s + (layer.attention_s if home.dropped else 0.0)
+            streams.compute(f"replay of layer {index}", "replay", index, again)
         engine.replayed(frame)
         streams.compute(f"backward of layer {index}", "backward", index, layer.backward_s)
         del frame
@@ -177,13 +172,13 @@ def simulate(
     return Simulated(seconds, stalls[D2H], stalls[H2D], tuple(sorted(streams.spans, key=lambda span: span.begin)))
 
 
-def _forward(engine: SwapEngine, index: int, layer: LayerCosts, alpha: float, resident: bool, drops: bool) -> Frame:
+def _forward(engine: SwapEngine, index: int, layer: LayerCosts, home: Home, alpha: float) -> Frame:
     streams: VirtualStreams = engine.streams
-    frame = engine.begin(f"layer {index}", resident, index, ahead=not drops)
+    frame = engine.begin(f"layer {index}", home.stays, index, ahead=not home.dropped)
     began = streams.now[COMPUTE]
     kept: list[tuple[Output, VirtualKept]] = []
-    for output in layer.outputs:
-        nbytes = _stored(output, alpha, drops)
+    for output in () if home.plain else layer.outputs:
+        nbytes = _stored(output, home.alpha(alpha), home.dropped)
         if nbytes > 0:
             kept.append((output, VirtualKept(len(kept), nbytes, Extent(index, nbytes))))
     engine.adopt(frame, VirtualLayout([place for _, place in kept], sum(place.stored_bytes for _, place in kept)))

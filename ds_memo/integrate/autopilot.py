@@ -44,6 +44,7 @@ from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import Homes, solve
 from ds_memo.solve.memory import bytes_at_head
+from ds_memo.solve.places import Home
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
@@ -158,21 +159,21 @@ class Autopilot:
 
     def _choose_together(self, kind: Shapes, look: Callable[[], LayerCall]) -> Chosen:
         """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer; where each has other
-        experts, they trade tokens there. So, whatever lengths they have, a rank must not look into a forward alone, and all of
-        them checkpoint or none does."""
-        looks, checkpoints, nothing_fits = self._shape_of(kind) is None, False, None
+        experts, they trade tokens there. So, whatever lengths they have, a rank must not look into a forward alone, and they
+        replay the same layers: all, unless they agree on as many plain ones."""
+        looks, plain, nothing_fits = self._shape_of(kind) is None, 0, None
         if not looks:
             try:
-                checkpoints = not self._solved(kind, self._may_be_plain).homes.plain
+                plain = len(self._solved(kind, self._may_be_plain).homes.places.plain)
             except NothingFits as error:
                 nothing_fits = error
-        looks, checkpoints, fails = greatest((looks, checkpoints, nothing_fits is not None), self._device)
+        looks, most, minus_least, fails = greatest((looks, plain, -plain, nothing_fits is not None), self._device)
         if looks:
             self._saw(kind, together(look))
             return self._choose_together(kind, look)
         if fails:
             self._refuse_together(nothing_fits)
-        return self._solved(kind, may_be_plain=not checkpoints)
+        return self._solved(kind, may_be_plain=self._may_be_plain and most == -minus_least)
 
     def _refuse_together(self, mine: NothingFits | None) -> None:
         """Ranks that wait for one that has ended would learn of it much later, and not why."""
@@ -315,7 +316,8 @@ class Autopilot:
                 self._budgets.see_head(None, 0, 0)
             else:
                 hidden_bytes = max(output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
-                self._budgets.see_head(head_bytes(hidden_bytes), math.prod(passed.shape[:2]), _kept_at_head(passed))
+                of_layers = bytes_at_head(passed.run, passed.homes.places, passed.homes.alpha)
+                self._budgets.see_head(head_bytes(hidden_bytes), math.prod(passed.shape[:2]), of_layers)
             self._budgets.look(model, self.has_engine, stepped=True)
             self._chosen.clear()
             return
@@ -353,38 +355,24 @@ def settings_of(homes: Homes, layers: int) -> tuple[Setting, ...]:
     """What is done with each layer."""
     if homes.plain:
         return (Setting(checkpointed=False),) * layers
-    return tuple(
-        Setting(resident=True)
-        if index in homes.residents
-        else Setting(
-            resident=index in homes.lean,
-            alpha=0.0 if index in homes.lean else homes.alpha,
-            keeps_attention=index not in homes.dropped,
-        )
-        for index in range(layers)
-    )
+    return tuple(_setting(home, homes.alpha) for home in homes.places.homes(layers))
 
 
-def _kept_at_head(chosen: Chosen) -> int:
-    """Bytes of the device, between the forward and the backward."""
-    homes, run = chosen.homes, chosen.run
-    if homes.plain:
-        return sum(layer.plain_bytes for layer in run.layers)
-    return bytes_at_head(run, homes.residents, homes.alpha, homes.dropped, homes.lean)
+def _setting(home: Home, alpha: float) -> Setting:
+    if home.plain:
+        return Setting(checkpointed=False, keeps_pace=True)
+    if home.resident:
+        return Setting(resident=True)
+    return Setting(resident=home.lean, alpha=home.alpha(alpha), keeps_attention=not home.dropped)
 
 
 def predicted(chosen: Chosen) -> dict[str, Any]:
     """What the solver expects of a pass; bytes and seconds of this rank."""
     homes, run = chosen.homes, chosen.run
-    stored = []
-    for index, layer in enumerate(run.layers):
-        if homes.plain:
-            stored.append(0)
-        elif index in homes.residents:
-            stored.append(layer.stored_bytes(1.0))
-        else:
-            alpha = 0.0 if index in homes.lean else homes.alpha
-            stored.append(layer.stored_bytes(alpha, keeps_attention=index not in homes.dropped))
+    stored = [
+        0 if home.plain else layer.stored_bytes(home.alpha(homes.alpha), keeps_attention=not home.dropped)
+        for layer, home in zip(run.layers, homes.places.homes(len(run.layers)), strict=True)
+    ]
     return {
         "layers_s": homes.step_s,
         "d2h_stall_s": homes.d2h_stall_s,

@@ -15,7 +15,7 @@ from ds_memo.errors import MemoError
 from ds_memo.integrate.autopilot import Chosen
 from ds_memo.remat.checkpoint import Layer, Setting
 from ds_memo.solve.homes import alpha_for_host
-from ds_memo.solve.last_resort import place_residents
+from ds_memo.solve.places import Places, spread
 from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
 
@@ -43,8 +43,7 @@ class Decisions:
         self.layers_known = bool(layers)
         self.chosen: Chosen | None = None
         """By the autopilot, for the running pass."""
-        self.residents = self._place()
-        self.lean: frozenset[int] = frozenset()
+        self.places = self._place()
         self.alpha_used = config.alpha
         self.binding = "not known before the first forward"
         if config.ablation == "full_recompute":
@@ -61,12 +60,12 @@ class Decisions:
         self.chosen = chosen
         if chosen is not None:
             homes = chosen.homes
-            self.residents, self.lean, self.alpha_used, self.binding = homes.residents, homes.lean, homes.alpha, homes.binding
+            self.places, self.alpha_used, self.binding = homes.places, homes.alpha, homes.binding
 
     def know_layers(self) -> None:
         """All layers of a model that calls ``ds_memo.checkpoint`` itself were seen."""
         self.layers_known = True
-        self.residents = self._place()
+        self.places = self._place()
 
     def settings_by_requests(self) -> tuple[Setting, ...] | None:
         """Of all layers, with one alpha for all that ask the device for the same memory: how many rows are stored changes
@@ -80,10 +79,10 @@ class Decisions:
             return self.chosen.settings[layer.index]
         if self._config.ablation == "full_recompute":
             return FULL_RECOMPUTE
-        return Setting(resident=layer.index in self.residents)
+        return Setting(resident=layer.index in self.places.residents)
 
     def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
-        swapped = max(1, len(self._layers) - len(self.residents))
+        swapped = max(1, len(self._layers) - len(self.places.residents))
         budget, alpha = self._slab.budget, self._config.alpha
         if alpha is None and not self.layers_known:
             alpha = 0.0  # how many layers will share the host shows in this forward
@@ -105,6 +104,6 @@ class Decisions:
         self.alpha_used = alpha
         return alpha
 
-    def _place(self) -> frozenset[int]:
+    def _place(self) -> Places:
         wanted = 0 if self._config.ablation == "full_recompute" else self._config.resident_layers
-        return place_residents(len(self._layers), RESIDENTS if wanted is None else wanted)
+        return Places(residents=spread(len(self._layers), RESIDENTS if wanted is None else wanted))

@@ -194,8 +194,9 @@ class Memo:
             )
         elif not self.engine.traffic.bytes_to_host:
             self.warn(
-                f"memo has no effect: the first step moved no bytes, for {len(self.decisions.residents)} of {len(self.layers)} "
-                "layers are resident and keep everything on the device. Set a smaller memo.resident_layers, or train without memo"
+                f"memo has no effect: the first step moved no bytes, for {len(self.decisions.places.residents)} of "
+                f"{len(self.layers)} layers are resident and keep everything on the device. Set a smaller memo.resident_layers "
+                "or train without memo"
             )
 
     # ---- planned addresses
@@ -286,21 +287,23 @@ class Memo:
             raise MemoError("this handle is detached; there is nothing to report. Attach the model again.")
         work, traffic, decisions = self.remat.work, self.engine.traffic, self.decisions
         step_s, tokens_per_s = self._speed.medians()
-        plain = decisions.plain
+        places = decisions.places
         return Report(
             active=traffic.bytes_to_host > 0,
             alpha=decisions.alpha_used,
-            resident_layers=len(decisions.residents),
-            residents=sorted(decisions.residents),
-            lean=sorted(decisions.lean),
+            resident_layers=len(places.residents),
+            residents=sorted(places.residents),
+            lean=sorted(places.lean),
+            plain=sorted(places.plain),
             binding=decisions.binding,
-            checkpointing=not plain,
+            checkpointing=not decisions.plain,
             layers=len(self.layers),
             frames=traffic.frames,
             bytes_to_host=traffic.bytes_to_host,
             bytes_from_host=traffic.bytes_from_host,
             stored_bytes_per_layer=[
-                0 if plain or not layer.latest else layer.latest.layout.stored_bytes for layer in self.layers
+                0 if layer.index in places.plain or not layer.latest else layer.latest.layout.stored_bytes
+                for layer in self.layers
             ],
             gemm_flops_recomputed_fraction=work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
             attention_recomputed=work.attention_ops_recomputed,

@@ -96,7 +96,7 @@ def slowdown(run: RunCosts, homes: Homes, stalled_s: float, pass_s: float) -> fl
     low, high = 0.01, 1.0
     for _ in range(20):
         middle = (low + high) / 2
-        step = Schedule(slower(run, middle), homes.residents, homes.dropped, homes.lean).at(homes.alpha)
+        step = Schedule(slower(run, middle), homes.places).at(homes.alpha)
         if step.d2h_stall_s + step.h2d_stall_s > stalled_s:
             low = middle
         else:

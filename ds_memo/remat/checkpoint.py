@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
@@ -23,6 +24,7 @@ from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Frame
 
 _RECIPES = 64
 MEM_EFFICIENT_TOKENS = 1 << 16
@@ -36,6 +38,8 @@ class Setting:
 
     checkpointed: bool = True
     """If not, the layer is simply called, and autograd saves what it likes."""
+    keeps_pace: bool = False
+    """A layer that is not checkpointed tells the engine when it runs all the same, for others are."""
     resident: bool = False
     """What is kept stays on the device."""
     alpha: float | None = None
@@ -126,7 +130,7 @@ class Remat:
             fn = functools.partial(self._with_sdpa, layer, fn)
         setting = self.policy.setting(layer)
         if not setting.checkpointed:
-            return fn(*args)
+            return self._run_plain(layer, fn, args) if setting.keeps_pace else fn(*args)
         # Who has attention computed again is short of memory: nothing is reloaded before it is wanted.
         frame = self.engine.begin(layer.name, setting.resident, layer.index, setting.keeps_attention)
         key = layer.kind_of_call(args, setting) if layer.follows_recipes else None
@@ -161,6 +165,26 @@ class Remat:
                     call.about_to_change(tensor)
         self.engine.phases.layer_ends(layer.index)
         return out
+
+    def _run_plain(self, layer: Layer, fn: Callable[..., Any], args: tuple) -> Any:
+        """The frame keeps nothing: with it frames below leave and come back as beside a resident layer."""
+        frame = self.engine.begin(layer.name, True, layer.index)
+        try:
+            out = fn(*args)
+        except BaseException:
+            self.engine.phases.interrupted()
+            self.engine.abort(frame)
+            raise
+        self.engine.end(frame)
+        if tensors := [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]:
+            register_multi_grad_hook(tensors, lambda gradient: self._passes_by(frame), mode="any")
+        self.engine.phases.layer_ends(layer.index)
+        return out
+
+    def _passes_by(self, frame: Frame) -> None:
+        """The backward of a plain layer begins."""
+        self.engine.bring_back(frame)
+        self.engine.replayed(frame)
 
     def _settle(self, layer: Layer, setting: Setting, key: Any, call: Call, seen: Seen) -> None:
         """A layer was analysed: choose the homes, then let everything that is kept go there."""

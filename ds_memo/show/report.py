@@ -90,8 +90,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         state = "active" if report["active"] else "moved nothing so far"
         at = "not known yet" if alpha is None else f"{alpha:.4g}"
-        lean = f" and {len(report['lean'])} lean" if report.get("lean") else ""
-        yield "ds_memo", f"{state}: {report['layers']} layers, {residents} of them resident{lean}, alpha {at}"
+        more = "".join(f", {len(report[kind])} {kind}" for kind in ("lean", "plain") if report.get(kind))
+        yield "ds_memo", f"{state}: {report['layers']} layers, {residents} of them resident{more}, alpha {at}"
     yield "set by", report["binding"]
     yield from _layers(report)
     yield "over the link", f"{size(report['bytes_to_host'])} to the host, {size(report['bytes_from_host'])} back"
@@ -121,7 +121,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _layers(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Neighbours that store the same in the same place share a line."""
-    stored, stays = report["stored_bytes_per_layer"], {*report["residents"], *report.get("lean", ())}
+    stored, stays = report["stored_bytes_per_layer"], {*report["residents"], *report.get("lean", ()), *report.get("plain", ())}
     most = max(stored, default=0)
     if not most:
         return

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 ALIGN = 256
 """Bytes; a kept tensor begins on a multiple of it (ds_memo.swap.frame)."""
@@ -145,16 +147,25 @@ class RunCosts:
     other_s: float = 0.0
     """Of a step, outside layers and head: embedding, optimizer."""
 
+    @cached_property
+    def kinds(self) -> tuple[list[LayerCosts], np.ndarray]:
+        """The layers that differ, and of each layer which of them it is."""
+        known = {id(layer): layer for layer in self.layers}
+        numbers = {key: number for number, key in enumerate(known)}
+        return list(known.values()), np.array([numbers[id(layer)] for layer in self.layers])
+
 
 def host_bytes(layers: Iterable[LayerCosts], alpha: float) -> int:
     """Bytes of the host blocks of these swapped layers."""
-    seen: dict[int, int] = {}
-    total = 0
+    return sum(count * layer.host_bytes(alpha) for layer, count in counted(layers))
+
+
+def counted(layers: Iterable[LayerCosts]) -> list[tuple[LayerCosts, int]]:
+    """Those that differ, and how many of each there are."""
+    counts: dict[int, list[Any]] = {}
     for layer in layers:
-        if id(layer) not in seen:
-            seen[id(layer)] = layer.host_bytes(alpha)
-        total += seen[id(layer)]
-    return total
+        counts.setdefault(id(layer), [layer, 0])[1] += 1
+    return [(layer, count) for layer, count in counts.values()]
 
 
 def _up(nbytes: int, multiple: int) -> int:

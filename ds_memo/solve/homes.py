@@ -1,28 +1,31 @@
-"""Who lives where: which layers are resident, which share of the others' rows the host holds, whose attention runs twice.
+"""Who lives where: the places of the layers, and the share of the swapped ones' rows that the host holds.
 
-    plain        everything fits the device without checkpointing
-    resident     as many layers as the device holds; all of them, if it can
-    alpha        of the others: the one with the shortest step that the host holds
-    small        at alpha 0 reload buffers are smaller: more residents, or at least fewer bytes
-    lean         the host is too small even so: layers stay on the device without GEMM outputs
-    last resort  and attention of some is computed again (see ds_memo.solve.last_resort)
-
-Bytes first: the most residents that fit are taken, since a resident layer costs no copy and no GEMM.
+plain        everything fits the device without checkpointing
+resident     as many layers as the device holds; all of them, if it can
+alpha        of the others: the one with the shortest step that the host holds
+some plain   where copies hide, resident layers save nothing: some go without checkpointing instead, and without a replay
+small        at alpha 0 reload buffers are smaller: more residents, or at least fewer bytes
+lean         the host is too small even so: layers stay on the device without GEMM outputs
+last resort  and attention of some is computed again (see ds_memo.solve.last_resort)
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ds_memo.solve.alpha import best_alpha
 from ds_memo.solve.costs import RunCosts, host_bytes
-from ds_memo.solve.last_resort import last_resort, place_residents
-from ds_memo.solve.memory import ALPHA_STEPS, device_bytes, host_cap, swapped_bytes
+from ds_memo.solve.last_resort import last_resort
+from ds_memo.solve.memory import ALPHA_STEPS, device_bytes, host_cap, most_that_fit, swapped_bytes
+from ds_memo.solve.places import Places, place
 from ds_memo.solve.refusals import host_use, nothing_fits, of_budget, too_little_device_memory, too_little_host_memory
-from ds_memo.solve.schedule import Schedule, plain_step_s
+from ds_memo.solve.schedule import Schedule
+
+_SHORTER = 1e-6
+"""Relative; a step that is not shorter by this much is worth no memory."""
+_STALLS = 1e-3
+"""Share of a step; beyond, something else may be better than waiting."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,7 @@ class Homes:
     """The solver's answer for one rank."""
 
     alpha: float
-    residents: frozenset[int]
-    dropped: frozenset[int]
-    """Layers whose attention output is computed again."""
-    lean: frozenset[int]
-    """Layers that stay on the device like residents, but without GEMM outputs."""
-    plain: bool
-    """Everything fits: no layer is checkpointed at all."""
+    places: Places
     step_s: float
     """Predicted seconds of a forward and backward, with head and what else `run` tells of."""
     d2h_stall_s: float
@@ -47,6 +44,8 @@ class Homes:
     """Predicted bytes beside parameters, gradients and optimizer states."""
     binding: str
     """The constraint that set alpha or the residents, one sentence."""
+    plain: bool
+    """Everything fits: no layer is checkpointed at all."""
 
 
 def solve(
@@ -60,29 +59,24 @@ def solve(
     Args:
         run: what is known.
         alpha, resident_layers: obeyed if given.
-        may_be_plain: whether leaving the layers uncheckpointed is an answer.
+        may_be_plain: whether leaving layers uncheckpointed is an answer, where neither is given.
 
     Raises:
         NothingFits: not even inputs alone do.
     """
-    n = len(run.layers)
-    plain_bytes = run.working_bytes + sum(layer.plain_bytes for layer in run.layers)
-    plain_bytes += max(run.head_bytes, run.backward_bytes + max(layer.working.backward for layer in run.layers))
-    if may_be_plain and alpha is None and resident_layers is None and plain_bytes <= run.device_budget:
-        sentence = f"everything fits without checkpointing: {of_budget(plain_bytes, run.device_budget)} GiB of device memory"
-        everyone, nobody = frozenset(range(n)), frozenset()
-        return Homes(1.0, everyone, nobody, nobody, True, plain_step_s(run), 0.0, 0.0, 0, plain_bytes, sentence)
     if alpha is not None:
         return _at(run, alpha, resident_layers)
-    full = _most_residents(run, 1.0, resident_layers)
-    if full is not None and swapped_bytes(run, full, 0.0) <= run.host_budget:
-        homes = _with_best_alpha(run, full)
-        if homes.alpha > 0:
-            return homes
-    small = _most_residents(run, 0.0, resident_layers)
-    if small is not None and swapped_bytes(run, small, 0.0) <= run.host_budget:
-        return _judged(run, 0.0, small, _why_zero(run, small))
-    return _last_resort(run, resident_layers)
+    may_be_plain = may_be_plain and resident_layers is None
+    everyone = place(len(run.layers), residents=0, plain=len(run.layers))
+    if may_be_plain and _fits(run, everyone, 1.0):
+        used = of_budget(device_bytes(run, everyone, 1.0), run.device_budget)
+        return _judged(run, 1.0, everyone, f"everything fits without checkpointing: {used} GiB of device memory")
+    homes = _checkpointed(run, resident_layers)
+    if homes.alpha > 0 and may_be_plain:
+        homes = _with_plain_layers(run, homes)
+    if homes.d2h_stall_s + homes.h2d_stall_s > _STALLS * homes.step_s:
+        homes = _with_fewer_copies(run, resident_layers, homes)
+    return homes
 
 
 def alpha_for_host(budget: int, swapped_layers: int, whole_bytes: int, row_bytes: int) -> float:
@@ -99,62 +93,115 @@ def alpha_for_host(budget: int, swapped_layers: int, whole_bytes: int, row_bytes
     return min(1.0, (budget / swapped_layers - whole_bytes) / row_bytes)
 
 
-def _most_residents(run: RunCosts, alpha: float, asked: int | None) -> frozenset[int] | None:
-    """As many as the device holds while the others are swapped, or as many as asked; None: not even none."""
+def _fits(run: RunCosts, places: Places, alpha: float) -> bool:
+    return device_bytes(run, places, alpha) <= run.device_budget
+
+
+def _most_residents(run: RunCosts, alpha: float, asked: int | None, plain: int = 0) -> Places | None:
+    """As many as the device holds beside so many plain layers while the others are swapped, or as many as asked; None: not even
+    none."""
     n = len(run.layers)
     if asked is not None:
-        return place_residents(n, asked)
-    least = [0, *itertools.accumulate(sorted(layer.frame_bytes for layer in run.layers))]
-    for count in range(n, -1, -1):
-        if run.working_bytes + least[count] > run.device_budget:
-            continue
-        residents = place_residents(n, count)
-        if device_bytes(run, residents, alpha) <= run.device_budget:
-            return residents
-    return None
+        return place(n, asked)
+    count = most_that_fit(n - plain, lambda count: _fits(run, place(n, count, plain), alpha))
+    return place(n, count, plain) if count >= 0 else None
 
 
 def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Homes:
     """Alpha is as configured: only the residents are left to choose."""
-    residents = _most_residents(run, alpha, resident_layers)
-    if residents is None:
+    places = _most_residents(run, alpha, resident_layers)
+    if places is None:
         raise too_little_device_memory(run, alpha)
-    need = swapped_bytes(run, residents, alpha)
+    need = swapped_bytes(run, places, alpha)
     if need > run.host_budget:
-        raise too_little_host_memory(run, alpha, residents, need)
-    return _judged(run, alpha, residents, f"as configured: {host_use(run, need, alpha)}")
+        raise too_little_host_memory(run, alpha, places, need)
+    return _judged(run, alpha, places, f"as configured: {host_use(run, need, alpha)}")
 
 
-def _with_best_alpha(run: RunCosts, residents: frozenset[int]) -> Homes:
-    swapped = [layer for i, layer in enumerate(run.layers) if i not in residents]
+def _swapping(run: RunCosts, resident_layers: int | None, plain: int = 0) -> Homes | None:
+    """With full reload buffers and the best alpha; None: device or host is too small for that."""
+    places = _most_residents(run, 1.0, resident_layers, plain)
+    if places is None or swapped_bytes(run, places, 0.0) > run.host_budget:
+        return None
+    swapped = [run.layers[index] for index in places.swapped(len(run.layers))]
     if not swapped:
-        used = device_bytes(run, residents, 1.0)
-        sentence = f"device memory: all {len(run.layers)} layers are resident in {of_budget(used, run.device_budget)} GiB"
-        return _judged(run, 1.0, residents, sentence)
+        used = of_budget(device_bytes(run, places, 1.0), run.device_budget)
+        return _judged(run, 1.0, places, f"device memory: {_in_words(run, places)} in {used} GiB")
     cap = host_cap(swapped, run.host_budget)
-    schedule = Schedule(run, residents)
-    # Up to the next step: where the shortest step is at a multiple itself, rounding must not lose it.
-    alpha = math.floor(best_alpha(schedule, cap) * ALPHA_STEPS + 1e-3) / ALPHA_STEPS
-    use = host_use(run, swapped_bytes(run, residents, alpha), alpha)
+    schedule = Schedule(run, places)
+    alpha = _rounded(best_alpha(schedule, cap))
+    use = host_use(run, swapped_bytes(run, places, alpha), alpha)
     if alpha >= 1:
         sentence = f"all rows fit the host and their copies hide: {use}"
     elif alpha >= cap:
         sentence = use
     else:
         sentence = _link(schedule, alpha)
-    return _judged(run, alpha, residents, sentence)
+    return _judged(run, alpha, places, sentence)
 
 
-def _why_zero(run: RunCosts, residents: frozenset[int]) -> str:
+def _rounded(alpha: float) -> float:
+    """Down, but up to the next step: where the shortest step is at a multiple itself, rounding must not lose it."""
+    return math.floor(alpha * ALPHA_STEPS + 1e-3) / ALPHA_STEPS
+
+
+def _checkpointed(run: RunCosts, resident_layers: int | None) -> Homes:
+    homes = _swapping(run, resident_layers)
+    if homes is not None and homes.alpha > 0:
+        return homes
+    small = _most_residents(run, 0.0, resident_layers)
+    if small is not None and swapped_bytes(run, small, 0.0) <= run.host_budget:
+        return _judged(run, 0.0, small, _why_zero(run, small))
+    return _last_resort(run, resident_layers)
+
+
+def _with_fewer_copies(run: RunCosts, resident_layers: int | None, homes: Homes) -> Homes:
+    """Where compute waits for copies, it may be better to use less of the host: as much as hides at best, or nothing of it."""
+    forward_s = sum(layer.forward_s for layer in run.layers)
+    backward_s = sum(layer.backward_s + layer.replay_s for layer in run.layers)
+    hides = int(min(run.d2h_bytes_per_s * forward_s, run.h2d_bytes_per_s * backward_s))
+    best = homes
+    for host_budget in (min(hides, run.host_budget), 0):
+        places = last_resort(replace(run, host_budget=host_budget), resident_layers)
+        if places is None:
+            break
+        fewer = _packed(run, places, "link: compute would wait for more copies")
+        best = min(best, fewer, key=lambda homes: homes.step_s)
+    return best if best.step_s < homes.step_s * (1 - _SHORTER) else homes
+
+
+def _with_plain_layers(run: RunCosts, homes: Homes) -> Homes:
+    """The same with as many plain layers as make the step shortest. Its time is nearly convex in their number."""
+    n, tried = len(run.layers), {0: homes}
+
+    def step_s(plain: int) -> float:
+        if plain not in tried:
+            tried[plain] = _swapping(run, None, plain)
+        return tried[plain].step_s if tried[plain] is not None and tried[plain].alpha > 0 else math.inf
+
+    high = most_that_fit(n - 1, lambda count: _fits(run, place(n, 0, count), 1.0))
+    most_that_fit(high - 1, lambda count: step_s(count + 1) < step_s(count))
+    step_s(high)
+    best = min(tried, key=lambda plain: (step_s(plain), plain))
+    return tried[best] if step_s(best) < homes.step_s * (1 - _SHORTER) else homes
+
+
+def _in_words(run: RunCosts, places: Places) -> str:
+    """Where all layers stay."""
+    n, plain = len(run.layers), len(places.plain)
+    return f"{plain} of {n} layers are plain, the others resident" if plain else f"all {n} layers are resident"
+
+
+def _why_zero(run: RunCosts, places: Places) -> str:
     """What keeps alpha at 0 where the host has room for inputs and attention outputs."""
-    swapped = [layer for i, layer in enumerate(run.layers) if i not in residents]
+    swapped = [run.layers[index] for index in places.swapped(len(run.layers))]
     use = host_use(run, host_bytes(swapped, 0.0), 0.0)
     if host_cap(swapped, run.host_budget) <= 0:
         return use
-    full = device_bytes(run, residents, 1.0)
+    full = device_bytes(run, places, 1.0)
     if full > run.device_budget and _most_residents(run, 1.0, None) is None:
         return f"device memory: reload buffers for more than alpha 0 would take {of_budget(full, run.device_budget)} GiB"
-    return _link(Schedule(run, residents), 0.0)
+    return _link(Schedule(run, places), 0.0)
 
 
 def _link(schedule: Schedule, alpha: float) -> str:
@@ -170,43 +217,34 @@ def _link(schedule: Schedule, alpha: float) -> str:
 
 
 def _last_resort(run: RunCosts, resident_layers: int | None) -> Homes:
-    split = last_resort(run, resident_layers)
-    if split is None:
+    places = last_resort(run, resident_layers)
+    if places is None:
         raise nothing_fits(run, resident_layers or 0)
-    on_host = host_use(run, split.host_bytes(run), 0.0)
-    on_device = f"{of_budget(split.device_bytes(run), run.device_budget)} GiB of device memory"
-    if split.dropped:
-        again = f"last resort: {len(split.dropped)} of {len(run.layers)} layers compute attention again"
-        sentence = f"{again}, {len(split.lean)} are lean; {on_host}, {on_device}"
-    else:
-        sentence = f"{on_host}: {len(split.lean)} layers are lean, they stay on the device without GEMM outputs; {on_device}"
-    return _judged(run, 0.0, split.residents, sentence, split.dropped, split.lean)
+    return _packed(run, places, "last resort" if places.dropped else "host memory")
 
 
-def _judged(
-    run: RunCosts,
-    alpha: float,
-    residents: frozenset[int],
-    binding: str,
-    dropped: frozenset[int] = frozenset(),
-    lean: frozenset[int] = frozenset(),
-) -> Homes:
-    step = Schedule(run, residents, dropped, lean).at(alpha)
+def _packed(run: RunCosts, places: Places, because: str) -> Homes:
+    """What packing could not use, rows may."""
+    n, alpha = len(run.layers), 0.0
+    if (swapped := [run.layers[index] for index in places.swapped(n)]) and _fits(run, places, 1.0):
+        alpha = _rounded(best_alpha(Schedule(run, places), max(0.0, host_cap(swapped, run.host_budget))))
+    again = f"{len(places.dropped)} of {n} layers compute attention again; " if places.dropped else ""
+    lean = f"{len(places.lean)} of {n} layers are lean, they stay on the device without GEMM outputs; " if places.lean else ""
+    on_host = f"{of_budget(swapped_bytes(run, places, alpha), run.host_budget)} GiB of host memory at alpha {alpha:.4g}"
+    on_device = f"{of_budget(device_bytes(run, places, alpha), run.device_budget)} GiB of device memory"
+    return _judged(run, alpha, places, f"{because}: {again}{lean}{on_host}, {on_device}")
+
+
+def _judged(run: RunCosts, alpha: float, places: Places, binding: str) -> Homes:
+    step = Schedule(run, places).at(alpha)
     return Homes(
         alpha=alpha,
-        residents=residents,
-        dropped=dropped,
-        lean=lean,
-        plain=False,
+        places=places,
         step_s=step.seconds,
         d2h_stall_s=step.d2h_stall_s,
         h2d_stall_s=step.h2d_stall_s,
-        host_bytes=swapped_bytes(run, residents, alpha, dropped, lean),
-        device_bytes=device_bytes(run, residents, alpha, dropped, lean),
+        host_bytes=swapped_bytes(run, places, alpha),
+        device_bytes=device_bytes(run, places, alpha),
         binding=binding,
+        plain=len(places.plain) == len(run.layers),
     )
-
-
-def as_json(homes: Homes) -> dict[str, Any]:
-    """For files and reports."""
-    return {**vars(homes), **{name: sorted(getattr(homes, name)) for name in ("residents", "dropped", "lean")}}

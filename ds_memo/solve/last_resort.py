@@ -10,35 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
-from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.memory import device_bytes, swapped_bytes
+import numpy as np
 
-
-class Split(NamedTuple):
-    """Layers by where they keep what; those in neither `residents` nor `lean` are swapped, at alpha 0."""
-
-    residents: frozenset[int]
-    dropped: frozenset[int]
-    lean: frozenset[int]
-
-    def device_bytes(self, run: RunCosts) -> int:
-        return device_bytes(run, self.residents, 0.0, self.dropped, self.lean)
-
-    def host_bytes(self, run: RunCosts) -> int:
-        return swapped_bytes(run, self.residents, 0.0, self.dropped, self.lean)
+from ds_memo.solve.costs import LayerCosts, RunCosts
+from ds_memo.solve.memory import device_bytes, most_that_fit, swapped_bytes
+from ds_memo.solve.places import Places, spread
 
 
-def place_residents(layers: int, residents: int) -> frozenset[int]:
-    """Indices of the resident layers: the last two first (their backward starts at once), the others spread evenly."""
-    last = range(layers - min(residents, 2, layers), layers)
-    rest, room = max(0, min(residents, layers) - len(last)), layers - len(last)
-    return frozenset(last) | {(2 * i + 1) * room // (2 * rest) for i in range(rest)}
-
-
-def last_resort(run: RunCosts, resident_layers: int | None) -> Split | None:
-    """The split that computes least again; None: nothing fits.
+def last_resort(run: RunCosts, resident_layers: int | None) -> Places | None:
+    """The places with which least is computed again; None: nothing fits.
 
     Args:
         resident_layers: obeyed if given.
@@ -47,20 +28,22 @@ def last_resort(run: RunCosts, resident_layers: int | None) -> Split | None:
     residents = resident_layers
     if residents is None:
         keeping = n if _attention_saves_more(run) else 0
-        residents = max(0, _most(n, lambda count: _packed(run, count, keeping) is not None))
-    keeping = _most(n - residents, lambda count: _packed(run, residents, count) is not None)
+        residents = max(0, most_that_fit(n, lambda count: _packed(run, count, keeping) is not None))
+    keeping = most_that_fit(n - residents, lambda count: _packed(run, residents, count) is not None)
     return _packed(run, residents, keeping) if keeping >= 0 else None
 
 
-def inputs_alone(run: RunCosts, residents: int, fits: Callable[[Split], bool]) -> Split | None:
-    """Of the splits that compute all attention again, the one with most lean layers that fits."""
+def inputs_alone(run: RunCosts, residents: int, fits: Callable[[Places], bool]) -> Places | None:
+    """Of the places that have all attention computed again, those with most lean layers that fit."""
     return _with_most_lean(run, residents, 0, fits)
 
 
-def fewest_lean(run: RunCosts, residents: int) -> Split:
-    """Of the splits that compute all attention again, the one with as many lean layers as the host is too small for."""
+def fewest_lean(run: RunCosts, residents: int) -> Places:
+    """Of the places that have all attention computed again, those with as many lean layers as the host is too small for."""
     others = len(run.layers) - residents
-    swapped = _most(others, lambda count: _split(run, residents, 0, others - count).host_bytes(run) <= run.host_budget)
+    swapped = most_that_fit(
+        others, lambda count: swapped_bytes(run, _split(run, residents, 0, others - count), 0.0) <= run.host_budget
+    )
     return _split(run, residents, 0, others - max(0, swapped))
 
 
@@ -71,51 +54,45 @@ def _attention_saves_more(run: RunCosts) -> bool:
     return saved_by_attention * gemms > saved_by_gemms * attention
 
 
-def _packed(run: RunCosts, residents: int, keeping: int) -> Split | None:
+def _packed(run: RunCosts, residents: int, keeping: int) -> Places | None:
     """With so many resident layers, and so many others that keep their attention output; None: it does not fit."""
-    for swapped_first in (False, True):
-        split = _with_most_lean(
-            run, residents, keeping, lambda split: split.device_bytes(run) <= run.device_budget, swapped_first
+    both = 0 < keeping < len(run.layers) - residents  # else it is all one who drops first
+    for swapped_first in (False, True) if both else (False,):
+        places = _with_most_lean(
+            run, residents, keeping, lambda places: device_bytes(run, places, 0.0) <= run.device_budget, swapped_first
         )
-        if split is not None and split.host_bytes(run) <= run.host_budget:
-            return split
+        if places is not None and swapped_bytes(run, places, 0.0) <= run.host_budget:
+            return places
     return None
 
 
 def _with_most_lean(
-    run: RunCosts, residents: int, keeping: int, fits: Callable[[Split], bool], swapped_first: bool = False
-) -> Split | None:
-    lean = _most(len(run.layers) - residents, lambda count: fits(_split(run, residents, keeping, count, swapped_first)))
+    run: RunCosts, residents: int, keeping: int, fits: Callable[[Places], bool], swapped_first: bool = False
+) -> Places | None:
+    lean = most_that_fit(len(run.layers) - residents, lambda count: fits(_split(run, residents, keeping, count, swapped_first)))
     return _split(run, residents, keeping, lean, swapped_first) if lean >= 0 else None
 
 
-def _split(run: RunCosts, residents: int, keeping: int, lean: int, swapped_first: bool = False) -> Split:
+def _split(run: RunCosts, residents: int, keeping: int, lean: int, swapped_first: bool = False) -> Places:
     """Attention that is cheapest by the byte is dropped first.
 
     Args:
         swapped_first: of like layers, those that are swapped drop theirs first: reload buffers get smaller, but compute waits for
             them. Otherwise the lean ones do.
     """
-    whole = place_residents(len(run.layers), residents)
-    others = [index for index in range(len(run.layers)) if index not in whole]
-    stays = frozenset(others[place] for place in place_residents(len(others), lean))
-    cheapest = sorted(others, key=lambda index: (_seconds_per_byte(run, index), (index in stays) == swapped_first))
-    return Split(whole, frozenset(cheapest[: max(0, len(others) - keeping)]), stays)
+    n = len(run.layers)
+    whole = spread(n, residents)
+    others = np.array([index for index in range(n) if index not in whole], np.intp)
+    stays = others[list(spread(len(others), lean))]
+    is_lean = np.zeros(n, bool)
+    is_lean[stays] = True
+    layers, kinds = run.kinds
+    worth = np.array([_seconds_per_byte(layer) for layer in layers])[kinds[others]]
+    cheapest = others[np.lexsort((is_lean[others] == swapped_first, worth))]
+    dropped = cheapest[: max(0, len(others) - keeping)]
+    return Places(whole, frozenset(stays.tolist()), frozenset(dropped.tolist()))
 
 
-def _seconds_per_byte(run: RunCosts, index: int) -> float:
+def _seconds_per_byte(layer: LayerCosts) -> float:
     """Of an attention output; without one there is nothing to gain."""
-    layer = run.layers[index]
     return layer.attention_s / layer.attention_bytes if layer.attention_bytes else math.inf
-
-
-def _most(high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 0 to `high` that fits, where all below one that fits do; -1: none."""
-    low = -1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low

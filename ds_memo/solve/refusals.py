@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 from ds_memo.errors import MemoError
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.last_resort import fewest_lean, inputs_alone
-from ds_memo.solve.memory import device_bytes, host_cap
+from ds_memo.solve.memory import device_bytes, host_cap, swapped_bytes
+from ds_memo.solve.places import Places
 
 GIB = 1 << 30
 _SHORTER = "a smaller batch or shorter sequences"
@@ -35,7 +35,7 @@ class NothingFits(MemoError):
 
 def too_little_device_memory(run: RunCosts, alpha: float) -> NothingFits:
     """For a configured alpha."""
-    need, least = (device_bytes(run, (), at) for at in (alpha, 0.0))
+    need, least = (device_bytes(run, Places(), at) for at in (alpha, 0.0))
     others = _LESS_BESIDE
     if alpha > 0 and least <= run.device_budget:
         others = f"memo.alpha 0, which needs {least / GIB:.3g} GiB, or none, {others}"
@@ -43,16 +43,17 @@ def too_little_device_memory(run: RunCosts, alpha: float) -> NothingFits:
     return _refused("device", f"device memory: {_beside_states(run, what, need)}", others, need, run.device_budget, need)
 
 
-def too_little_host_memory(run: RunCosts, alpha: float, residents: Collection[int], need: int) -> NothingFits:
+def too_little_host_memory(run: RunCosts, alpha: float, places: Places, need: int) -> NothingFits:
     """For a configured alpha.
 
     Args:
         need: bytes of all host blocks.
     """
-    cap = host_cap([layer for i, layer in enumerate(run.layers) if i not in residents], run.host_budget)
+    swapped = places.swapped(len(run.layers))
+    cap = host_cap([run.layers[index] for index in swapped], run.host_budget)
     fits = f"memo.alpha of at most {cap:.4g} fits" if cap >= 0 else "even memo.alpha 0 does not fit; leave it out"
     return NothingFits(
-        f"host memory: {len(run.layers) - len(residents)} swapped layers need {need / GIB:.3g} GiB at alpha {alpha}, "
+        f"host memory: {len(swapped)} swapped layers need {need / GIB:.3g} GiB at alpha {alpha}, "
         f"{run.host_budget / GIB:.3g} GiB are available to this rank; {fits}. More memo.resident_layers, a larger "
         "memo.host_memory_gib, a smaller batch or more sequence-parallel ranks help too.",
         "host",
@@ -65,8 +66,8 @@ def too_little_host_memory(run: RunCosts, alpha: float, residents: Collection[in
 def nothing_fits(run: RunCosts, residents: int) -> NothingFits:
     """Where so many resident layers are asked for, and even inputs alone are too much."""
     least = fewest_lean(run, residents)
-    device_needed = least.device_bytes(run)
-    on_device = inputs_alone(run, residents, lambda split: split.device_bytes(run) <= run.device_budget)
+    device_needed = device_bytes(run, least, 0.0)
+    on_device = inputs_alone(run, residents, lambda places: device_bytes(run, places, 0.0) <= run.device_budget)
     if on_device is None:
         what = (
             f"even with {f'the {residents} resident layers asked for' if residents else 'no resident layer'} and alpha 0 a step"
@@ -75,7 +76,7 @@ def nothing_fits(run: RunCosts, residents: int) -> NothingFits:
             what += f", with the inputs of {len(least.lean)} layers that the host has no room for,"
         what = f"device memory: {_beside_states(run, f'{what} needs', device_needed)}"
         return _refused("device", what, _LESS_BESIDE, device_needed, run.device_budget, device_needed)
-    need, swapped = on_device.host_bytes(run), len(run.layers) - len(on_device.residents) - len(on_device.lean)
+    need, swapped = swapped_bytes(run, on_device, 0.0), len(on_device.swapped(len(run.layers)))
     room = f", and the device has room for those of {len(on_device.lean)} more" if on_device.lean else ""
     what = (
         f"host memory: the inputs of {swapped} swapped layers alone need {need / GIB:.3g} GiB, "

@@ -11,10 +11,10 @@ compute). So the step is a maximum of affine functions: convex and piecewise lin
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from ds_memo.solve.costs import LayerCosts, RunCosts
+from ds_memo.solve.places import Home, Places
 
 LEAVING = 2
 """Swapped frames that may be on their way out when a layer begins, less one."""
@@ -39,22 +39,18 @@ class Schedule:
 
     Args:
         run: seconds, bytes, bandwidths.
-        residents: indices of resident layers.
-        dropped: indices of layers whose attention output is computed again.
-        lean: indices of layers that stay on the device without GEMM outputs.
+        places: of its layers.
     """
 
-    def __init__(
-        self, run: RunCosts, residents: Collection[int], dropped: Collection[int] = (), lean: Collection[int] = ()
-    ) -> None:
+    def __init__(self, run: RunCosts, places: Places) -> None:
         self.fixed_s = run.other_s
         self.head_s = run.head_s
-        legs: dict[tuple[int, bool, bool, bool], Leg] = {}
+        legs: dict[tuple[int, Home], Leg] = {}
         self.legs = []
-        for index, layer in enumerate(run.layers):
-            key = (id(layer), index in residents, index in dropped, index in lean)
+        for layer, home in zip(run.layers, places.homes(len(run.layers)), strict=True):
+            key = id(layer), home
             if key not in legs:
-                legs[key] = Leg.of(layer, run, *key[1:])
+                legs[key] = Leg.of(layer, run, home)
             self.legs.append(legs[key])
         self.layers = run.layers
 
@@ -131,21 +127,22 @@ class Leg:
     """The reload is issued while the backward is still at the layer above."""
 
     @classmethod
-    def of(cls, layer: LayerCosts, run: RunCosts, resident: bool, dropped: bool, lean: bool) -> Leg:
-        if resident:
-            return cls(layer.forward_s, layer.backward_s, layer.replay_s, 0.0, (), 0.0, 0.0)
-        replay = layer.replay_s + layer.gemm_s + (layer.attention_s if dropped else 0.0)
-        if lean:
+    def of(cls, layer: LayerCosts, run: RunCosts, home: Home) -> Leg:
+        if home.stays:
+            replay = 0.0 if home.plain else layer.replay_s
+            replay += layer.gemm_s if home.lean else 0.0
+            replay += layer.attention_s if home.dropped else 0.0
             return cls(layer.forward_s, layer.backward_s, replay, 0.0, (), 0.0, 0.0)
         copies: list[tuple[float, float, float]] = []
         whole = split = 0
         for output in layer.outputs:
-            if dropped and output.kind == "attention":
+            if home.dropped and output.kind == "attention":
                 continue
             seconds = output.nbytes / run.d2h_bytes_per_s
             copy = (0.0, seconds) if output.kind == "gemm" else (seconds, 0.0)
             whole, split = (whole, split + output.nbytes) if output.kind == "gemm" else (whole + output.nbytes, split)
             copies.append((output.born * layer.forward_s, *copy))
+        replay = layer.replay_s + layer.gemm_s + (layer.attention_s if home.dropped else 0.0)
         return cls(
             layer.forward_s,
             layer.backward_s,
@@ -154,10 +151,5 @@ class Leg:
             tuple(copies),
             whole / run.h2d_bytes_per_s,
             split / run.h2d_bytes_per_s,
-            not dropped,
+            not home.dropped,
         )
-
-
-def plain_step_s(run: RunCosts) -> float:
-    """Seconds of a step without ds_memo, if it fitted."""
-    return run.other_s + run.head_s + sum(layer.forward_s + layer.backward_s for layer in run.layers)

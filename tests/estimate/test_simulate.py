@@ -7,6 +7,7 @@ import pytest
 
 from ds_memo.estimate.simulate import VirtualEngine, simulate
 from ds_memo.solve.costs import LayerCosts, Output, RunCosts
+from ds_memo.solve.places import Places
 from ds_memo.solve.schedule import Schedule
 from ds_memo.swap.engine import SwapEngine
 
@@ -91,7 +92,9 @@ def test_it_agrees_with_the_solver(seed):
     dropped = frozenset(i for i in range(len(layers)) if i not in residents and draw.random() < 0.2)
     alpha = draw.choice((0.0, draw.random(), 1.0))
     lean = frozenset(i for i in range(len(layers)) if i not in residents and draw.random() < 0.2)
-    step, simulated = Schedule(run, residents, dropped, lean).at(alpha), simulate(run, alpha, residents, dropped, lean)
+    plain = frozenset(i for i in range(len(layers)) if i not in residents | lean and draw.random() < 0.2)
+    places = Places(residents, lean, dropped - plain, plain)
+    step, simulated = Schedule(run, places).at(alpha), simulate(run, alpha, places)
     assert simulated.seconds == pytest.approx(step.seconds, rel=1e-9)
     assert simulated.d2h_stall_s == pytest.approx(step.d2h_stall_s, rel=1e-9, abs=1e-9)
     assert simulated.h2d_stall_s == pytest.approx(step.h2d_stall_s, rel=1e-9, abs=1e-9)

@@ -16,6 +16,7 @@ import torch
 
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.solve.costs import LayerCosts, Output, RunCosts
+from ds_memo.solve.places import Places
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Layout
 from ds_memo.swap.protocol import COMPUTE, D2H, H2D
@@ -107,7 +108,7 @@ class Configuration:
         return cls(RunCosts(layers, *rates, 0, 0, head_s=TICK_S * draw.randint(1, 4)), alpha, residents)
 
     def predicted(self) -> Simulated:
-        return simulate(self.run, self.alpha, self.residents)
+        return simulate(self.run, self.alpha, Places(residents=frozenset(self.residents)))
 
 
 def predicted_events(simulated: Simulated) -> list[Event]:

@@ -20,8 +20,8 @@ from ds_memo.integrate import autopilot, stalls
 from ds_memo.profile import agree
 from ds_memo.profile.layer import measure
 from ds_memo.solve.homes import solve
-from ds_memo.solve.last_resort import place_residents
 from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.places import Places, spread
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.swap import slab
 from ds_memo.swap.streams import ThreadStreams
@@ -60,7 +60,7 @@ def costs() -> Any:
 def budgets(run: Any, residents: float, host: float, buffers: str = "frame_bytes") -> dict[str, float]:
     """A device for `residents` frames while the others are swapped, a host for `host` of all rows."""
     one, dropped = run.layers[0], range(LAYERS) if buffers == "smallest_frame_bytes" else ()
-    device = device_bytes(run, place_residents(LAYERS, residents), 1.0 if buffers == "frame_bytes" else 0.0, dropped)
+    device = device_bytes(run, Places(spread(LAYERS, residents), dropped=dropped), 1.0 if buffers == "frame_bytes" else 0.0)
     # What a step needs is measured anew in each run and must not depend on it to the byte.
     return {
         "device_memory_gib": (device + one.frame_bytes / 3) / GIB,
@@ -87,7 +87,7 @@ def test_everything_fits(name: str) -> None:
 @pytest.mark.parametrize(
     "residents, host, buffers, says",
     [
-        (LAYERS, 5, "frame_bytes", "device memory: all 4 layers are resident"),
+        (LAYERS, 5, "frame_bytes", None),
         (1, 5, "frame_bytes", None),
         (1, 0.3, "frame_bytes", None),
         (0, 0.12, "smallest_frame_bytes", "last resort: "),
@@ -108,10 +108,10 @@ def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float
     assert (report["attention_recomputed"] > 0) == (residents == 0)
     if residents == 0:  # the last resort: of what is swapped, nothing without attention comes back before it is wanted
         homes, traffic = handle.decisions.chosen.homes, handle.engine.traffic
-        assert homes.lean and report["lean"] == sorted(homes.lean)
-        swapped = set(range(LAYERS)) - homes.lean
-        assert traffic.frames_on_demand == 2 * len(swapped & homes.dropped)
-        assert traffic.frames_prefetched == 2 * len(swapped - homes.dropped)
+        assert homes.places.lean and report["lean"] == sorted(homes.places.lean)
+        swapped = set(range(LAYERS)) - homes.places.lean
+        assert traffic.frames_on_demand == 2 * len(swapped & homes.places.dropped)
+        assert traffic.frames_prefetched == 2 * len(swapped - homes.places.dropped)
     if says:
         assert report["binding"].startswith(says)
     handle.detach()
@@ -151,8 +151,7 @@ def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha:
         probe(input_ids=tokens, labels=tokens)
         handle.detach()
     run = solved[0]
-    homes = place_residents(LAYERS, residents)
-    wanted = device_bytes(run, homes, 1.0 if alpha is None else alpha)
+    wanted = device_bytes(run, Places(spread(LAYERS, residents)), 1.0 if alpha is None else alpha)
     model = build(name, **length)
     given = {} if alpha is None else {"alpha": alpha}
     handle = ds_memo.attach(model, {"enabled": True, "device_memory_gib": (wanted * 1.001 + 4096) / GIB, **given})
@@ -165,11 +164,11 @@ def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha:
     assert report["predicted"]["device_bytes"] == pytest.approx(arena, rel=0.01)
     # The comparison can fail: another alpha, or the sum of frames, two buffers and working bytes, is not what is counted.
     other = 0.5 if alpha == 0.0 else 0.0
-    if chosen.homes.residents != frozenset(range(LAYERS)):
-        assert device_bytes(chosen.run, chosen.homes.residents, other) != pytest.approx(arena, rel=0.1)
+    if chosen.homes.places.residents != frozenset(range(LAYERS)):
+        assert device_bytes(chosen.run, chosen.homes.places, other) != pytest.approx(arena, rel=0.1)
     if alpha == 0.0:
         one = chosen.run.layers[0]
-        naive = one.working.backward + 2 * one.small_frame_bytes + len(chosen.homes.residents) * one.frame_bytes
+        naive = one.working.backward + 2 * one.small_frame_bytes + len(chosen.homes.places.residents) * one.frame_bytes
         assert naive < 0.9 * arena
 
 
@@ -179,9 +178,9 @@ def test_what_is_left_alone_is_there_for_a_pass_that_needs_it(
 ) -> None:
     """As long as the head is not seen, half of the device is left alone, and room for Adam's states, whatever optimizer comes;
     but no pass that fits is refused for that."""
-    least = device_bytes(costs, (), 0.0, range(LAYERS))
+    least = device_bytes(costs, Places(dropped=range(LAYERS)), 0.0)
 
-    def budget(device: torch.device, given: float | None, to_come: int, reserve: float) -> int:
+    def budget(device: torch.device, given: float | None, to_come: int, reserve: float, lost: int = 0) -> int:
         states_alone = reserve and adam
         return 0 if states_alone else int(share * least * (1 - reserve))
 
@@ -203,7 +202,7 @@ def test_nothing_fits(costs: Any, memory: str, where: str) -> None:
     """An error before any layer ran, with numbers and ways out; the model trains on without memo."""
     model = build("llama")
     stock = copy.deepcopy(model)
-    inputs = device_bytes(costs, (), 0.0, dropped=range(LAYERS), lean=range(LAYERS))
+    inputs = device_bytes(costs, Places(dropped=range(LAYERS), lean=range(LAYERS)), 0.0)
     too_little = {"device_memory_gib": (inputs - costs.layers[0].nbytes("input") // 2) / GIB, "host_memory_gib": NONE}
     handle = attached(model, **{**too_little, memory: NONE})
     for _ in range(2):

@@ -42,7 +42,7 @@ def test_head_and_loss_are_seen_in_the_first_step() -> None:
     handle.detach()
     assert plain == [False] * 6
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.02)
-    without = device_bytes(dataclasses.replace(run, head_bytes=0, backward_bytes=0), homes.residents, homes.alpha)
+    without = device_bytes(dataclasses.replace(run, head_bytes=0, backward_bytes=0), homes.places, homes.alpha)
     assert without < 0.2 * report["plan"]["arena"]  # as it would be predicted otherwise
     assert solve(dataclasses.replace(run, head_bytes=0, backward_bytes=0)).plain  # and done
 

@@ -28,7 +28,7 @@ def test_as_configured() -> None:
 @pytest.mark.parametrize("budget, alpha", [(1 << 30, 1.0), (2 * (WHOLE + ROWS // 2), 0.5), (2 * WHOLE, 0.0)])
 def test_as_much_as_the_host_holds(budget: int, alpha: float) -> None:
     decisions, layers = decide(budget=budget + 2 * (1 << 16))  # what alignment may take of two frames
-    assert decisions.residents == {2, 3}
+    assert decisions.places.residents == {2, 3}
     assert decisions.alpha(layers[0], WHOLE, ROWS) == pytest.approx(alpha)
     assert decisions.binding.startswith("all rows fit" if alpha == 1 else "host memory")
 
@@ -45,16 +45,16 @@ def test_more_than_the_host_holds(budget: int, says: str) -> None:
 
 def test_full_recompute() -> None:
     decisions, layers = decide(ablation="full_recompute")
-    assert {decisions.setting(layer) for layer in layers} == {FULL_RECOMPUTE} and decisions.residents == frozenset()
+    assert {decisions.setting(layer) for layer in layers} == {FULL_RECOMPUTE} and decisions.places.residents == frozenset()
     assert decisions.alpha_used == 0.0 and "full recomputation" in decisions.binding
 
 
 def test_layers_that_show_as_they_run() -> None:
     """How many will share the host is not known in the first forward: no rows go there."""
     decisions, layers = decide(layers=0)
-    assert not decisions.layers_known and decisions.residents == frozenset()
+    assert not decisions.layers_known and decisions.places.residents == frozenset()
     for index in range(4):
         layers.append(Layer(index, f"layer {index}", None))
         assert decisions.alpha(layers[-1], WHOLE, ROWS) == 0.0
     decisions.know_layers()
-    assert decisions.residents == {2, 3} and decisions.alpha(layers[0], WHOLE, ROWS) == 1.0
+    assert decisions.places.residents == {2, 3} and decisions.alpha(layers[0], WHOLE, ROWS) == 1.0

@@ -14,6 +14,7 @@ from ds_memo.integrate import autopilot
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import solve
 from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.places import Places
 from tests.models import LAYERS, MODELS, Batch, assert_same, build, poisoned_memory, step
 
 GIB = 1 << 30
@@ -46,7 +47,7 @@ def test_gradients_are_stocks(name: str, dropped: int, host: int) -> None:
     stock = copy.deepcopy(model)
     run = profiled(model)
     lean = ALL[host:]
-    device = device_bytes(run, (), 0.0, ALL[:dropped], lean) + run.layers[0].smallest_frame_bytes // 4
+    device = device_bytes(run, Places(lean=lean, dropped=ALL[:dropped]), 0.0) + run.layers[0].smallest_frame_bytes // 4
     on_host = max(NO_HOST, host * run.layers[0].host_bytes(0.0, keeps_attention=False) / GIB)
     memo = {"device_memory_gib": device / GIB, "host_memory_gib": on_host, "plan": {"enabled": False}}
     handle = ds_memo.attach(model, memo)
@@ -55,9 +56,9 @@ def test_gradients_are_stocks(name: str, dropped: int, host: int) -> None:
             assert_same(step(model, BATCH), step(stock, BATCH))
     report, homes = handle.report(), handle.decisions.chosen.homes
     handle.detach()
-    assert homes.lean and report["resident_layers"] == 0
-    assert report["lean"] == sorted(homes.lean) and len(homes.dropped) <= dropped
-    assert (report["attention_recomputed"] > 0) == bool(homes.dropped)
+    assert homes.places.lean and report["resident_layers"] == 0
+    assert report["lean"] == sorted(homes.places.lean) and len(homes.places.dropped) <= dropped
+    assert (report["attention_recomputed"] > 0) == bool(homes.places.dropped)
     assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
     assert report["host"]["slab"] == report["predicted"]["host_bytes"]
     assert report["warnings"] == []
@@ -78,4 +79,4 @@ def test_the_predicted_bytes_are_the_arenas() -> None:
     handle.detach()
     assert report["lean"] and report["host"]["slab"] == 0, report["binding"]
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.01)
-    assert device_bytes(run, (), 0.0, ALL) != pytest.approx(report["plan"]["arena"], rel=0.05)
+    assert device_bytes(run, Places(dropped=ALL), 0.0) != pytest.approx(report["plan"]["arena"], rel=0.05)

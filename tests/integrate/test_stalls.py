@@ -16,6 +16,6 @@ def test_how_slow_copies_are_follows_from_their_stalls(share: float) -> None:
     run = runs.run(runs.layer(16 * 1024), 8, link=50e9)
     homes = solve(run, may_be_plain=False)
     assert homes.alpha > 0.5
-    step = Schedule(slower(run, share), homes.residents).at(homes.alpha)
+    step = Schedule(slower(run, share), homes.places).at(homes.alpha)
     assert slowdown(run, homes, step.d2h_stall_s + step.h2d_stall_s, step.seconds) == pytest.approx(share, rel=0.01)
     assert slowdown(run, homes, homes.d2h_stall_s + homes.h2d_stall_s, homes.step_s) == 1.0

@@ -44,8 +44,8 @@ def layer(
 
 
 def run(one: LayerCosts, n: int, link: float = 20e9, host: int = 1 << 50, device: int | None = None, **more: float) -> RunCosts:
-    """n like layers; without `device`, room for two residents and the buffers."""
-    device = 4 * one.frame_bytes if device is None else device
+    """n like layers; without `device`, room for two residents and a reload."""
+    device = 3 * one.frame_bytes if device is None else device
     return RunCosts((one,) * n, link, link, host, device, **more)
 
 

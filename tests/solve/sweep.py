@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ds_memo.estimate.simulate import simulate
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import Homes
-from ds_memo.solve.memory import host_cap
+from ds_memo.solve.memory import device_bytes, host_cap
+from ds_memo.solve.places import Places
 from tests.solve.runs import GPT, LLAMA, layer, run
 
 KI = 1024
@@ -47,16 +48,17 @@ SETTINGS = [
 ]
 
 
-def best_of_a_sweep(costs: RunCosts, residents: frozenset[int]) -> list[float]:
-    """The alphas of the shortest simulated step: 0, 0.05 … 1 as far as the host holds them, then finer around the best."""
-    swapped = [one for i, one in enumerate(costs.layers) if i not in residents]
-    cap = host_cap(swapped, costs.host_budget)
+def best_of_a_sweep(costs: RunCosts, places: Places) -> list[float]:
+    """The alphas of the shortest simulated step: 0, 0.05 … 1 as far as the host holds them, then finer around the best. Only 0
+    where the device has no room for reload buffers with rows."""
+    swapped = [costs.layers[index] for index in places.swapped(len(costs.layers))]
+    cap = host_cap(swapped, costs.host_budget) if device_bytes(costs, places, 1.0) <= costs.device_budget else 0.0
     tried: dict[float, float] = {}
 
     def best_near(alphas: list[float]) -> float:
         for alpha in alphas:
             if 0 <= alpha <= cap and alpha not in tried:
-                tried[alpha] = simulate(costs, alpha, residents).seconds
+                tried[alpha] = simulate(costs, alpha, places).seconds
         return min(tried, key=tried.__getitem__)
 
     best = best_near([i / 20 for i in range(21)] + [cap])
@@ -67,4 +69,4 @@ def best_of_a_sweep(costs: RunCosts, residents: frozenset[int]) -> list[float]:
 
 def off_the_best(costs: RunCosts, homes: Homes) -> float:
     """|alpha − best of the sweep|, the nearest where several are as good."""
-    return min(abs(homes.alpha - alpha) for alpha in best_of_a_sweep(costs, homes.residents))
+    return min(abs(homes.alpha - alpha) for alpha in best_of_a_sweep(costs, homes.places))

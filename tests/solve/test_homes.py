@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from dataclasses import replace
 
@@ -12,10 +13,10 @@ from ds_memo.errors import MemoError
 from ds_memo.solve.alpha import best_alpha
 from ds_memo.solve.costs import ALIGN, PAGE, LayerCosts, RunCosts
 from ds_memo.solve.homes import alpha_for_host, solve
-from ds_memo.solve.last_resort import place_residents
 from ds_memo.solve.lp import best_alphas
 from ds_memo.solve.memory import bytes_at_head, device_bytes
 from ds_memo.solve.paper import paper_alpha
+from ds_memo.solve.places import Places, spread
 from ds_memo.solve.refusals import GIB, NothingFits
 from ds_memo.solve.schedule import Schedule
 from tests.solve.runs import GPT, LLAMA, layer, random_run, run
@@ -67,9 +68,9 @@ def test_the_papers_alpha_is_the_largest_that_is_allowed() -> None:
 # ---- properties
 
 
-def answer(costs: RunCosts) -> object:
+def answer(costs: RunCosts, **how: bool) -> object:
     try:
-        return solve(costs)
+        return solve(costs, **how)
     except NothingFits as nothing:
         return nothing
 
@@ -84,13 +85,12 @@ def test_budgets_are_kept(seed: int) -> None:
     assert 0 <= homes.alpha <= 1
     assert homes.host_bytes <= costs.host_budget
     assert homes.device_bytes <= costs.device_budget
-    assert not homes.residents & (homes.dropped | homes.lean)
-    assert homes.alpha == 0 or not homes.dropped | homes.lean
-    assert homes.plain or homes.residents == place_residents(len(costs.layers), len(homes.residents))
-    if not homes.plain:
-        swapped = [i for i in range(len(costs.layers)) if i not in homes.residents | homes.lean]
-        assert homes.host_bytes == sum(costs.layers[i].host_bytes(homes.alpha, i not in homes.dropped) for i in swapped)
-        assert homes.device_bytes == device_bytes(costs, homes.residents, homes.alpha, homes.dropped, homes.lean)
+    residents, lean, dropped, plain = homes.places
+    assert not residents & (dropped | lean | plain) and not plain & (dropped | lean)
+    swapped = set(range(len(costs.layers))) - residents - lean - plain
+    assert homes.host_bytes == sum(costs.layers[i].host_bytes(homes.alpha, i not in dropped) for i in swapped)
+    assert homes.device_bytes == device_bytes(costs, homes.places, homes.alpha)
+    assert homes.plain == (len(plain) == len(costs.layers))
 
 
 def test_the_seeds_reach_every_kind_of_answer() -> None:
@@ -98,11 +98,12 @@ def test_the_seeds_reach_every_kind_of_answer() -> None:
     found = [homes for homes in answers if not isinstance(homes, NothingFits)]
     assert len(found) < len(answers)
     assert any(homes.plain for homes in found)
-    assert any(homes.dropped for homes in found)
-    assert any(homes.lean and homes.residents for homes in found)
-    assert any(homes.lean and not homes.dropped for homes in found)
-    assert any(homes.lean - homes.dropped and homes.dropped - homes.lean for homes in found)
-    assert any(homes.alpha == 0 and not homes.dropped | homes.lean for homes in found)
+    assert any(homes.places.dropped for homes in found)
+    assert any(homes.places.plain and homes.places.residents and homes.host_bytes for homes in found)
+    assert any(homes.places.lean and homes.places.residents for homes in found)
+    assert any(homes.places.lean and not homes.places.dropped for homes in found)
+    assert any(homes.places.lean - homes.places.dropped and homes.places.dropped - homes.places.lean for homes in found)
+    assert any(homes.alpha == 0 and not homes.places.dropped | homes.places.lean for homes in found)
     assert sum(0 < homes.alpha < 1 for homes in found) > 50
     for start in (
         "everything fits",
@@ -116,16 +117,19 @@ def test_the_seeds_reach_every_kind_of_answer() -> None:
 
 
 @pytest.mark.parametrize("budget", ["host_budget", "device_budget"])
-@pytest.mark.parametrize("seed", SEEDS[:150])
-def test_alpha_is_monotone_in_each_budget(seed: int, budget: str) -> None:
-    # More device memory may make other layers resident; where those are larger or smaller ones, alpha may move either way.
-    costs = random_run(seed, most_kinds=1 if budget == "device_budget" else 3)
-    before, was = -1.0, None
-    for tenths in range(1, 31):
-        now = answer(replace(costs, **{budget: getattr(costs, budget) * tenths // 10}))
-        alpha = -1.0 if isinstance(now, NothingFits) else now.alpha
-        assert alpha >= before - 1e-4, (tenths, was, now)
-        before, was = alpha, now
+def test_more_of_a_budget_is_hardly_ever_worse(budget: str) -> None:
+    """The step of like layers gets longer in few of these odd runs, and there not by much: layers are packed whole."""
+    worst: list[float] = []
+    for seed in SEEDS[:150]:
+        costs, best, longer = random_run(seed, most_kinds=1), math.inf, 0.0
+        for tenths in range(1, 31):
+            homes = answer(replace(costs, **{budget: getattr(costs, budget) * tenths // 10}))
+            assert best == math.inf or not isinstance(homes, NothingFits)
+            step_s = math.inf if isinstance(homes, NothingFits) else homes.step_s
+            longer, best = max(longer, step_s / best - 1 if best < math.inf else 0.0), min(best, step_s)
+        worst.append(longer)
+    assert max(worst) < 0.2
+    assert sum(longer > 0.01 for longer in worst) <= 0.1 * len(worst)
 
 
 def test_never_worse_than_the_papers_alpha() -> None:
@@ -134,16 +138,16 @@ def test_never_worse_than_the_papers_alpha() -> None:
     for seed in SEEDS:
         costs = random_run(seed)
         n = len(costs.layers)
-        residents = place_residents(n, 2)
+        places = Places(spread(n, 2))
         link, host = costs.d2h_bytes_per_s, costs.host_budget
         bounds = [
             paper_alpha(one.nbytes("input", "choice"), one.attention_bytes, one.split_bytes, link, one.forward_s, n, host)
             for one in costs.layers
         ]
-        if None in bounds or device_bytes(costs, residents, 1.0) > costs.device_budget:
+        if None in bounds or device_bytes(costs, places, 1.0) > costs.device_budget:
             continue
         compared += 1
-        papers = Schedule(costs, residents).at(min(bounds))
+        papers = Schedule(costs, places).at(min(bounds))
         assert solve(costs).step_s <= papers.seconds * (1 + 1e-3), seed
     assert compared > 80
 
@@ -153,7 +157,7 @@ def test_the_search_and_cbc_agree() -> None:
     schedules = []
     for seed in SEEDS[:100]:
         costs = random_run(seed)
-        schedules.append(Schedule(costs, place_residents(len(costs.layers), seed % 4)))
+        schedules.append(Schedule(costs, Places(spread(len(costs.layers), seed % 4))))
     for schedule, by_cbc in zip(schedules, best_alphas([(schedule, 1.0) for schedule in schedules]), strict=True):
         by_search = best_alpha(schedule, 1.0)
         assert schedule.at(by_search).seconds == pytest.approx(schedule.at(by_cbc).seconds, rel=1e-6)
@@ -164,13 +168,13 @@ def test_a_failing_cbc_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(MemoError, match="CBC found no alpha"):
-        best_alphas([(Schedule(run(layer(1024), 4), ()), 1.0)])
+        best_alphas([(Schedule(run(layer(1024), 4), Places()), 1.0)])
 
 
 def test_slopes_are_slopes() -> None:
     for seed in SEEDS[:50]:
         costs = random_run(seed)
-        schedule = Schedule(costs, place_residents(len(costs.layers), 1), (0,))
+        schedule = Schedule(costs, Places(spread(len(costs.layers), 1), dropped=frozenset({0})))
         points = [schedule.at(i / 50) for i in range(51)]
         for here, there in itertools.pairwise(points):
             chord = (there.seconds - here.seconds) * 50
@@ -194,29 +198,31 @@ def test_head_and_loss_stand_beside_what_layers_keep() -> None:
     one = layer(1024)
     frame, head = one.frame_bytes, 5 * one.frame_bytes
     with_head = run(one, 8, device=8 * frame, head_bytes=head)
-    assert device_bytes(with_head, {6, 7}, 1.0) == 4 * frame + head  # two residents and two on their way out
-    residents = solve(with_head).residents
-    assert bytes_at_head(with_head, residents, 1.0) == device_bytes(with_head, residents, 1.0) - head
-    assert len(solve(with_head).residents) == 1 < len(solve(run(one, 8, device=8 * frame)).residents)
+    assert device_bytes(with_head, Places(frozenset({6, 7})), 1.0) == 3 * frame + head  # two residents and one on its way out
+    places = solve(with_head).places
+    assert bytes_at_head(with_head, places, 1.0) == device_bytes(with_head, places, 1.0) - head
+    assert len(solve(with_head).places.residents) == 2 < len(solve(run(one, 8, device=8 * frame)).places.residents)
     plain = run(one, 8, device=8 * one.plain_bytes + head, head_bytes=head)
     assert solve(plain).plain
     assert not solve(replace(plain, head_bytes=head + 1)).plain
     on_their_way = replace(with_head, backward_bytes=3 * head)
-    assert device_bytes(on_their_way, {6, 7}, 1.0) == 3 * frame + 3 * head  # two residents and a reload
+    assert device_bytes(on_their_way, Places(frozenset({6, 7})), 1.0) == 3 * frame + 3 * head  # two residents and a reload
 
 
 def test_all_resident() -> None:
     one = layer(1024)
     homes = solve(run(one, 8, device=8 * one.frame_bytes))
-    assert (homes.residents, homes.host_bytes) == (frozenset(range(8)), 0)
+    assert (homes.places.residents, homes.host_bytes) == (frozenset(range(8)), 0)
     assert homes.binding.startswith("device memory: all 8 layers are resident")
-    assert len(solve(run(one, 8, device=8 * one.frame_bytes - 1)).residents) == 5  # and two buffers
+    assert (
+        len(solve(run(one, 8, device=8 * one.frame_bytes - 1)).places.residents) == 6
+    )  # and a buffer, beside which the last one on its way out has gone
 
 
 def test_all_swapped() -> None:
     one = layer(256 * 1024)  # attention is long enough to hide any copy
     homes = solve(run(one, 16, link=40e9, device=2 * one.frame_bytes))
-    assert (homes.alpha, homes.residents) == (1.0, frozenset())
+    assert (homes.alpha, homes.places.residents) == (1.0, {15})  # the last one needs no more beside a reload than swapped
     assert homes.binding.startswith("all rows fit the host and their copies hide")
     # What no schedule can hide: the last frame's way out and back, since no resident layer stands behind it.
     assert homes.d2h_stall_s + homes.h2d_stall_s < 0.1 * homes.step_s
@@ -252,14 +258,14 @@ def test_no_rival_that_stores_less_trains_longer() -> None:
     """Input offload with full recomputation keeps the inputs on the host and one layer on the device: so can we."""
     one = layer(512 * 1024)
     homes = solve(run(one, 32, host=32 * one.nbytes("input"), device=2 * one.nbytes("input")))
-    assert homes.dropped == frozenset(range(32))
-    assert not homes.residents
+    assert homes.places.dropped == frozenset(range(32))
+    assert not homes.places.residents
 
 
 @pytest.mark.parametrize("budget, where", [("host_budget", "host memory"), ("device_budget", "device memory")])
 def test_nothing_fits(budget: str, where: str) -> None:
     one = layer(64 * 1024)
-    costs = run(one, 32, host=32 * one.nbytes("input"), device=2 * one.nbytes("input"))
+    costs = run(one, 32, host=31 * one.nbytes("input"), device=2 * one.nbytes("input"))  # the last stays
     with pytest.raises(NothingFits, match=where) as caught:
         solve(replace(costs, **{budget: getattr(costs, budget) - 1}))
     message = str(caught.value)
@@ -268,7 +274,7 @@ def test_nothing_fits(budget: str, where: str) -> None:
     for word in ("GiB are missing", "sequence-parallel ranks", "smaller batch"):
         assert word in message
     with pytest.raises(NothingFits, match=r" 8 GiB are missing.* 2 times as many sequence-parallel ranks"):
-        solve(replace(costs, host_budget=16 * one.nbytes("input")))
+        solve(replace(costs, host_budget=15 * one.nbytes("input")))
 
 
 # ---- what is configured
@@ -278,10 +284,10 @@ def test_what_is_configured_is_obeyed() -> None:
     one = layer(16384)
     costs = run(one, 32)
     assert solve(costs, alpha=0.9).alpha == 0.9
-    assert solve(costs, alpha=0.9).residents == place_residents(32, 2)
-    assert len(solve(costs, resident_layers=7).residents) == 7
+    assert solve(costs, alpha=0.9).places.residents == spread(32, 2)
+    assert len(solve(costs, resident_layers=7).places.residents) == 7
     both = solve(costs, alpha=0.25, resident_layers=0)
-    assert (both.alpha, both.residents, both.plain) == (0.25, frozenset(), False)
+    assert (both.alpha, both.places.residents, both.plain) == (0.25, frozenset(), False)
     assert both.binding.startswith("as configured: host memory")
     plenty = replace(costs, device_budget=1 << 60)
     assert solve(plenty).plain
@@ -307,7 +313,7 @@ def test_a_configured_alpha_for_which_the_device_is_too_small() -> None:
         solve(tight, alpha=0.5)
     assert (no.value.where, no.value.needed) == ("device", 2 * one.frame_bytes)
     assert solve(tight, alpha=0.0).alpha == solve(tight).alpha == 0.0
-    assert solve(replace(tight, device_budget=2 * one.frame_bytes), alpha=0.5).residents == frozenset()
+    assert solve(replace(tight, device_budget=2 * one.frame_bytes), alpha=0.5).places.residents == {31}
     with pytest.raises(NothingFits, match=r"at alpha 0\.0 needs") as no:
         solve(replace(tight, device_budget=1), alpha=0.0)
     assert "memo.alpha" not in str(no.value)
@@ -343,7 +349,7 @@ def test_the_search_looks_at_few_alphas(layers: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("n, k, where", [(8, 2, {6, 7}), (8, 1, {7}), (8, 0, set()), (2, 5, {0, 1}), (10, 4, {2, 6, 8, 9})])
 def test_residents_are_last_and_spread(n: int, k: int, where: set[int]) -> None:
-    assert place_residents(n, k) == where
+    assert spread(n, k) == where
 
 
 def test_alpha_for_host() -> None:

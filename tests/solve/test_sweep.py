@@ -10,7 +10,7 @@ import pytest
 from ds_memo.estimate.simulate import simulate
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import solve
-from ds_memo.solve.last_resort import place_residents
+from ds_memo.solve.places import Places, spread
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.schedule import Schedule
 from tests.solve.runs import random_run
@@ -21,12 +21,14 @@ from tests.solve.sweep import BAR, KI, SETTINGS, Setting, off_the_best
 def test_the_schedule_is_the_engines(seed: int) -> None:
     costs = random_run(seed)
     n = len(costs.layers)
-    residents = place_residents(n, seed % 5)
+    residents = spread(n, seed % 5)
     dropped = [i for i in range(n) if i not in residents and seed % 3 == 0 and i % 2]
     lean = [i for i in range(n) if i not in residents and seed % 4 == 0 and i % 3 == 0]
-    schedule = Schedule(costs, residents, dropped, lean)
+    plain = [i for i in range(n) if i not in residents and i not in lean and seed % 5 == 1 and i % 4 == 0]
+    places = Places(residents, frozenset(lean), frozenset(dropped) - frozenset(plain), frozenset(plain))
+    schedule = Schedule(costs, places)
     for alpha in (0.0, 0.25, 0.7, 1.0):
-        ours, engine = schedule.at(alpha), simulate(costs, alpha, residents, dropped, lean)
+        ours, engine = schedule.at(alpha), simulate(costs, alpha, places)
         assert ours.seconds == pytest.approx(engine.seconds, rel=1e-9)
         assert ours.d2h_stall_s == pytest.approx(engine.d2h_stall_s, abs=1e-9 * engine.seconds)
         assert ours.h2d_stall_s == pytest.approx(engine.h2d_stall_s, abs=1e-9 * engine.seconds)
@@ -43,7 +45,7 @@ def regime(costs: RunCosts) -> str:
 def test_alpha_is_the_best_of_a_sweep(setting: Setting) -> None:
     costs = setting.costs()
     homes = solve(costs, may_be_plain=False)
-    assert not homes.dropped
+    assert not homes.places.dropped
     assert off_the_best(costs, homes) <= BAR, homes
 
 
@@ -55,17 +57,16 @@ def test_the_settings_cover_the_regimes() -> None:
 
 def test_the_other_regimes() -> None:
     all_resident = replace(SETTINGS[0], device=24).costs()
-    homes = solve(all_resident)
-    assert len(homes.residents) == 24
-    assert simulate(all_resident, 1.0, homes.residents).seconds == pytest.approx(homes.step_s, rel=1e-9)
+    homes = solve(all_resident, may_be_plain=False)
+    assert len(homes.places.residents) == 24
+    assert simulate(all_resident, 1.0, homes.places).seconds == pytest.approx(homes.step_s, rel=1e-9)
     for host, device in ((0.01, 0.5), (2.0, 0.05)):
         with pytest.raises(NothingFits):
             solve(replace(SETTINGS[0], host=host, device=device).costs())
     both = replace(SETTINGS[0], host=0.01).costs()
     homes = solve(both)
-    assert homes.lean and homes.step_s == pytest.approx(
-        simulate(both, 0.0, homes.residents, homes.dropped, homes.lean).seconds, rel=1e-9
-    )
+    assert homes.places.lean
+    assert homes.step_s == pytest.approx(simulate(both, 0.0, homes.places).seconds, rel=1e-9)
 
 
 def test_a_wrong_bandwidth_shows() -> None:
