@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed.comm as dist
@@ -10,9 +11,12 @@ import pytest
 import torch
 
 import ds_memo
+from ds_memo.integrate import autopilot
 from ds_memo.integrate.stalls import Window
+from ds_memo.solve.homes import Homes, _judged
+from ds_memo.solve.places import place
 from ds_memo.solve.refusals import NothingFits
-from tests.models import VOCAB, Batch, Block, Toy, assert_same, build, step
+from tests.models import HIDDEN, LAYERS, VOCAB, Batch, Block, Toy, assert_same, build, step
 from tests.unit.common import ON_CPU, DistributedTest
 
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="two CPU ranks")
@@ -44,14 +48,14 @@ def train(engine: Any, lengths: list[int]) -> list[float]:
     return losses
 
 
-def plain_passes(engine: Any) -> list[bool]:
-    """Has, from here on, whether each pass does without checkpointing."""
+def plain_passes(engine: Any, what: Callable[[Homes], Any] = lambda homes: homes.plain) -> list[Any]:
+    """Has, from here on, whether each pass does without checkpointing, or what else its homes tell."""
     passes = []
     choose = engine.memo.autopilot.choose
 
     def spy(*args: Any) -> Any:
         chosen = choose(*args)
-        passes.append(chosen.homes.plain)
+        passes.append(what(chosen.homes))
         return chosen
 
     engine.memo.autopilot.choose = spy
@@ -89,6 +93,22 @@ class TestUnevenRanks(DistributedTest):
             assert passes[1:] == [mine == other == SHORT for mine, other in zip(ours, theirs, strict=True)][1:]
         else:
             assert passes[1:] == [length == SHORT for length in lengths][1:]
+
+    def test_plain_layers_are_those_of_all_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where ranks would have other numbers of them, one would replay, and gather, what the other does not."""
+
+        def decided(run: Any, alpha: Any, residents: Any, may_be_plain: bool) -> Homes:
+            short = run.layers[0].outputs[0].nbytes < 2 * 2 * SHORT * HIDDEN * 4
+            return _judged(run, 1.0, place(LAYERS, 0, (2 if short else 1) * may_be_plain), "as the test wants it")
+
+        lengths = [(SHORT, SHORT), (SHORT, SHORT), (SHORT, LONG), (LONG, LONG), (LONG, SHORT), (SHORT, SHORT)]
+        mine = [pair[dist.get_rank()] for pair in lengths]
+        want = train(start(3), mine)
+        monkeypatch.setattr(autopilot, "solve", decided)
+        engine = start(3, enabled=True)
+        passes = plain_passes(engine, lambda homes: len(homes.places.plain))
+        assert train(engine, mine) == pytest.approx(want, rel=1e-6)
+        assert passes == [0, 2, 0, 1, 0, 2]  # the first shows what the head takes
 
     @pytest.mark.parametrize("memo", [{"alpha": 0.5, "resident_layers": 1}, {"alpha": 0.5}, {}], ids=str)
     def test_a_length_that_is_new_to_one_rank(self, memo: dict[str, Any]) -> None:
