@@ -333,12 +333,14 @@ class Autopilot:
         before = self._latest
         if before is None:
             return
-        after = self._solve(before.shape, may_be_plain=False).homes
+        after = self._solve(before.shape, self._may_be_plain).homes
         if after.alpha < before.homes.alpha:
-            self.changes.append(
-                f"alpha lowered from {before.homes.alpha:.4g} to {after.alpha:.4g}: copies reach {self._copies_at:.0%} of the "
-                "profiled bandwidth"
-            )
+            change = f"alpha lowered from {before.homes.alpha:.4g} to {after.alpha:.4g}"
+        elif after.places != before.homes.places:
+            change = f"other homes ({after.binding})"
+        else:
+            return
+        self.changes.append(f"{change}: copies reach {self._copies_at:.0%} of the profiled bandwidth")
 
 
 def _is_divided(parameter: nn.Parameter) -> bool:

@@ -70,7 +70,7 @@ def solve(
     everyone = place(len(run.layers), residents=0, plain=len(run.layers))
     if may_be_plain and _fits(run, everyone, 1.0):
         used = of_budget(device_bytes(run, everyone, 1.0), run.device_budget)
-        return _judged(run, 1.0, everyone, f"everything fits without checkpointing: {used} GiB of device memory")
+        return judged(run, 1.0, everyone, f"everything fits without checkpointing: {used} GiB of device memory")
     homes = _checkpointed(run, resident_layers)
     if homes.alpha > 0 and may_be_plain:
         homes = _with_plain_layers(run, homes)
@@ -115,7 +115,7 @@ def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Homes:
     need = swapped_bytes(run, places, alpha)
     if need > run.host_budget:
         raise too_little_host_memory(run, alpha, places, need)
-    return _judged(run, alpha, places, f"as configured: {host_use(run, need, alpha)}")
+    return judged(run, alpha, places, f"as configured: {host_use(run, need, alpha)}")
 
 
 def _swapping(run: RunCosts, resident_layers: int | None, plain: int = 0) -> Homes | None:
@@ -126,7 +126,7 @@ def _swapping(run: RunCosts, resident_layers: int | None, plain: int = 0) -> Hom
     swapped = [run.layers[index] for index in places.swapped(len(run.layers))]
     if not swapped:
         used = of_budget(device_bytes(run, places, 1.0), run.device_budget)
-        return _judged(run, 1.0, places, f"device memory: {_in_words(run, places)} in {used} GiB")
+        return judged(run, 1.0, places, f"device memory: {_in_words(run, places)} in {used} GiB")
     cap = host_cap(swapped, run.host_budget)
     schedule = Schedule(run, places)
     alpha = _rounded(best_alpha(schedule, cap))
@@ -137,7 +137,7 @@ def _swapping(run: RunCosts, resident_layers: int | None, plain: int = 0) -> Hom
         sentence = use
     else:
         sentence = _link(schedule, alpha)
-    return _judged(run, alpha, places, sentence)
+    return judged(run, alpha, places, sentence)
 
 
 def _rounded(alpha: float) -> float:
@@ -151,7 +151,7 @@ def _checkpointed(run: RunCosts, resident_layers: int | None) -> Homes:
         return homes
     small = _most_residents(run, 0.0, resident_layers)
     if small is not None and swapped_bytes(run, small, 0.0) <= run.host_budget:
-        return _judged(run, 0.0, small, _why_zero(run, small))
+        return judged(run, 0.0, small, _why_zero(run, small))
     return _last_resort(run, resident_layers)
 
 
@@ -232,10 +232,11 @@ def _packed(run: RunCosts, places: Places, because: str) -> Homes:
     lean = f"{len(places.lean)} of {n} layers are lean, they stay on the device without GEMM outputs; " if places.lean else ""
     on_host = f"{of_budget(swapped_bytes(run, places, alpha), run.host_budget)} GiB of host memory at alpha {alpha:.4g}"
     on_device = f"{of_budget(device_bytes(run, places, alpha), run.device_budget)} GiB of device memory"
-    return _judged(run, alpha, places, f"{because}: {again}{lean}{on_host}, {on_device}")
+    return judged(run, alpha, places, f"{because}: {again}{lean}{on_host}, {on_device}")
 
 
-def _judged(run: RunCosts, alpha: float, places: Places, binding: str) -> Homes:
+def judged(run: RunCosts, alpha: float, places: Places, binding: str) -> Homes:
+    """What these homes take, whether they fit or not."""
     step = Schedule(run, places).at(alpha)
     return Homes(
         alpha=alpha,

@@ -11,7 +11,7 @@ import torch
 
 import ds_memo
 from ds_memo.integrate import autopilot
-from ds_memo.solve.homes import Homes, _judged, solve
+from ds_memo.solve.homes import Homes, judged, solve
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.places import Places, place
 from tests.models import LAYERS, MODELS, Batch, assert_same, build, poisoned_memory, step
@@ -29,7 +29,7 @@ def attached(monkeypatch: pytest.MonkeyPatch, model: Any, alpha: float, **places
     """With these homes, whatever would be best."""
 
     def decided(run: Any, *given: Any) -> Homes:
-        return _judged(run, alpha, Places(**places), "as the test wants it")
+        return judged(run, alpha, Places(**places), "as the test wants it")
 
     monkeypatch.setattr(autopilot, "solve", decided)
     return ds_memo.attach(model, {"enabled": True})

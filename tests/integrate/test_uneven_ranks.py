@@ -13,7 +13,7 @@ import torch
 import ds_memo
 from ds_memo.integrate import autopilot
 from ds_memo.integrate.stalls import Window
-from ds_memo.solve.homes import Homes, _judged
+from ds_memo.solve.homes import Homes, judged
 from ds_memo.solve.places import place
 from ds_memo.solve.refusals import NothingFits
 from tests.models import HIDDEN, LAYERS, VOCAB, Batch, Block, Toy, assert_same, build, step
@@ -99,7 +99,7 @@ class TestUnevenRanks(DistributedTest):
 
         def decided(run: Any, alpha: Any, residents: Any, may_be_plain: bool) -> Homes:
             short = run.layers[0].outputs[0].nbytes < 2 * 2 * SHORT * HIDDEN * 4
-            return _judged(run, 1.0, place(LAYERS, 0, (2 if short else 1) * may_be_plain), "as the test wants it")
+            return judged(run, 1.0, place(LAYERS, 0, (2 if short else 1) * may_be_plain), "as the test wants it")
 
         lengths = [(SHORT, SHORT), (SHORT, SHORT), (SHORT, LONG), (LONG, LONG), (LONG, SHORT), (SHORT, SHORT)]
         mine = [pair[dist.get_rank()] for pair in lengths]
