@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -92,7 +93,12 @@ def _classify(func: OpOverload) -> Kind:
         return Kind.ATTENTION
     if func in CHOICE:
         return Kind.CHOICE
-    return Kind.MUTATES if func._schema.is_mutable else Kind.PLAIN
+    return Kind.MUTATES if func._schema.is_mutable or _is_collective_in_place(func) else Kind.PLAIN
+
+
+def _is_collective_in_place(func: OpOverload) -> bool:
+    """Those of torch.distributed, as tensor parallelism's sum of a product: they write to what comes first; no schema says so."""
+    return func.namespace == "c10d" and func._opname.endswith("_")
 
 
 def is_blank(func: OpOverload) -> bool:
@@ -116,6 +122,8 @@ def looks_like_attention(func: OpOverload) -> bool:
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The arguments that a mutating op writes to, lists flattened."""
+    if _is_collective_in_place(func):
+        return [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
     written: list[torch.Tensor] = []
     for position, parameter in enumerate(func._schema.arguments):
         if parameter.alias_info is not None and parameter.alias_info.is_write:
