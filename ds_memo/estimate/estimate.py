@@ -136,6 +136,7 @@ class Estimate:
             "step_s": self.step_s,
             "alpha": self.alpha,
             "resident_layers": self.resident_layers,
+            "homes": {name: len(layers) for name, layers in self.places._asdict().items()},
             "binding": self.binding,
             "device_gib": self.device_total / GIB,
             "host_gib": self.host_bytes / GIB,

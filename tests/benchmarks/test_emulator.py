@@ -48,3 +48,15 @@ def test_without_a_plan_more_is_reserved(capfd: pytest.CaptureFixture[str]) -> N
     """The comparison can fail."""
     last = steps(capfd, {"alpha": 0.5, "resident_layers": 2, "plan": {"enabled": False}})[-1]
     assert last["hits"] == 0 and last["reserved"] > 1.02 * last["requested"]
+
+
+@pytest.mark.parametrize("workload, host_gib", [("gpt7b", 2), ("gpt7b", 32), ("llama8b", 2)])
+def test_no_rival_trains_longer_in_the_same_memory(workload: str, host_gib: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of 16 GiB; where the host is small, ours is the longest of all."""
+    rivals = ["checkpoint", "deepspeed", "hf_offload"]
+    asked = ["capacity", workload, "--host-gib", str(host_gib), "--rivals", "ds_memo, planned", *rivals]
+    assert emulator.main(asked) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.endswith(" tokens")]
+    ours, *theirs = [int(line.split()[-2].replace(",", "")) for line in lines]
+    assert len(theirs) == len(rivals) and max(theirs) > 0
+    assert ours > max(theirs) if host_gib == 2 else ours >= max(theirs)

@@ -49,6 +49,7 @@ def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
     assert answer(capsys, "--seq-length", "4M", "--host-memory-gib", "1")["status"] == "oom"
     lean = answer(capsys, "--seq-length", "512K", "--host-memory-gib", "1")
     assert lean["status"] == "ok" and "27 of 32 layers are lean" in lean["binding"]
+    assert lean["homes"] == {"residents": 5, "lean": 27, "dropped": 0, "plain": 0}
 
 
 def test_alpha_plan_and_batch_are_obeyed(capsys):

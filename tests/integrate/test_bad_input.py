@@ -194,8 +194,8 @@ def test_host_budget_too_small() -> None:
 
 def test_host_budget_too_small_for_any_alpha() -> None:
     model = build("llama")
-    handle = ds_memo.attach(model, {"resident_layers": 0, "host_memory_gib": 1e-5})
-    with pytest.raises(ds_memo.MemoError, match=r"host memory: the inputs of 4 swapped layers alone need .* GiB are missing"):
+    handle = ds_memo.attach(model, {"resident_layers": 0, "host_memory_gib": 1e-5, "device_memory_gib": 1e-4})
+    with pytest.raises(ds_memo.MemoError, match=r"the inputs of 4 layers that the host has no room for.* GiB are missing"):
         step(model, BATCH)
     handle.detach()
     handle = ds_memo.attach(model, {"alpha": 0.0, "resident_layers": 0, "host_memory_gib": 1e-5})
