@@ -129,6 +129,13 @@ def _question(args: argparse.Namespace) -> Question:
 # ---- one answer
 
 
+def _staying(answer: Estimate) -> int | None:
+    """How many layers keep on the device what they keep."""
+    if answer.resident_layers is None:
+        return None
+    return answer.resident_layers + len(answer.places.lean) + len(answer.places.plain)
+
+
 def _print(answer: Estimate) -> None:
     q = answer.question
     title = f"{q.model.name}, {short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {q.method}"
@@ -188,7 +195,7 @@ def _table(args: argparse.Namespace, question: Question) -> int:
         print(json.dumps(rows, indent=1, allow_nan=False))
         return 0
     print(f"{question.model.name} on {question.gpus} × {question.hardware.name}")
-    head = ("method", "tokens", "status", "MFU", "TGS", "step s", "alpha", "resident", "device GiB", "host GiB", "layout")
+    head = ("method", "tokens", "status", "MFU", "TGS", "step s", "alpha", "stay", "device GiB", "host GiB", "layout")
     text = [head, *(_cells(answer) for answer in found)]
     wide = [max(len(row[i]) for row in text) for i in range(len(head))]
     for row in text:
@@ -211,7 +218,7 @@ def _cells(answer: Estimate) -> tuple[str, ...]:
         cell(answer.tgs, ",.0f"),
         cell(answer.step_s, ",.2f"),
         cell(answer.alpha, ".4g"),
-        cell(answer.resident_layers, "d"),
+        cell(_staying(answer), "d"),
         f"{answer.device_total / GIB:.1f}",
         f"{answer.host_bytes / GIB:,.0f}",
         str(answer.layout),
