@@ -15,7 +15,8 @@ from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import solve
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.places import Places
-from tests.models import LAYERS, MODELS, Batch, assert_same, build, poisoned_memory, step
+from tests.integrate.covering import covering
+from tests.models import LAYERS, Batch, assert_same, build, poisoned_memory, step
 
 GIB = 1 << 30
 BATCH = Batch.random(2, 60)
@@ -39,10 +40,10 @@ def profiled(model: Any) -> RunCosts:
     return told[0]
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gemma2"])  # its attention is never kept
-@pytest.mark.parametrize("dropped, host", [(LAYERS, 0), (2, 0), (0, 0), (3, 1)])
-def test_gradients_are_stocks(name: str, dropped: int, host: int) -> None:
+@pytest.mark.parametrize("memory, name", covering([(LAYERS, 0), (2, 0), (0, 0), (3, 1)]), ids=str)
+def test_gradients_are_stocks(memory: tuple[int, int], name: str) -> None:
     """Inputs stay on the device: all of them without attention outputs, some with, all with, and one on the host."""
+    dropped, host = memory
     model = build(name)
     stock = copy.deepcopy(model)
     run = profiled(model)

@@ -14,7 +14,8 @@ from ds_memo.integrate import autopilot
 from ds_memo.solve.homes import Homes, judged, solve
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.places import Places, place
-from tests.models import LAYERS, MODELS, Batch, assert_same, build, poisoned_memory, step
+from tests.integrate.covering import covering
+from tests.models import LAYERS, Batch, assert_same, build, poisoned_memory, step
 
 GIB = 1 << 30
 BATCH = Batch.random(2, 60)
@@ -35,8 +36,7 @@ def attached(monkeypatch: pytest.MonkeyPatch, model: Any, alpha: float, **places
     return ds_memo.attach(model, {"enabled": True})
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gemma2"])  # its attention is never kept
-@pytest.mark.parametrize("plain", [{3}, {0}, {1, 3}, {0, 1, 2}], ids=str)
+@pytest.mark.parametrize("plain, name", covering([{3}, {0}, {1, 3}, {0, 1, 2}]), ids=str)
 def test_gradients_are_stocks(monkeypatch: pytest.MonkeyPatch, name: str, plain: set[int]) -> None:
     model = build(name)
     stock = copy.deepcopy(model)
