@@ -16,7 +16,7 @@ from tests.unit.common import DistributedTest
 class TestQuick(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("ranks_per_sequence", [1, 2])
+    @pytest.mark.parametrize("ranks_per_sequence", [pytest.param(1, marks=pytest.mark.slow), 2])
     def test_every_stage_and_dtype(self, ranks_per_sequence):
         matrix.run(matrix.quick_cases(ranks_per_sequence))
 

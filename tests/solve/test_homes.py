@@ -120,7 +120,7 @@ def test_the_seeds_reach_every_kind_of_answer() -> None:
 def test_more_of_a_budget_is_hardly_ever_worse(budget: str) -> None:
     """The step of like layers gets longer in few of these odd runs, and there not by much: layers are packed whole."""
     worst: list[float] = []
-    for seed in SEEDS[:75]:
+    for seed in SEEDS[:50]:
         costs, best, longer = random_run(seed, most_kinds=1), math.inf, 0.0
         for tenths in range(1, 31):
             homes = answer(replace(costs, **{budget: getattr(costs, budget) * tenths // 10}))
