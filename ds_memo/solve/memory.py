@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ds_memo.solve.costs import LayerCosts, RunCosts, counted, host_bytes
-from ds_memo.solve.places import HOMES, Home, Places
+from ds_memo.solve.places import DROPPED, HOMES, STAYS, Home, Places
 
 ALPHA_STEPS = 10_000
 """Alpha is rounded down to a multiple of 1 / ALPHA_STEPS: it is read by people, and rounding down keeps every budget."""
@@ -23,13 +23,9 @@ def device_bytes(run: RunCosts, places: Places, alpha: float) -> int:
     """
     codes = places.codes(len(run.layers))
     frame, forward, backward = _on_device(run, codes, alpha)
-    stays = codes >= 2
-    held = np.cumsum(np.where(stays, frame, 0))
-    below = held - np.where(stays, frame, 0)  # frames below a layer that stay
-    next_swapped = np.maximum.accumulate(np.where(stays, -1, np.arange(len(codes))))  # at or below a layer
-    next_swapped = np.concatenate(([-1], next_swapped[:-1]))
+    below, next_swapped = _below(frame, codes)
     leaving = np.where(next_swapped >= 0, frame[next_swapped], 0)
-    reload = np.where(codes[next_swapped] == 1, 0, leaving)
+    reload = np.where(DROPPED[codes[next_swapped]], 0, leaving)
     peak = max(
         int((below + leaving + forward).max()),
         int(below[-1] + leaving[-1] + frame[-1]) + run.head_bytes,
@@ -43,7 +39,16 @@ def bytes_at_head(run: RunCosts, places: Places, alpha: float) -> int:
     below it one on its way out."""
     codes = places.codes(len(run.layers))
     frame, _, _ = _on_device(run, codes, alpha)
-    return int(frame[codes >= 2].sum() + frame[:-1][codes[:-1] < 2][-1:].sum() + (frame[-1] if codes[-1] < 2 else 0))
+    below, next_swapped = _below(frame, codes)
+    return int(below[-1] + frame[-1] + (frame[next_swapped[-1]] if next_swapped[-1] >= 0 else 0))
+
+
+def _below(frame: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Below each layer the bytes of frames that stay, and the index of the next swapped layer; -1: there is none."""
+    stays = STAYS[codes]
+    held = np.cumsum(np.where(stays, frame, 0))
+    swapped = np.maximum.accumulate(np.where(stays, -1, np.arange(len(codes))))
+    return np.concatenate(([0], held[:-1])), np.concatenate(([-1], swapped[:-1]))
 
 
 def swapped_bytes(run: RunCosts, places: Places, alpha: float) -> int:

@@ -39,6 +39,8 @@ HOMES = (
     *(Home(resident=True), Home(plain=True)),
 )
 """All there are: of swapped layers, of lean ones, and the other two."""
+STAYS, DROPPED = (np.array([getattr(home, what) for home in HOMES]) for what in ("stays", "dropped"))
+"""By the code of a home."""
 
 
 class Places(NamedTuple):
@@ -62,7 +64,7 @@ class Places(NamedTuple):
         return [HOMES[code] for code in self.codes(layers)]
 
     def swapped(self, layers: int) -> list[int]:
-        return np.flatnonzero(self.codes(layers) < 2).tolist()
+        return np.flatnonzero(~STAYS[self.codes(layers)]).tolist()
 
 
 def spread(layers: int, count: int) -> frozenset[int]:
