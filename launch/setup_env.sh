@@ -32,7 +32,8 @@ if [ "$(cat "$STAMP" 2>/dev/null)" != "$STATE" ]; then
     CONSTRAINTS=$(mktemp)
     trap 'rm -f "$CONSTRAINTS"' EXIT
     grep -v '^torch==' constraints.txt >"$CONSTRAINTS"
-    if TORCH=$("$PYTHON" -c 'import torch; print(torch.__version__)' 2>/dev/null); then
+    # pip's version of it: torch.__version__ may say more ("2.13.0+cu130"), and pip then finds nothing that it allows.
+    if TORCH=$("$PYTHON" -c 'import torch; from importlib.metadata import version; print(version("torch"))' 2>/dev/null); then
         say "keeping torch $TORCH"
         echo "torch==$TORCH" >>"$CONSTRAINTS"
     else
