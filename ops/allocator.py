@@ -190,7 +190,8 @@ class Allocator:
 
     def stats(self) -> dict[str, int]:
         """Counts since the process began: "hit" and each of MISSES, in requests; "waits" of the compute stream for others;
-        "live_bytes", "peak_bytes" in arenas; "highest_end", the end of the highest slot that was handed out."""
+        "gave_way", empty arenas that went back to the native allocator because it had no room (CUDA); "live_bytes", "peak_bytes"
+        in arenas; "highest_end", the end of the highest slot that was handed out."""
         return self._op.stats(self._device)
 
 

@@ -36,7 +36,6 @@ from ds_memo.ops.allocator import MIN_BYTES, MISSES, NATIVE, Allocator, Request
 from ds_memo.plan import Plan, PlanError, plan_trace
 from ds_memo.plan.rescale import Lines, fit_sizes, rescale
 from ds_memo.plan.trace import UNIT
-from ds_memo.profile.device_memory import device_free
 from ds_memo.profile.lengths import Kind, Length, Shapes, length_between
 from ds_memo.profile.requests import NEVER, Most, Place, RequestLog, most_in, read_log
 
@@ -147,7 +146,7 @@ class Addresses:
         """Whether step_ends() is called; not known before the first time, unless somebody who knows sets it."""
         self._stepped = True
         self.claimed = False
-        self._stats = self._at_start = dict.fromkeys(("hit", *MISSES), 0)
+        self._stats = self._at_start = dict.fromkeys(("hit", "gave_way", *MISSES), 0)
         self._events: list[Request] = []
         """Of the running pass, as far as they were looked at."""
 
@@ -181,10 +180,7 @@ class Addresses:
             last: it is known to be the last micro-batch of an optimizer step.
             settings: what of each layer's setting the requests depend on.
         """
-        self._finish_pass()
-        first = self._stepped or not self.steps_happen
-        if first:
-            self._finish_iteration()
+        first = self._next_pass()
         self._last_layer = last_layer
         self._kind = kind = Kind(shapes, first, last, settings)
         known = self._known.get(kind) or self._new(kind)
@@ -192,11 +188,14 @@ class Addresses:
             self._have_arena(known)
         if known.plan is not None:
             self._allocator.follow(known.number)
-        else:
-            self._have_room()
-            if known.plans < _PLANS_PER_KIND:
-                self._allocator.profile()
+        elif known.plans < _PLANS_PER_KIND:
+            self._allocator.profile()
         self._allocator.phase("embed")
+
+    def plain_pass_begins(self) -> None:
+        """A training forward begins whose layers run as they are: torch's allocator serves it."""
+        self._next_pass()
+        self._kind = None
 
     def forward_ended(self) -> None:
         self._good = True
@@ -256,6 +255,7 @@ class Addresses:
             "lower_bound": plan.lower_bound if plan else 0,
             "proven": plan.proven if plan else False,
             "arena": self._allocator.arena_bytes if self.claimed else 0,
+            "gave_way": counts["gave_way"],
             "plans": sum(known.plan is not None for known in self._known.values()),
             "hits": counts["hit"],
             "misses": {name: counts[name] for name in MISSES},
@@ -293,6 +293,14 @@ class Addresses:
         self._numbers += 1
         self._plan_from_others(kind, known)
         return known
+
+    def _next_pass(self) -> bool:
+        """Whether the pass that begins is the first of an iteration."""
+        self._finish_pass()
+        first = self._stepped or not self.steps_happen
+        if first:
+            self._finish_iteration()
+        return first
 
     def _finish_pass(self) -> None:
         """Learn from the pass that is over."""
@@ -408,13 +416,6 @@ class Addresses:
         offsets = {slot.id: slot.offset for slot in plan.slots}
         self._allocator.load_plan(known.number, log.slots(offsets, NATIVE), spare)
         known.log, known.plan, known.trouble = log, plan, 0
-
-    def _have_room(self) -> None:
-        """A pass that follows no plan asks torch's allocator for about as much as the arena has. Where there is not so much
-        beside it, the arena gives way; the next pass with a plan takes it again."""
-        arena = self._allocator.arena_bytes
-        if arena and (free := device_free(self._device)) is not None and free < arena:
-            self._allocator.reserve(0)
 
     def _have_arena(self, known: _Known) -> None:
         """An arena that is large enough for the plan. The old one goes first, and what torch's cache holds of the profiling."""

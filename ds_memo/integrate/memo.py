@@ -113,7 +113,10 @@ class Memo:
         if training and not self.decisions.plain:
             self._plan_pass(args, kwargs)
         elif self.addresses and self.addresses.claimed:
-            self.addresses.leave_phase()
+            if training:
+                self.addresses.plain_pass_begins()
+            else:
+                self.addresses.leave_phase()
         self._frames_before = self.engine.traffic.frames
 
     def _choose(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

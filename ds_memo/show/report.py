@@ -143,6 +143,8 @@ def _plan(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     requests = plan["hits"] + sum(missed.values())
     why = f" ({', '.join(f'{count} {reason}' for reason, count in missed.items())})" if missed else ""
     yield "", f"{plan['hits']} of {requests} requests had theirs{why}"
+    if plan.get("gave_way"):  # files of earlier versions do not have it
+        yield "", f"the arena gave way {plan['gave_way']} times to what had no room beside it"
 
 
 def _in_words(data: Any) -> str:

@@ -70,6 +70,7 @@ constexpr std::array<const char*, kOutcomes> kOutcomeNames = {
 struct Stats {
   std::array<uint64_t, kOutcomes> count{};
   uint64_t waits = 0;      // for fences, by the compute stream
+  uint64_t gave_way = 0;   // arenas, because the native allocator had no room
   Bytes live_bytes = 0;    // in arenas, now
   Bytes peak_bytes = 0;    // the most of them
   Bytes highest_end = 0;   // of any slot that was handed out
@@ -256,6 +257,13 @@ class Core {
     }
     count_arenas();
     return fresh;
+  }
+
+  // The present arena, for the backend to drop, if nothing lives in it; else nothing.
+  std::unique_ptr<Arena> give_way() {
+    if (!arena_ || arena_->live()) return nullptr;
+    ++stats.gave_way;
+    return replace_arena(nullptr);
   }
 
   const Arena* arena() const { return arena_.get(); }

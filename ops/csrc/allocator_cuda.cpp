@@ -111,9 +111,9 @@ class PlannedAllocator final : public caching::CUDAAllocator {
     DeviceIndex index = 0;
     C10_CUDA_CHECK(c10::cuda::GetDevice(&index));
     Device& device = *devices_[index];
-    if (!device.core.concerns(size)) return native_->allocate(size);
+    if (!device.core.concerns(size)) return allocate_native(index, size);
     const Stream stream = handle(c10::cuda::getCurrentCUDAStream(index).stream());
-    if (device.core.mode() == Mode::profile) return allocate_logged(device, size, stream);
+    if (device.core.mode() == Mode::profile) return allocate_logged(index, size, stream);
     std::optional<Address> address;
     {
       std::vector<Fence> fences;
@@ -121,7 +121,7 @@ class PlannedAllocator final : public caching::CUDAAllocator {
       address = device.core.take(size, stream, device.pools > 0, fences);
       device.wait(stream, fences);
     }
-    if (!address) return native_->allocate(size);
+    if (!address) return allocate_native(index, size);
     if (const auto* trace = c10::impl::GPUTrace::get_trace()) (*trace)->trace_gpu_memory_allocation(c10::kCUDA, *address);
     void* data = reinterpret_cast<void*>(*address);
     return {data, data, &free_planned, c10::Device(c10::kCUDA, index)};
@@ -192,8 +192,12 @@ class PlannedAllocator final : public caching::CUDAAllocator {
 
   // ---- the raw interface is never served from the arena: its pointers outlive an uninstall
 
-  void* raw_alloc(size_t size) override { return native_->raw_alloc(size); }
-  void* raw_alloc_with_stream(size_t size, cudaStream_t stream) override { return native_->raw_alloc_with_stream(size, stream); }
+  void* raw_alloc(size_t size) override {
+    return with_room(c10::cuda::current_device(), [&] { return native_->raw_alloc(size); });
+  }
+  void* raw_alloc_with_stream(size_t size, cudaStream_t stream) override {
+    return with_room(c10::cuda::current_device(), [&] { return native_->raw_alloc_with_stream(size, stream); });
+  }
   void raw_delete(void* data) override {
     if (arena_base(data)) return free(data);
     native_->raw_delete(data);
@@ -300,8 +304,36 @@ class PlannedAllocator final : public caching::CUDAAllocator {
 #endif
 
  private:
-  c10::DataPtr allocate_logged(Device& device, size_t size, Stream stream) {
-    c10::DataPtr data = native_->allocate(size);
+  // What `ask` gets from the native allocator. Where that has no room, an arena that nothing lives in goes back to it first:
+  // an evaluation, or a batch that no plan is for, does not run out of memory beside an empty arena.
+  template <class Ask>
+  auto with_room(DeviceIndex index, Ask ask) -> decltype(ask()) {
+    try {
+      return ask();
+    } catch (const c10::OutOfMemoryError&) {
+      if (!give_way(index)) throw;
+    }
+    return ask();
+  }
+  bool give_way(DeviceIndex index) {
+    Device& device = *devices_[index];
+    if (!device.core.has_arena()) return false;
+    std::unique_ptr<Arena> arena;
+    {
+      std::lock_guard<std::mutex> lock(device.core.mutex);
+      if (device.pools) return false;  // its stream must not be waited on from outside a capture
+      arena = device.core.give_way();
+    }
+    if (!arena) return false;
+    drop(index, std::move(arena));
+    return true;
+  }
+  c10::DataPtr allocate_native(DeviceIndex index, size_t size) {
+    return with_room(index, [&] { return native_->allocate(size); });
+  }
+  c10::DataPtr allocate_logged(DeviceIndex index, size_t size, Stream stream) {
+    c10::DataPtr data = allocate_native(index, size);
+    Device& device = *devices_[index];
     std::lock_guard<std::mutex> lock(device.core.mutex);
     if (!device.pools) device.core.log_malloc(address_of(data.get()), size, stream);
     return data;

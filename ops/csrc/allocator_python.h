@@ -112,6 +112,7 @@ void bind(pybind11::module_& m) {
       stats = core.stats;
     }
     std::map<std::string, uint64_t> all{{"waits", stats.waits},
+                                        {"gave_way", stats.gave_way},
                                         {"live_bytes", stats.live_bytes},
                                         {"peak_bytes", stats.peak_bytes},
                                         {"highest_end", stats.highest_end}};

@@ -354,6 +354,37 @@ def an_arena_that_does_not_fit() -> None:
 
 
 @scenario
+def an_empty_arena_gives_way() -> None:
+    """To what torch's allocator has no room for beside it, in front of the op or through it; not while something lives in it."""
+    slots = Slots((0, 64))
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + 32 * MIB
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+    before = slots.allocator.stats()["gave_way"]
+    try:
+        inside = write(slots.take(64), 7)
+        assert slots.owns(inside)
+        try:
+            torch.empty(80 * MIB, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            pass
+        else:
+            raise AssertionError("there was room beside the arena: the limit is none")
+        assert holds(inside, 7) and slots.allocator.stats()["gave_way"] == before
+        del inside
+        beside = torch.empty(80 * MIB, dtype=torch.uint8, device="cuda")
+        assert not slots.owns(beside) and slots.allocator.arena_bytes == 0
+        assert slots.allocator.stats()["gave_way"] == before + 1
+        del beside
+        slots.allocator.reserve(64 * MIB)
+        raw = torch.cuda.caching_allocator_alloc(80 * MIB)
+        assert slots.allocator.arena_bytes == 0 and slots.allocator.stats()["gave_way"] == before + 2
+        torch.cuda.caching_allocator_delete(raw)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@scenario
 def no_native_calls_once_warm() -> None:
     slots = Slots((0, 8), (8, 8), (NATIVE, 4))
 

@@ -33,6 +33,8 @@ WITHOUT = {
         "device.core.take(size, stream, device.pools > 0, fences)",
         "device.core.take(size, stream, false, fences)",
     ),
+    "giving way": ("if (!give_way(index)) throw;", "throw;"),
+    "a look at what lives in the arena": ("arena = device.core.give_way();", "arena = device.core.replace_arena(nullptr);"),
     "waiting before an arena is dropped": ("device.wait(arena->stream(), arena->fences());", ""),
 }
 """What is taken out of the backend in the negative controls: the text and what stands in its place."""
