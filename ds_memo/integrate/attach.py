@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_memo.config import MemoConfig, memo_config
-from ds_memo.errors import MemoConfigError, MemoError
+from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
 from ds_memo.integrate.kernels import use_kernels
 from ds_memo.integrate.layers import find_layers
 from ds_memo.integrate.memo import Memo
@@ -61,8 +62,7 @@ def attach_model(
     config = memo_config(config)
     if not config.enabled and "enabled" in config.model_fields_set:
         raise MemoConfigError("memo.enabled: got false; attach() was asked to put the model under ds_memo, so true or nothing")
-    if model in _attached:
-        raise MemoError(f"{type(model).__name__} is already attached; call .detach() on its handle first")
+    refuse_attached(model)
     found = find_layers(model, layers)
     for name, module in found:
         if any(module in memo._by_module for memo in _attached.values()):
@@ -75,6 +75,27 @@ def attach_model(
     memo = _attached[model] = Memo(model, config, found, device)
     memo.on_detach(functools.partial(_forget, weakref.ref(model)))
     return memo
+
+
+def refuse_attached(model: nn.Module, but_by_engines: bool = False) -> None:
+    """A model is attached once.
+
+    Raises:
+        MemoError: it is attached.
+    """
+    memo = _attached.get(model)
+    if memo is not None and not (but_by_engines and memo.of_engine):
+        raise MemoError(f"{type(model).__name__} is already attached; call .detach() on its handle first")
+
+
+def take_from_engine(model: nn.Module) -> None:
+    """Another engine is made of the model: the one before, which its hooks keep alive, goes on without memo."""
+    memo = _attached.get(model)
+    if memo is not None and memo.of_engine:
+        memo.detach()
+        warnings.warn(
+            f"another engine had this {type(model).__name__}: it runs without memo from now on", MemoWarning, stacklevel=4
+        )
 
 
 def check_residents(config: MemoConfig, layers: int) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 
 from ds_memo.config import MemoConfig
 from ds_memo.integrate.budgets import Budgets
+from ds_memo.integrate.calls import Calls, Together
 from ds_memo.integrate.stalls import StallWatch, slower
 from ds_memo.profile import cache
 from ds_memo.profile.agree import (
@@ -63,9 +64,11 @@ class Chosen:
     homes: Homes
     run: RunCosts
     settings: tuple[Setting, ...]
-    """Of each layer."""
+    """Of each layer call before a backward: first one of each layer, then the second of each, …"""
     shape: tuple[int, ...]
     """Of the hidden states: (batch, length, hidden)."""
+    layers: int
+    """Of the model."""
 
 
 class Autopilot:
@@ -110,12 +113,13 @@ class Autopilot:
         self._device = device
         self._plain_call = plain_call
         self._warn = warn
-        self._chosen: dict[tuple[Shapes, bool], Chosen] = {}
-        """By kind of pass, and whether the pass may do without checkpointing."""
+        self._chosen: dict[tuple[tuple[int, ...], Together, bool], Chosen] = {}
+        """By the shape of the hidden states, what there is together, and whether the pass may do without checkpointing."""
         self._first: tuple[Shapes, tuple[int, ...]] = ((), ())
         """Of the pass that was profiled: the kind, and the shape of its hidden states."""
         self._seen: dict[Shapes, tuple[int, ...]] = {}
         """Shapes of hidden states that only a look into the forward could tell."""
+        self._together = Together()
         self._meets_in_layers = False
         """Ranks hold parameters in pieces (ZeRO-3), or each some of the experts."""
         self._latest: Chosen | None = None
@@ -129,12 +133,15 @@ class Autopilot:
 
     # ---- before each training pass
 
-    def choose(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Chosen | None:
+    def choose(
+        self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any], calls: Calls | None = None
+    ) -> Chosen | None:
         """The setting of a pass that is about to begin; None: no profile could be made.
 
         Args:
-            kind: passes of one kind have equal settings.
+            kind: passes of one kind have hidden states of one shape.
             args, kwargs: what the model is called with.
+            calls: of its layers; absent: one each.
 
         Raises:
             MemoError: ranks are configured differently.
@@ -145,35 +152,43 @@ class Autopilot:
             self._chosen.clear()
         if self.gave_up or (self.profile is None and not self._start(kind, model, args, kwargs)):
             return None
+        if calls is not None:
+            self._expect(calls)
         choose = self._choose_together if self._meets_in_layers else self._choose_alone
-        chosen = choose(kind, functools.partial(first_layer_call, self._remat, model, args, kwargs))
+        chosen = choose(kind, self._shape_of(kind), functools.partial(first_layer_call, self._remat, model, args, kwargs))
         if chosen is not self._latest:
             self._latest = chosen
             self._stalls.another_kind()
         return chosen
 
-    def _choose_alone(self, kind: Shapes, look: Callable[[], LayerCall]) -> Chosen:
-        if self._shape_of(kind) is None:
-            self._saw(kind, look())
-        return self._solved(kind, self._may_be_plain)
+    def _expect(self, calls: Calls) -> None:
+        if calls.earlier:
+            self._stalls.another_kind()  # what is predicted is of all forwards that wait for a backward together
+        if calls.most != self._together:
+            self._together = calls.most
+            forwards = f", in {self._together.forwards} forwards" if self._together.forwards > 1 else ""
+            self.changes.append(f"solved for {self._together.calls} calls of each layer before its backward{forwards}")
 
-    def _choose_together(self, kind: Shapes, look: Callable[[], LayerCall]) -> Chosen:
+    def _choose_alone(self, kind: Shapes, shape: tuple[int, ...] | None, look: Callable[[], LayerCall]) -> Chosen:
+        return self._solved(shape or self._saw(kind, look()), self._may_be_plain)
+
+    def _choose_together(self, kind: Shapes, shape: tuple[int, ...] | None, look: Callable[[], LayerCall]) -> Chosen:
         """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer; where each has other
         experts, they trade tokens there. So, whatever lengths they have, a rank must not look into a forward alone, and they
         replay the same layers: all, unless they agree on as many plain ones."""
-        looks, plain, nothing_fits = self._shape_of(kind) is None, 0, None
-        if not looks:
+        plain, nothing_fits = 0, None
+        if shape is not None:
             try:
-                plain = len(self._solved(kind, self._may_be_plain).homes.places.plain)
+                plain = len(self._solved(shape, self._may_be_plain).homes.places.plain)
             except NothingFits as error:
                 nothing_fits = error
-        looks, most, minus_least, fails = greatest((looks, plain, -plain, nothing_fits is not None), self._device)
+        mine = (shape is None, plain, -plain, nothing_fits is not None)
+        looks, most, minus_least, fails = greatest(mine, self._device)
         if looks:
-            self._saw(kind, together(look))
-            return self._choose_together(kind, look)
+            return self._choose_together(kind, self._saw(kind, together(look)), look)
         if fails:
             self._refuse_together(nothing_fits)
-        return self._solved(kind, may_be_plain=self._may_be_plain and most == -minus_least)
+        return self._solved(shape, may_be_plain=self._may_be_plain and most == -minus_least)
 
     def _refuse_together(self, mine: NothingFits | None) -> None:
         """Ranks that wait for one that has ended would learn of it much later, and not why."""
@@ -185,21 +200,25 @@ class Autopilot:
 
     def _shape_of(self, kind: Shapes) -> tuple[int, ...] | None:
         """Of the hidden states; None: a look into the forward must tell."""
+        if not kind:  # no tensor was seen among the inputs: every pass looks like this
+            return None
         return self._seen.get(kind) or hidden_shape(*self._first, kind)
 
-    def _saw(self, kind: Shapes, call: LayerCall) -> None:
+    def _saw(self, kind: Shapes, call: LayerCall) -> tuple[int, ...]:
         _forget_oldest(self._seen)
         self._seen[kind] = call.shape
+        return call.shape
 
     @property
     def _may_be_plain(self) -> bool:
         return self._stepped or not self.sees_head
 
-    def _solved(self, kind: Shapes, may_be_plain: bool) -> Chosen:
-        known = self._chosen.get((kind, may_be_plain))
+    def _solved(self, shape: tuple[int, ...], may_be_plain: bool) -> Chosen:
+        key = (shape, self._together, may_be_plain)
+        known = self._chosen.get(key)
         if known is None:
             _forget_oldest(self._chosen)
-            known = self._chosen[kind, may_be_plain] = self._solve(self._shape_of(kind), may_be_plain)
+            known = self._chosen[key] = self._solve(shape, may_be_plain)
         return known
 
     def _solve(self, shape: tuple[int, ...], may_be_plain: bool) -> Chosen:
@@ -223,7 +242,7 @@ class Autopilot:
                 )
             run = replace(run, device_budget=error.device_needed)  # so that nothing is taken beyond what it needs
             homes = solve(run, *given, may_be_plain=False)
-        return Chosen(homes, run, settings_of(homes, len(run.layers)), shape)
+        return Chosen(homes, run, settings_of(homes, len(run.layers)), shape, len(self.profile.layers))
 
     # ---- the first pass
 
@@ -281,7 +300,7 @@ class Autopilot:
         return False
 
     def _costs(self, shape: tuple[int, ...]) -> RunCosts:
-        return slower(self._budgets.costs(self.profile, shape), self._copies_at)
+        return slower(self._budgets.costs(self.profile, shape, self._together), self._copies_at)
 
     def report(self) -> dict[str, Any] | None:
         """What the choice rests on; None before the first training pass."""
@@ -294,6 +313,7 @@ class Autopilot:
             "h2d_bytes_per_s": self.profile.h2d_bytes_per_s * self._copies_at,
             "device_budget": self._budgets.device,
             "host_budget": self._budgets.host,
+            "calls": self._together.calls,
             "changes": list(self.changes),
         }
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ds_memo.integrate.calls import Together
 from ds_memo.profile.agree import from_all_ranks
 from ds_memo.profile.device_memory import RESERVE, UNSEEN, device_budget, lost_bytes, most_beyond, states_to_come
 from ds_memo.profile.requests import Most
@@ -89,8 +90,9 @@ class Budgets:
         self.host = held
         return held
 
-    def costs(self, profile: Profile, shape: tuple[int, ...]) -> RunCosts:
-        """A pass of hidden states of this shape, (batch, length, …), within these budgets."""
-        head = math.ceil((self._head_bytes_per_token or 0.0) * math.prod(shape[:2])) + self._backward_bytes
+    def costs(self, profile: Profile, shape: tuple[int, ...], together: Together) -> RunCosts:
+        """What comes before a backward, of hidden states of this shape, (batch, length, …), within these budgets."""
+        tokens = math.prod(shape[:2]) * together.forwards
+        head = math.ceil((self._head_bytes_per_token or 0.0) * tokens) + self._backward_bytes
         run = profile.costs(*shape[:2], self.host, self.device)
-        return replace(run, head_bytes=head, backward_bytes=self._backward_bytes)
+        return replace(run, layers=run.layers * together.calls, head_bytes=head, backward_bytes=self._backward_bytes)

@@ -7,12 +7,13 @@ without profile  where none can be made: two resident layers, and as much alpha 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
 from ds_memo.integrate.autopilot import Chosen
+from ds_memo.integrate.calls import Calls
 from ds_memo.remat.checkpoint import Layer, Setting
 from ds_memo.solve.homes import alpha_for_host
 from ds_memo.solve.places import Places, spread
@@ -34,12 +35,18 @@ class Decisions:
         config: what it gives is obeyed.
         layers: in the order of the model; grows where a model calls ``ds_memo.checkpoint`` itself.
         slab: its budget bounds alpha.
+        calls: of the layers.
+        warn: says something once and shows it in the report.
     """
 
-    def __init__(self, config: MemoConfig, layers: Sequence[Layer], slab: HostSlab) -> None:
+    def __init__(
+        self, config: MemoConfig, layers: Sequence[Layer], slab: HostSlab, calls: Calls, warn: Callable[[str], None]
+    ) -> None:
         self._config = config
         self._layers = layers
         self._slab = slab
+        self._calls = calls
+        self._warn = warn
         self.layers_known = bool(layers)
         self.chosen: Chosen | None = None
         """By the autopilot, for the running pass."""
@@ -54,6 +61,13 @@ class Decisions:
     def plain(self) -> bool:
         """Everything fits, and no layer is checkpointed."""
         return self.chosen is not None and self.chosen.homes.plain
+
+    def is_plain(self, layer: Layer) -> bool:
+        """No call of this layer is checkpointed."""
+        if self.chosen is None:
+            return False
+        calls = range(layer.index, len(self.chosen.settings), self.chosen.layers)
+        return all(number in self.places.plain for number in calls)
 
     def follow(self, chosen: Chosen | None) -> None:
         """For the pass that begins; None: what needs no profile."""
@@ -72,14 +86,23 @@ class Decisions:
         nothing, only whether none, some or all are."""
         if self.chosen is None:
             return None
-        return tuple(s if s.alpha in (None, 0.0, 1.0) else replace(s, alpha=0.5) for s in self.chosen.settings)
+        settings = self.chosen.settings[self._calls.earlier * self.chosen.layers :]
+        return tuple(s if s.alpha in (None, 0.0, 1.0) else replace(s, alpha=0.5) for s in settings)
 
     def setting(self, layer: Layer) -> Setting:
         if self.chosen is not None:
-            return self.chosen.settings[layer.index]
+            return self._chosen_setting(self.chosen, layer)
         if self._config.ablation == "full_recompute":
             return FULL_RECOMPUTE
         return Setting(resident=layer.index in self.places.residents)
+
+    def _chosen_setting(self, chosen: Chosen, layer: Layer) -> Setting:
+        if layer.index >= chosen.layers:
+            self._warn(f"{layer.name} is checkpointed beside the {chosen.layers} layers that were solved for: fully recomputed")
+            return FULL_RECOMPUTE
+        number = self._calls.number(layer.index) * chosen.layers + layer.index
+        # More calls than ever before: the next pass is solved for so many, and this one takes no more than it must.
+        return chosen.settings[number] if number < len(chosen.settings) else FULL_RECOMPUTE
 
     def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
         swapped = max(1, len(self._layers) - len(self.places.residents))
@@ -98,7 +121,8 @@ class Decisions:
             )
         if alpha is None:
             alpha = fits
-        reason = "as configured" if self._config.alpha is not None else "host memory" if alpha < 1 else "all rows fit the host"
+        known = "host memory" if alpha < 1 else "all rows fit the host"
+        reason = "as configured" if self._config.alpha is not None else known if self.layers_known else "layers not known"
         used = swapped * (whole_bytes + alpha * row_bytes)
         self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of host memory at alpha {alpha:.3g}"
         self.alpha_used = alpha

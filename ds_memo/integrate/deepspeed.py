@@ -22,7 +22,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.integrate import checkpointing, conflicts, kernels, ulysses
-from ds_memo.integrate.attach import attach_model, check_residents
+from ds_memo.integrate.attach import attach_model, check_residents, refuse_attached, take_from_engine
 from ds_memo.integrate.layers import find_layers
 from ds_memo.integrate.memo import Memo
 from ds_memo.integrate.names import Taken, other_holders, replace_in_modules, restore
@@ -30,6 +30,7 @@ from ds_memo.integrate.names import Taken, other_holders, replace_in_modules, re
 NO_SECTION = (
     f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": {{"enabled": true}}'
 )
+NOT_ENABLED = f'this engine runs without memo: the "{SECTION}" section does not say "enabled": true'
 TOO_LATE = (
     "ds_memo.install() came after deepspeed.initialize was kept by {}: engines made through that run without memo. Call "
     "install() before, or make engines with deepspeed.initialize"
@@ -66,12 +67,15 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         return stock(*args, **kwargs)
     if _replaced and SECTION not in section:
         warnings.warn(NO_SECTION, MemoWarning, stacklevel=2)
+    if SECTION in section and "enabled" not in config.model_fields_set:
+        warnings.warn(NOT_ENABLED, MemoWarning, stacklevel=2)
     if config.enabled:
         _refuse_pipelines(asked["model"])
         if why := _takes_no_steps(asked, section):
             _say(f"leaves this {type(asked['model']).__name__} alone: {why}, so its engine takes no steps")
             config = config.model_copy(update={"enabled": False})
     if config.enabled:
+        refuse_attached(asked["model"], but_by_engines=True)
         conflicts.refuse_config(section)
         layers = find_layers(asked["model"], config.layers)
         conflicts.refuse_model(layers)
@@ -116,7 +120,9 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     """Attach the model of a ready engine and follow the engine's steps."""
     _refuse_pipelines(engine)
     checkpointing.redirect()
+    take_from_engine(engine.module)
     memo = attach_model(engine.module, config, config.layers, device=engine.device)
+    memo.of_engine = True
     memo.slab.budget = _smallest(memo.slab.budget, engine.device)
     if memo.autopilot:
         memo.autopilot.has_engine = True

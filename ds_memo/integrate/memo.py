@@ -18,6 +18,7 @@ from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.integrate import conflicts
 from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.autopilot import Autopilot, predicted
+from ds_memo.integrate.calls import Calls
 from ds_memo.integrate.decisions import RESIDENTS, Decisions
 from ds_memo.integrate.optimizers import watch_optimizers
 from ds_memo.integrate.speed import Speed, model_flops_utilization
@@ -47,6 +48,8 @@ class Memo:
         self.warnings: list[str] = []
         self._model = weakref.ref(model)
         self._detached = False
+        self.of_engine = False
+        """An engine attached the model; else a person did, with ds_memo.attach."""
         self._on_last_micro_batch: Callable[[], bool] = lambda: False
         self._after_first_step: Callable[[Memo], None] = nothing
         pinned = device.type == "cuda"
@@ -57,7 +60,8 @@ class Memo:
         self._by_module = weakref.WeakKeyDictionary(
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
         )
-        self.decisions = Decisions(config, self.layers, self.slab)
+        self.calls = Calls()
+        self.decisions = Decisions(config, self.layers, self.slab, self.calls, self.warn)
         self.remat = Remat(self.engine, self.decisions, self.warn, config.attention if config.attention in SDPA else None)
         self.autopilot = self._make_autopilot(device)
         self.addresses = self._make_addresses(device)
@@ -123,18 +127,26 @@ class Memo:
         """Have the homes for the training pass that begins."""
         self.decisions.follow(None)
         if self.autopilot and self.decisions.layers_known:
-            self.decisions.follow(self.autopilot.choose(shapes_of(args, kwargs), model, args, kwargs))
+            self.calls.forward_begins()
+            self.decisions.follow(self.autopilot.choose(shapes_of(args, kwargs), model, args, kwargs, self.calls))
 
     def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.in_forward = False
 
     def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if not self.decisions.layers_known and not self.layers and self.engine.traffic.frames:
+            self.warn(
+                "ds_memo.checkpoint was called with functions of no module: such a call is not known again in the next pass, so "
+                "alpha stays 0 and memo.alpha and memo.resident_layers count for nothing. Give it modules, or their bound methods"
+            )
         if not self.decisions.layers_known and self.layers:  # a model that calls ds_memo.checkpoint shows them as it runs
             self.decisions.know_layers()
             for layer in self.layers:
                 layer.recipes.clear()
         if not (module.training and torch.is_grad_enabled()):
             return
+        if self.decisions.chosen:
+            self.calls.forward_ended(output)
         if self.addresses:
             self.addresses.forward_ended()
         self._passes += 1
@@ -182,6 +194,7 @@ class Memo:
             self._after_first_step(self)
         now = time.perf_counter()
         self._speed.stepped(now)
+        self.calls.stepped()
         if self.autopilot:
             self.autopilot.stepped(self._model(), self._passes, now, self._head_bytes)
 
@@ -189,7 +202,14 @@ class Memo:
         return self.addresses.head_bytes(hidden_bytes) if self.addresses and self.addresses.claimed else None
 
     def _look_for_an_effect(self) -> None:
-        """Warn of a first step in which memo moved nothing."""
+        """Warn of a first step in which memo moved nothing, or chose nothing."""
+        if self.autopilot and self.engine.traffic.frames and not self._passes:
+            self.warn(
+                f"layers ran in training, and a training forward of {type(self._model()).__name__} itself never did (parts of it "
+                "were called, or it is in eval mode): nothing was profiled or solved for. The last two layers are resident and "
+                "alpha is what the host holds. Call the model, attach the part that is called, or set memo.alpha and "
+                "memo.resident_layers"
+            )
         if not self.engine.traffic.frames:
             self.warn(
                 f"memo has no effect: the first step is over and none of its {len(self.layers)} layers came through ds_memo. "
@@ -305,8 +325,7 @@ class Memo:
             bytes_to_host=traffic.bytes_to_host,
             bytes_from_host=traffic.bytes_from_host,
             stored_bytes_per_layer=[
-                0 if layer.index in places.plain or not layer.latest else layer.latest.layout.stored_bytes
-                for layer in self.layers
+                0 if decisions.is_plain(layer) or not layer.latest else layer.latest.layout.stored_bytes for layer in self.layers
             ],
             gemm_flops_recomputed_fraction=work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
             attention_recomputed=work.attention_ops_recomputed,
@@ -339,8 +358,8 @@ class Memo:
         """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""
         if self.decisions.chosen is not None:
             return self.decisions.chosen.shape
-        latest = next((layer.latest for layer in self.layers if layer.latest), None)
-        kept = next((kept for kept in latest.inputs if kept), None) if latest else None
+        inputs = (kept for layer in self.layers if layer.latest for kept in layer.latest.inputs if kept)
+        kept = next(inputs, None)
         return kept.shape if kept else (0,)
 
 

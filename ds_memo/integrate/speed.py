@@ -30,7 +30,9 @@ class Speed:
         return not self._steps
 
     def stepped(self, now: float) -> None:
-        self._steps.append((now, self.tokens))
+        """An optimizer step is over. Of several optimizers (Muon beside AdamW, or one for each parameter) the first counts."""
+        if not self._steps or self.tokens > self._steps[-1][1]:
+            self._steps.append((now, self.tokens))
 
     def medians(self) -> tuple[float | None, float | None]:
         """Seconds between the ends of steps, and tokens a second; None before there are two."""

@@ -14,6 +14,8 @@ from ds_memo.errors import MemoError
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 
+_WHOLE = (torch.int32, torch.int64)
+
 
 class LayerCall:
     """A layer and what it was called with, to be called again at other lengths.
@@ -50,8 +52,15 @@ class LayerCall:
         return (self.batch, self.length, *self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :])
 
     def can_shorten(self) -> bool:
-        """Whether it can be told from the batch, so that cutting it is safe."""
-        return self.length != self.batch
+        """Whether it can be told from the batch, and no argument says where documents end: then cutting it is safe."""
+        return self.length != self.batch and not any(map(self._ends_documents, tree_leaves((self._args, self._kwargs))))
+
+    def _ends_documents(self, value: Any) -> bool:
+        """As flash-attention's cu_seqlens: kernels would read beyond what was cut."""
+        if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.numel() < 2 or value.dtype not in _WHOLE:
+            return False
+        first, last = value[[0, -1]].tolist()
+        return first == 0 and last >= self.length
 
     def of(self, layer: Layer, fn: Callable[..., Any]) -> LayerCall:
         """The same call of another layer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,16 @@ class Length(NamedTuple):
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    return tuple((tuple(x.shape), x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in((args, kwargs)))
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Also those that batch objects in it hold as items or attributes."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif inside := leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", None):
+            yield from (value for value in tree_leaves(list(inside.values())) if isinstance(value, torch.Tensor))
 
 
 def hidden_shape(shapes: Shapes, hidden: tuple[int, ...], others: Shapes) -> tuple[int, ...] | None:

@@ -84,14 +84,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    alpha, residents = report["alpha"], report["resident_layers"]
+    alpha, residents, layers = report["alpha"], report["resident_layers"], f"{report['layers']} layers"
+    if (calls := (report.get("profile") or {}).get("calls", 1)) > 1:
+        layers = f"{calls} calls of {layers}"
     if not report.get("checkpointing", True):
         yield "ds_memo", f"plain training: no layer of {report['layers']} is checkpointed"
     else:
         state = "active" if report["active"] else "moved nothing so far"
         at = "not known yet" if alpha is None else f"{alpha:.4g}"
         more = "".join(f", {len(report[kind])} {kind}" for kind in ("lean", "plain") if report.get(kind))
-        yield "ds_memo", f"{state}: {report['layers']} layers, {residents} of them resident{more}, alpha {at}"
+        yield "ds_memo", f"{state}: {layers}, {residents} of them resident{more}, alpha {at}"
     yield "set by", report["binding"]
     yield from _layers(report)
     yield "over the link", f"{size(report['bytes_to_host'])} to the host, {size(report['bytes_from_host'])} back"

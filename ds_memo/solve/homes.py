@@ -98,18 +98,19 @@ def _fits(run: RunCosts, places: Places, alpha: float) -> bool:
 
 
 def _most_residents(run: RunCosts, alpha: float, asked: int | None, plain: int = 0) -> Places | None:
-    """As many as the device holds beside so many plain layers while the others are swapped, or as many as asked; None: not even
-    none."""
+    """As many as the device holds beside so many plain layers while the others are swapped, or as many as asked; None: it does
+    not hold them."""
     n = len(run.layers)
     if asked is not None:
-        return place(n, asked)
+        places = place(n, asked)
+        return places if _fits(run, places, alpha) else None
     count = most_that_fit(n - plain, lambda count: _fits(run, place(n, count, plain), alpha))
     return place(n, count, plain) if count >= 0 else None
 
 
 def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Homes:
-    """Alpha is as configured: only the residents are left to choose."""
-    places = _most_residents(run, alpha, resident_layers)
+    """Alpha is as configured: only the residents are left to choose, if they are."""
+    places = _most_residents(run, alpha, None) if resident_layers is None else place(len(run.layers), resident_layers)
     if places is None:
         raise too_little_device_memory(run, alpha)
     need = swapped_bytes(run, places, alpha)
@@ -151,7 +152,7 @@ def _checkpointed(run: RunCosts, resident_layers: int | None) -> Homes:
         return homes
     small = _most_residents(run, 0.0, resident_layers)
     if small is not None and swapped_bytes(run, small, 0.0) <= run.host_budget:
-        return judged(run, 0.0, small, _why_zero(run, small))
+        return judged(run, 0.0, small, _why_zero(run, small, resident_layers))
     return _last_resort(run, resident_layers)
 
 
@@ -192,14 +193,14 @@ def _in_words(run: RunCosts, places: Places) -> str:
     return f"{plain} of {n} layers are plain, the others resident" if plain else f"all {n} layers are resident"
 
 
-def _why_zero(run: RunCosts, places: Places) -> str:
+def _why_zero(run: RunCosts, places: Places, resident_layers: int | None) -> str:
     """What keeps alpha at 0 where the host has room for inputs and attention outputs."""
     swapped = [run.layers[index] for index in places.swapped(len(run.layers))]
     use = host_use(run, host_bytes(swapped, 0.0), 0.0)
     if host_cap(swapped, run.host_budget) <= 0:
         return use
     full = device_bytes(run, places, 1.0)
-    if full > run.device_budget and _most_residents(run, 1.0, None) is None:
+    if full > run.device_budget and _most_residents(run, 1.0, resident_layers) is None:
         return f"device memory: reload buffers for more than alpha 0 would take {of_budget(full, run.device_budget)} GiB"
     return _link(Schedule(run, places), 0.0)
 

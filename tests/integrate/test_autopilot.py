@@ -217,7 +217,7 @@ def test_nothing_fits(costs: Any, memory: str, where: str) -> None:
 def test_what_is_configured_is_obeyed(costs: Any) -> None:
     for given in ({"alpha": 0.25}, {"resident_layers": 3}):
         model = build("llama")
-        handle = attached(model, **{**budgets(costs, 1, 5), **given})
+        handle = attached(model, **{**budgets(costs, 3, 5), **given})
         step(model, BATCH)
         assert given.items() <= handle.report().items()
         handle.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import gc
 import inspect
 import json
@@ -168,6 +169,30 @@ def test_detach_gives_the_engine_back() -> None:
     train(engine, steps=1)
     with pytest.raises(ds_memo.MemoError, match="detached"):
         ds_memo.report(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_another_engine_of_the_same_model(stage: int) -> None:
+    """The first one was dropped; DeepSpeed's hooks on the model keep it alive. Stock trains so, and memo the same."""
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    first = start(ds_config(stage, memo=MEMO), model=model)
+    losses = train(first, steps=1)
+    with pytest.warns(ds_memo.MemoWarning, match="another engine had this LlamaForCausalLM: it runs without memo from now on"):
+        second = start(ds_config(stage, memo=MEMO), model=model)
+    losses += train(second, steps=1)
+    want = [loss for _ in range(2) for loss in train(start(ds_config(stage), model=stock), steps=1)]
+    assert losses == pytest.approx(want, rel=1e-5)
+    assert ds_memo.report(second)["active"]
+    with pytest.raises(ds_memo.MemoError, match="detached"):
+        ds_memo.report(first)
+    second.memo.detach()
+
+
+def test_a_section_that_does_not_say_enabled() -> None:
+    with pytest.warns(ds_memo.MemoWarning, match='runs without memo: the "memo" section does not say "enabled": true'):
+        engine = start(ds_config(memo={"alpha": 0.5}))
+    assert not hasattr(engine, "memo")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

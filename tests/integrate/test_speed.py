@@ -32,6 +32,16 @@ def test_old_steps_are_forgotten() -> None:
     assert speed.medians() == (1.0, 10.0)
 
 
+def test_several_optimizers_step_once() -> None:
+    """Muon beside AdamW, or one for each parameter."""
+    speed = Speed()
+    for step in range(4):
+        speed.tokens += 100
+        for number in range(3):
+            speed.stepped(step + 0.001 * number)
+    assert speed.medians() == (1.0, 100.0)
+
+
 @pytest.mark.parametrize("hidden", [(2, 8, 64), (0,)])
 def test_a_cpu_has_no_mfu(hidden: tuple[int, ...]) -> None:
     assert model_flops_utilization(torch.nn.Linear(2, 2), hidden, 100.0, torch.device("cpu")) is None

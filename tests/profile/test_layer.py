@@ -57,6 +57,13 @@ def test_a_length_that_is_the_hidden_size(batch: int) -> None:
     assert fn.keywords["position_ids"].shape == (1, 20) and torch.equal(hidden, states[:, :20])
 
 
+@pytest.mark.parametrize("ends, packed", [([0, 20, LENGTH], True), ([0, 7], False), (list(range(LENGTH)), False)])
+def test_where_documents_end_nothing_is_cut(ends: list[int], packed: bool) -> None:
+    """As Hugging Face hands on what flash-attention takes; kernels would read beyond what was cut."""
+    states, ends = torch.randn(BATCH, LENGTH, HIDDEN), torch.tensor(ends, dtype=torch.int32)
+    assert LayerCall(Layer(0, "blocks.0", None), Block(), (states,), {"cu_seq_lens_q": ends}).can_shorten() is not packed
+
+
 def test_each_replay_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a replay is that between bringing the frame back and its end, not the difference of two backwards."""
     spans = []

@@ -16,7 +16,7 @@ from ds_memo.solve.homes import alpha_for_host, solve
 from ds_memo.solve.lp import best_alphas
 from ds_memo.solve.memory import bytes_at_head, device_bytes
 from ds_memo.solve.paper import paper_alpha
-from ds_memo.solve.places import Places, spread
+from ds_memo.solve.places import Places, place, spread
 from ds_memo.solve.refusals import GIB, NothingFits
 from ds_memo.solve.schedule import Schedule
 from tests.solve.runs import GPT, LLAMA, layer, random_run, run
@@ -285,7 +285,7 @@ def test_what_is_configured_is_obeyed() -> None:
     costs = run(one, 32)
     assert solve(costs, alpha=0.9).alpha == 0.9
     assert solve(costs, alpha=0.9).places.residents == spread(32, 2)
-    assert len(solve(costs, resident_layers=7).places.residents) == 7
+    assert len(solve(replace(costs, device_budget=10 * one.frame_bytes), resident_layers=7).places.residents) == 7
     both = solve(costs, alpha=0.25, resident_layers=0)
     assert (both.alpha, both.places.residents, both.plain) == (0.25, frozenset(), False)
     assert both.binding.startswith("as configured: host memory")
@@ -293,6 +293,19 @@ def test_what_is_configured_is_obeyed() -> None:
     assert solve(plenty).plain
     assert not solve(plenty, alpha=1.0).plain
     assert not solve(plenty, resident_layers=32).plain
+
+
+def test_beside_configured_residents_alpha_obeys_the_device() -> None:
+    """Reload buffers of the swapped layers are smaller at alpha 0; where even those do not fit, that is said."""
+    one = layer(16384)
+    costs = run(one, 32, host=1 << 50)
+    for residents in (0, 7):
+        least = device_bytes(costs, place(32, residents), 0.0)
+        assert least < device_bytes(costs, place(32, residents), 1.0)
+        homes = solve(replace(costs, device_budget=least), resident_layers=residents)
+        assert (homes.alpha, len(homes.places.residents), homes.device_bytes) == (0.0, residents, least)
+        with pytest.raises(NothingFits, match=f"the {residents} resident layers asked for" if residents else "no resident layer"):
+            solve(replace(costs, device_budget=least // 4), resident_layers=residents)
 
 
 def test_a_configured_alpha_that_does_not_fit() -> None:
