@@ -17,7 +17,7 @@ from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.integrate import conflicts
 from ds_memo.integrate.addresses import Addresses
-from ds_memo.integrate.autopilot import Autopilot, predicted
+from ds_memo.integrate.autopilot import Autopilot, Chosen, predicted
 from ds_memo.integrate.calls import Calls
 from ds_memo.integrate.decisions import RESIDENTS, Decisions
 from ds_memo.integrate.optimizers import watch_optimizers
@@ -34,6 +34,9 @@ from ds_memo.swap.host_memory import budget_bytes, ranks_on_node
 from ds_memo.swap.numa import node_of
 from ds_memo.swap.slab import HostSlab, memlock_binds
 from ds_memo.swap.streams import streams_for
+
+_OFF = 0.25
+"""Share by which a layer's kept bytes may differ from the profile's before that is said."""
 
 
 class Memo:
@@ -189,8 +192,10 @@ class Memo:
         if self.addresses and self.addresses.claimed:
             self.addresses.step_ends()
         if self._speed.before_first_step:
-            if self.decisions.chosen is None:  # what was solved for has said itself what it does
+            if self.decisions.chosen is None:
                 self._look_for_an_effect()
+            else:
+                self._compare_with_profile(self.decisions.chosen)
             self._after_first_step(self)
         now = time.perf_counter()
         self._speed.stepped(now)
@@ -220,6 +225,24 @@ class Memo:
                 f"memo has no effect: the first step moved no bytes, for {len(self.decisions.places.residents)} of "
                 f"{len(self.layers)} layers are resident and keep everything on the device. Set a smaller memo.resident_layers "
                 "or train without memo"
+            )
+
+    def _compare_with_profile(self, chosen: Chosen) -> None:
+        """Warn of layers that keep much more or less than they did in the profile."""
+        expected = predicted(chosen)["stored_bytes_per_layer"][: chosen.layers]
+        known = [
+            (layer, layer.latest.layout.stored_bytes, nbytes)
+            for layer, nbytes in zip(self.layers, expected, strict=False)
+            if layer.latest
+        ]
+        off = [(layer.name, here, there) for layer, here, there in known if there and abs(here - there) > _OFF * there]
+        if off:
+            name, here, there = off[0]
+            first = f"{name} {here:,} bytes, not {there:,}"
+            self.warn(
+                f"{len(off)} of {len(self.layers)} layers do not keep what the profile says ({first}): they "
+                "are called otherwise than the first layer, as a decoder beside an encoder, so what was solved for may not "
+                "fit. Set memo.alpha and memo.resident_layers for such a model"
             )
 
     # ---- planned addresses
