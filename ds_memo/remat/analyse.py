@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -25,18 +26,28 @@ class Analyse(NotingMode):
     (a compiled region's output, memory that NumPy made) may be made of everything computed before it was first seen.
 
     Args:
+        module: the layer, if it is one.
         givens: tensors that were there before: the layer's parameters, buffers and arguments.
     """
 
-    def __init__(self, call: Call, seen: Seen, givens: Iterable[torch.Tensor], finish: Callable[[Call, Seen], None]) -> None:
+    def __init__(
+        self,
+        call: Call,
+        seen: Seen,
+        module: nn.Module | None,
+        givens: Iterable[torch.Tensor],
+        finish: Callable[[Call, Seen], None],
+    ) -> None:
         super().__init__()
         self.call = call
         self.seen = seen
+        self._module = module
         self._finish = finish
         givens = list(givens)
         self._parameters = [tensor for tensor in givens if isinstance(tensor, torch.nn.Parameter)]
         self._sources = {storage_of(tensor): 0 for tensor in givens}  # storage → bit set of the GEMMs it was made of
         self._sources.pop(0, None)
+        self._older = set(self._sources)  # storages of before the call
         # No address is used twice while we look; ZeRO-3 lets go of what parameters are before they are gathered.
         self._alive = [StorageWeakRef(tensor.untyped_storage()) for tensor in givens if storage_of(tensor)]
         self._gemms: list[SeenGemm] = []
@@ -44,6 +55,9 @@ class Analyse(NotingMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        if exception[0] is None and self._module is not None:
+            self._note_what_stays(self._module)
+        self._module = None
         self._sources.clear()
         self._parameters.clear()
         self._alive.clear()
@@ -64,6 +78,17 @@ class Analyse(NotingMode):
     def _note(self, tensor: torch.Tensor) -> None:
         self.seen.packs += 1
         self.seen.wanted |= self._made_of(tensor)
+
+    def _note_what_stays(self, module: nn.Module) -> None:
+        """What the layer bound to buffers and attributes is bound again by each replay, and must be right then."""
+        for part in module.modules():
+            for value in (*part._buffers.values(), *vars(part).values()):
+                if (
+                    isinstance(value, torch.Tensor)
+                    and (storage := storage_of(value)) in self._sources
+                    and storage not in self._older
+                ):
+                    self.seen.wanted |= self._made_of(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -92,7 +117,9 @@ class Analyse(NotingMode):
                 self._sources[storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)
             for tensor in keep.written_tensors(func, args, kwargs):
                 self._made(tensor, sources)
-        if keep.looks_at_values(func):
+                if storage_of(tensor) in self._older:  # running statistics, say: each replay writes there too
+                    self.seen.wanted |= sources
+        if keep.looks_at_values(func, args, kwargs):
             self.seen.wanted |= sources
         if keep.looks_like_attention(func):
             self.seen.softmax = str(func)
@@ -118,6 +145,7 @@ class Analyse(NotingMode):
             return 0
         if storage not in self._sources:
             self._made(tensor, (1 << len(self._gemms)) - 1)
+            self._older.add(storage)
         sources = self._sources[storage]
         # A kernel that we cannot see may have filled this memory with anything computed so far.
         return (1 << len(self._gemms)) - 1 if sources == ALL_SO_FAR else sources

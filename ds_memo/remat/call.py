@@ -37,8 +37,8 @@ class Call:
         """Outputs of whole ops that are no stored tensor (ints, None, tiny tensors), by op index."""
         self.rng_after: dict[int, torch.Tensor] = {}
         """Generator state behind attention ops that drew from it: supplying their output skips the draw."""
-        self.keywords: list[Any] = []
-        """Tensors that the layer got by keyword; autograd does not watch over them."""
+        self.stays: list[Any] = []
+        """Tensors that the layer got by keyword or inside of something; autograd does not watch over them."""
         self.altered: set[int] = set()
         """Whole ops whose loose outputs the layer changes in place, and will again in each replay."""
 

@@ -124,8 +124,7 @@ class Remat:
     def _run(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         if inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        fn, args = lift_keywords(fn, args, kwargs)
-        keywords = fn.keywords if isinstance(fn, functools.partial) else {}
+        fn, args, keywords = lift_keywords(fn, args, kwargs)
         if self._sdpa is not None:
             fn = functools.partial(self._with_sdpa, layer, fn)
         setting = self.policy.setting(layer)
@@ -136,14 +135,17 @@ class Remat:
         key = layer.kind_of_call(args, setting) if layer.follows_recipes else None
         recipe = layer.recipes.get(key)
         call = Call(self.engine, frame, recipe, self.work)
-        call.keywords = [Stays(layer.name, value) for value in keywords.values() if isinstance(value, torch.Tensor)]
+        nested = [value for value in args if not isinstance(value, torch.Tensor)]
+        call.stays = [Stays(layer.name, leaf) for leaf in tree_leaves((nested, keywords)) if isinstance(leaf, torch.Tensor)]
+        givens = functools.partial(_givens, layer, (args, keywords))
         if recipe is not None:
             layer.latest = recipe
-            mode: Record | Analyse = Record(call, functools.partial(self._forget, layer))
+            mode: Record | Analyse = Record(call, givens, functools.partial(self._forget, layer))
             pack = pack_followed(call)
         else:
             seen = Seen()
-            mode = Analyse(call, seen, _givens(layer, fn, args), functools.partial(self._settle, layer, setting, key))
+            module = layer.module() if layer.module else None
+            mode = Analyse(call, seen, module, givens(), functools.partial(self._settle, layer, setting, key))
             pack = pack_watched(call, seen)
         try:
             if recipe is not None:
@@ -263,13 +265,11 @@ def _checkpoint(fn: Callable[..., Any], args: tuple, preserve_rng_state: bool, c
     return out
 
 
-def _givens(layer: Layer, fn: Callable[..., Any], args: tuple) -> list[torch.Tensor]:
+def _givens(layer: Layer, arguments: Any) -> list[torch.Tensor]:
     """Tensors that a layer call starts from."""
     module = layer.module() if layer.module else None
     own = [*module.parameters(), *module.buffers()] if module is not None else []
-    while isinstance(fn, functools.partial):
-        args, fn = (args, fn.args, fn.keywords), fn.func
-    return own + [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    return own + [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
 def _reasons(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:

@@ -27,8 +27,7 @@ class Stays:
         if self.version is not None and self.tensor._version != self.version:
             raise MemoError(
                 f"layer {self.layer}: an argument of shape {tuple(self.tensor.shape)} was changed in place after the layer "
-                "began, so the layer cannot be run again as it was. torch.utils.checkpoint refuses that too; "
-                "give each call a tensor of its own."
+                "began, so the layer cannot be run again as it was. Give each call a tensor of its own."
             )
         return self.tensor
 
@@ -77,19 +76,25 @@ def unpack(value: Any) -> torch.Tensor:
     return value.check() if isinstance(value, Stays) else value
 
 
-def lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], tuple]:
-    """Make keyword tensors that need a gradient positional: torch's checkpoint lets a hook see only those."""
+def lift_keywords(
+    fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
+    """Make keyword tensors that need a gradient positional: torch's checkpoint lets a hook see only those.
+
+    Returns:
+        What to call with which positional arguments, and the keywords that it has by itself.
+    """
     if isinstance(fn, functools.partial):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
     if not kwargs:
-        return fn, args
+        return fn, args, {}
     lifted = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
     if not lifted:
-        return functools.partial(fn, **kwargs), args
-    fixed = functools.partial(fn, **{name: value for name, value in kwargs.items() if name not in lifted})
+        return functools.partial(fn, **kwargs), args, kwargs
+    rest = {name: value for name, value in kwargs.items() if name not in lifted}
     positional = len(args)
 
     def call(*values: Any) -> Any:
-        return fixed(*values[:positional], **dict(zip(lifted, values[positional:], strict=True)))
+        return fn(*values[:positional], **rest, **dict(zip(lifted, values[positional:], strict=True)))
 
-    return call, (*args, *(kwargs[name] for name in lifted))
+    return call, (*args, *(kwargs[name] for name in lifted)), rest

@@ -110,9 +110,17 @@ def overwrites_all(func: OpOverload, args: Sequence[Any]) -> bool:
     return func in OVERWRITES and args[0].nbytes == args[0].untyped_storage().nbytes()
 
 
-def looks_at_values(func: OpOverload) -> bool:
-    """Whether the op's result steers Python or shapes (item, nonzero), so that its inputs must be right in the replay."""
-    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+def looks_at_values(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the op's inputs must be right in the replay, whatever is saved of them.
+
+    Its result steers Python or shapes (item, nonzero), or goes to the host (tolist), or it has none (an assertion).
+    """
+    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        return True
+    if func is aten._to_copy.default:
+        device = kwargs.get("device")
+        return device is not None and device.type == "cpu" and args[0].device.type != "cpu"
+    return not func._schema.returns and not func._schema.is_mutable
 
 
 def looks_like_attention(func: OpOverload) -> bool:

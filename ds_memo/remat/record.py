@@ -19,9 +19,11 @@ from ds_memo.remat.recipe import Gemm, Whole
 class Record(NotingMode):
     """Follow a recipe: send kept outputs on their way as they are born."""
 
-    def __init__(self, call: Call, left_recipe: Callable[[], None]) -> None:
+    def __init__(self, call: Call, givens: Callable[[], Iterable[torch.Tensor]], left_recipe: Callable[[], None]) -> None:
         super().__init__()
         self.call = call
+        self._givens: Callable[[], Iterable[torch.Tensor]] | None = givens
+        self._older: set[int] | None = None
         self._left_recipe = left_recipe
         self._next = 0
         self._packs = 0
@@ -32,6 +34,7 @@ class Record(NotingMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self._givens = None  # the graph's hooks lead here and would keep the arguments
         call, recipe = self.call, self.call.recipe
         if exception[0] is not None:
             call.engine.abort(call.frame)
@@ -54,14 +57,18 @@ class Record(NotingMode):
         kind = kind_of(func)
         if self._left_out and self._following:
             return self._watch_left_out(kind, func, args, kwargs or {})
-        if kind is Kind.PLAIN:
+        if kind is Kind.PLAIN and self._awaits_bias is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._dispatch(kind, func, args, kwargs or {})
 
     def _watch_left_out(self, kind: Kind, func: Any, args: tuple, kwargs: dict) -> Any:
         """Follow what is made of products that the replay leaves out: nothing that is wanted may come to depend on them."""
         touched = self._reads_left_out(args) or (bool(kwargs) and self._reads_left_out(kwargs.values()))
-        if touched and (keep.looks_at_values(func) or (kind is Kind.GEMM and self._computes_next())):
+        if touched and (
+            keep.looks_at_values(func, args, kwargs)
+            or (kind is Kind.GEMM and self._computes_next())
+            or (kind is Kind.MUTATES and self._writes_to_older(func, args, kwargs))
+        ):
             self._leave()
         out = self._dispatch(kind, func, args, kwargs)
         if touched and kind is not Kind.GEMM and kind is not Kind.ATTENTION and kind is not Kind.CHOICE:
@@ -84,6 +91,12 @@ class Record(NotingMode):
         op = self.call.recipe.ops[self._next] if self._next < len(self.call.recipe.ops) else None
         return isinstance(op, Gemm) and op.wanted and op.rows < op.shape[0]
 
+    def _writes_to_older(self, func: Any, args: tuple, kwargs: dict) -> bool:
+        """Whether an op writes to memory of before the call, where the values of a replay stay."""
+        if self._older is None:
+            self._older = {storage_of(tensor) for tensor in self._givens()}
+        return any(storage_of(tensor) in self._older for tensor in keep.written_tensors(func, args, kwargs))
+
     def _leave_out(self, made: Any) -> None:
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor) and (storage := storage_of(leaf)) and storage not in self._left_out:
@@ -93,6 +106,8 @@ class Record(NotingMode):
         if kind is Kind.MUTATES:
             return self._change(func, args, kwargs)
         if kind is Kind.PLAIN or not self._following:
+            if self._awaits_bias is not None and func not in keep.LOOKS:
+                self._leave()  # the product is read before its bias comes
             return func(*args, **kwargs)
         if kind is Kind.GEMM:
             out = func(*args, **kwargs)

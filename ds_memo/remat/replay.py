@@ -24,8 +24,8 @@ class Replay(Mode):
     def __enter__(self) -> Replay:
         self._next = 0
         self._awaits_bias: tuple[torch.Tensor, int] | None = None
-        for keyword in self.call.keywords:
-            keyword.check()
+        for argument in self.call.stays:
+            argument.check()
         if self.call.frame.state != "ready":  # no input of the layer was swapped
             self.call.engine.bring_back(self.call.frame)
         recipe = self.call.recipe
