@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ds_memo.remat import keep
 from ds_memo.remat.call import Call, as_tuple, detached, noticing_draws, storage_of
 from ds_memo.remat.keep import Kind, kind_of
-from ds_memo.remat.modes import NotingMode
+from ds_memo.remat.modes import NotingMode, under_a_checkpoint
 from ds_memo.remat.recipe import Seen, SeenGemm, SeenWhole, fingerprint
 
 ALL_SO_FAR = -1
@@ -98,6 +98,7 @@ class Analyse(NotingMode):
             out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
             if state is not None:
                 self.call.rng_after[len(self.seen.ops)] = state
+            self.seen.attention_again += kind is Kind.ATTENTION and under_a_checkpoint()
             outputs = tuple(detached(value) for value in as_tuple(out))
             self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
             if kind is Kind.CHOICE:
@@ -128,6 +129,7 @@ class Analyse(NotingMode):
             fresh.fingerprint = fingerprint(fresh.out)
         if kind is Kind.GEMM:
             product, flops = out.detach(), keep.gemm_flops(func, args, out)
+            self.seen.flops_again += flops if under_a_checkpoint() else 0
             gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))
             self.seen.ops.append(gemm)
             self._gemms.append(gemm)

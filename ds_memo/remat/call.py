@@ -22,7 +22,7 @@ class Work:
     attention_ops: int = 0
     """Attention calls that were supplied."""
     attention_ops_recomputed: int = 0
-    """Attention that ran again: no kernel that could be kept, or a call that left its recipe."""
+    """Attention that ran again: no kernel that could be kept, a call that left its recipe, a checkpoint inside the layer."""
 
 
 class Call:

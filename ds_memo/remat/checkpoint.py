@@ -279,6 +279,12 @@ def _reasons(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
             f"outputs of {recipe.rewritten} were changed in place by a kernel that PyTorch cannot see "
             "(a Triton kernel that is no custom op?), so these ops run again in each backward"
         )
+    if recipe.attention_again or recipe.flops_again:
+        yield (
+            "a part of it runs under torch.utils.checkpoint, and runs again in each backward whatever is kept: "
+            f"{recipe.flops_again / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {recipe.attention_again} attention calls. "
+            "Leave that checkpoint out: ds_memo sees to what is computed again"
+        )
     if recipe.mem_efficient_tokens > MEM_EFFICIENT_TOKENS:
         yield (
             f"PyTorch took its memory-efficient attention, whose results past {MEM_EFFICIENT_TOKENS:,} tokens are wrong where "

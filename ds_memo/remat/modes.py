@@ -8,6 +8,7 @@ what it will need.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,16 @@ _inside = threading.local()
 def inside_a_layer() -> bool:
     """Whether this thread is running a layer under one of the modes, so that a nested checkpoint is a plain call."""
     return getattr(_inside, "depth", 0) > 0
+
+
+def under_a_checkpoint() -> bool:
+    """Whether the layer runs this op under torch.utils.checkpoint: it runs again in backward, where no mode of ours is on."""
+    frame = sys._getframe(1)
+    while frame is not None and (name := frame.f_globals.get("__name__")) != "ds_memo.remat.checkpoint":
+        if name == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @functools.cache

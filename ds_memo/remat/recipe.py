@@ -69,6 +69,10 @@ class Recipe:
     """Name of an op that materialised attention scores."""
     rewritten: str | None = None
     """Names of ops whose outputs were changed out of our sight."""
+    attention_again: int = 0
+    """Attention calls under a torch.utils.checkpoint inside the layer, which runs them again whatever is kept."""
+    flops_again: int = 0
+    """Of products under one."""
 
     @cached_property
     def gemm_flops(self) -> int:
@@ -132,6 +136,9 @@ class Seen:
     """Copies of tensors that the layer went on to change in place."""
     rewritten: list[str] = field(default_factory=list)
     """Ops whose outputs were changed by a kernel that PyTorch cannot see."""
+    attention_again: int = 0
+    flops_again: int = 0
+    """What a torch.utils.checkpoint inside the layer will run again."""
 
     def note_unseen_writes(self) -> None:
         """Find outputs that are not what they were: a Triton kernel that works in place (rotary embeddings do) tells nobody.
@@ -220,7 +227,9 @@ def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torc
         rows = m if op.chosen_from else int(alpha * m)
         kept = store(op.out, rows) if wanted and op.splits and rows else None
         ops.append(Gemm(op.func, tuple(op.out.shape), op.flops, kept, wanted, op.biased))
-    return Recipe(ops, inputs, layout, seen.packs, alpha, seen.softmax, ", ".join(seen.rewritten)), tensors
+    rewritten = ", ".join(seen.rewritten)
+    recipe = Recipe(ops, inputs, layout, seen.packs, alpha, seen.softmax, rewritten, seen.attention_again, seen.flops_again)
+    return recipe, tensors
 
 
 def _unkept(op: SeenGemm | SeenWhole) -> Gemm | Whole:

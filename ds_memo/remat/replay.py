@@ -29,7 +29,10 @@ class Replay(Mode):
         if self.call.frame.state != "ready":  # no input of the layer was swapped
             self.call.engine.bring_back(self.call.frame)
         recipe = self.call.recipe
-        self.call.work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
+        work = self.call.work
+        work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
+        work.attention_ops_recomputed += recipe.attention_again
+        work.gemm_flops_recomputed += recipe.flops_again
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
@@ -229,6 +230,38 @@ def test_checkpoint_around_several_layers(config: dict, reentrant: bool) -> None
 
     torch.manual_seed(0)
     compare_with_stock(Model(), drive, config)
+
+
+@every_config
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_attention_inside_a_layer(config: dict, reentrant: bool) -> None:
+    """It runs attention again whatever is kept: that is counted, and said once."""
+
+    class Checkpoints(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + torch_checkpoint(self.attend, x, use_reentrant=reentrant)
+            return x + self.feed(x)
+
+    class Attention(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            Attention.calls += "_attention" in func.name() and "backward" not in func.name()
+            return func(*args, **(kwargs or {}))
+
+    model = toy(Checkpoints)
+    report = compare_with_stock(model, drive, config, steps=2)
+    assert report["attention_recomputed"] == 2 * LAYERS
+    assert [warning.split(",")[0] for warning in report["warnings"]] == [
+        "layer blocks.0: a part of it runs under torch.utils.checkpoint"
+    ]
+    assert "50% of its GEMM FLOPs, 1 attention calls" in report["warnings"][0]
+    handle = ds_memo.attach(model, config)
+    loss = model(BATCH.embeds.clone().requires_grad_(), BATCH.labels).loss
+    with Attention():
+        loss.backward()
+    assert Attention.calls == LAYERS == handle.report()["attention_recomputed"]
+    handle.detach()
 
 
 def test_two_models_at_once() -> None:
