@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -92,6 +93,36 @@ class LayerCall:
         return (partial(self._fn, **kwargs) if kwargs else self._fn), args, hidden
 
 
+@contextmanager
+def beside_the_training(module: nn.Module | None) -> Iterator[None]:
+    """Run something that the training must not see: buffers get their values back, saved-tensor hooks see no tensor.
+
+    With hooks of its own on top, as save_on_cpu or a torch.utils.checkpoint around the whole model, the caller would take the
+    profile's tensors for the forward's.
+    """
+    graph = torch._C._autograd
+    hooks = []
+    while (top := graph._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        graph._pop_saved_tensors_default_hooks()
+    parts = module.modules() if module is not None else ()
+    # Through .data: the value is the old one again, so autograd need not know of a change.
+    buffers = [
+        (part, name, buffer, buffer.data.clone())
+        for part in parts
+        for name, buffer in part._buffers.items()
+        if buffer is not None and not buffer.is_inference()
+    ]
+    try:
+        yield
+    finally:
+        for part, name, buffer, value in buffers:
+            buffer.data.copy_(value)
+            part._buffers[name] = buffer
+        for pair in reversed(hooks):
+            graph._push_saved_tensors_default_hooks(*pair)
+
+
 class _Caught(Exception):
     """Carries the first layer call of a forward out of it."""
 
@@ -115,7 +146,7 @@ def first_layer_call(remat: Remat, model: nn.Module, args: tuple, kwargs: dict[s
     remat._run = catch
     devices = [remat.engine.device] if remat.engine.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), beside_the_training(model):
             model.forward(*args, **kwargs)
     except _Caught as caught:
         return caught.call

@@ -1,7 +1,7 @@
 """Measure one layer by running it alone: times, what it keeps, what autograd would save, and what it needs besides.
 
 Gradients are asked for with autograd.grad, so no parameter's .grad, and no hook on it, sees the profile. Random numbers are drawn
-from a fork of the generators. Nothing is copied to the host.
+from a fork of the generators, buffers get their values back. Nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_memo.errors import MemoError
-from ds_memo.profile.call import LayerCall
+from ds_memo.profile.call import LayerCall, beside_the_training
 from ds_memo.profile.live import bytes_made
 from ds_memo.profile.sample import KeptOutput, LayerSample
 from ds_memo.remat import keep
@@ -42,7 +42,8 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
         MemoError: it saves nothing for a backward.
     """
     indices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=indices, enabled=True), torch.enable_grad():
+    module = call.layer.module() if call.layer.module else None
+    with torch.random.fork_rng(devices=indices, enabled=True), torch.enable_grad(), beside_the_training(module):
         fn, args, hidden = call.at(length)
         trained = [parameter for parameter in call.layer.parameters if parameter.requires_grad]
         bench = _Bench(call.layer, fn, args, [hidden, *trained], device, attention)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import ds_memo
 from ds_memo.integrate import autopilot, stalls
@@ -25,7 +26,7 @@ from ds_memo.solve.places import Places, spread
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.swap import slab
 from ds_memo.swap.streams import ThreadStreams
-from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
+from tests.models import HIDDEN, LAYERS, VOCAB, Batch, Outcome, Toy, assert_same, build, compare_with_stock, gradients, step
 
 GIB = 1 << 30
 LENGTH = 300
@@ -239,6 +240,38 @@ def test_another_length_is_solved_without_measuring(costs: Any, monkeypatch: pyt
             assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
     assert measured == [LENGTH]
     assert seen == {True, False}  # the short ones fit
+    handle.detach()
+
+
+@pytest.mark.parametrize("device_memory_gib", [0.01, PLENTY])
+def test_a_checkpoint_around_the_whole_model(device_memory_gib: float) -> None:
+    """The profile is taken inside of it, in the first pass, and must not look like the forward's work."""
+
+    def drive(model: Any, number: int) -> Outcome:
+        embeds = BATCH.embeds.clone().requires_grad_()
+        loss = checkpoint(lambda x: model(inputs_embeds=x, labels=BATCH.labels).loss, embeds, use_reentrant=False)
+        loss.backward()
+        return Outcome(loss.detach(), gradients(model))
+
+    compare_with_stock(
+        build("llama"), drive, {"enabled": True, "device_memory_gib": device_memory_gib, "plan": {"enabled": False}}
+    )
+
+
+def test_statistics_before_the_layers_do_not_see_the_profile() -> None:
+    class Normed(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(HIDDEN)
+
+        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+            return super().forward(self.norm(inputs_embeds.flatten(0, 1)).view_as(inputs_embeds), labels)
+
+    model = Normed()
+    handle = attached(model)
+    step(model, BATCH)
+    assert handle.report()["profile"] is not None
+    assert model.norm.num_batches_tracked == 1
     handle.detach()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,54 @@ def test_nothing_is_left() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
     gc.collect()
     assert count.live == 0
+
+
+class Counts(Block):
+    """Running statistics, some of which no op says that it writes, and one that is bound anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(HIDDEN)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("calls_by_binding", torch.zeros(()))
+        self.register_buffer("none", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.calls_by_binding = self.calls_by_binding + 1
+        return super().forward(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+def test_buffers_keep_their_values() -> None:
+    module = Counts()
+    module(torch.randn(BATCH, LENGTH, HIDDEN))
+    before = {name: (buffer, buffer.clone()) for name, buffer in module.named_buffers()}
+    one = call(module)
+    scaled = nn.Parameter(torch.ones(HIDDEN)) * module.norm.running_mean  # a graph that has saved a buffer
+    measure(one, LENGTH, CPU)
+    assert len(before) == 5
+    for name, buffer in module.named_buffers():
+        assert buffer is before[name][0] and torch.equal(buffer, before[name][1]), name
+    scaled.sum().backward()
+
+
+def test_hooks_around_the_model_see_no_tensor_of_a_profile() -> None:
+    seen, inner = [], []
+
+    def hooks(packed: list) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(0) or x.detach(), lambda x: x)
+
+    one = call(Block())
+    with hooks(seen), hooks(inner):
+        measure(one, LENGTH, CPU)
+        assert not seen and not inner
+        nn.Linear(3, 3)(torch.ones(3))
+        first = len(inner)
+        assert first and not seen
+    with hooks(seen):
+        nn.Linear(3, 3)(torch.ones(3))
+    assert seen and len(inner) == first
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def test_a_layer_that_saves_nothing() -> None:
