@@ -16,6 +16,8 @@ from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 
 _WHOLE = (torch.int32, torch.int64)
+_STATISTICS = 1 << 20
+"""Bytes; a larger buffer is a table or a quantised weight, which no forward changes and which a copy may not fit beside."""
 
 
 class LayerCall:
@@ -111,7 +113,7 @@ def beside_the_training(module: nn.Module | None) -> Iterator[None]:
         (part, name, buffer, buffer.data.clone())
         for part in parts
         for name, buffer in part._buffers.items()
-        if buffer is not None and not buffer.is_inference()
+        if buffer is not None and buffer.nbytes <= _STATISTICS and not buffer.is_inference()
     ]
     try:
         yield
