@@ -38,6 +38,7 @@ LONGEST = 1 << 14
 """Tokens of the longest sequence that `fit` runs; kernels are as fast as they get long before."""
 SHORTEST = 1 << 11
 """Tokens; below a check of this length a fit would measure nothing but overhead, so `direct` is used."""
+WAKING_S = 0.3
 
 
 def lengths_of(method: str, length: int, can_shorten: bool) -> tuple[int, ...]:
@@ -130,6 +131,7 @@ def take_profile(asked: Asked, warn: Callable[[str], None], told: Callable[[str]
         Failed: something cannot be measured on some rank. All ranks know.
     """
     begin = time.perf_counter()
+    _wake(asked.device)
     kinds = tuple(_measure_kind(asked, kind, warn, told) for kind in range(max(asked.kinds) + 1))
     with _copy_bench(asked) as bench:  # every agreement is a start for all ranks at once
         d2h = together(partial(bench.rate, D2H))
@@ -153,6 +155,18 @@ def take_profile(asked: Asked, warn: Callable[[str], None], told: Callable[[str]
         measured=measured,
     )
     return most_careful(from_all_ranks(mine))
+
+
+def _wake(device: torch.device) -> None:
+    """An idle GPU runs at a sixth of its clock, and what is measured then would be in the cache for good."""
+    if device.type != "cuda":
+        return
+    x = torch.ones(2048, 2048, dtype=torch.bfloat16, device=device)
+    until = time.perf_counter() + WAKING_S
+    while time.perf_counter() < until:
+        for _ in range(50):
+            torch.mm(x, x)
+        torch.cuda.synchronize(device)
 
 
 def _measure_kind(asked: Asked, kind: int, warn: Callable[[str], None], told: Callable[[str], None]) -> LayerProfile:
