@@ -69,7 +69,9 @@ def kernels(device: torch.device) -> tuple[dict[str, Kernel], dict[str, str]]:
     return found, out
 
 
-class _Seen(TorchDispatchMode):
+class Seen(TorchDispatchMode):
+    """Names of the attention kernels that run."""
+
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -82,7 +84,7 @@ class _Seen(TorchDispatchMode):
 
 def picked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """The kernel that PyTorch chooses by itself."""
-    with _Seen() as seen:
+    with Seen() as seen:
         sdpa(q, k, v, HEAD**-0.5)
     name = (seen.names or ["math"])[0]
     return next((short for short in ("cudnn", "flash", "efficient") if short in name), name)

@@ -7,11 +7,27 @@ import os
 import time
 from collections.abc import Callable, Sized
 
-from ds_memo.swap.host_memory import GIB, available_bytes
+import torch
+
+from ds_memo.swap.host_memory import GIB, available_bytes, budget_bytes
 
 STEP = 4 * GIB
 PATIENCE_S = 2.0
 """How long a machine is waited for until its memory counts as all there is."""
+IDLE_S = 15.0
+"""One that has not grown for so long, while its memory was being used, does not grow: a large one takes minutes to half fill."""
+EVERYTHING = 1 << 62
+BESIDE = 16 * GIB
+"""What is needed beside a host budget."""
+
+
+def budget(host_gib: float | None, device: torch.device) -> int:
+    """Bytes of host memory that rivals may use; None: all there can be. Trials on a CPU take what there is."""
+    if host_gib is not None:
+        grow(int(host_gib * GIB) + (BESIDE if device.type == "cuda" else 0))
+    elif device.type == "cuda":
+        grow(EVERYTHING)
+    return budget_bytes(host_gib, 1, locked=False)
 
 
 def total_bytes() -> int:
@@ -33,21 +49,23 @@ def grow(
     free: Callable[[], int] = lambda: available_bytes(locked=False),
     use: Callable[[int], Sized] = touch,
     wait: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """Use memory, step by step, as long as the machine is smaller than `wanted` and grows; give it back.
 
     Returns:
         Bytes that the machine has then. One that has them already, or does not grow, is left as it is.
     """
-    held, most = [], free() // 2
+    held, most, grew = [], free() // 2, clock()
     while (before := total()) < wanted and (step := min(STEP, free() // 2) >> 20 << 20) >= 1 << 24:
         held.append(use(step))
         for _ in range(10):
             if total() > before:
+                grew = clock()
                 break
             wait(PATIENCE_S / 10)
         else:
-            if sum(map(len, held)) >= most:  # half full, and still as small
+            if sum(map(len, held)) >= most or clock() - grew > IDLE_S:  # half full, and still as small
                 break
     held.clear()
     return total()

@@ -40,6 +40,73 @@ def test_a_part_that_breaks_is_a_failure_and_no_end():
     assert late == {"failures": [f"three: left out, 10 of {LIMIT_S} s are left"]}
 
 
+def test_a_model_that_breaks_takes_no_other_with_it(monkeypatch):
+    import torch
+
+    from benchmarks import check
+    from tests import models
+
+    def breaks(**more):
+        raise RuntimeError("cuDNN: No execution plans support the graph")
+
+    monkeypatch.setattr(models, "MODELS", {"broken": breaks, "plain": models.MODELS["plain"]})
+    found = check.gradients(torch.device("cpu"), torch.float32, alphas=(0.5,), residents=(2,))
+    assert found["failures"] == ["broken: RuntimeError: cuDNN: No execution plans support the graph"]
+    assert found["models"]["plain"]["failures"] == []
+
+
+def test_an_error_in_a_setting_names_it(monkeypatch):
+    import torch
+
+    from benchmarks import check
+    from tests import models
+
+    monkeypatch.setattr(models, "MODELS", {"plain": models.MODELS["plain"]})
+    monkeypatch.setattr(check.models, "assert_same", lambda *args: 1 / 0)
+    (failure,) = check.gradients(torch.device("cpu"), torch.float32, alphas=(0.5,), residents=(2,))["failures"]
+    assert failure == "plain: RuntimeError: alpha 0.5 resident 2: ZeroDivisionError: division by zero"
+
+
+def test_each_attention_of_a_cuda_device_is_checked_apart(monkeypatch):
+    import torch
+
+    from benchmarks import check
+
+    seen = {}
+
+    def looks(device, dtype, **less):
+        seen["cudnn"], seen["flash"] = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+
+    monkeypatch.setattr(check, "gradients", looks)
+    parts = check.parts(torch.device("cuda"), lambda: 480.0)
+    assert {"host", "stream_order", "stream_order_without_cudnn"} <= parts.keys()
+    parts["gradients"]()
+    assert seen["cudnn"]
+    parts["gradients_without_cudnn"]()
+    assert seen == {"cudnn": False, "flash": True}
+    assert not [name for name in check.parts(torch.device("cpu"), lambda: 480.0) if "cudnn" in name]
+
+
+def test_the_bar_is_what_stock_does_to_itself():
+    """Gemma 2's soft caps make much of a rounding error: 1.1 % in bf16, where others have less than one rounding."""
+    import torch
+
+    from benchmarks.noise import distance, noise
+    from tests import models
+
+    bars = {}
+    for name in ("gemma2", "neox"):
+        model, batch = models.build(name, torch.bfloat16), models.Batch.random(2, 33, torch.bfloat16)
+
+        def run(model=model, batch=batch):
+            return models.step(model, batch).grads
+
+        want = run()
+        assert max(distance(run(), want).values()) == 0
+        bars[name] = noise(run, want, torch.bfloat16, orders=3)
+    assert bars["neox"] == torch.finfo(torch.bfloat16).eps / 2 < bars["gemma2"] < 0.05
+
+
 def test_an_unknown_verb_shows_the_usage():
     ran = check("chek")
     assert ran.returncode == 2
