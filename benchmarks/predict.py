@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from benchmarks.rivals import GIB, RIVALS, Budget
-from benchmarks.timing import DOES_NOT_FIT, Trainer
+from benchmarks.timing import DOES_NOT_FIT, Trainer, homes
 from benchmarks.workloads import Shape
 
+SETTLED_AFTER = 4
+"""Steps, at most."""
 HARDWARE = {"H200": "h200", "H100": "h100", "B200": "b200", "A100": "a100", "A800": "a800"}
 
 
@@ -27,7 +29,10 @@ def hardware_of(device: torch.device) -> str | None:
 
 
 def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder: Path, hardware: str | None) -> dict[str, Any]:
-    """Before anything is timed: one step of ds_memo, in which it profiles the layers and solves; then the estimator.
+    """Before anything is timed: the first steps of ds_memo, in which it profiles the layers and solves; then the estimator.
+
+    The first step holds back half of the device until it has seen what head and optimizer take: the solver is asked when it
+    answers as in the step before.
 
     Args:
         folder: the profile and the model's config are left there.
@@ -35,14 +40,17 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     """
     try:
         with RIVALS["ds_memo"].on(trainer.model, replace(budget, ranks=shape.ranks)) as installed:
-            trainer.step(installed)
-            report, profile = installed.report(), installed.profile()
+            reports: list[dict[str, Any]] = []
+            while len(reports) < SETTLED_AFTER and (len(reports) < 2 or homes(reports[-2]) != homes(reports[-1])):
+                trainer.step(installed)
+                reports.append(installed.report())
+            report, profile = reports[-1], installed.profile()
     except DOES_NOT_FIT as error:
         return {"why": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
     if profile is None:
         return {"why": "ds_memo made no profile", "warnings": report["warnings"]}
     found: dict[str, Any] = {"alpha": report["alpha"], "resident_layers": report["resident_layers"], "binding": report["binding"]}
-    found |= {"solver": report["predicted"]}
+    found |= {"solver": report["predicted"], "steps_until_settled": len(reports)}
     stem = f"{shape.name}-{length}"
     profile_file, config_file = folder / f"profile-{stem}.json", folder / f"model-{stem}.json"
     profile_file.write_text(profile.to_json())

@@ -1,4 +1,4 @@
-"""Where results go: one JSON per run, with versions, device and commit; and what they have in common."""
+"""Where results go: one JSON per run, with versions, device and commit, and one archive of details; and what they share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import math
 import os
 import sys
+import tarfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ import torch
 from benchmarks.environment import environment
 
 FOLDER = Path(__file__).parent / "results"
+
+
+ARCHIVE_MOST = 12 << 20
+"""Bytes of details: what comes back from a lent machine is limited."""
 
 
 def device_or_exit(name: str, verb: str) -> torch.device:
@@ -45,11 +51,18 @@ def folder(out: str | None) -> Path:
     return found
 
 
-def write(verb: str, device: torch.device, found: dict[str, Any], out: str | None) -> int:
-    """Write <verb>-<device>-<time>.json, bring the table up to date where it lies beside it, and return the exit status."""
+def write(verb: str, device: torch.device, found: dict[str, Any], out: str | None, details: Path | None = None) -> int:
+    """Write <verb>-<device>-<time>.json, bring the table up to date where it lies beside it, and return the exit status.
+
+    Args:
+        details: a folder that goes into <verb>-<device>-<time>.tar.gz.
+    """
     here = environment(device)
     stamp = here["time"].replace(":", "").replace("-", "")[:15]
     path = folder(out) / f"{verb}-{device.type}-{stamp}.json"
+    if details is not None and any(details.iterdir()):
+        archive = path.with_suffix(".tar.gz")
+        found = found | {"details": archive.name, "details_left_out": pack(details, archive)}
     path.write_text(json.dumps(plain({"verb": verb, "environment": here, **found}), indent=1, allow_nan=False) + "\n")
     say(f"written to {path}")
     if path.parent == FOLDER:
@@ -61,6 +74,21 @@ def write(verb: str, device: torch.device, found: dict[str, Any], out: str | Non
     return 1 if failures else 0
 
 
+def pack(details: Path, archive: Path, most: int = ARCHIVE_MOST) -> list[str]:
+    """Small files first, as far as there is room: traces are what is large. The names of the others."""
+    left_out = []
+    with tarfile.open(archive, "w:gz") as into:
+        for path in sorted(details.iterdir(), key=lambda path: path.stat().st_size):
+            most -= len(zlib.compress(path.read_bytes()))
+            if most < 0:
+                left_out.append(path.name)
+            else:
+                into.add(path, path.name)
+    return left_out
+
+
 def say_claims(claims: list[dict[str, Any]]) -> None:
     for claim in claims:
-        say(f"      {'held  ' if claim['held'] else 'MISSED'} {claim['claim']}: {claim['value']:.4g} (bar {claim['bar']:g})")
+        margin = f", {claim['margin']:.2g} more is noise" if "margin" in claim else ""
+        verdict = "held  " if claim["held"] else "MISSED"
+        say(f"      {verdict} {claim['claim']}: {claim['value']:.4g} (bar {claim['bar']:g}{margin})")

@@ -165,9 +165,9 @@ def memo(model: nn.Module, budget: Budget, planned: bool = False, **config: Any)
         handle.detach()
 
 
-_PLANNED = 6
-"""Steps until addresses are planned: one after which ds_memo solves again, two alike to profile, one that plans, one that
-follows, one to be sure."""
+_PLANNED = 4
+"""Steps until addresses are planned: one after which ds_memo solves again, two alike to profile, one that plans and lets go of
+what torch's allocator held. (Seen in the emulator, at every length. Where a GPU takes longer, samples are taken again.)"""
 
 RIVALS = {
     rival.name: rival

@@ -6,13 +6,16 @@
 Per point (workload, length): a rival is put on the model, warmed up, timed, taken off, and the next has its turn; then all of
 them again, as far as the time goes. Points run from short to long; those that the time budget does not hold are dropped and
 named. A rival that runs out of memory is written down as such. At the shortest point of a workload every rival's gradients are
-compared with those of no checkpointing, and the bar is what stock itself is off by when its GEMMs sum in another order.
+compared with those of no checkpointing, and the bar is what stock itself is off by when its GEMMs sum in other orders. Samples
+during which ds_memo changed its setting are dropped and taken again (`dropped_s`; `unsettled` where it did not come to rest).
 
 "ds_memo, swapping" keeps two layers on the device whatever there is room for, as the paper does: where everything fits, ds_memo
 itself is plain training, and its speed would say nothing of swapping.
 
---host-gib lowers the host budget of ds_memo and of the paper's MEMO: host-bound points. A virtual machine with less, whose memory
-grows as it is used, is made to grow to it first (benchmarks/host.py).
+--host-gib lowers the host budget of ds_memo and of the paper's MEMO: host-bound points. A virtual machine whose memory grows as
+it is used is made to grow first (benchmarks/host.py).
+
+Details go into one archive beside the JSON: profiles, streams, traces as far as they are small.
 """
 
 from __future__ import annotations
@@ -33,17 +36,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import attention, results, streams
 from benchmarks import host as host_memory
 from benchmarks.attention import HEADS
+from benchmarks.noise import distance, noise
 from benchmarks.predict import hardware_of, predict
 from benchmarks.rivals import GIB, INPUT_OFFLOAD, OURS, RIVALS, SWAPPING, Budget, Installed, Rival
-from benchmarks.timing import DOES_NOT_FIT, Memory, Trainer, clear, does_not_fit, use_expandable
+from benchmarks.timing import DOES_NOT_FIT, Memory, Trainer, clear, does_not_fit, homes, timed, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes, step_flops, tokens_of
 from ds_memo.profile.bandwidth import measure_bandwidth
-from ds_memo.swap.host_memory import budget_bytes
 
 ASSUMED_FLOPS = {"cuda": 3e14, "cpu": 3e9}
 """Per second, until the first step has been timed."""
@@ -51,6 +53,8 @@ DEAR_S = 3.0
 """Steps longer than this are not run with every allocator; the planned and the native one tell the story."""
 AT_LEAST_S = 60.0
 """That the first point may take, whatever time there is."""
+MOST_NOISE = 0.03
+"""No samples excuse more than this; the issue allows as much beside no checkpointing."""
 ALLOCATORS = ("paper, expandable", "ds_memo", "ds_memo, expandable")
 URGENT = (OURS[-1], "none", "checkpoint", *INPUT_OFFLOAD, SWAPPING, "checkpoint+attention", "paper, planned", "paper")
 """In this order, and then the others: what a point cannot do without comes before its time is over."""
@@ -66,7 +70,7 @@ def visits(step_s: float) -> tuple[int, int]:
 def cost_s(rivals: Iterable[Rival], step_s: float) -> float:
     """What a point takes; recomputing rivals are a third longer, installing takes a while, and so do prediction and trace."""
     turns, steps = visits(step_s)
-    return 10 * step_s + sum(turns * (rival.warm_up + steps) * step_s * 1.35 + turns * 0.5 * min(1.0, step_s) for rival in rivals)
+    return 12 * step_s + sum(turns * (rival.warm_up + steps) * step_s * 1.35 + turns * 0.5 * min(1.0, step_s) for rival in rivals)
 
 
 def run_point(
@@ -182,18 +186,37 @@ def watch_streams(trainer: Trainer, rival: Rival, budget: Budget, folder: Path, 
 
 
 def _visit(trainer: Trainer, installed: Installed, rival: Rival, steps: int, row: dict[str, Any], first: bool) -> None:
+    device, unplanned = trainer.ids.device, {}
     for _ in range(rival.warm_up):
+        memory = Memory(device)
         trainer.step(installed)
-    before = installed.report()
-    memory = Memory(trainer.ids.device)
-    row["samples_s"] += [trainer.seconds(installed) for _ in range(steps)]
+        if first and device.type == "cuda" and not arena(report := installed.report()):
+            unplanned[homes(report)] = memory.read(1, lambda: None)["device_peak"]
+
+    def warm_up() -> None:
+        for _ in range(rival.warm_up):
+            trainer.step(installed)
+
+    block = timed(installed, device, lambda: [trainer.seconds(installed) for _ in range(steps)], warm_up)
+    row["samples_s"] += block.samples_s
+    if block.dropped_s:
+        row["dropped_s"] = row.get("dropped_s", []) + block.dropped_s
+    if not block.settled:
+        row["unsettled"] = True
     if not first:
         return
-    after = installed.report()
-    row["memory"] = memory.read(steps, lambda: trainer.step(installed))
-    if "stall_s" in after:
-        row["stall_s_per_step"] = {name: (after["stall_s"][name] - before["stall_s"][name]) / steps for name in after["stall_s"]}
-    row["report"] = results.plain(after)
+    row["memory"] = block.memory.read(steps, lambda: trainer.step(installed))
+    if arena(block.after) and (needed := unplanned.get(homes(block.after))):
+        row["memory"]["unplanned_peak"] = needed
+    if "stall_s" in block.after:
+        stalls = {name: seconds - block.before["stall_s"][name] for name, seconds in block.after["stall_s"].items()}
+        row["stall_s_per_step"] = {name: seconds / steps for name, seconds in stalls.items()}
+    row["report"] = results.plain(block.after)
+
+
+def arena(report: dict[str, Any]) -> int:
+    """Bytes of planned addresses; 0: there are none, as where ds_memo is plain training."""
+    return (report.get("plan") or {}).get("arena") or 0
 
 
 def _too_much_host(rival: Rival, rows: dict[str, dict[str, Any]], budget: Budget) -> str | None:
@@ -210,32 +233,11 @@ def _too_much_host(rival: Rival, rows: dict[str, dict[str, Any]], budget: Budget
 # ---- gradients
 
 
-class OtherOrder(TorchDispatchMode):
-    """GEMMs sum over the inner dimension from the other end: what rounding alone makes of a gradient."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        aten = torch.ops.aten
-        if func in (aten.mm.default, aten.addmm.default):
-            *more, left, right = args
-            args = (*more, left.flip(1), right.flip(0))
-        return func(*args, **(kwargs or {}))
-
-
-def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Norm of the difference over the norm, per parameter."""
-    found = {}
-    for name, value in want.items():
-        scale = value.float().norm()
-        found[name] = ((got[name].float() - value.float()).norm() / scale).item() if scale else float(got[name].any())
-    return found
-
-
 def gradients(trainer: Trainer, rivals: list[Rival], budget: Budget, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Every rival's gradients, once it is warm, against no checkpointing; the bar: the same model with GEMMs in another order."""
+    """Every rival's gradients, once it is warm, against no checkpointing; the bar: the same model with GEMMs in other orders."""
     try:
         loss, want = trainer.gradients(Installed())
-        with OtherOrder():
-            bar = max(distance(trainer.gradients(Installed())[1], want).values())
+        bar = noise(lambda: trainer.gradients(Installed())[1], want, next(trainer.model.parameters()).dtype)
     except DOES_NOT_FIT as error:
         return {"skipped": f"no checkpointing does not fit: {str(error)[:200]}"}
     found: dict[str, Any] = {"bar": bar, "rivals": {}, "failures": []}
@@ -257,16 +259,29 @@ def gradients(trainer: Trainer, rivals: list[Rival], budget: Budget, rows: dict[
 # ---- claims
 
 
-def claims(point: dict[str, Any]) -> list[dict[str, Any]]:
-    """The bars of the issue that this point can speak to: name, measured, bar, held."""
-    rows = {name: row for name, row in point["rivals"].items() if "median_s" in row}
-    ours = next((rows[name]["median_s"] for name in reversed(OURS) if name in rows), None)  # planned is what a user gets
-    if ours is None:
-        return []
-    found = []
+def spread(samples: list[float]) -> float:
+    """Width of the middle half of the samples over their median."""
+    if len(samples) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return (high - low) / middle
 
-    def say(name: str, value: float, bar: float, at_most: bool) -> None:
-        found.append({"claim": name, "value": value, "bar": bar, "held": value <= bar if at_most else value >= bar})
+
+def claims(point: dict[str, Any]) -> list[dict[str, Any]]:
+    """The bars of the issue that this point can speak to: name, measured, bar, held.
+
+    Where two ways train that may be equally fast, they are told apart no further than their samples tell: `margin`, the middle
+    halves of both (root of the sum of squares), is beside the bar, and MOST_NOISE at most.
+    """
+    rows = {name: row for name, row in point["rivals"].items() if "median_s" in row}
+    our_row = next((rows[name] for name in reversed(OURS) if name in rows), None)  # planned is what a user gets
+    if our_row is None:
+        return []
+    ours, found = our_row["median_s"], []
+
+    def say(name: str, value: float, bar: float, at_most: bool, **margin: float) -> None:
+        held = value <= bar + margin.get("margin", 0.0) if at_most else value >= bar
+        found.append({"claim": name, "value": value, "bar": bar, **margin, "held": held})
 
     if "none" in rows:
         say("step / no checkpointing", ours / rows["none"]["median_s"], 1.03, at_most=True)
@@ -276,19 +291,25 @@ def claims(point: dict[str, Any]) -> list[dict[str, Any]]:
     for name in ("checkpoint", *INPUT_OFFLOAD):
         if long and name in rows:
             say(f"{name} / step", rows[name]["median_s"] / ours, 1.20, at_most=False)
-    others = {name: row["median_s"] for name, row in rows.items() if name not in (*OURS, SWAPPING)}
+    others = {name: row["median_s"] for name, row in rows.items() if name not in (*OURS, SWAPPING, "none")}
     if others:
         best = min(others, key=others.get)
-        say(f"step / best rival ({best})", ours / others[best], 1.0, at_most=True)
+        margin = min(MOST_NOISE, math.hypot(spread(our_row["samples_s"]), spread(rows[best]["samples_s"])))
+        say(f"step / best rival ({best})", ours / others[best], 1.0, at_most=True, margin=margin)
     for name in OURS:
         host = rows.get(name, {}).get("report", {}).get("host")
         if host:
             say(f"host slab / budget, {name}", host["slab"] / host["budget"], 1.0, at_most=True)
-    planned = rows.get("ds_memo, planned", {}).get("memory", {})
-    if "cuda_mallocs_per_step" in planned:
-        calls = planned["cuda_mallocs_per_step"] + planned["cuda_frees_per_step"]
-        say("cudaMalloc and cudaFree a step, planned", calls, 0.0, at_most=True)
-        say("reserved / requested, planned", planned["device_reserved_peak"] / planned["device_peak"], 1.02, at_most=True)
+    for name in (*OURS, SWAPPING):
+        row = rows.get(name, {})
+        memory = row.get("memory", {})
+        if not arena(row.get("report", {})) or "cuda_mallocs_per_step" not in memory:
+            continue
+        calls = memory["cuda_mallocs_per_step"] + memory["cuda_frees_per_step"]
+        say(f"cudaMalloc and cudaFree a step, {name}", calls, 0.0, at_most=True)
+        if "unplanned_peak" in memory:  # the peak with a plan has the arena in it, however large
+            over = memory["device_reserved_peak"] / memory["unplanned_peak"]
+            say(f"reserved / requested without a plan, {name}", over, 1.02, at_most=True)
     return found
 
 
@@ -301,14 +322,17 @@ def measure(
     rivals: list[Rival],
     budget: Budget,
     budget_s: float,
-    folder: Path,
+    unfinished: Path,
+    details: Path,
     say: Callable[[str], None],
     more: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """All points that the time budget holds.
 
     Args:
-        more: what was measured before, for the file that a run which is ended from outside leaves behind.
+        unfinished: the file that a run which is ended from outside leaves behind.
+        details: a folder for what each point writes beside.
+        more: what was measured before, for that file.
     """
     begin = time.perf_counter()
     table = shapes(budget.device)
@@ -317,7 +341,6 @@ def measure(
     dtype = torch.bfloat16 if budget.device.type == "cuda" else torch.float32
     rate, slower = ASSUMED_FLOPS[budget.device.type], 1.0
     points, dropped, failures = [], [], []
-    unfinished = folder / "speed-unfinished.json"
     compared: set[str] = set()
     for shape, length in wanted:
         step_s = step_flops(shape, length) / rate
@@ -334,7 +357,7 @@ def measure(
         try:
             model = build(shape, budget.device, dtype)
             compare = shape.name not in compared
-            point = run_point(model, shape, length, taking, budget, rate, compare, folder, until)
+            point = run_point(model, shape, length, taking, budget, rate, compare, details, until)
         except Exception as error:
             traceback.print_exc()
             failures.append(f"{shape.name} {length}: {type(error).__name__}: {str(error)[:500]}")
@@ -384,9 +407,7 @@ def _print(point: dict[str, Any], say: Callable[[str], None]) -> None:
 
 
 def make_budget(device: torch.device, host_gib: float | None, device_gib: float | None = None) -> Budget:
-    if host_gib is not None:
-        host_memory.grow(int(host_gib * GIB))
-    host = budget_bytes(host_gib, 1, locked=False)
+    host = host_memory.budget(host_gib, device)
     rate = measure_bandwidth(device, device.type == "cuda", min(host, GIB))[0]
     device_bytes = None if device_gib is None else int(device_gib * GIB)
     return Budget(device, host, device_bytes=device_bytes, bandwidth=rate)
@@ -395,7 +416,7 @@ def make_budget(device: torch.device, host_gib: float | None, device_gib: float 
 def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workloads", nargs="+", choices=["gpt7b", "llama8b", "ulysses8"])
-    parser.add_argument("--rivals", nargs="+", choices=list(RIVALS), default=list(RIVALS))
+    parser.add_argument("--rivals", nargs="+", choices=[*RIVALS, "all"], default=["all"])
     parser.add_argument("--host-gib", type=float, help="host budget of ds_memo and of the paper's MEMO")
     parser.add_argument("--budget-s", type=float, default=420.0, help="seconds that the whole may take")
     parser.add_argument("--out", help="folder for the result; absent: $OUT, else benchmarks/results")
@@ -409,7 +430,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-attention", action="store_true", help="leave the attention kernels out")
     options = parser.parse_args(arguments)
     device = results.device_or_exit(options.device, "speed")
-    rivals = [RIVALS[name] for name in options.rivals]
+    rivals = list(RIVALS.values()) if "all" in options.rivals else [RIVALS[name] for name in options.rivals]
     names = options.workloads or ["gpt7b", "llama8b", "ulysses8"]
     folder = results.folder(options.out)
     begin = time.perf_counter()
@@ -418,12 +439,14 @@ def main(arguments: list[str] | None = None) -> int:
         heads = HEADS if device.type == "cuda" else 2
         kernels = attention.measure(device, attention.lengths_for(device), heads)
         clear(device)
-    with tempfile.TemporaryDirectory() as cache:  # profiles of this run, not of one before
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
+        details, unfinished = Path(made), folder / "speed-unfinished.json"
+        # Profiles in the cache are of this run, not of one before.
         budget = replace(make_budget(device, options.host_gib, options.device_gib), cache_dir=cache)
         left = options.budget_s - (time.perf_counter() - begin)
-        found = measure(names, options.lengths, rivals, budget, left, folder, results.say, {"attention": kernels})
-    found["attention"] = kernels
-    return results.write("speed", device, found | {"settings": vars(options)}, options.out)
+        found = measure(names, options.lengths, rivals, budget, left, unfinished, details, results.say, {"attention": kernels})
+        found |= {"attention": kernels, "settings": vars(options)}
+        return results.write("speed", device, found, options.out, details)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,6 +104,52 @@ class Memory:
             "cuda_frees_per_step": (after["num_device_free"] - self._before["num_device_free"]) / steps,
             "pinned_by_torch_peak": torch.cuda.memory.host_memory_stats().get("allocated_bytes.peak", 0),
         }
+
+
+def homes(report: dict[str, Any]) -> tuple[Any, ...]:
+    """Where a rival keeps what, by its own report."""
+    layers = (tuple(report.get(name) or ()) for name in ("residents", "lean", "plain"))
+    return report.get("checkpointing"), report.get("alpha"), *layers
+
+
+def setting(report: dict[str, Any]) -> tuple[Any, ...]:
+    """All that its speed and bytes depend on: homes, which ds_memo may lower while it trains, and addresses."""
+    profile, plan = report.get("profile") or {}, report.get("plan") or {}
+    return (*homes(report), profile.get("changes"), plan.get("plans"), plan.get("arena"))
+
+
+@dataclass
+class Block:
+    """Steps that were timed."""
+
+    samples_s: list[float]
+    dropped_s: list[float]
+    """Of steps before, during which the setting changed."""
+    settled: bool
+    """It did not change during the samples."""
+    before: dict[str, Any]
+    """The report when they began."""
+    after: dict[str, Any]
+    memory: Memory
+
+
+def timed(installed: Installed, device: torch.device, take: Callable[[], list[float]], warm_up: Callable[[], Any]) -> Block:
+    """Time steps of one setting: if it changes meanwhile, what was timed is dropped, and timed again twice at most.
+
+    Args:
+        take: the samples.
+        warm_up: before another try.
+    """
+    dropped: list[float] = []
+    for more_tries in (2, 1, 0):
+        before, memory = installed.report(), Memory(device)
+        samples, after = take(), installed.report()
+        settled = setting(before) == setting(after)
+        if settled or not more_tries:
+            break
+        dropped += samples
+        warm_up()
+    return Block(samples, dropped, settled, before, after, memory)
 
 
 def clear(device: torch.device) -> None:
