@@ -1,12 +1,16 @@
 """The longest sequence that each rival can train within the same device and host memory.
 
-    bash benchmarks/gpu.sh capacity [--workloads gpt7b] [--device-gib 16] [--host-gib 32 2] [--rivals …] [--budget-s 420]
+    bash benchmarks/gpu.sh capacity [--workloads gpt7b] [--device-gib 16] [--host-gibs 32 2] [--rivals …|all] [--budget-s 420]
                                     [--device cuda|cpu] [--out DIR]
 
 Per rival and host budget a process of its own doubles the length until it does not fit, then closes in until what fits and what
-does not are within a sixteenth; a length fits if whole steps run. On CUDA the device budget is PyTorch's own limit of this
-process, and host memory that a rival pins beyond the host budget counts as not fitting. On a CPU, where there is no second kind
-of memory, the device budget is on the bytes that tensors take (LiveBytes), which tries the search and not the rivals.
+does not are within a sixteenth; a length fits if whole steps run: two while the search goes on (ds_memo's first is set more
+carefully than those after it), and at the end as many as it takes until addresses are planned, and one more. Ours and the rivals
+that get furthest come first, and each may take half of the time that is left.
+
+On CUDA the device budget is PyTorch's own limit of this process, and host memory that a rival pins beyond the host budget counts
+as not fitting. On a CPU, where there is no second kind of memory, the device budget is on the bytes that tensors take
+(LiveBytes), which tries the search and not the rivals.
 The smaller host budget is the case where host memory binds.
 """
 
@@ -18,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +35,11 @@ from benchmarks.timing import Memory, Trainer, clear, does_not_fit, use_expandab
 from benchmarks.workloads import Shape, batch, build, shapes
 
 CLOSE = 1 / 16
-RAN = (*reversed(OURS), *(name for name in RIVALS if name not in (*OURS, "paper, expandable", SWAPPING)))
-"""Ours first: what the time does not hold is dropped from the end."""
+BEST = (OURS[-1], "hf_offload", "deepspeed", "checkpoint")
+"""Searched by default, as the time holds them."""
+ALL = (*dict.fromkeys((*BEST, *OURS, *(name for name in RIVALS if name not in ("paper, expandable", SWAPPING)))),)
+"""What the time does not hold is dropped from the end."""
+NO_TIME = "no time left"
 
 
 class OverBudget(MemoryError):
@@ -52,8 +59,12 @@ class Search:
     grain: int
     start: int
     most: int
-    longest: int = 0
+    fits: list[int] = field(default_factory=list)
     shortest_that_fails: int | None = None
+
+    @property
+    def longest(self) -> int:
+        return max(self.fits, default=0)
 
     def lengths(self) -> Iterator[int]:
         """What to try next; :meth:`learn` must be told before the next one is asked for."""
@@ -64,9 +75,11 @@ class Search:
             yield length
 
     def learn(self, length: int, fits: bool) -> None:
+        """The latest word on a length counts."""
         if fits:
-            self.longest = max(self.longest, length)
+            self.fits.append(length)
         else:
+            self.fits = [shorter for shorter in self.fits if shorter < length]
             self.shortest_that_fails = min(length, self.shortest_that_fails or length)
 
     def _next(self) -> int | None:
@@ -80,19 +93,23 @@ class Search:
         return middle if low < middle < high else None
 
 
-def probe(shape: Shape, length: int, rival_name: str, budget: Budget, model: torch.nn.Module) -> dict[str, Any]:
-    """Whether whole steps of one length run, and how long the last one took."""
+def probe(shape: Shape, length: int, rival_name: str, budget: Budget, model: torch.nn.Module, warm_up: int = 1) -> dict[str, Any]:
+    """Whether whole steps of one length run, and how long the last one took.
+
+    Args:
+        warm_up: steps before the one that is timed.
+    """
     rival = RIVALS[rival_name]
     device = budget.device
-    found: dict[str, Any] = {"length": length}
+    found: dict[str, Any] = {"length": length, "steps": warm_up + 1}
     try:
         trainer = Trainer(model, batch(shape, length, device))
         with rival.on(model, replace(budget, ranks=shape.ranks)) as installed:
             memory = Memory(device)
-            for _ in range(rival.warm_up):
+            for _ in range(warm_up):
                 trainer.step(installed)
             found["step_s"] = trainer.seconds(installed)
-            found |= memory.read(rival.warm_up + 1, lambda: trainer.step(installed))
+            found |= memory.read(warm_up + 1, lambda: trainer.step(installed))
             found["report"] = results.plain(installed.report())
         _within(found, budget)
         found["fits"] = True
@@ -126,10 +143,25 @@ def search_here(shape: Shape, rival: str, budget: Budget, tell: Callable[[dict[s
     trial = Trainer(model, batch(shape, grain, device))  # the libraries load, and the paper's program gets its time
     forward = trial.layer_forward_s(shape.layers) / grain
     search = Search(grain, start=8 * grain, most=1 << 22)
-    for length in search.lengths():
-        found = probe(shape, length, rival, replace(budget, layer_forward_s=forward * length), model)
+    warm_up = RIVALS[rival].warm_up
+
+    def tried(length: int, steps: int) -> bool:
+        found = probe(shape, length, rival, replace(budget, layer_forward_s=forward * length), model, steps)
         search.learn(length, found["fits"])
         tell(found)
+        return found["fits"]
+
+    while True:
+        for length in search.lengths():
+            tried(length, min(1, warm_up))
+        if not search.longest or warm_up <= 1 or tried(search.longest, warm_up):
+            return
+
+
+def longest(probes: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of the lengths that fit by their last word, the probe of the longest."""
+    last_words = {found["length"]: found for found in probes}
+    return max((found for found in last_words.values() if found["fits"]), key=lambda found: found["length"], default=None)
 
 
 def search_apart(
@@ -157,7 +189,7 @@ def search_apart(
             )
             out, why = done.stdout, None if done.returncode == 0 else f"exit {done.returncode}"
         except subprocess.TimeoutExpired as late:
-            out, why = late.stdout or "", f"no time left after {seconds:.0f} s"
+            out, why = late.stdout or "", f"{NO_TIME} after {seconds:.0f} s"
             out = out.decode() if isinstance(out, bytes) else out
         err.seek(0)
         if why and why.startswith("exit"):
@@ -173,9 +205,9 @@ def search_apart(
 def measure(
     shape: Shape, rivals: list[str], budgets: list[int], budget: Budget, device_bytes: int, budget_s: float, folder: Path
 ) -> dict[str, Any]:
-    """Every rival at every host budget, as far as the time goes."""
+    """Every rival at every host budget, one rival after the other, as far as the time goes."""
     begin = time.perf_counter()
-    jobs = [(rival, host) for host in budgets for rival in rivals]
+    jobs = [(rival, host) for rival in rivals for host in budgets]
     rows, dropped, failures = [], [], []
     for number, (rival, host) in enumerate(jobs):
         left = budget_s - (time.perf_counter() - begin)
@@ -187,10 +219,9 @@ def measure(
         if (missing := RIVALS[rival].missing()) is not None:
             rows.append(row | {"longest": None, "why": missing, "probes": []})
             continue
-        share = 3 * left / (len(jobs) - number)  # some are quick
-        probes, why = search_apart(shape, rival, replace(budget, host_bytes=host), min(left, share), device_bytes, folder)
-        good = [found for found in probes if found["fits"]]
-        best = max(good, key=lambda found: found["length"], default=None)
+        share = left if number == len(jobs) - 1 else left / 2
+        probes, why = search_apart(shape, rival, replace(budget, host_bytes=host), share, device_bytes, folder)
+        best = longest(probes)
         fails = min((found["length"] for found in probes if not found["fits"]), default=None)
         row |= {"longest": best and best["length"], "fails_at": fails, "step_s": best and best["step_s"]}
         rows.append(row | {"ended_early": why, "probes": probes})
@@ -208,25 +239,35 @@ def measure(
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At each host budget: ours against the longest of the others. A rival whose search was cut off says nothing."""
+    """At each host budget: ours against the longest of the others.
+
+    A search that was cut off is at its length *or more*: ours then claims nothing, and another's speaks only if that is beyond
+    ours already; else it is named as unfinished.
+    """
     found = []
     for host in dict.fromkeys(row["host_bytes"] for row in rows):
-        fits = [row for row in rows if row["host_bytes"] == host and row["longest"]]
-        ours = max((row for row in fits if row["rival"] in OURS), key=lambda row: row["longest"], default=None)
-        others = [row for row in fits if row["rival"] not in OURS and not row["ended_early"]]
-        if ours is None or not others:
+        fits = {row["rival"]: row for row in rows if row["host_bytes"] == host and row["longest"]}
+        ours = next((fits[name] for name in reversed(OURS) if name in fits), None)  # planned is what a user gets
+        if ours is None or ours["ended_early"]:
             continue
-        best = max(others, key=lambda row: row["longest"])
+        others = [row for name, row in fits.items() if name not in OURS]
+        known = [row for row in others if not row["ended_early"] or row["longest"] > ours["longest"]]
+        if not known:
+            continue
+        best = max(known, key=lambda row: row["longest"])
         value = ours["longest"] / best["longest"]
         name = f"longest / longest of the rivals ({best['rival']}), host {host / GIB:.3g} GiB"
-        found.append({"claim": name, "value": value, "bar": 1.0, "held": value >= 1.0, "close_to": CLOSE})
+        unfinished = [row["rival"] for row in others if row not in known]
+        found.append(
+            {"claim": name, "value": value, "bar": 1.0, "held": value >= 1.0, "close_to": CLOSE, "unfinished": unfinished}
+        )
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("gpu.sh capacity", description=__doc__.splitlines()[0])
     add_common(parser)
-    parser.set_defaults(rivals=list(RAN), host_gib=None)
+    parser.set_defaults(rivals=list(BEST), host_gib=None)
     parser.add_argument("--device-gib", type=float, help="of the device; absent: 16, on a CPU 0.004")
     parser.add_argument("--host-gibs", type=float, nargs="+", help="host budgets, one after the other; absent: 32 and 2")
     for hidden in ("child", "workload"):
@@ -245,14 +286,14 @@ def main(arguments: list[str] | None = None) -> int:
     hosts = options.host_gibs or ([options.host_gib] if options.host_gib else [32.0, 2.0] if cuda else [0.5, 0.001])
     found: dict[str, Any] = {"rivals": [], "dropped": [], "failures": [], "claims": [], "seconds": 0.0}
     names = options.workloads or ["gpt7b"]
+    rivals = list(ALL if "all" in options.rivals else options.rivals)
+    begin = time.perf_counter()
+    budget = make_budget(device, max(hosts))  # the machine may have to grow first
+    seconds = (options.budget_s - (time.perf_counter() - begin)) / len(names)
     for name in names:
         results.say(f"{name}: {device_gib:.3g} GiB of device memory")
         budgets = [int(gib * GIB) for gib in hosts]
-        budget = make_budget(device, max(hosts))
-        seconds = options.budget_s / len(names)
-        part = measure(
-            shapes(device)[name], options.rivals, budgets, budget, int(device_gib * GIB), seconds, results.folder(options.out)
-        )
+        part = measure(shapes(device)[name], rivals, budgets, budget, int(device_gib * GIB), seconds, results.folder(options.out))
         for key, value in part.items():
             found[key] += value
     results.say_claims(found["claims"])

@@ -120,28 +120,28 @@ def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: floa
     """The longest length of each rival, as `gpu.sh capacity` searches it."""
     import torch
 
-    from benchmarks.capacity import search_here
+    from benchmarks.capacity import longest, search_here
     from benchmarks.rivals import Budget
     from benchmarks.workloads import shapes
 
     device, gib = torch.device("cuda", 0), 1 << 30
     for rival in rivals:
-        longest = 0
+        probes: list[dict[str, Any]] = []
 
-        def tell(found: dict[str, Any]) -> None:
-            nonlocal longest
+        def tell(found: dict[str, Any], probes: list[dict[str, Any]] = probes) -> None:
+            probes.append(found)
             if found["fits"]:
-                longest = max(longest, found["length"])
                 text = f"{found['device_peak'] / gib:.2f} GiB requested, {found['device_reserved_peak'] / gib:.2f} reserved"
                 text += f"; {found['report']['binding']}" if found["report"] else ""
             else:
                 text = f"no: {found['why']}"
-            print(f"    {found['length']:9,} {text}", flush=True)
+            print(f"    {found['length']:9,} {found['steps']} steps: {text}", flush=True)
 
         with tempfile.TemporaryDirectory() as cache:
             budget = Budget(device, int(host_gib * gib), int(device_gib * gib), bandwidth=50e9, cache_dir=cache)
             search_here(shapes(device)[workload], rival, budget, tell)
-        print(f"{rival:22s} {longest:9,} tokens", flush=True)
+        best = longest(probes)
+        print(f"{rival:22s} {best['length'] if best else 0:9,} tokens", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """The tables of benchmarks/README.md, made from the JSON files of CUDA machines in benchmarks/results.
 
-    bash benchmarks/gpu.sh table [FILE …]     copies FILEs (brought from the machine) into benchmarks/results first
+    bash benchmarks/gpu.sh table [FILE …]     copies FILEs (brought from the machine) into benchmarks/results first; archives of
+                                              details among them stay where they are
 
 Nothing between the two markers is typed by hand; without a result there is a sentence that says so.
 """
@@ -57,6 +58,8 @@ def summary(data: dict[str, Any]) -> str:
     held = [claim for part in parts for claim in part.get("claims", ())]
     if held:
         verdict += f", {sum(claim['held'] for claim in held)} of {len(held)} bars held"
+        if noisy := sum(claim["held"] and "margin" in claim and claim["value"] > claim["bar"] for claim in held):
+            verdict += f" ({noisy} within noise)"
     points, dropped = (
         ", ".join(f"{point['workload']} {_short(point['length'])}" for point in data.get(key, ()) if "length" in point)
         for key in ("points", "dropped")
@@ -110,15 +113,40 @@ def _longest(runs: list[dict[str, Any]]) -> list[str]:
                 row["rival"],
             )
             step = row.get("step_s")
-            end = (_short(row["longest"]) if row["longest"] else "none", "–" if step is None else f"{step:.2f}")
+            end = (_length(row), "–" if step is None else f"{step:.2f}")
             lines.append(f"| {' | '.join((*what, *end))} |")
     return lines
+
+
+def _length(row: dict[str, Any]) -> str:
+    """What a search found; one that was cut off knows less."""
+    if early := row.get("ended_early"):
+        return f"≥ {_short(row['longest'])} ({_why(early)})" if row["longest"] else _why(early)
+    return _short(row["longest"]) if row["longest"] else _why(row["why"]) if row.get("why") else "none"
 
 
 def _step(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
-    return f"{row['median_s'] * 1e3:,.0f}" if "median_s" in row else "out"
+    if "median_s" not in row:
+        return _why(row["out"])
+    return f"{row['median_s'] * 1e3:,.0f}" + (" (unsettled)" if row.get("unsettled") else "")
+
+
+def _why(out: str) -> str:
+    """The reason in two or three words; the whole of it is in the JSON."""
+    reasons = {
+        "no time": "no time",
+        "is not installed": "not installed",
+        "not tried": "not tried: host",
+        "OutOfMemoryError": "out of memory",
+        "out of memory": "out of memory",
+        "NothingFits": "does not fit",
+        "MemoError": "does not fit",
+        "MemoryError": "out of memory",
+        "OverBudget": "out of memory",
+    }
+    return next((short for said, short in reasons.items() if said in out), "broke")
 
 
 def _short(tokens: int) -> str:
@@ -141,6 +169,8 @@ def update(readme: Path = README, folder: Path = FOLDER) -> None:
 def main(arguments: list[str]) -> int:
     for name in arguments:
         path = Path(name)
+        if path.name.endswith(".tar.gz"):
+            continue
         try:
             data = json.loads(path.read_text())
             good = isinstance(data, dict) and data.get("verb") in VERBS and "environment" in data

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import tarfile
 import types
 from dataclasses import replace
 
@@ -32,7 +34,12 @@ def test_speed_measures_a_point_and_drops_what_the_time_does_not_hold(tmp_path):
     assert peak["checkpoint"] < peak["none"]
     assert point["gradients"]["failures"] == [] and 0 < point["gradients"]["bar"] < 1e-3
     assert point["streams"]["hidden_share"]["d2h"] is not None  # four of six layers went to the host
-    assert (tmp_path / "streams-gpt7b-48.json").exists()
+    archive = tmp_path / found["details"]
+    assert sorted(tmp_path.iterdir()) == sorted([path, archive])
+    with tarfile.open(archive) as details:
+        assert "streams-gpt7b-48.json" in details.getnames()
+        details.extract("streams-gpt7b-48.json", tmp_path, filter="data")
+    assert streams.main([str(tmp_path / "streams-gpt7b-48.json")]) == 0
     assert found["environment"]["torch"] == torch.__version__
 
 
@@ -91,16 +98,112 @@ def test_wrong_gradients_are_a_failure():
     assert len(found["failures"]) == 1 and "halves" in found["failures"][0]
 
 
-def claims_of(**seconds):
-    rows = {name.replace("_planned", ", planned"): {"median_s": s, "memory": {}} for name, s in seconds.items()}
-    return {claim["claim"]: claim["held"] for claim in speed.claims({"length": 65536, "rivals": rows})}
+def claims_of(**rows):
+    """Rows by name, with _ for what no keyword has: seconds of a step, or a row."""
+    point = {}
+    for name, row in rows.items():
+        row = row if isinstance(row, dict) else {"median_s": row}
+        point[name.replace("ds_memo_", "ds_memo, ")] = {"samples_s": [row["median_s"]] * 4, "memory": {}} | row
+    return {claim["claim"]: claim for claim in speed.claims({"length": 65536, "rivals": point})}
 
 
 def test_claims_hold_and_miss():
     good = claims_of(none=1.0, checkpoint=1.3, deepspeed=1.3, ds_memo_planned=1.0)
-    assert good and all(good.values())
-    bad = claims_of(none=1.0, checkpoint=1.1, deepspeed=1.1, ds_memo_planned=1.05)
-    assert bad and not any(bad.values())
+    assert good and all(claim["held"] for claim in good.values())
+    bad = claims_of(none=1.0, checkpoint=1.0, deepspeed=1.1, ds_memo_planned=1.05)
+    assert bad and not any(claim["held"] for claim in bad.values())
+
+
+def test_no_checkpointing_is_no_rival_that_noise_could_let_win():
+    """Where it fits, ds_memo runs the same code; what that may cost has a bar of its own."""
+    found = claims_of(none=1.0, checkpoint=1.3, ds_memo_planned=1.01)
+    assert found["step / no checkpointing"]["held"]
+    assert found["step / best rival (checkpoint)"]["value"] == pytest.approx(1.01 / 1.3)
+    assert not any("best rival" in name for name in claims_of(none=1.0, ds_memo_planned=1.01))
+
+
+@pytest.mark.parametrize("noise, margin, held", [(0.0, 0.0, False), (0.01, 0.014, True), (0.2, speed.MOST_NOISE, True)])
+def test_a_rival_that_is_faster_by_less_than_noise(noise, margin, held):
+    samples = [1.0 - noise / 2] * 2 + [1.0 + noise / 2] * 2
+    rows = {"checkpoint": samples, "ds_memo_planned": [1.01 * s for s in samples]}
+    found = claims_of(**{name: {"median_s": sum(row) / 4, "samples_s": row} for name, row in rows.items()})
+    claim = found["step / best rival (checkpoint)"]
+    assert claim["value"] == pytest.approx(1.01) and claim["bar"] == 1.0
+    assert claim["margin"] == pytest.approx(margin, abs=1e-3) and claim["held"] is held
+
+
+def with_plan(arena, reserved, unplanned=10 * GIB, calls=0):
+    memory = {"cuda_mallocs_per_step": calls, "cuda_frees_per_step": 0, "unplanned_peak": unplanned}
+    memory |= {"device_peak": reserved, "device_reserved_peak": reserved}
+    return {"median_s": 1.0, "memory": memory, "report": {"plan": {"arena": arena}}}
+
+
+def test_planned_addresses_are_claimed_only_where_there_is_a_plan():
+    plain = with_plan(arena=0, reserved=20 * GIB)
+    assert not any("cudaMalloc" in name or "reserved" in name for name in claims_of(ds_memo_planned=plain))
+    found = claims_of(ds_memo_planned=plain, ds_memo_swapping=with_plan(arena=5 * GIB, reserved=10.1 * GIB))
+    assert found["cudaMalloc and cudaFree a step, ds_memo, swapping"]["held"]
+    assert found["reserved / requested without a plan, ds_memo, swapping"]["held"]
+
+
+def test_an_arena_that_is_too_large_misses():
+    """What is requested with a plan has the arena in it."""
+    (claim,) = (
+        c for n, c in claims_of(ds_memo_planned=1.0, ds_memo_swapping=with_plan(10 * GIB, 15 * GIB)).items() if "reserved" in n
+    )
+    assert claim["value"] == 1.5 and not claim["held"]
+    report = {"plan": {"arena": 5}, "alpha": 0.5, "residents": [4, 5]}
+    planned = {"cuda_mallocs_per_step": 0, "cuda_frees_per_step": 0, "device_reserved_peak": 15.0, "device_peak": 15.0}
+    native = {"device_peak": 10.0, "report": report}
+    calls, over = planner.claims({"native": native, "planned": planned | {"report": report}}, "here")
+    assert calls["held"] and over["value"] == 1.5 and not over["held"]
+    other = native | {"report": report | {"residents": [3, 4, 5]}}
+    assert len(planner.claims({"native": other, "planned": planned | {"report": report}}, "here")) == 1
+
+
+class Reports:
+    """A rival that reports one setting after the other, the last one for ever."""
+
+    def __init__(self, *changes):
+        self.changes, self.steps = changes, 0
+
+    def report(self):
+        changes = self.changes[: self.steps + 1]
+        return {"alpha": 1.0, "profile": {"changes": [c for c in changes if c]}, "stall_s": {"d2h": 0.0}, "plan": None}
+
+    def take(self):
+        self.steps += 1
+        return [float(self.steps)]
+
+
+def test_samples_of_a_setting_that_changed_are_dropped():
+    rival = Reports(None, "alpha lowered")
+    block = timing.timed(rival, CPU, rival.take, warm_up=rival.take)
+    assert block.samples_s == [3.0] and block.dropped_s == [1.0] and block.settled
+    rival = Reports(*range(1, 9))
+    block = timing.timed(rival, CPU, rival.take, warm_up=rival.take)
+    assert block.samples_s == [5.0] and block.dropped_s == [1.0, 3.0] and not block.settled
+
+
+def test_a_point_says_what_was_dropped(tmp_path):
+    rival = Reports(None, None, None, "alpha lowered")
+
+    @contextlib.contextmanager
+    def install(model, budget):
+        @contextlib.contextmanager
+        def around():
+            yield
+            rival.steps += 1
+
+        yield speed.Installed(around=around, report=rival.report)
+
+    shape = speed.shapes(CPU)["gpt7b"]
+    model = speed.build(shape, CPU, torch.float32)
+    changing = replace(RIVALS["none"], name="changing", install=install)
+    point = speed.run_point(model, shape, 48, [changing], Budget(CPU, 1 << 30), rate=1e9, compare=False, folder=tmp_path)
+    row = point["rivals"]["changing"]
+    turns, steps = speed.visits(speed.step_flops(shape, 48) / 1e9)
+    assert len(row["dropped_s"]) == steps and len(row["samples_s"]) == turns * steps and "unsettled" not in row
 
 
 def test_a_point_whose_time_is_over_keeps_what_it_has(tmp_path, monkeypatch):
@@ -159,6 +262,32 @@ def test_a_machine_that_grows_is_used_until_it_is_large_enough():
     assert sum(used) <= 5 * GIB and sum(waited) <= 2 * host.PATIENCE_S
 
 
+def test_a_large_machine_that_does_not_grow_is_left_soon():
+    clock, used = 0.0, []
+
+    def use(nbytes):
+        nonlocal clock
+        clock += 2
+        used.append(nbytes)
+        return range(nbytes)
+
+    def wait(seconds):
+        nonlocal clock
+        clock += seconds
+
+    host.grow(host.EVERYTHING, lambda: 1024 * GIB, lambda: 1000 * GIB - sum(used), use, wait, lambda: clock)
+    assert host.IDLE_S < clock < host.IDLE_S + 5
+
+
+@pytest.mark.parametrize("device, gib, wanted", [("cuda", None, host.EVERYTHING), ("cuda", 32, 48 * GIB), ("cpu", None, None)])
+def test_budgets_look_at_a_machine_that_has_grown(device, gib, wanted, monkeypatch):
+    grown = []
+    monkeypatch.setattr(host, "grow", grown.append)
+    monkeypatch.setattr(host, "budget_bytes", lambda *args, **kwargs: len(grown))
+    assert host.budget(gib, torch.device(device)) == len(grown)
+    assert grown == ([] if wanted is None else [wanted])
+
+
 @pytest.mark.parametrize("limit", [100, 1000, 4097])
 def test_the_search_ends_beside_the_limit(limit):
     search = capacity.Search(grain=8, start=64, most=1 << 20)
@@ -180,6 +309,39 @@ def test_the_search_goes_down_when_the_first_length_does_not_fit():
     for length in nothing.lengths():
         nothing.learn(length, False)
     assert nothing.longest == 0 and nothing.shortest_that_fails == 8
+
+
+def test_a_length_that_fits_until_addresses_are_planned_does_not_fit(monkeypatch):
+    """The search goes on in short probes, and the end of it is tried in full."""
+    probes = []
+
+    def probe(shape, length, rival, budget, model, warm_up):
+        return {"length": length, "steps": warm_up + 1, "fits": length <= (96 if warm_up > 1 else 128)}
+
+    monkeypatch.setattr(capacity, "probe", probe)
+    capacity.search_here(speed.shapes(CPU)["gpt7b"], "ds_memo, planned", Budget(CPU, GIB), probes.append)
+    assert {found["steps"] for found in probes[:-1] if found["length"] > 128} == {2}
+    assert capacity.longest(probes)["length"] == 96 and probes[-1]["steps"] == RIVALS["ds_memo, planned"].warm_up + 1
+    probes.clear()
+    capacity.search_here(speed.shapes(CPU)["gpt7b"], "checkpoint", Budget(CPU, GIB), probes.append)
+    assert capacity.longest(probes)["length"] == 128 and {found["steps"] for found in probes} == {2}
+
+
+def test_ours_and_the_best_have_their_time_first(monkeypatch, tmp_path):
+    clock, seen = 0.0, []
+    monkeypatch.setattr(capacity, "time", types.SimpleNamespace(perf_counter=lambda: clock))
+
+    def search(shape, rival, budget, seconds, device_bytes, folder):
+        nonlocal clock
+        seen.append((rival, budget.host_bytes, seconds))
+        clock += 60
+        return [{"length": 8, "fits": True, "step_s": 1.0}], None
+
+    monkeypatch.setattr(capacity, "search_apart", search)
+    shape, rivals = speed.shapes(CPU)["gpt7b"], ["ds_memo, planned", "checkpoint"]
+    found = capacity.measure(shape, rivals, [2, 1], Budget(CPU, GIB), GIB, 240, tmp_path)
+    assert seen == [(rivals[0], 2, 120), (rivals[0], 1, 90), (rivals[1], 2, 60), (rivals[1], 1, 60)]
+    assert found["dropped"] == []
 
 
 def test_checkpointing_trains_longer_than_nothing_in_the_same_bytes():
@@ -240,7 +402,7 @@ RESULT = {
             "host_budget": 64 * GIB,
             "claims": [{"held": True}, {"held": False}],
             "predicted": {"step_s": 2.0},
-            "rivals": {"none": {"median_s": 2.5}, "paper": {"out": "MemoError"}},
+            "rivals": {"none": {"median_s": 2.5}, "paper": {"out": "MemoError: host memory"}},
         }
     ],
     "dropped": [{"workload": "gpt7b", "length": 131072}],
@@ -259,7 +421,7 @@ def test_the_table_is_made_from_cuda_results_only(tmp_path):
     table.update(readme, tmp_path)
     text = readme.read_text()
     assert "gpt7b 64K; dropped for time: gpt7b 128K; no failures, 1 of 2 bars held" in text
-    assert "| gpt7b | 64K | 64 | 2,500 | out | 2,000 |" in text
+    assert "| gpt7b | 64K | 64 | 2,500 | does not fit | 2,000 |" in text
 
 
 def test_the_table_of_attention_kernels():
@@ -268,14 +430,64 @@ def test_the_table_of_attention_kernels():
     assert "| tokens | cudnn | flash |\n|---|---|---|\n| 16K | **600 / 500** | – |\n" in table.render([("speed-cuda.json", run)])
 
 
-def test_a_search_that_was_cut_off_is_no_rival():
-    def row(rival, longest, early=None):
-        return {"rival": rival, "longest": longest, "host_bytes": GIB, "ended_early": early}
+def found_length(rival, longest, early=None):
+    return {"rival": rival, "longest": longest, "host_bytes": GIB, "ended_early": early}
 
-    ours = row("ds_memo, planned", 512)
-    (claim,) = capacity.claims([ours, row("checkpoint", 1024), row("deepspeed", 64, "no time left after 9 s")])
-    assert not claim["held"] and claim["value"] == 0.5
-    assert capacity.claims([ours, row("checkpoint", 64, "no time left after 9 s")]) == []
+
+def test_a_search_that_was_cut_off_claims_no_more_than_it_knows():
+    ours, late = found_length("ds_memo, planned", 512), "no time left after 9 s"
+    (claim,) = capacity.claims([ours, found_length("checkpoint", 1024), found_length("deepspeed", 64, late)])
+    assert not claim["held"] and claim["value"] == 0.5 and claim["unfinished"] == ["deepspeed"]
+    assert capacity.claims([ours, found_length("checkpoint", 64, late)]) == []
+    (claim,) = capacity.claims([ours, found_length("checkpoint", 1024, late)])  # as long at least
+    assert not claim["held"]
+    assert capacity.claims([ours | {"ended_early": late}, found_length("checkpoint", 64)]) == []
+
+
+def test_the_table_says_why_there_is_no_number():
+    outs = {
+        "not tried: no time left": "no time",
+        "deepspeed is not installed": "not installed",
+        "OutOfMemoryError: CUDA out of memory. Tried": "out of memory",
+        "NothingFits: device memory": "does not fit",
+        "ValueError: no such kernel": "broke",
+        "not tried: 90 GiB to save, 32 GiB of host memory": "not tried: host",
+    }
+    assert {out: table._step({"out": out}) for out in outs} == outs
+    row = {"workload": "gpt7b", "device_bytes": 16 * GIB, **found_length("ds_memo, planned", 65536), "step_s": 2.0}
+    assert "| ds_memo, planned | 64K | 2.00 |" in "\n".join(table._longest([{"rivals": [row]}]))
+    cut = row | {"ended_early": "no time left after 63 s"}
+    assert "| ds_memo, planned | ≥ 64K (no time) | 2.00 |" in "\n".join(table._longest([{"rivals": [cut]}]))
+    assert table._length(row | {"longest": None}) == "none"
+    assert table._length(row | {"longest": None, "ended_early": "exit 1: ValueError"}) == "broke"
+    assert table._length({"longest": None, "why": "deepspeed is not installed"}) == "not installed"
+
+
+def test_bars_that_only_noise_lets_hold_are_counted_apart():
+    held = [{"held": True, "value": 1.01, "bar": 1.0, "margin": 0.02}, {"held": True, "value": 0.9, "bar": 1.0, "margin": 0.02}]
+    assert table.summary({"verb": "speed", "claims": held}) == "no failures, 2 of 2 bars held (1 within noise)"
+
+
+def test_details_go_into_one_archive_as_far_as_there_is_room(tmp_path):
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "profile.json").write_text("{}")
+    (made / "large.trace.json").write_bytes(os.urandom(5000))
+    assert results.pack(made, tmp_path / "all.tar.gz", most=10000) == []
+    assert results.pack(made, tmp_path / "some.tar.gz", most=1000) == ["large.trace.json"]
+    with tarfile.open(tmp_path / "some.tar.gz") as details:
+        assert details.getnames() == ["profile.json"]
+    assert results.write("speed", CPU, {}, str(tmp_path), made) == 0
+    (path,) = tmp_path.glob("speed-cpu-*.json")
+    assert (tmp_path / json.loads(path.read_text())["details"]).exists()
+
+
+def test_archives_are_no_results_and_no_mistakes(tmp_path, monkeypatch):
+    updated = []
+    monkeypatch.setattr(table, "FOLDER", tmp_path)
+    monkeypatch.setattr(table, "update", lambda: updated.append(1))
+    assert table.main(["out/speed-cuda-1.tar.gz"]) == 0
+    assert updated and list(tmp_path.iterdir()) == []
 
 
 def test_the_table_in_the_repository_is_up_to_date():
@@ -300,3 +512,24 @@ def test_the_prediction_comes_from_the_solver_and_from_the_estimator(workload, l
     assert found["step_s"] > 0 and found["estimate"]["status"] == "ok"
     assert (tmp_path / f"profile-{workload}-{length}.json").exists()
     assert found["estimate"]["layout"]["sp"] == shape.ranks
+
+
+def test_the_solver_is_asked_when_its_answer_stays(tmp_path, monkeypatch):
+    """The first step holds back half of the device."""
+    answers, steps = [(0.0, 2), (0.5, 3), (0.5, 3), (1.0, 4)], []
+
+    @contextlib.contextmanager
+    def install(model, budget):
+        def report():
+            alpha, residents = answers[len(steps) - 1]
+            return {"alpha": alpha, "resident_layers": residents, "residents": [*range(residents)]} | dict.fromkeys(
+                ("binding", "predicted")
+            )
+
+        yield speed.Installed(report=report, profile=lambda: types.SimpleNamespace(to_json=lambda: "{}"))
+
+    monkeypatch.setitem(RIVALS, "ds_memo", replace(RIVALS["none"], name="ds_memo", install=install))
+    shape = speed.shapes(CPU)["gpt7b"]
+    trainer = types.SimpleNamespace(model=None, step=steps.append)
+    found = speed.predict(trainer, shape, 48, Budget(CPU, GIB), tmp_path, hardware=None)
+    assert found["alpha"] == 0.5 and found["resident_layers"] == 3 and found["steps_until_settled"] == len(steps) == 3
