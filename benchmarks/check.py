@@ -184,6 +184,7 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
     nbytes = int(gib * GIB)
     slab, streams = HostSlab(2 * nbytes + 8192, pinned=device.type == "cuda"), streams_for(device)
     blocks = [slab.take(nbytes, "the link test") for _ in range(2)]
+    there, back_from = (block.pieces[0].memory[:nbytes] for block in blocks)  # of one piece: the slab is new
     tensors = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def seconds(out: bool, back: bool) -> float:
@@ -192,10 +193,10 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
         begin = time.perf_counter()
         events = []
         if out:
-            streams.copy(D2H, blocks[0].memory[:nbytes], tensors[0])
+            streams.copy(D2H, there, tensors[0])
             events.append(streams.mark(D2H))
         if back:
-            streams.copy(H2D, tensors[1], blocks[1].memory[:nbytes])
+            streams.copy(H2D, tensors[1], back_from)
             events.append(streams.mark(H2D))
         for event in events:
             streams.wait(COMPUTE, event)

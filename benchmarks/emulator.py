@@ -70,7 +70,7 @@ def without_values() -> None:
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
     recipe.Seen.note_unseen_writes = lambda seen: None
-    slab._touch = lambda block: None
+    slab._touch = lambda segment: None
     for module in (device_memory, host_memory):
         module.available_bytes = lambda *_, **__: HOST_GIB << 30
 

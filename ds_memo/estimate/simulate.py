@@ -106,11 +106,11 @@ class VirtualKept(NamedTuple):
     stored_bytes: float
     extent: Extent
 
-    def rows_of(self, tensor: Any) -> Extent:
+    def rows_in(self, block: Any) -> Extent:
         return self.extent
 
-    def rows_in(self, memory: Any) -> Extent:
-        return self.extent
+    def pairs(self, host: Extent, tensor: Any) -> list[tuple[Extent, Extent]]:
+        return [(host, self.extent)]
 
     def slot_in(self, buffer: Any) -> Extent:
         return self.extent
@@ -124,8 +124,6 @@ class VirtualLayout(NamedTuple):
 
 class VirtualSlab:
     """A host without limits: whether things fit is ds_memo.solve's question."""
-
-    memory = None
 
     def take(self, nbytes: float, wanted_by: str) -> VirtualSlab:
         return self

@@ -47,7 +47,7 @@ class CopyBench:
             self._slab.give(self._block)
             self._slab.close()
             raise
-        here = self._block.memory[: self.chunk]
+        (here,) = self._block.views(0, self.chunk)  # one piece: the slab has lent nothing before
         self._ends = {D2H: (here, there), H2D: (there, here)}
 
     def rate(self, stream: str, seconds: float = SECONDS) -> float:

@@ -225,8 +225,9 @@ class SwapEngine:
         frame, kept, source, produced = self._unsent
         self._unsent = None
         self.streams.wait(D2H, produced)
-        rows = frame.rows[kept.index] = kept.rows_in(frame.block.memory)
-        self.streams.copy(D2H, rows, kept.rows_of(source))
+        rows = frame.rows[kept.index] = kept.rows_in(frame.block)
+        for there, here in kept.pairs(rows, source):
+            self.streams.copy(D2H, there, here)
         self.traffic.bytes_to_host += kept.stored_bytes
 
     def _let_go(self, frame: Frame | None) -> None:
@@ -251,7 +252,8 @@ class SwapEngine:
         for index, rows in frame.rows.items():
             kept = frame.layout.kept[index]
             slot = frame.slots[index] = kept.slot_in(buffer)
-            self.streams.copy(H2D, kept.rows_of(slot), rows)
+            for there, here in kept.pairs(rows, slot):
+                self.streams.copy(H2D, here, there)
             self.traffic.bytes_from_host += kept.stored_bytes
         frame.back = self.streams.mark(H2D)
 
@@ -279,6 +281,7 @@ class SwapEngine:
         if frame.block is not None:
             self.slab.give(frame.block)
             frame.block = None
+            frame.rows.clear()
 
     def _bury(self, frame: Frame) -> None:
         """A frame has died, on whatever thread: note what must outlive its copies. Never waits, a copy thread may be here."""

@@ -14,7 +14,7 @@ A frame lives as long as the graph of its layer call. Its device memory is bound
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +58,14 @@ class Kept:
         """The stored rows of a tensor of this shape, contiguous, as a view."""
         return tensor.permute(self.order)[: self.rows]
 
-    def rows_in(self, memory: torch.Tensor) -> torch.Tensor:
-        """The stored rows inside a frame's host block, as a view."""
-        rows = memory[self.host_offset : self.host_offset + self.stored_bytes].view(self.dtype)
-        return rows.view(self.rows, *(self.shape[dim] for dim in self.order[1:]))
+    def rows_in(self, block: Block) -> list[torch.Tensor]:
+        """The stored rows inside a frame's host block, in order: flat views, one per piece of the block that they lie in."""
+        return [view.view(self.dtype) for view in block.views(self.host_offset, self.stored_bytes)]
+
+    def pairs(self, host: list[torch.Tensor], tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """What to copy between the host and a tensor of this shape: (part of the host, the same part of the stored rows)."""
+        rows = self.rows_of(tensor).view(-1)
+        return [(host[0], rows)] if len(host) == 1 else zip(host, rows.split([part.numel() for part in host]), strict=True)
 
     def slot_in(self, buffer: torch.Tensor) -> torch.Tensor:
         """The whole tensor inside a frame's device buffer.
@@ -144,8 +148,8 @@ class Frame:
         self.changed: set[int] = set()
         """Of a resident frame: kept tensors that the layer changes in place, and will again in each replay."""
         self.block: Block | None = None
-        self.rows: dict[int, torch.Tensor] = {}
-        """Where in the block each kept tensor's rows were sent."""
+        self.rows: dict[int, list[torch.Tensor]] = {}
+        """Where in the block each kept tensor's rows were sent: as `Kept.rows_in` tells."""
         self.slots: dict[int, torch.Tensor] = {}
         """Kept tensors in the reload buffer, whole; only their stored rows hold values."""
         self.sent: Any = None

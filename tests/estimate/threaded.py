@@ -155,7 +155,7 @@ def measured_events(
                     kept.append((layout.add(tensor, rows), tensor))
             engine.adopt(frame, layout)
             if frame.block is not None:
-                streams.names[frame.block.memory.data_ptr()] = str(index)
+                streams.names[frame.block.pieces[0].memory.data_ptr()] = str(index)
             compute(f"forward of layer {index}", layer.forward_s)
             for place, tensor in kept:
                 engine.keep(frame, place, tensor)

@@ -41,9 +41,9 @@ def be_bound_by_limits() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def mlock(block: slab.Block) -> None:
-    if libc.mlock(ctypes.c_void_p(block.memory.data_ptr()), ctypes.c_size_t(block.nbytes)):
-        raise ds_memo.MemoError(f"mlock refused {block.nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+def mlock(segment: slab.Segment) -> None:
+    if libc.mlock(ctypes.c_void_p(segment.memory.data_ptr()), ctypes.c_size_t(segment.nbytes)):
+        raise ds_memo.MemoError(f"mlock refused {segment.nbytes} bytes: {os.strerror(ctypes.get_errno())}")
 
 
 def locked_by_kernel() -> int:

@@ -436,8 +436,8 @@ def test_a_failure_at_every_slab_request(monkeypatch: pytest.MonkeyPatch, nth: i
         Refusing(patch, nth)
         assert re.search(r"host memory: frame .* needs .* the system refused", refused(model))
     handle.engine._clear_graves()
-    assert (handle.slab.used, handle.slab.size) == (0, sum(block.nbytes for block in handle.slab._idle))
-    assert len(handle.slab._idle) == nth
+    assert (handle.slab.used, handle.slab.size) == (0, sum(free.nbytes for free in handle.slab._free))
+    assert len(handle.slab._free) == nth
     model.zero_grad()
     assert_same(step(model, BATCH), step(stock, BATCH))
     handle.detach()

@@ -49,7 +49,7 @@ def corrupt_a_row(patch: Patch) -> None:
     reload = SwapEngine._reload
 
     def corrupting(self: SwapEngine, frame: Frame) -> None:
-        frame.rows[max(frame.rows)][0, 0] += 1.0
+        frame.rows[max(frame.rows)][0][0] += 1.0
         reload(self, frame)
 
     patch.setattr(SwapEngine, "_reload", corrupting)
@@ -91,8 +91,8 @@ def wrong_offset(patch: Patch, field: str, method: str) -> None:
     """One tensor of a frame begins inside the one before it; by four rows, since no loss hangs on a sequence's last token."""
     right = getattr(Kept, method)
 
-    def shifted(self: Kept, memory: torch.Tensor) -> torch.Tensor:
-        return right(replace(self, **{field: getattr(self, field) - 1024}) if self.index == 2 else self, memory)
+    def shifted(self: Kept, where: Any) -> Any:
+        return right(replace(self, **{field: getattr(self, field) - 1024}) if self.index == 2 else self, where)
 
     patch.setattr(Kept, method, shifted)
 

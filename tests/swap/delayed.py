@@ -63,7 +63,8 @@ class DelayedStreams(ThreadStreams):
         give = slab.give
 
         def poison_and_give(block: Block) -> None:
-            ctypes.memset(block.memory.data_ptr(), POISON, block.nbytes)
+            for piece in block.pieces:
+                ctypes.memset(piece.memory.data_ptr(), POISON, piece.nbytes)
             give(block)
 
         slab.give = poison_and_give

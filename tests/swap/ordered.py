@@ -149,12 +149,14 @@ class OrderedStreams(TorchDispatchMode):
         def watched_take(nbytes: int, wanted_by: str) -> Block:
             block = take(nbytes, wanted_by)
             self._step(COMPUTE)
-            self._access(COMPUTE, block.memory, True, f"block lent to {wanted_by}")
+            for piece in block.pieces:
+                self._access(COMPUTE, piece.memory, True, f"block lent to {wanted_by}")
             return block
 
         def watched_give(block: Block) -> None:
             self._step(COMPUTE)
-            self._access(COMPUTE, block.memory, True, "block given back")
+            for piece in block.pieces:
+                self._access(COMPUTE, piece.memory, True, "block given back")
             give(block)
 
         slab.take, slab.give = watched_take, watched_give

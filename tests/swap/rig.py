@@ -85,17 +85,23 @@ def tokens(seed: int, batch: int, length: int) -> dict[str, Any]:
 
 
 @contextmanager
-def attached(model: nn.Module, streams: Any, config: dict[str, Any], engine: type[SwapEngine] = SwapEngine) -> Iterator[Memo]:
+def attached(
+    model: nn.Module,
+    streams: Any,
+    config: dict[str, Any],
+    engine: type[SwapEngine] = SwapEngine,
+    slab: type[HostSlab] = HostSlab,
+) -> Iterator[Memo]:
     """Attach with `streams` in place of the device's own; a checker or poisoner also watches the slab."""
 
-    def slab(*args: Any) -> HostSlab:
-        made = HostSlab(*args)
+    def make_slab(*args: Any) -> HostSlab:
+        made = slab(*args)
         return streams.watch(made) if hasattr(streams, "watch") else made
 
     with (
         mock.patch.object(memo_module, "streams_for", lambda device: streams),
         mock.patch.object(memo_module, "SwapEngine", engine),
-        mock.patch.object(memo_module, "HostSlab", slab),
+        mock.patch.object(memo_module, "HostSlab", make_slab),
     ):
         memo = attach(model, HOST | config)
     try:

@@ -108,48 +108,48 @@ def test_the_schedule_of_four_layers():
         """\
 mark compute as 1
 d2h waits for 1
-d2h copies (1, 64)
+d2h copies (64,)
 mark d2h as 2
 layer 0 has run
 mark compute as 3
 d2h waits for 3
-d2h copies (2, 64)
+d2h copies (128,)
 mark d2h as 4
 layer 1 has run
 compute waits for 2
 mark compute as 5
 d2h waits for 5
-d2h copies (3, 64)
+d2h copies (192,)
 mark d2h as 6
 layer 2 has run
 compute waits for 4
 mark compute as 7
 d2h waits for 7
-d2h copies (4, 64)
+d2h copies (256,)
 mark d2h as 8
 layer 3 has run
 compute waits for 6
 compute waits for 8
 mark compute as 9
 h2d waits for 9
-h2d copies (4, 64)
+h2d copies (256,)
 mark h2d as 10
 compute waits for 10
 mark compute as 11
 h2d waits for 11
-h2d copies (3, 64)
+h2d copies (192,)
 mark h2d as 12
 layer 3 was replayed
 compute waits for 12
 mark compute as 13
 h2d waits for 13
-h2d copies (2, 64)
+h2d copies (128,)
 mark h2d as 14
 layer 2 was replayed
 compute waits for 14
 mark compute as 15
 h2d waits for 15
-h2d copies (1, 64)
+h2d copies (64,)
 mark h2d as 16
 layer 1 was replayed
 compute waits for 16
@@ -164,13 +164,13 @@ def test_a_copy_starts_with_the_next_kept_tensor_after_its_own_event():
     assert diary.lines == [
         "mark compute as 1",
         "d2h waits for 1",
-        "d2h copies (1, 64)",
+        "d2h copies (64,)",
         "mark compute as 2",
         "d2h waits for 2",
-        "d2h copies (2, 64)",
+        "d2h copies (128,)",
         "mark compute as 3",
         "d2h waits for 3",
-        "d2h copies (3, 64)",
+        "d2h copies (192,)",
         "mark d2h as 4",
     ]
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.frame import ALIGN, Frame, Layout, check_unchanged, dense_order
+from ds_memo.swap.frame import ALIGN, Frame, Kept, Layout, check_unchanged, dense_order
+from ds_memo.swap.slab import Block, Range, Segment
+from tests.swap.crumbs import crumbled
 
 LEGAL = {
     ("recording", "swapping"),
@@ -77,41 +79,68 @@ TENSORS = {
 }
 
 
+def host_block(nbytes: int, crumbs: bool = False) -> tuple[Block, torch.Tensor]:
+    """A block and the bytes behind it; of one piece, or of many in another order."""
+    memory = torch.full((nbytes,), 0xAB, dtype=torch.uint8)
+    pieces = [Range(Segment(memory), 0, nbytes)]
+    return Block(crumbled(pieces, seed=1) if crumbs else pieces), memory
+
+
+def send(kept: Kept, block: Block, tensor: torch.Tensor) -> None:
+    for there, here in kept.pairs(kept.rows_in(block), tensor):
+        there.copy_(here)
+
+
+def fetch(kept: Kept, block: Block, slot: torch.Tensor) -> None:
+    for there, here in kept.pairs(kept.rows_in(block), slot):
+        here.copy_(there)
+
+
+@pytest.mark.parametrize("times", [1, 40])
+@pytest.mark.parametrize("crumbs", [False, True], ids=["one piece", "many pieces"])
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
-def test_a_kept_tensor_round_trips_bit_exactly_with_its_strides(make):
+def test_a_kept_tensor_round_trips_bit_exactly_with_its_strides(make, crumbs, times):
     tensor = make()
+    if times > 1:  # as dense, and long enough to cross many borders
+        order = dense_order(tensor)
+        long = torch.cat([tensor.permute(order)] * times)
+        tensor = long.permute([order.index(dim) for dim in range(long.dim())])
     layout = Layout()
     layout.add(torch.empty(3, 1, dtype=torch.uint8))  # an odd number of bytes before it
     kept = layout.add(tensor)
-    host = torch.full((layout.host_bytes,), 0xAB, dtype=torch.uint8)
+    block, host = host_block(layout.host_bytes, crumbs)
     buffer = torch.full((layout.buffer_bytes,), 0xCD, dtype=torch.uint8)
 
-    kept.rows_in(host).copy_(kept.rows_of(tensor))
+    send(kept, block, tensor)
     slot = kept.slot_in(buffer)
-    kept.rows_of(slot).copy_(kept.rows_in(host))
+    fetch(kept, block, slot)
 
     assert slot.dtype == tensor.dtype
     assert slot.stride() == tensor.stride()
     assert torch.equal(slot, tensor)
-    for view in (kept.rows_in(host), kept.rows_of(slot), kept.rows_of(tensor)):
+    pairs = list(kept.pairs(kept.rows_in(block), tensor))
+    assert len(pairs) == (-(-kept.stored_bytes // ALIGN) if crumbs else 1), "one copy for each piece"
+    for view in (*itertools.chain(*pairs), kept.rows_of(slot)):
         assert view.is_contiguous(), "a copy that is not one piece cannot run on a copy engine"
     assert slot.untyped_storage()._cdata == buffer.untyped_storage()._cdata
     assert kept.stored_bytes == tensor.numel() * tensor.itemsize
-    assert host[:3].tolist() == [0xAB] * 3, "the neighbour was written to"
+    assert torch.cat(block.views(0, ALIGN)).tolist() == [0xAB] * ALIGN, "the neighbour was written to"
+    assert host.ne(0xAB).sum() <= kept.stored_bytes, "the neighbour was written to"
     assert buffer[:3].tolist() == [0xCD] * 3, "the neighbour was written to"
 
 
+@pytest.mark.parametrize("crumbs", [False, True], ids=["one piece", "many pieces"])
 @pytest.mark.parametrize("rows", [0, 1, 3, 7])
-def test_rows_are_the_leading_ones(rows):
-    tensor = torch.arange(7 * 4.0).view(7, 4)
+def test_rows_are_the_leading_ones(rows, crumbs):
+    tensor = torch.arange(7 * 40.0).view(7, 40)
     layout = Layout()
     kept = layout.add(tensor, rows)
-    assert kept.stored_bytes == layout.stored_bytes == rows * 16
-    host = torch.zeros(layout.host_bytes, dtype=torch.uint8)
-    kept.rows_in(host).copy_(kept.rows_of(tensor))
+    assert kept.stored_bytes == layout.stored_bytes == rows * 160
+    block, _ = host_block(layout.host_bytes, crumbs)
+    send(kept, block, tensor)
     slot = kept.slot_in(torch.zeros(layout.buffer_bytes, dtype=torch.uint8))
     assert slot.shape == tensor.shape, "the slot is whole whatever the host holds"
-    kept.rows_of(slot).copy_(kept.rows_in(host))
+    fetch(kept, block, slot)
     assert torch.equal(slot[:rows], tensor[:rows])
     assert not slot[rows:].any()
 

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Kept
+from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import ThreadStreams
 from tests.swap import scenarios
+from tests.swap.crumbs import Crumbs
 from tests.swap.delayed import DelayedStreams
 from tests.swap.mutants import engine_without, waits
 from tests.swap.ordered import OrderedStreams, OrderError
@@ -28,10 +31,10 @@ ACTIONS = 6
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
 
 
-def run(seed: int, streams, engine: type[SwapEngine] = SwapEngine) -> dict[str, torch.Tensor]:
+def run(seed: int, streams, engine: type[SwapEngine] = SwapEngine, slab: type[HostSlab] = HostSlab) -> dict[str, torch.Tensor]:
     setting = Setting(seed)
     watching = streams if isinstance(streams, OrderedStreams) else nullcontext()
-    with watching, attached(setting.model, streams, setting.config, engine):
+    with watching, attached(setting.model, streams, setting.config, engine, slab):
         return play(setting.model, seed, ACTIONS)
 
 
@@ -52,14 +55,30 @@ def test_random_schedules_are_ordered_by_events(group):
         assert not differing(ours, run(seed, ThreadStreams()))
 
 
+# ---- host blocks of many pieces
+
+
+@pytest.mark.parametrize("group", range(4))
+def test_random_schedules_over_blocks_of_many_pieces(group):
+    """Every kept tensor crosses borders, and its copies come late: not a bit is different."""
+    crossed = Crumbs.crossed
+    for seed in range(group, ORDERED_SCHEDULES, 4):
+        reference = run(seed, ThreadStreams())
+        checker = OrderedStreams()
+        assert not differing(run(seed, DelayedStreams(seed, delays_s=(0.0, 1e-5, 1e-4)), slab=Crumbs), reference)
+        assert not differing(run(seed, checker, slab=Crumbs), reference)
+        checker.verify()
+    assert Crumbs.crossed > crossed
+
+
 # ---- stories that lean on one wait each
 
 
-def tell(story, streams, engine: type[SwapEngine] = SwapEngine) -> dict[str, torch.Tensor]:
+def tell(story, streams, engine: type[SwapEngine] = SwapEngine, slab: type[HostSlab] = HostSlab) -> dict[str, torch.Tensor]:
     model = scenarios.stack(story)
     watching = streams if isinstance(streams, OrderedStreams) else nullcontext()
     config = {"alpha": 0.5, "resident_layers": scenarios.RESIDENTS.get(story, 0)}
-    with watching, attached(model, streams, config, engine) as memo:
+    with watching, attached(model, streams, config, engine, slab) as memo:
         return story(memo, model, scenarios.batches())
 
 
@@ -120,3 +139,27 @@ def test_without_this_wait_gradients_are_wrong(wait):
     story = SHOWS_IN_GRADIENTS[wait]
     late = DelayedStreams(0, delays_s=(3e-3,))
     assert differing(tell(story, late, engine_without(wait)), tell(story, ThreadStreams()))
+
+
+# ---- the way that pieces are cut
+
+RIGHT = Kept.pairs
+
+
+def same_rows_for_each_piece(kept, host, tensor):
+    rows = kept.rows_of(tensor).view(-1)
+    return [(part, rows[: part.numel()]) for part in host]
+
+
+def no_second_piece(kept, host, tensor):
+    return list(RIGHT(kept, host, tensor))[:1]
+
+
+@pytest.mark.parametrize("wrong", [same_rows_for_each_piece, no_second_piece])
+def test_pieces_cut_wrongly_are_noticed(wrong, monkeypatch):
+    story = scenarios.train
+    reference = tell(story, ThreadStreams())
+    assert not differing(tell(story, DelayedStreams(0), slab=Crumbs), reference)
+    monkeypatch.setattr(Kept, "pairs", wrong)
+    assert not differing(tell(story, DelayedStreams(0)), reference), "with one piece there is nothing to cut"
+    assert differing(tell(story, DelayedStreams(0), slab=Crumbs), reference)

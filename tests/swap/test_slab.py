@@ -1,18 +1,22 @@
-"""The host slab: exact, page-aligned, within its budget."""
+"""The host slab: mapped once and used again by frames of any length, page-aligned, within its budget."""
 
 from __future__ import annotations
 
 import mmap
+import random
 import re
 import weakref
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds_memo.errors import MemoError
 from ds_memo.swap import slab as slab_module
 from ds_memo.swap.host_memory import GIB
-from ds_memo.swap.slab import _TOUCHED_APART, Block, HostSlab, _map, _touch
+from ds_memo.swap.slab import _TOUCHED_APART, Block, HostSlab, Segment, _map, _touch
 
 PAGE = mmap.PAGESIZE
 
@@ -21,50 +25,123 @@ def slab(pages: int = 100) -> HostSlab:
     return HostSlab(pages * PAGE, pinned=False)
 
 
+def fill(block: Block, value: int) -> None:
+    for piece in block.pieces:
+        piece.memory.fill_(value)
+
+
+def values(block: Block) -> list[int]:
+    return torch.cat(block.views(0, block.nbytes)).unique().tolist()
+
+
+def addresses(block: Block) -> list[tuple[int, int]]:
+    return [(piece.memory.data_ptr(), piece.nbytes) for piece in block.pieces]
+
+
+class System:
+    """What the slab asks of the system, in place of `_map` and `_pin`: it counts, and gives `limit` bytes at most."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int = 1 << 62) -> None:
+        self.limit = limit
+        self.mapped = self.pinned = self.synchronized = 0
+        self._segments: list[weakref.ref[Segment]] = []
+        monkeypatch.setattr(slab_module, "_map", self._map)
+        monkeypatch.setattr(slab_module, "_pin", self._pin)
+        monkeypatch.setattr(torch.cuda, "synchronize", self._synchronize)
+
+    @property
+    def held(self) -> list[int]:
+        """Bytes of the segments that are there."""
+        return [segment.nbytes for ref in self._segments if (segment := ref()) is not None]
+
+    def _map(self, nbytes: int) -> Segment:
+        if sum(self.held) + nbytes > self.limit:
+            raise MemoError("no more")
+        self.mapped += nbytes
+        segment = _map(nbytes)
+        self._segments.append(weakref.ref(segment))
+        return segment
+
+    def _pin(self, segment: Segment) -> None:
+        self.pinned += segment.nbytes
+
+    def _synchronize(self) -> None:
+        self.synchronized += 1
+
+
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE - 7, 9 * PAGE])
 def test_blocks_are_page_aligned_and_of_exact_size(nbytes):
     host = slab()
     block = host.take(nbytes, "x")
-    assert block.memory.data_ptr() % PAGE == 0
-    assert nbytes <= block.nbytes < nbytes + PAGE, "no rounding beyond the page"
+    ((address, held),) = addresses(block)
+    assert address % PAGE == 0
+    assert nbytes <= block.nbytes == held < nbytes + PAGE, "no rounding beyond the page"
     assert host.size == host.used == host.peak_used == block.nbytes
-    block.memory.fill_(7)
+    fill(block, 7)
 
 
-def test_a_block_is_used_again():
+def test_memory_is_used_again_whatever_the_length():
     host = slab()
-    block = host.take(50 * PAGE, "x")
-    address = block.memory.data_ptr()
-    host.give(block)
+    long = host.take(50 * PAGE, "x")
+    ((address, _),) = addresses(long)
+    host.give(long)
     assert (host.used, host.size) == (0, 50 * PAGE)
-    assert host.take(48 * PAGE + 1, "a little shorter").memory.data_ptr() == address
+    short = [host.take(20 * PAGE, "shorter") for _ in range(2)]
+    assert [addresses(block) for block in short] == [[(address, 20 * PAGE)], [(address + 20 * PAGE, 20 * PAGE)]]
+    for block in short:
+        host.give(block)
+    assert addresses(host.take(50 * PAGE, "as long")) == [(address, 50 * PAGE)]
     assert host.size == 50 * PAGE
 
 
-def test_the_smallest_idle_block_that_fits_is_lent():
+def test_the_smallest_free_range_that_is_enough_is_lent():
     host = slab(200)
     blocks = {pages: host.take(pages * PAGE, "x") for pages in (52, 49, 51, 20)}
+    found = {pages: addresses(block)[0][0] for pages, block in blocks.items()}
     for block in blocks.values():
         host.give(block)
-    assert host.take(50 * PAGE, "y") is blocks[51]
-    assert host.take(50 * PAGE, "y") is blocks[52]
-    assert host.take(49 * PAGE, "y") is blocks[49]
+    taken = [host.take(pages * PAGE, "y") for pages in (50, 50, 49)]
+    assert [addresses(block)[0][0] for block in taken] == [found[51], found[52], found[49]]
 
 
-def test_a_short_frame_does_not_get_a_long_block():
+def test_where_no_range_is_enough_the_largest_are_lent_together():
+    host = slab(200)
+    blocks = {pages: host.take(pages * PAGE, "x") for pages in (10, 40, 30, 20, 25)}
+    found = {pages: addresses(block)[0][0] for pages, block in blocks.items()}
+    for pages in (10, 40, 30, 20):
+        host.give(blocks[pages])
+    long = host.take(78 * PAGE, "y")
+    assert addresses(long) == [(found[40], 40 * PAGE), (found[30], 30 * PAGE), (found[10], 8 * PAGE)]
+    assert host.size == 125 * PAGE
+
+
+def test_only_what_is_missing_is_mapped():
     host = slab()
-    long = host.take(50 * PAGE, "long")
-    host.give(long)
-    assert host.take(PAGE, "short").nbytes == PAGE
-    assert host.take(50 * PAGE, "long") is long
+    short = host.take(10 * PAGE, "x")
+    ((address, _),) = addresses(short)
+    lent = host.take(PAGE, "y")
+    host.give(short)
+    long = host.take(13 * PAGE, "z")
+    assert addresses(long)[0] == (address, 10 * PAGE) and len(long.pieces) == 2
+    assert host.size == host.peak_used == 14 * PAGE
+    host.give(lent)
 
 
-def test_lent_blocks_do_not_overlap():
+def test_a_view_of_a_block_is_cut_where_its_pieces_are():
     host = slab()
-    blocks = [host.take((1 + index % 3) * PAGE, "x") for index in range(12)]
-    for index, block in enumerate(blocks):
-        block.memory.fill_(index)
-    assert [block.memory.unique().tolist() for block in blocks] == [[index] for index in range(12)]
+    blocks = [host.take(pages * PAGE, "x") for pages in (2, 3, 1)]
+    host.give(blocks[0])
+    host.give(blocks[1])
+    block = host.take(5 * PAGE, "y")
+    assert [piece.nbytes // PAGE for piece in block.pieces] == [3, 2]
+    assert [len(view) for view in block.views(0, 5 * PAGE)] == [3 * PAGE, 2 * PAGE]
+    assert [len(view) for view in block.views(PAGE, 2 * PAGE)] == [2 * PAGE]
+    assert [len(view) for view in block.views(3 * PAGE, 2 * PAGE)] == [2 * PAGE]
+    assert [len(view) for view in block.views(3 * PAGE - 256, 512)] == [256, 256]
+    assert block.views(3 * PAGE, 0) == []
+    for at, view in enumerate(block.views(0, 5 * PAGE)):
+        view.fill_(at)
+    assert torch.cat(block.views(3 * PAGE - 1, 2)).tolist() == [0, 1]
 
 
 def test_peak_used_remembers():
@@ -74,15 +151,6 @@ def test_peak_used_remembers():
     host.give(second)
     host.take(PAGE, "z")
     assert host.peak_used == 5 * PAGE
-
-
-def test_idle_blocks_that_are_too_small_make_room():
-    host = slab(10)
-    for block in [host.take(2 * PAGE, "short") for _ in range(5)]:
-        host.give(block)
-    assert host.size == 10 * PAGE
-    host.take(7 * PAGE, "long")
-    assert host.size <= host.budget
 
 
 def test_the_whole_budget_can_be_lent():
@@ -110,7 +178,7 @@ def test_a_refused_take_changes_nothing_that_is_lent():
         host.take(2 * PAGE, "y")
     assert (host.used, host.size) == (3 * PAGE, 3 * PAGE)
     host.give(block)
-    assert host.take(3 * PAGE, "z") is block
+    assert addresses(host.take(3 * PAGE, "z")) == addresses(block)
 
 
 def test_closing_with_a_lent_block_raises():
@@ -123,42 +191,135 @@ def test_closing_with_a_lent_block_raises():
     assert host.size == 0
 
 
-def test_short_frames_do_not_use_up_the_blocks_of_long_ones():
-    """Two long and two short frames fit the budget in whatever order they come."""
-    host = slab(2 * 10 + 2)
-    for block in [host.take(10 * PAGE, "long") for _ in range(2)]:
+# ---- any order of any lengths
+
+STEPS = st.lists(st.tuples(st.sampled_from(["take", "take", "give"]), st.integers(1, 40 * PAGE)), max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 100 * PAGE), STEPS)
+def test_whatever_fits_the_budget_is_lent_and_no_more_is_held(budget, steps):
+    with pytest.MonkeyPatch.context() as patch:
+        system = System(patch, limit=budget)
+        host = HostSlab(budget, pinned=True)
+        lent: list[tuple[int, Block]] = []
+        for number, (what, amount) in enumerate(steps):
+            if what == "give" and lent:
+                value, block = lent.pop(amount % len(lent))
+                assert values(block) == [value], "two blocks overlap"
+                host.give(block)
+                del block
+            elif what == "take":
+                pages, free = -(-amount // PAGE) * PAGE, len(host._free)
+                if host.used + pages > budget:
+                    with pytest.raises(MemoError, match="GiB are left"):
+                        host.take(amount, "x")
+                else:
+                    block = host.take(amount, "x")
+                    assert block.nbytes == pages and all(begin % PAGE == 0 for begin, _ in addresses(block))
+                    assert len(host._free) <= free, "more than one range was cut"
+                    fill(block, number % 251)
+                    lent.append((number % 251, block))
+                    del block
+            assert sum(block.nbytes for _, block in lent) == host.used <= host.size <= min(budget, host.peak_used)
+            assert sum(system.held) == host.size, "what the slab gave back is still there"
+            assert host.refused is None
+        for value, block in lent:
+            assert values(block) == [value], "two blocks overlap"
+            host.give(block)
+        assert all(free.nbytes == free.segment.nbytes for free in host._free), "free neighbours were not made one"
+
+
+@pytest.mark.parametrize("lengths", ["random", "growing slowly"])
+def test_lengths_that_change_do_not_lock_anew(monkeypatch, lengths):
+    """Frames of so many pages in a stack, as training takes and gives them."""
+    system = System(monkeypatch)
+    host, frames = HostSlab(1 << 40, pinned=True), 8
+    draw = random.Random(0)
+    pieces, step_bytes = [], []
+    for step in range(120):
+        pages = draw.randint(10, 300) if lengths == "random" else 10 + 2 * step
+        blocks = [host.take(pages * PAGE, "x") for _ in range(frames)]
+        step_bytes.append(host.used)
+        pieces += [len(block.pieces) for block in blocks]
+        while blocks:
+            host.give(blocks.pop())
+    assert host.size == host.peak_used == max(step_bytes) == sum(system.held)
+    assert system.pinned <= (1.2 if lengths == "random" else 3) * host.size < sum(step_bytes) / 10
+    assert len(system.held) <= 4 * frames
+    assert max(pieces) <= 3 * frames and sum(pieces) / len(pieces) < 4
+
+
+def test_what_is_replaced_was_synchronized_with(monkeypatch):
+    """A copy may still read the idle segments that a new one takes the place of."""
+    system = System(monkeypatch)
+    host = HostSlab(1 << 40, pinned=True)
+    for block in [host.take(PAGE, "short") for _ in range(5)]:
         host.give(block)
-    for name in ("short", "short"):
-        host.take(PAGE, name)
-    for name in ("long", "long"):
-        host.take(10 * PAGE, name)
+    del block
+    assert system.synchronized == 0
+    long = host.take(50 * PAGE, "long")
+    assert len(long.pieces) == 1
+    assert (system.synchronized, system.held) == (1, [50 * PAGE])
 
 
-def test_what_the_system_refuses_is_tried_again_without_idle_blocks(monkeypatch):
-    """They hold a part of the limit that the new one meets."""
-    whole, held = slab_module._map, []
+# ---- the system says no, or others lower the budget
 
-    def limited(nbytes):
-        held[:] = [ref for ref in held if ref() is not None]
-        if sum(ref().nbytes for ref in held) + nbytes > 4 * PAGE:
-            raise MemoError("no more")
-        block = whole(nbytes)
-        held.append(weakref.ref(block))
-        return block
 
-    monkeypatch.setattr(slab_module, "_map", limited)
+def test_a_refusal_of_the_system_is_remembered(monkeypatch):
+    System(monkeypatch, limit=4 * PAGE)
     lender = slab()
     lender.give(lender.take(3 * PAGE, "a long frame"))
     lent = lender.take(2 * PAGE, "a short frame")
-    assert (lender.used, lender.size, lender.refused) == (2 * PAGE, 2 * PAGE, None)
+    assert (lender.used, lender.size, lender.refused) == (2 * PAGE, 3 * PAGE, None)
     with pytest.raises(MemoError, match=r"a third frame needs .* GiB more; no more"):
         lender.take(3 * PAGE, "a third frame")
-    assert (lender.used, lender.size, lender.refused) == (lent.nbytes, lent.nbytes, 2 * PAGE)
+    assert (lender.used, lender.size, lender.refused) == (lent.nbytes, 3 * PAGE, 3 * PAGE)
+    assert lender.take(PAGE, "a fourth frame").nbytes == PAGE
 
 
-def memory_map(block: Block) -> dict[str, str]:
-    """What the kernel says of the mapping that a block lies in."""
-    address, found, inside = block.memory.data_ptr(), {}, False
+def test_a_refusal_while_segments_are_replaced_counts_them(monkeypatch):
+    """They are gone, but it was them and no more that the system gave."""
+    system = System(monkeypatch, limit=4 * PAGE)
+    lender = slab()
+    for block in [lender.take(PAGE, "short") for _ in range(3)]:
+        lender.give(block)
+    del block
+    with pytest.raises(MemoError, match="no more"):
+        lender.take(5 * PAGE, "long")
+    assert lender.refused == 3 * PAGE
+    assert lender.used == 0 and sum(system.held) == lender.size <= 3 * PAGE
+    assert lender.take(3 * PAGE, "as much as before").nbytes == 3 * PAGE
+
+
+def lowered(monkeypatch: pytest.MonkeyPatch, kept: int) -> tuple[HostSlab, System, list[Block]]:
+    """A slab of 4, 3, 2 and 1 pages whose budget has become 5; of its blocks so many are still lent."""
+    system = System(monkeypatch)
+    host = slab(10)
+    blocks = [host.take(pages * PAGE, "x") for pages in (4, 3, 2, 1)]
+    while len(blocks) > kept:
+        host.give(blocks.pop())
+    host.budget = 5 * PAGE
+    return host, system, blocks
+
+
+def test_a_lower_budget_is_kept_from_the_next_block_on(monkeypatch):
+    host, system, _ = lowered(monkeypatch, kept=0)
+    block = host.take(5 * PAGE, "y")
+    assert block.nbytes == host.size == sum(system.held) == 5 * PAGE
+    with pytest.raises(MemoError, match=r"0 of .* GiB are left"):
+        host.take(PAGE, "z")
+
+
+def test_what_is_lent_does_not_go_with_a_lower_budget(monkeypatch):
+    host, system, blocks = lowered(monkeypatch, kept=1)
+    blocks.append(host.take(PAGE, "y"))
+    assert host.used == host.size == sum(system.held) == 5 * PAGE
+
+
+def memory_map(segment: Segment) -> dict[str, str]:
+    """What the kernel says of a segment's mapping."""
+    address, found, inside = segment.memory.data_ptr(), {}, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, value = line.partition(":")
         if " " in name:  # the head of a mapping: its addresses

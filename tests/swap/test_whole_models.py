@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_memo.errors import MemoError
+from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.streams import D2H, H2D, ThreadStreams
-from tests.models import assert_same_grads, gradients
+from tests.models import Batch, assert_same, assert_same_grads, build, gradients, step
+from tests.swap.delayed import DelayedStreams
 from tests.swap.ordered import OrderedStreams
 from tests.swap.rig import Block as Layer
 from tests.swap.rig import Stack, attached
@@ -259,6 +261,30 @@ def test_too_little_host_memory_in_the_middle_leaves_the_rest_usable():
     for _ in range(3):
         stock(x).backward()
     assert_same_grads(gradients(model), gradients(stock))
+
+
+def test_lengths_that_differ_on_a_host_that_just_holds_the_longest():
+    """Frames lie where others of other lengths lay, in several pieces; late copies, poisoned memory."""
+    lengths = [80, 17, 256, 40, 255, 130, 201, 256, 93, 222, 3, 256]
+    batches = [Batch.random(1, length, seed=number) for number, length in enumerate(lengths)]
+    config = {"alpha": 1.0, "resident_layers": 1}
+    with attached(model := build("llama"), ThreadStreams(), config) as memo:
+        step(model, batches[2])
+        needed = memo.slab.peak_used
+    stock, pieces = build("llama"), []
+    with attached(model := build("llama"), DelayedStreams(0), config | {"host_memory_gib": needed / GIB}) as memo:
+        take = memo.slab.take
+
+        def counting(*args):
+            block = take(*args)
+            pieces.append(len(block.pieces))
+            return block
+
+        memo.slab.take = counting
+        for batch in batches:
+            assert_same(step(model, batch), step(stock, batch))
+        assert memo.slab.size == memo.slab.peak_used == memo.slab.budget == needed
+    assert max(pieces) > 1 and pieces.count(1) > len(pieces) / 3
 
 
 @pytest.mark.parametrize("kinds", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), (torch.bfloat16, None)])

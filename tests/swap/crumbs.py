@@ -1,0 +1,31 @@
+"""`Crumbs`: a slab that lends each block in the smallest pieces there can be, in any order.
+
+It holds and lends the same bytes as any slab; but a kept tensor larger than a piece crosses borders, in models of any size.
+"""
+
+from __future__ import annotations
+
+import random
+
+from ds_memo.swap.frame import ALIGN
+from ds_memo.swap.slab import Block, HostSlab, Range
+
+
+def crumbled(pieces: list[Range], seed: int) -> list[Range]:
+    """The same bytes, in another order, in pieces of the alignment that frames keep to."""
+    crumbs = [Range(piece.segment, at, at + ALIGN) for piece in pieces for at in range(piece.begin, piece.end, ALIGN)]
+    random.Random(seed).shuffle(crumbs)
+    return crumbs
+
+
+class Crumbs(HostSlab):
+    """See the module's head."""
+
+    crossed = 0
+    """Blocks lent in more than one piece, of all such slabs."""
+
+    def take(self, nbytes: int, wanted_by: str) -> Block:
+        block = super().take(nbytes, wanted_by)
+        block.pieces = crumbled(block.pieces, seed=block.nbytes)
+        Crumbs.crossed += len(block.pieces) > 1
+        return block
