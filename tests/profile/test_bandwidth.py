@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from typing import ClassVar
@@ -15,6 +16,7 @@ from ds_memo.profile import bandwidth
 from ds_memo.profile.bandwidth import CopyBench, measure_bandwidth
 from ds_memo.profile.live import LiveBytes
 from ds_memo.swap import slab
+from ds_memo.swap.numa import Node
 from ds_memo.swap.protocol import D2H, H2D
 from ds_memo.swap.slab import PAGE
 from ds_memo.swap.streams import ThreadStreams
@@ -44,6 +46,16 @@ def test_the_block_fits_the_budget(budget, chunk, expected):
         assert bench.rate(D2H) > 0 and bench.rate(H2D) > 0
     finally:
         bench.close()
+
+
+def test_it_lies_where_the_slab_of_training_does(monkeypatch):
+    """On another NUMA node a copy would cross the link between the sockets."""
+    nodes = []
+    node = Node(0, frozenset(os.sched_getaffinity(0)))
+    monkeypatch.setattr(bandwidth, "node_of", lambda device: nodes.append(device) or node)
+    bench = CopyBench(CPU, pinned=False, budget=1 << 30, chunk=PAGE)
+    bench.close()
+    assert bench._slab.node is node and nodes == [CPU]
 
 
 def test_a_block_that_the_system_refuses_is_halved(monkeypatch):
