@@ -32,7 +32,7 @@ from ds_memo.show.report import Report
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_memory import budget_bytes, ranks_on_node
 from ds_memo.swap.numa import node_of
-from ds_memo.swap.slab import HostSlab, memlock_binds
+from ds_memo.swap.slab import HostSlab, memlock_binds, promised_bytes
 from ds_memo.swap.streams import streams_for
 
 _OFF = 0.25
@@ -56,7 +56,7 @@ class Memo:
         self._on_last_micro_batch: Callable[[], bool] = lambda: False
         self._after_first_step: Callable[[Memo], None] = nothing
         pinned = device.type == "cuda"
-        budget = budget_bytes(config.host_memory_gib, ranks_on_node(), locked=pinned and memlock_binds())
+        budget = budget_bytes(config.host_memory_gib, ranks_on_node(), pinned and memlock_binds(), promised_bytes())
         self.slab = HostSlab(budget, pinned, node_of(device))
         self.engine = SwapEngine(streams_for(device), self.slab, device)
         self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]

@@ -30,10 +30,20 @@ def available_bytes(locked: bool, root: Path = Path("/")) -> int:
     return max(0, min(limits))
 
 
-def budget_bytes(host_memory_gib: float | None, ranks_on_node: int, locked: bool) -> int:
-    """Bytes that this rank may take: an equal share of the configured or, if absent, of the free memory less a reserve."""
+def budget_bytes(host_memory_gib: float | None, ranks_on_node: int, locked: bool, promised: int = 0) -> int:
+    """Bytes that this rank may take: an equal share of the configured or, if absent, of the free memory less a reserve.
+
+    Args:
+        host_memory_gib: of the node, as configured.
+        locked: RLIMIT_MEMLOCK counts too.
+        promised: bytes that are free now, but that other models of this process, and so of each rank, may still take. What is
+            configured is not lowered by them.
+    """
     free = available_bytes(locked)
-    node = free * (1 - RESERVE) if host_memory_gib is None else min(host_memory_gib * GIB, free)
+    if host_memory_gib is None:
+        node = max(0, free - promised * ranks_on_node) * (1 - RESERVE)
+    else:
+        node = min(host_memory_gib * GIB, free)
     return int(node) // ranks_on_node
 
 

@@ -16,6 +16,7 @@ segment takes the place of idle ones that are no larger, so lengths that grow sl
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import weakref
@@ -36,6 +37,9 @@ _TOUCHED_APART = 1 << 26
 """Bytes that one thread touches at a time, of a segment that is about to be locked."""
 _TOUCHERS = 8
 """Threads; more are no faster, memory itself is the limit."""
+
+_open: weakref.WeakSet[HostSlab] = weakref.WeakSet()
+"""All of this process that are not closed."""
 
 
 @dataclass(eq=False)
@@ -93,7 +97,7 @@ class Block:
 
 
 class HostSlab:
-    """Lends blocks. Never holds more than was lent at most at once, nor more than `budget` bytes, and lends all of them.
+    """Lends blocks. Never holds more than was lent at most at once, nor more than `budget` bytes, and can lend all of these.
 
     Args:
         budget: bytes; may be changed. What is held beyond it goes with the next block, as far as it lies idle.
@@ -113,6 +117,7 @@ class HostSlab:
         """Bytes held when the system refused memory that the budget allowed; None: it never did. For whoever chooses alpha."""
         self._pinned = pinned
         self._free: list[Range] = []
+        _open.add(self)
 
     def take(self, nbytes: int, wanted_by: str) -> Block:
         """Lend a block of `nbytes`, rounded up to a page. Only what free memory lacks is mapped.
@@ -153,6 +158,7 @@ class HostSlab:
         if self.used:
             raise MemoError(f"the host slab was closed while {self.used} bytes of it were lent")
         self._release(self._idle())
+        _open.discard(self)
 
     def _cut(self, nbytes: int) -> list[Range]:
         """Free ranges of so many bytes together, as few as will do: the largest first, the last the smallest that is enough."""
@@ -222,6 +228,13 @@ class HostSlab:
 
 def _size(part: Range) -> int:
     return part.nbytes
+
+
+def promised_bytes() -> int:
+    """What the slabs of this process may still take."""
+    if _open:
+        gc.collect()  # that of a model which was let go without detach() is in reference cycles
+    return sum(max(0, slab.budget - slab.size) for slab in _open)
 
 
 def memlock_binds() -> bool:

@@ -58,7 +58,7 @@ def lock_as_cuda_would(look: bool) -> None:
     real = slab.HostSlab.__init__
     slab.HostSlab.__init__ = lambda self, budget, pinned, *rest: real(self, budget, True, *rest)
     budget = host_memory.budget_bytes
-    memos.budget_bytes = lambda gib, ranks, locked: budget(gib, ranks, locked=look and slab.memlock_binds())
+    memos.budget_bytes = lambda gib, ranks, _, promised: budget(gib, ranks, look and slab.memlock_binds(), promised)
 
 
 def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> dict[str, Any]:

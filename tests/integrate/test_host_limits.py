@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 import ds_memo
 from ds_memo.solve.refusals import NothingFits
-from ds_memo.swap import host_memory
+from ds_memo.swap import host_memory, slab
 from ds_memo.swap.host_memory import RESERVE
 from ds_memo.swap.slab import PAGE
 from tests.models import Batch, assert_same, build, step
@@ -28,6 +29,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What /proc and /sys are from now on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(host_memory.available_bytes, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(slab, "_open", weakref.WeakSet())  # whatever other tests hold lies elsewhere
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {64 * MIB} kB\n")
     return tmp_path
@@ -102,6 +104,21 @@ def test_ranks_share_what_the_cgroup_leaves(tree: Path, monkeypatch: pytest.Monk
     limit(tree, 2, room_for(4 * needed - 4))
     host = trained()["host"]
     assert host["peak_used"] <= host["slab"] <= host["budget"] == needed - 1
+
+
+def test_models_of_one_process_share_what_there_is(tree: Path) -> None:
+    limit(tree, 2, room := 106 * MIB)
+    handles = [ds_memo.attach(build("llama"), SWAPPED) for _ in range(3)]
+    handles.append(ds_memo.attach(build("llama"), SWAPPED | {"host_memory_gib": 0.03125}))
+    try:
+        budgets = [handle.report()["host"]["budget"] for handle in handles]
+        assert budgets[0] == int(room * (1 - RESERVE)) and budgets[3] == 32 * MIB
+        for number in (1, 2):
+            assert budgets[number] == int((room - sum(budgets[:number])) * (1 - RESERVE)) > 0
+    finally:
+        for handle in handles:
+            handle.detach()
+    assert trained()["host"]["budget"] == budgets[0]
 
 
 def test_more_is_not_taken_than_the_cgroup_has_whatever_is_configured(tree: Path) -> None:

@@ -160,6 +160,14 @@ def test_ranks_share_equally(hundred_gib_free, asked_gib, ranks, expected_gib):
     assert budget * ranks <= 100 * GIB
 
 
+@pytest.mark.parametrize(("ranks", "expected_gib"), [(1, 70), (2, 20), (4, 0)])
+def test_what_others_may_still_take_is_not_free(hundred_gib_free, ranks, expected_gib):
+    """Each rank of the node has promised as much."""
+    budget = budget_bytes(None, ranks, locked=False, promised=30 * GIB)
+    assert budget == pytest.approx(expected_gib * (1 - RESERVE) * GIB, abs=ranks)
+    assert budget_bytes(64.0, ranks, locked=False, promised=30 * GIB) == 64 * GIB // ranks
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

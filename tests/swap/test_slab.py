@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ds_memo.errors import MemoError
 from ds_memo.swap import slab as slab_module
 from ds_memo.swap.host_memory import GIB
-from ds_memo.swap.slab import _TOUCHED_APART, Block, HostSlab, Segment, _map, _touch
+from ds_memo.swap.slab import _TOUCHED_APART, Block, HostSlab, Segment, _map, _touch, promised_bytes
 
 PAGE = mmap.PAGESIZE
 
@@ -189,6 +189,23 @@ def test_closing_with_a_lent_block_raises():
     host.give(block)
     host.close()
     assert host.size == 0
+
+
+def test_what_open_slabs_may_still_take_is_promised(monkeypatch):
+    monkeypatch.setattr(slab_module, "_open", weakref.WeakSet())
+    host, other, dropped = slab(10), slab(5), slab(3)
+    assert promised_bytes() == 18 * PAGE
+    dropped.itself = dropped
+    del dropped
+    assert promised_bytes() == 15 * PAGE
+    block = host.take(4 * PAGE, "x")
+    assert promised_bytes() == 11 * PAGE
+    host.give(block)
+    assert promised_bytes() == 11 * PAGE, "it is still held"
+    host.budget = 2 * PAGE
+    assert promised_bytes() == 5 * PAGE, "a lower budget takes nothing from the others'"
+    other.close()
+    assert promised_bytes() == 0
 
 
 # ---- any order of any lengths
