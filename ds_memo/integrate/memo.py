@@ -30,7 +30,7 @@ from ds_memo.remat.checkpoint import SDPA, Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.show.report import Report
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.swap.host_memory import budget_bytes, ranks_on_node
+from ds_memo.swap.host_memory import GIB, budget_bytes, ranks_on_node
 from ds_memo.swap.numa import node_of
 from ds_memo.swap.slab import HostSlab, memlock_binds, promised_bytes
 from ds_memo.swap.streams import streams_for
@@ -56,7 +56,13 @@ class Memo:
         self._on_last_micro_batch: Callable[[], bool] = lambda: False
         self._after_first_step: Callable[[Memo], None] = nothing
         pinned = device.type == "cuda"
-        budget = budget_bytes(config.host_memory_gib, ranks_on_node(), pinned and memlock_binds(), promised_bytes())
+        promised = promised_bytes()
+        budget = budget_bytes(config.host_memory_gib, ranks_on_node(), pinned and memlock_binds(), promised)
+        if promised and config.host_memory_gib is None:
+            self.warn(
+                f"other attached models of this process may still take {promised / GIB:.3g} GiB of host memory, which leaves "
+                f"{budget / GIB:.3g} to this one. Set memo.host_memory_gib of each to share it in another way"
+            )
         self.slab = HostSlab(budget, pinned, node_of(device))
         self.engine = SwapEngine(streams_for(device), self.slab, device)
         self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
