@@ -111,7 +111,8 @@ def checkpoint(fn: Callable[..., Any], /, *args: Any, use_reentrant: bool | None
 
     Args:
         fn: a module, a bound method of one, or a partial of either keeps its identity between steps and is fast; any other
-            function works but is analysed anew each time.
+            function works but is analysed anew each time. Two methods of one module count as two calls of one layer: give
+            them modules of their own.
         use_reentrant: accepted for compatibility; the work is never done reentrantly.
 
     Raises:
