@@ -100,5 +100,5 @@ if {uninstalled}:
 print("ready", flush=True)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, cwd=HERE.parents[1])
-    assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
+    assert done.returncode == 0 and done.stdout.endswith("ready\n"), done.stderr  # DeepSpeed may have said something before
     assert "ds_memo" not in done.stderr
