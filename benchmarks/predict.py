@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.rivals import GIB, RIVALS, Budget
-from benchmarks.timing import DOES_NOT_FIT, Trainer, homes
+from benchmarks.timing import Trainer, does_not_fit, homes
 from benchmarks.workloads import Shape
 
 SETTLED_AFTER = 4
@@ -45,7 +45,9 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
                 trainer.step(installed)
                 reports.append(installed.report())
             report, profile = reports[-1], installed.profile()
-    except DOES_NOT_FIT as error:
+    except (RuntimeError, MemoryError) as error:
+        if not does_not_fit(error):
+            raise
         return {"why": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
     if profile is None:
         return {"why": "ds_memo made no profile", "warnings": report["warnings"]}

@@ -43,7 +43,7 @@ from benchmarks.attention import HEADS
 from benchmarks.noise import distance, noise
 from benchmarks.predict import hardware_of, predict
 from benchmarks.rivals import GIB, INPUT_OFFLOAD, OURS, RIVALS, SWAPPING, Budget, Installed, Rival
-from benchmarks.timing import DOES_NOT_FIT, Memory, Trainer, clear, does_not_fit, homes, timed, use_expandable
+from benchmarks.timing import Memory, Trainer, clear, does_not_fit, homes, timed, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes, step_flops, tokens_of
 from ds_memo.profile.bandwidth import measure_bandwidth
 
@@ -54,7 +54,7 @@ DEAR_S = 3.0
 AT_LEAST_S = 60.0
 """That the first point may take, whatever time there is."""
 MOST_NOISE = 0.03
-"""No samples excuse more than this; the issue allows as much beside no checkpointing."""
+"""No samples excuse more than this; the bar beside no checkpointing allows as much."""
 ALLOCATORS = ("paper, expandable", "ds_memo", "ds_memo, expandable")
 URGENT = (OURS[-1], "none", "checkpoint", *INPUT_OFFLOAD, SWAPPING, "checkpoint+attention", "paper, planned", "paper")
 """In this order, and then the others: what a point cannot do without comes before its time is over."""
@@ -238,7 +238,9 @@ def gradients(trainer: Trainer, rivals: list[Rival], budget: Budget, rows: dict[
     try:
         loss, want = trainer.gradients(Installed())
         bar = noise(lambda: trainer.gradients(Installed())[1], want, next(trainer.model.parameters()).dtype)
-    except DOES_NOT_FIT as error:
+    except (RuntimeError, MemoryError) as error:
+        if not does_not_fit(error):
+            raise
         return {"skipped": f"no checkpointing does not fit: {str(error)[:200]}"}
     found: dict[str, Any] = {"bar": bar, "rivals": {}, "failures": []}
     for rival in rivals:

@@ -15,14 +15,16 @@ from benchmarks.rivals import Installed
 from benchmarks.workloads import loss_of
 from ds_memo.errors import MemoError
 from ds_memo.profile.live import LiveBytes
-
-DOES_NOT_FIT = (torch.OutOfMemoryError, MemoError, MemoryError)
-"""What a rival that runs out of memory raises."""
+from ds_memo.solve.refusals import NothingFits
 
 
 def does_not_fit(error: BaseException) -> bool:
-    """Whether that is what went wrong. Host memory that CUDA cannot lock comes as any other CUDA error."""
-    return isinstance(error, DOES_NOT_FIT) or (isinstance(error, RuntimeError) and "out of memory" in str(error))
+    """Whether memory is what a rival ran out of. Host memory that CUDA cannot lock comes as any other CUDA error."""
+    if isinstance(error, MemoError):  # others are misuse
+        return isinstance(error, NothingFits) or str(error).startswith(("host memory:", "device memory:"))
+    if isinstance(error, RuntimeError):
+        return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    return isinstance(error, MemoryError)
 
 
 class Trainer:

@@ -71,7 +71,9 @@ def test_a_rival_that_breaks_takes_no_other_with_it(tmp_path):
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (RuntimeError("CUDA error: out of memory"), True),  # cudaHostAlloc
-        (MemoError("host memory"), True),
+        (MemoError("host memory: frame 3 needs 2 GiB"), True),
+        (MemoError("device memory: frame 3 needs a buffer of 2 GiB to come back"), True),
+        (MemoError("frame 3 cannot go from 'away' to 'done'"), False),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("out of memory"), False),
     ],
