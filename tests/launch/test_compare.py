@@ -30,6 +30,11 @@ def test_the_table_shows_every_number():
         assert word in text
     assert text.splitlines()[-2].split()[:3] == ["attention", "recomputed", "0"]
     assert "99.0%" in text.splitlines()[-1] and "arena 2.0 MiB, lower bound 1.0 MiB" in text.splitlines()[-1]
+
+
+def test_a_plan_that_did_not_fit_and_is_made_anew_has_no_bound():
+    anew = {**REPORT, "plan": {**REPORT["plan"], "lower_bound": 0}}
+    assert "arena 2.0 MiB, which is planned anew" in table(run([5.5], 2**20, anew), run([5.5], 2**22)).splitlines()[-1]
     without_op = table(run([5.5], 2**20, {**REPORT, "plan": None}), run([5.5]))
     assert "planned address" not in without_op
 
