@@ -133,15 +133,13 @@ class Autopilot:
 
     # ---- before each training pass
 
-    def choose(
-        self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any], calls: Calls | None = None
-    ) -> Chosen | None:
+    def choose(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any], calls: Calls) -> Chosen | None:
         """The setting of a pass that is about to begin; None: no profile could be made.
 
         Args:
             kind: passes of one kind have hidden states of one shape.
             args, kwargs: what the model is called with.
-            calls: of its layers; absent: one each.
+            calls: of its layers.
 
         Raises:
             MemoError: ranks are configured differently.
@@ -152,8 +150,7 @@ class Autopilot:
             self._chosen.clear()
         if self.gave_up or (self.profile is None and not self._start(kind, model, args, kwargs)):
             return None
-        if calls is not None:
-            self._expect(calls)
+        self._expect(calls)
         choose = self._choose_together if self._meets_in_layers else self._choose_alone
         chosen = choose(kind, self._shape_of(kind), functools.partial(first_layer_call, self._remat, model, args, kwargs))
         if chosen is not self._latest:

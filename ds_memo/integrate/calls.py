@@ -67,12 +67,13 @@ class Calls:
         """A layer is called, by its index: the how-manieth call that waits for its backward this one is, from 0."""
         number = self.earlier + self._here[layer]
         self._here[layer] += 1
-        self._see(Together(calls=number + 1))
         return number
 
     def forward_ended(self, output: Any) -> None:
+        calls = max(self._here.values(), default=0)
+        self._see(Together(self.earlier + calls))
         if tensors := [tensor for tensor in tensors_in(output) if tensor.requires_grad]:
-            forward = _Forward(max(self._here.values(), default=0))
+            forward = _Forward(calls)
             self._forwards.add(forward)
             register_multi_grad_hook(tensors, forward.backward_begins, mode="any")
 

@@ -64,7 +64,7 @@ class Decisions:
 
     def is_plain(self, layer: Layer) -> bool:
         """No call of this layer is checkpointed."""
-        if self.chosen is None:
+        if self.chosen is None or layer.index >= self.chosen.layers:
             return False
         calls = range(layer.index, len(self.chosen.settings), self.chosen.layers)
         return all(number in self.places.plain for number in calls)

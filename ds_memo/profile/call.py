@@ -102,11 +102,6 @@ def beside_the_training(module: nn.Module | None) -> Iterator[None]:
     With hooks of its own on top, as save_on_cpu or a torch.utils.checkpoint around the whole model, the caller would take the
     profile's tensors for the forward's.
     """
-    graph = torch._C._autograd
-    hooks = []
-    while (top := graph._top_saved_tensors_default_hooks(False)) is not None:
-        hooks.append(top)
-        graph._pop_saved_tensors_default_hooks()
     parts = module.modules() if module is not None else ()
     # Through .data: the value is the old one again, so autograd need not know of a change.
     buffers = [
@@ -115,14 +110,18 @@ def beside_the_training(module: nn.Module | None) -> Iterator[None]:
         for name, buffer in part._buffers.items()
         if buffer is not None and buffer.nbytes <= _STATISTICS and not buffer.is_inference()
     ]
+    graph, hooks = torch._C._autograd, []
     try:
+        while (top := graph._top_saved_tensors_default_hooks(False)) is not None:
+            hooks.append(top)
+            graph._pop_saved_tensors_default_hooks()
         yield
     finally:
+        for pair in reversed(hooks):
+            graph._push_saved_tensors_default_hooks(*pair)
         for part, name, buffer, value in buffers:
             buffer.data.copy_(value)
             part._buffers[name] = buffer
-        for pair in reversed(hooks):
-            graph._push_saved_tensors_default_hooks(*pair)
 
 
 class _Caught(Exception):

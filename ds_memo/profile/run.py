@@ -39,6 +39,7 @@ LONGEST = 1 << 14
 SHORTEST = 1 << 11
 """Tokens; below a check of this length a fit would measure nothing but overhead, so `direct` is used."""
 WAKING_S = 0.3
+"""Seconds of work before the first measurement on a GPU."""
 
 
 def lengths_of(method: str, length: int, can_shorten: bool) -> tuple[int, ...]:

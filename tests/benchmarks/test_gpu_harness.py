@@ -1,8 +1,7 @@
-"""speed, capacity, planner and the tables they make, tried on a CPU at tiny sizes."""
+"""speed, planner and predictions, tried on a CPU at tiny sizes."""
 
 import contextlib
 import json
-import os
 import tarfile
 import types
 from dataclasses import replace
@@ -10,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import capacity, host, planner, results, speed, streams, table, timing
+from benchmarks import planner, speed, streams, timing
 from benchmarks.rivals import GIB, RIVALS, Budget
 from benchmarks.streams import Span
 from ds_memo.errors import MemoError
@@ -246,128 +245,6 @@ def test_a_part_that_breaks_takes_no_rival_with_it(tmp_path, monkeypatch):
     assert "median_s" in point["rivals"]["none"]
 
 
-def test_a_machine_that_grows_is_used_until_it_is_large_enough():
-    size, used = 8 * GIB, []
-
-    def use(nbytes, grows=2):
-        nonlocal size
-        used.append(nbytes)
-        size = min(64 * GIB, size + grows * nbytes)
-        return range(nbytes)
-
-    total, free = lambda: size, lambda: size - sum(used)
-    assert host.grow(32 * GIB, total, free, use, wait=pytest.fail) >= 32 * GIB
-    used.clear()
-    assert host.grow(32 * GIB, total, free, use) == size and used == []  # large enough
-    size, waited = 8 * GIB, []
-    assert host.grow(32 * GIB, total, free, lambda n: use(n, grows=0), waited.append) == 8 * GIB  # it does not grow
-    assert sum(used) <= 5 * GIB and sum(waited) <= 2 * host.PATIENCE_S
-
-
-def test_a_large_machine_that_does_not_grow_is_left_soon():
-    clock, used = 0.0, []
-
-    def use(nbytes):
-        nonlocal clock
-        clock += 2
-        used.append(nbytes)
-        return range(nbytes)
-
-    def wait(seconds):
-        nonlocal clock
-        clock += seconds
-
-    host.grow(host.EVERYTHING, lambda: 1024 * GIB, lambda: 1000 * GIB - sum(used), use, wait, lambda: clock)
-    assert host.IDLE_S < clock < host.IDLE_S + 5
-
-
-@pytest.mark.parametrize("device, gib, wanted", [("cuda", None, host.EVERYTHING), ("cuda", 32, 48 * GIB), ("cpu", None, None)])
-def test_budgets_look_at_a_machine_that_has_grown(device, gib, wanted, monkeypatch):
-    grown = []
-    monkeypatch.setattr(host, "grow", grown.append)
-    monkeypatch.setattr(host, "budget_bytes", lambda *args, **kwargs: len(grown))
-    assert host.budget(gib, torch.device(device)) == len(grown)
-    assert grown == ([] if wanted is None else [wanted])
-
-
-@pytest.mark.parametrize("limit", [100, 1000, 4097])
-def test_the_search_ends_beside_the_limit(limit):
-    search = capacity.Search(grain=8, start=64, most=1 << 20)
-    tried = []
-    for length in search.lengths():
-        tried.append(length)
-        search.learn(length, length <= limit)
-    assert search.longest <= limit < search.shortest_that_fails
-    assert search.shortest_that_fails - search.longest <= max(8, search.longest / 16)
-    assert len(tried) == len(set(tried)) <= 16
-
-
-def test_the_search_goes_down_when_the_first_length_does_not_fit():
-    search = capacity.Search(grain=8, start=64, most=1 << 20)
-    for length in search.lengths():
-        search.learn(length, length <= 24)
-    assert search.longest == 24
-    nothing = capacity.Search(grain=8, start=64, most=1 << 20)
-    for length in nothing.lengths():
-        nothing.learn(length, False)
-    assert nothing.longest == 0 and nothing.shortest_that_fails == 8
-
-
-def test_a_length_that_fits_until_addresses_are_planned_does_not_fit(monkeypatch):
-    """The search goes on in short probes, and the end of it is tried in full."""
-    probes = []
-
-    def probe(shape, length, rival, budget, model, warm_up):
-        return {"length": length, "steps": warm_up + 1, "fits": length <= (96 if warm_up > 1 else 128)}
-
-    monkeypatch.setattr(capacity, "probe", probe)
-    capacity.search_here(speed.shapes(CPU)["gpt7b"], "ds_memo, planned", Budget(CPU, GIB), probes.append)
-    assert {found["steps"] for found in probes[:-1] if found["length"] > 128} == {2}
-    assert capacity.longest(probes)["length"] == 96 and probes[-1]["steps"] == RIVALS["ds_memo, planned"].warm_up + 1
-    probes.clear()
-    capacity.search_here(speed.shapes(CPU)["gpt7b"], "checkpoint", Budget(CPU, GIB), probes.append)
-    assert capacity.longest(probes)["length"] == 128 and {found["steps"] for found in probes} == {2}
-
-
-def test_ours_and_the_best_have_their_time_first(monkeypatch, tmp_path):
-    clock, seen = 0.0, []
-    monkeypatch.setattr(capacity, "time", types.SimpleNamespace(perf_counter=lambda: clock))
-
-    def search(shape, rival, budget, seconds, device_bytes, folder):
-        nonlocal clock
-        seen.append((rival, budget.host_bytes, seconds))
-        clock += 60
-        return [{"length": 8, "fits": True, "step_s": 1.0}], None
-
-    monkeypatch.setattr(capacity, "search_apart", search)
-    shape, rivals = speed.shapes(CPU)["gpt7b"], ["ds_memo, planned", "checkpoint"]
-    found = capacity.measure(shape, rivals, [2, 1], Budget(CPU, GIB), GIB, 240, tmp_path)
-    assert seen == [(rivals[0], 2, 120), (rivals[0], 1, 90), (rivals[1], 2, 60), (rivals[1], 1, 60)]
-    assert found["dropped"] == []
-
-
-def test_checkpointing_trains_longer_than_nothing_in_the_same_bytes():
-    shape = speed.shapes(CPU)["gpt7b"]
-    budget = Budget(CPU, GIB, device_bytes=int(0.0008 * GIB))
-    longest = {}
-    for rival in ("none", "checkpoint"):
-        probes = []
-        capacity.search_here(shape, rival, budget, probes.append)
-        longest[rival] = max(found["length"] for found in probes if found["fits"])
-        assert any(not found["fits"] for found in probes)
-    assert longest["checkpoint"] > 1.5 * longest["none"]
-
-
-@pytest.mark.slow
-def test_capacity_runs_each_rival_in_a_process(tmp_path):
-    words = ["--device", "cpu", "--out", str(tmp_path), "--rivals", "none", "ds_memo", "--device-gib", "0.001"]
-    assert capacity.main([*words, "--host-gibs", "0.1"]) == 0
-    (path,) = tmp_path.glob("capacity-cpu-*.json")
-    found = json.loads(path.read_text())
-    assert [row["rival"] for row in found["rivals"]] == ["none", "ds_memo"]
-    assert all(row["longest"] for row in found["rivals"])
-
-
 @pytest.mark.slow
 def test_planner_runs_each_way_in_a_process(tmp_path):
     assert planner.main(["--device", "cpu", "--out", str(tmp_path), "--host-gib", "0.1", "--workloads", "gpt7b"]) == 0
@@ -392,116 +269,6 @@ def test_streams_of_a_cuda_trace():
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9},
     ]
     assert [span.stream for span in streams.spans_of(events)] == ["compute", "d2h", "h2d"]
-
-
-RESULT = {
-    "verb": "speed",
-    "environment": {"time": "2030-01-01T00:00:00+00:00", "device": "H", "torch": "2", "commit": "abcdef123456", "cuda": "13"},
-    "points": [
-        {
-            "workload": "gpt7b",
-            "length": 65536,
-            "host_budget": 64 * GIB,
-            "claims": [{"held": True}, {"held": False}],
-            "predicted": {"step_s": 2.0},
-            "rivals": {"none": {"median_s": 2.5}, "paper": {"out": "MemoError: host memory"}},
-        }
-    ],
-    "dropped": [{"workload": "gpt7b", "length": 131072}],
-    "failures": [],
-}
-
-
-def test_the_table_is_made_from_cuda_results_only(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\ntyped by hand\n{table.END}\nafter\n")
-    on_cpu = RESULT | {"environment": {key: value for key, value in RESULT["environment"].items() if key != "cuda"}}
-    (tmp_path / "speed-cpu.json").write_text(json.dumps(on_cpu))
-    table.update(readme, tmp_path)
-    assert readme.read_text() == f"before\n{table.BEGIN}\n{table.NONE_YET}{table.END}\nafter\n"
-    (tmp_path / "speed-cuda.json").write_text(json.dumps(RESULT))
-    table.update(readme, tmp_path)
-    text = readme.read_text()
-    assert "gpt7b 64K; dropped for time: gpt7b 128K; no failures, 1 of 2 bars held" in text
-    assert "| gpt7b | 64K | 64 | 2,500 | does not fit | 2,000 |" in text
-
-
-def test_the_table_of_attention_kernels():
-    kernels = {"cudnn": {"forward_tflops": 600.4, "backward_tflops": 500.0}, "flash": {"out": "RuntimeError: none"}}
-    run = RESULT | {"attention": {"points": [{"length": 16384, "kernels": kernels, "picked": "cudnn"}]}}
-    assert "| tokens | cudnn | flash |\n|---|---|---|\n| 16K | **600 / 500** | – |\n" in table.render([("speed-cuda.json", run)])
-
-
-def found_length(rival, longest, early=None):
-    return {"rival": rival, "longest": longest, "host_bytes": GIB, "ended_early": early}
-
-
-def test_a_search_that_was_cut_off_claims_no_more_than_it_knows():
-    ours, late = found_length("ds_memo, planned", 512), "no time left after 9 s"
-    (claim,) = capacity.claims([ours, found_length("checkpoint", 1024), found_length("deepspeed", 64, late)])
-    assert not claim["held"] and claim["value"] == 0.5 and claim["unfinished"] == ["deepspeed"]
-    assert capacity.claims([ours, found_length("checkpoint", 64, late)]) == []
-    (claim,) = capacity.claims([ours, found_length("checkpoint", 1024, late)])  # as long at least
-    assert not claim["held"]
-    assert capacity.claims([ours | {"ended_early": late}, found_length("checkpoint", 64)]) == []
-
-
-def test_the_table_says_why_there_is_no_number():
-    outs = {
-        "not tried: no time left": "no time",
-        "deepspeed is not installed": "not installed",
-        "OutOfMemoryError: CUDA out of memory. Tried": "out of memory",
-        "NothingFits: device memory": "does not fit",
-        "ValueError: no such kernel": "broke",
-        "not tried: 90 GiB to save, 32 GiB of host memory": "not tried: host",
-    }
-    assert {out: table._step({"out": out}) for out in outs} == outs
-    row = {"workload": "gpt7b", "device_bytes": 16 * GIB, **found_length("ds_memo, planned", 65536), "step_s": 2.0}
-    assert "| ds_memo, planned | 64K | 2.00 |" in "\n".join(table._longest([{"rivals": [row]}]))
-    cut = row | {"ended_early": "no time left after 63 s"}
-    assert "| ds_memo, planned | ≥ 64K (no time) | 2.00 |" in "\n".join(table._longest([{"rivals": [cut]}]))
-    assert table._length(row | {"longest": None}) == "none"
-    assert table._length(row | {"longest": None, "ended_early": "exit 1: ValueError"}) == "broke"
-    assert table._length({"longest": None, "why": "deepspeed is not installed"}) == "not installed"
-
-
-def test_bars_that_only_noise_lets_hold_are_counted_apart():
-    held = [{"held": True, "value": 1.01, "bar": 1.0, "margin": 0.02}, {"held": True, "value": 0.9, "bar": 1.0, "margin": 0.02}]
-    assert table.summary({"verb": "speed", "claims": held}) == "no failures, 2 of 2 bars held (1 within noise)"
-
-
-def test_details_go_into_one_archive_as_far_as_there_is_room(tmp_path):
-    made = tmp_path / "made"
-    made.mkdir()
-    (made / "profile.json").write_text("{}")
-    (made / "large.trace.json").write_bytes(os.urandom(5000))
-    assert results.pack(made, tmp_path / "all.tar.gz", most=10000) == []
-    assert results.pack(made, tmp_path / "some.tar.gz", most=1000) == ["large.trace.json"]
-    with tarfile.open(tmp_path / "some.tar.gz") as details:
-        assert details.getnames() == ["profile.json"]
-    assert results.write("speed", CPU, {}, str(tmp_path), made) == 0
-    (path,) = tmp_path.glob("speed-cpu-*.json")
-    assert (tmp_path / json.loads(path.read_text())["details"]).exists()
-
-
-def test_archives_are_no_results_and_no_mistakes(tmp_path, monkeypatch):
-    updated = []
-    monkeypatch.setattr(table, "FOLDER", tmp_path)
-    monkeypatch.setattr(table, "update", lambda: updated.append(1))
-    assert table.main(["out/speed-cuda-1.tar.gz"]) == 0
-    assert updated and list(tmp_path.iterdir()) == []
-
-
-def test_the_table_in_the_repository_is_up_to_date():
-    text = table.README.read_text()
-    assert table.render(table.load(results.FOLDER)) == text.split(table.BEGIN + "\n")[1].split(table.END)[0]
-
-
-def test_a_file_that_is_no_result_is_refused(tmp_path, capsys):
-    other = tmp_path / "other.json"
-    other.write_text("[]")
-    assert table.main([str(other)]) == 2
-    assert "no result" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workload, length", [("gpt7b", 96), ("ulysses8", 192)])

@@ -168,6 +168,7 @@ def test_what_else_is_checkpointed_beside_the_layers(tmp_path: Path) -> None:
     for _, got in seen:
         for name, gradient in got.items():
             assert torch.allclose(gradient, want[name], rtol=1e-4, atol=1e-6), name
+    assert handle.report()["stored_bytes_per_layer"][3] > 0
     handle.detach()
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import ds_memo
 from ds_memo.profile import layer as layers
-from ds_memo.profile.call import LayerCall
+from ds_memo.profile.call import LayerCall, beside_the_training
 from ds_memo.profile.layer import REPEATS, kinds_of, measure
 from ds_memo.profile.live import LiveBytes
 from ds_memo.remat.checkpoint import Layer
@@ -63,6 +63,25 @@ def test_where_documents_end_nothing_is_cut(ends: list[int], packed: bool) -> No
     """As Hugging Face hands on what flash-attention takes; kernels would read beyond what was cut."""
     states, ends = torch.randn(BATCH, LENGTH, HIDDEN), torch.tensor(ends, dtype=torch.int32)
     assert LayerCall(Layer(0, "blocks.0", None), Block(), (states,), {"cu_seq_lens_q": ends}).can_shorten() is not packed
+
+
+def test_hooks_of_others_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be no memory for what is put aside first, or the profile itself fails."""
+
+    def fails(*args: object) -> None:
+        raise MemoryError
+
+    saved, x = [], torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(1) or tensor, lambda tensor: tensor):
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(torch.Tensor, "clone", fails)
+            with beside_the_training(nn.BatchNorm1d(4)):
+                pass
+        with pytest.raises(ZeroDivisionError), beside_the_training(nn.BatchNorm1d(4)):
+            x * x, 1 / 0
+        assert not saved
+        x * x
+    assert saved
 
 
 def test_each_replay_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
