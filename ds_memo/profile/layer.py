@@ -42,8 +42,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
         MemoError: it saves nothing for a backward.
     """
     indices = [device] if device.type == "cuda" else []
-    module = call.layer.module() if call.layer.module else None
-    with torch.random.fork_rng(devices=indices, enabled=True), torch.enable_grad(), beside_the_training(module):
+    with torch.random.fork_rng(devices=indices), torch.enable_grad(), beside_the_training(call.layer.module()):
         fn, args, hidden = call.at(length)
         trained = [parameter for parameter in call.layer.parameters if parameter.requires_grad]
         bench = _Bench(call.layer, fn, args, [hidden, *trained], device, attention)
@@ -119,7 +118,7 @@ class _Bench:
     def __init__(
         self, layer: Layer, fn: Callable, args: tuple, leaves: list[torch.Tensor], device: torch.device, attention: str | None
     ) -> None:
-        self._layer = Layer(layer.index, layer.name, layer.module() if layer.module else None)
+        self._layer = Layer(layer.index, layer.name, layer.module())
         self._fn, self._args, self._leaves = fn, args, leaves
         self._device = device
         self._policy = _Fixed()
@@ -191,7 +190,7 @@ class _Bench:
 
     def saved_bytes(self) -> int:
         """Storages that autograd saves, but for parameters and what other layers share."""
-        module = self._layer.module() if self._layer.module else None
+        module = self._layer.module()
         own = [*module.parameters(), *module.buffers()] if module is not None else []
         shared = [
             x for x in tree_leaves((self._args, self._fn.keywords if isinstance(self._fn, partial) else ())) if torch.is_tensor(x)
@@ -318,7 +317,6 @@ def kinds_of(layers: Iterable[Layer]) -> list[int]:
     numbers: dict[Any, int] = {}
     found = []
     for layer in layers:
-        module = layer.module() if layer.module else None
         shapes = tuple((tuple(getattr(p, "ds_shape", p.shape)), p.dtype, p.requires_grad) for p in layer.parameters)
-        found.append(numbers.setdefault((type(module), shapes), len(numbers)))
+        found.append(numbers.setdefault((type(layer.module()), shapes), len(numbers)))
     return found

@@ -92,7 +92,7 @@ class Asked:
 
     def call_of(self, kind: int) -> LayerCall:
         layer = self.layer(kind)
-        module = _module(layer)
+        module = layer.module()
         return self.call if layer is self.call.layer or module is None else self.call.of(layer, self.plain_call(module))
 
     def free(self) -> int:
@@ -172,7 +172,7 @@ def _wake(device: torch.device) -> None:
 
 def _measure_kind(asked: Asked, kind: int, warn: Callable[[str], None], told: Callable[[str], None]) -> LayerProfile:
     call, name = asked.call_of(kind), asked.layer(kind).name
-    module = _module(asked.layer(kind))
+    module = asked.layer(kind).module()
     kernel = asked.attention if asked.attention in SDPA else None  # a package's kernel is the model's own to call
     gathered = whole_bytes(module)
     together(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, RESERVE)))
@@ -232,7 +232,7 @@ def _refuse_too_long(profile: LayerProfile, batch: int, length: int, free: int) 
 
 def layer_in_words(layer: Layer) -> str:
     """Class and parameters: what a profile of it depends on."""
-    module = _module(layer)
+    module = layer.module()
     if module is None:
         return layer.name
     parameters = ", ".join(
@@ -240,7 +240,3 @@ def layer_in_words(layer: Layer) -> str:
         for name, p in module.named_parameters()
     )
     return f"{type(module).__module__}.{type(module).__qualname__}({parameters})"
-
-
-def _module(layer: Layer) -> nn.Module | None:
-    return layer.module() if layer.module else None

@@ -69,7 +69,7 @@ class Layer:
     def __init__(self, index: int, name: str, module: nn.Module | None) -> None:
         self.index = index
         self.name = name
-        self.module = weakref.ref(module) if module is not None else None
+        self.module: Callable[[], nn.Module | None] = weakref.ref(module) if module is not None else lambda: None
         self.parameters = list(module.parameters()) if module is not None else []
         self.recipes: dict[Any, Recipe] = {}
         self.latest: Recipe | None = None
@@ -144,8 +144,7 @@ class Remat:
             pack = pack_followed(call)
         else:
             seen = Seen()
-            module = layer.module() if layer.module else None
-            mode = Analyse(call, seen, module, givens(), functools.partial(self._settle, layer, setting, key))
+            mode = Analyse(call, seen, layer.module(), givens(), functools.partial(self._settle, layer, setting, key))
             pack = pack_watched(call, seen)
         try:
             if recipe is not None:
@@ -229,7 +228,7 @@ class Remat:
 
     def _warn(self, layer: Layer, recipe: Recipe) -> None:
         """Say once per class of layers what makes its replay dearer than it should be, or its results wrong."""
-        module = layer.module() if layer.module else None
+        module = layer.module()
         for reason in _reasons(module, recipe):
             if (type(module), reason) not in self._warned:
                 self._warned.add((type(module), reason))
@@ -267,7 +266,7 @@ def _checkpoint(fn: Callable[..., Any], args: tuple, preserve_rng_state: bool, c
 
 def _givens(layer: Layer, arguments: Any) -> list[torch.Tensor]:
     """Tensors that a layer call starts from."""
-    module = layer.module() if layer.module else None
+    module = layer.module()
     own = [*module.parameters(), *module.buffers()] if module is not None else []
     return own + [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
