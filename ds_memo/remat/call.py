@@ -19,8 +19,6 @@ class Work:
     gemm_flops: int = 0
     """Of all recorded forwards."""
     gemm_flops_recomputed: int = 0
-    attention_ops: int = 0
-    """Attention calls that were supplied."""
     attention_ops_recomputed: int = 0
     """Attention that ran again: no kernel that could be kept, a call that left its recipe, a checkpoint inside the layer."""
 

@@ -93,7 +93,6 @@ class Replay(Mode):
         state = self.call.rng_after.get(index)
         if state is not None:
             generator_of(self.call.engine.device).set_state(state)
-        self.call.work.attention_ops += kind_of(op.func) is Kind.ATTENTION
         loose, own = self.call.loose[index], cloned if index in self.call.altered else detached
         outputs = tuple(
             own(value) if kept is None else self.call.frame.tensor(kept) for kept, value in zip(op.kept, loose, strict=True)
