@@ -22,7 +22,7 @@ class Span(NamedTuple):
     stream: str
     name: str
     kind: str
-    """forward, backward, replay, head, other, offload, reload, stall."""
+    """forward, backward, replay, head, offload, reload, stall."""
     layer: int
     begin: float
     end: float
@@ -150,7 +150,6 @@ def simulate(run: RunCosts, alpha: float, places: Places) -> Simulated:
     """
     streams = VirtualStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
     engine = VirtualEngine(streams, VirtualSlab(), device=None)
-    streams.compute("embedding, optimizer", "other", -1, run.other_s)
     homes = places.homes(len(run.layers))
     frames = [_forward(engine, i, layer, home, alpha) for i, (layer, home) in enumerate(zip(run.layers, homes, strict=True))]
     streams.compute("head and loss", "head", -1, run.head_s)

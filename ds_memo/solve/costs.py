@@ -144,8 +144,6 @@ class RunCosts:
     """Of the device budget, what is there through the whole backward beside the layers: gradients on their way."""
     head_s: float = 0.0
     """Between the last layer's forward and its backward: head and loss."""
-    other_s: float = 0.0
-    """Of a step, outside layers and head: embedding, optimizer."""
 
     @cached_property
     def kinds(self) -> tuple[list[LayerCosts], np.ndarray]:

@@ -35,7 +35,7 @@ class Homes:
     alpha: float
     places: Places
     step_s: float
-    """Predicted seconds of a forward and backward, with head and what else `run` tells of."""
+    """Predicted seconds of a forward and backward, with head and loss."""
     d2h_stall_s: float
     h2d_stall_s: float
     host_bytes: int

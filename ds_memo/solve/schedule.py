@@ -43,7 +43,6 @@ class Schedule:
     """
 
     def __init__(self, run: RunCosts, places: Places) -> None:
-        self.fixed_s = run.other_s
         self.head_s = run.head_s
         legs: dict[tuple[int, Home], Leg] = {}
         self.legs = []
@@ -52,12 +51,11 @@ class Schedule:
             if key not in legs:
                 legs[key] = Leg.of(layer, run, home)
             self.legs.append(legs[key])
-        self.layers = run.layers
 
     def at(self, alpha: float) -> Step:
         """The step at one alpha. Times are (seconds, slope over alpha)."""
         legs = self.legs
-        now, now_slope = self.fixed_s, 0.0
+        now, now_slope = 0.0, 0.0
         out, out_slope = 0.0, 0.0  # when the d2h stream is through with what it was given
         leaving: list[tuple[float, float]] = []
         d2h_stall = h2d_stall = 0.0

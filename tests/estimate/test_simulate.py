@@ -87,7 +87,7 @@ def test_it_agrees_with_the_solver(seed):
     ]
     layers = tuple(draw.choice(kinds) for _ in range(draw.randint(1, 24)))
     rates = draw.choice((1e5, 1e6, 1e7)), draw.choice((1e5, 1e6, 1e7))
-    run = RunCosts(layers, *rates, 0, 0, head_s=draw.random(), other_s=draw.random())
+    run = RunCosts(layers, *rates, 0, 0, head_s=draw.random())
     residents = frozenset(draw.sample(range(len(layers)), draw.randint(0, min(3, len(layers)))))
     dropped = frozenset(i for i in range(len(layers)) if i not in residents and draw.random() < 0.2)
     alpha = draw.choice((0.0, draw.random(), 1.0))
