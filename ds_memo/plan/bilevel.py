@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from . import verify
-from .dsa import Buffer, Lifespan, Problem, lower_bound, peak
+from .dsa import Buffer, Lifespan, Problem, lower_bound, peak, worst_moment
 from .solver import Progress, Solution, solve
 from .trace import UNIT, Tensor, Trace, rounded, varying_phases
 
@@ -201,7 +201,7 @@ def _level2(planned, reports, inside, bound, solver, deadline, progress):
     block_bound = None
     while True:
         buffers = [_buffer(planned[i]) for i in loose] + list(blocks.values())
-        when, most = _worst_moment(buffers)
+        when, most = worst_moment(buffers)
         block_bound = most if block_bound is None else block_bound
         guilty = [p for p, b in blocks.items() if b.lifespan.lower <= when < b.lifespan.upper]
         if most <= bound or not guilty:
@@ -220,17 +220,3 @@ def _level2(planned, reports, inside, bound, solver, deadline, progress):
             offsets[i] = base + o
     names = tuple(reports[p].name for p in sorted(unpacked))
     return offsets, f"level 2: {solution.method}", solution.notes, block_bound, names
-
-
-def _worst_moment(buffers: Sequence[Buffer]) -> tuple[int, int]:
-    """The first time at which most bytes are alive, and how many."""
-    change: dict[int, int] = defaultdict(int)
-    for b in buffers:
-        change[b.lifespan.lower] += b.size
-        change[b.lifespan.upper] -= b.size
-    alive, when, most = 0, 0, 0
-    for t in sorted(change):
-        alive += change[t]
-        if alive > most:
-            when, most = t, alive
-    return when, most

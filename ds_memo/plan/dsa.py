@@ -64,18 +64,24 @@ class Problem:
         return Problem(tuple(b._replace(size=b.size // unit) for b in self.buffers)), unit
 
 
-def lower_bound(buffers: Iterable[Buffer]) -> int:
-    """The most units alive at any one time. O(n log n)."""
+def worst_moment(buffers: Iterable[Buffer]) -> tuple[TimeValue, int]:
+    """The first time at which most units are alive, and how many. O(n log n)."""
     events = []
     for b in buffers:
         events.append((b.lifespan.lower, b.size))
         events.append((b.lifespan.upper, -b.size))
     events.sort()  # at equal times the negative ones, the frees, come first
-    alive = most = 0
-    for _, size in events:
+    alive = when = most = 0
+    for time, size in events:
         alive += size
-        most = max(most, alive)
-    return most
+        if alive > most:
+            when, most = time, alive
+    return when, most
+
+
+def lower_bound(buffers: Iterable[Buffer]) -> int:
+    """The most units alive at any one time."""
+    return worst_moment(buffers)[1]
 
 
 def peak(buffers: Sequence[Buffer], offsets: Sequence[Offset]) -> int:

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from . import verify
 from .bilevel import PhaseReport, Plan
-from .dsa import Buffer, Lifespan, lower_bound
+from .dsa import Buffer, lower_bound, peak
 from .errors import BadSize, TracesDiffer
-from .trace import UNIT, Trace
+from .trace import UNIT, Trace, rounded
 
 
 class Affine(NamedTuple):
@@ -119,21 +119,19 @@ def rescale(plan: Plan, sizes: Sequence[int]) -> Plan:
         raise TracesDiffer(f"{len(sizes)} sizes for {len(plan.slots)} slots")
     above = _neighbours(plan)
     order = sorted(range(len(plan.slots)), key=lambda i: plan.slots[i].offset)
-    rounded_sizes = [-(-z // UNIT) * UNIT for z in sizes]
     offsets = [0] * len(order)
     for i in order:
-        end = offsets[i] + rounded_sizes[i]
+        end = offsets[i] + rounded(sizes[i])
         for j in above[i]:
             if offsets[j] < end:
                 offsets[j] = end
     slots = tuple(slot._replace(requested=z, offset=o) for slot, z, o in zip(plan.slots, sizes, offsets, strict=True))
-    buffers = [Buffer(x.id, Lifespan(x.birth, x.death), z) for x, z in zip(slots, rounded_sizes, strict=True)]
-    peak = max((o + z for o, z in zip(offsets, rounded_sizes, strict=True)), default=0)
-    bound = lower_bound(buffers)
-    verify.require(buffers, offsets, peak=peak, lower_bound=bound, alignment=UNIT)
+    buffers = [slot.buffer() for slot in slots]
+    top, bound = peak(buffers, offsets), lower_bound(buffers)
+    verify.require(buffers, offsets, peak=top, lower_bound=bound, alignment=UNIT)
     return replace(
-        plan, slots=slots, phases=_phases(plan, offsets, buffers), peak=peak, lower_bound=bound, proven=peak == bound,
-        kind="rescaled", method=f"the order of a plan by {plan.method}", flat_peak=None, bilevel_peak=peak,
+        plan, slots=slots, phases=_phases(plan, offsets, buffers), peak=top, lower_bound=bound, proven=top == bound,
+        kind="rescaled", method=f"the order of a plan by {plan.method}", flat_peak=None, bilevel_peak=top,
         seconds=time.monotonic() - began, notes=(),
     )  # fmt: skip
 

@@ -147,7 +147,7 @@ def repeat_layer(trace: Trace, layers: int, like: int = 1) -> Trace:
     sizes: dict[str, int] = {}
     requests: list[Request] = []
     phases: list[Phase] = []
-    home = trace.homes()
+    home, size_of = trace.homes(), {x.id: x.size for x in trace.tensors()}
     alive: set[str] = set()
     for p, new_layer in plan:
         old = trace.phases[p]
@@ -174,14 +174,9 @@ def repeat_layer(trace: Trace, layers: int, like: int = 1) -> Trace:
                 new_id = f"{source}:{source_k}"
                 if not source_way and new_id not in alive and new_layer != old_layer:
                     continue  # another copy has freed it
-                if new_id not in alive or sizes[new_id] != trace.requests[_index(trace, q, source_k)].size:
+                if new_id not in alive or sizes[new_id] != size_of[request.id]:
                     raise TracesDiffer(f"{name} would free tensor {source_k} of {source}, which does not match the profile's")
                 alive.remove(new_id)
                 requests.append(Request(new_id, None))
         phases.append(Phase(name, first, len(requests)))
     return Trace(tuple(requests), tuple(phases), trace.notes)
-
-
-def _index(trace: Trace, phase: int, k: int) -> int:
-    at = trace.phases[phase]
-    return [t for t in range(at.first, at.end) if trace.requests[t].size is not None][k]
