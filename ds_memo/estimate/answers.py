@@ -1,4 +1,4 @@
-"""The questions beyond one fixed length: how long, how many GPUs, how methods compare, how lengths do."""
+"""The questions beyond one fixed length: how long, how many GPUs, how lengths and methods compare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.estimate import METHODS, OK, OOHM, Estimate, Question, estimate
+from ds_memo.estimate.estimate import OK, OOHM, Estimate, Question, estimate
 
 GRAIN = 16
 """The longest length is found to one part in 2 · GRAIN of itself, or to the sequence's share of 1 Ki tokens."""
@@ -63,11 +63,6 @@ def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
 def _misses(answer: Estimate) -> float:
     """Bytes of what there is not enough of."""
     return answer.host_bytes / answer.question.ranks_on_node if answer.status == OOHM else answer.device_total
-
-
-def compare(question: Question) -> list[Estimate]:
-    """Every method side by side; alpha and plan as each method has them."""
-    return [estimate(replace(question, method=method, alpha=None, plan=None)) for method in METHODS]
 
 
 def sweep(question: Question, lengths: Iterable[int], methods: Iterable[str]) -> Iterator[Estimate]:

@@ -200,9 +200,8 @@ def _table(args: argparse.Namespace, question: Question) -> int:
     wide = [max(len(row[i]) for row in text) for i in range(len(head))]
     for row in text:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, wide, strict=True)).rstrip())
-    if not args.output:
-        return 0
-    print(f"written to {args.output}")
+    if args.output:
+        print(f"written to {args.output}")
     return 0
 
 

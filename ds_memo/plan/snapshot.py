@@ -35,11 +35,8 @@ class _PlainUnpickler(pickle.Unpickler):
         raise UnsafePickle(f"{self.source}: the pickle refers to an outside object; a snapshot has plain containers only")
 
 
-def read_snapshot(path: str | Path, device: int | None = None) -> Trace:
-    """The requests of one device.
-
-    Args:
-        device: Index into the snapshot's devices; by default the one with most events.
+def read_snapshot(path: str | Path) -> Trace:
+    """The requests of the device with most events.
 
     Raises:
         UnsafePickle, TruncatedInput, MalformedInput, BadSize: See errors.py.
@@ -60,10 +57,7 @@ def read_snapshot(path: str | Path, device: int | None = None) -> Trace:
     traces = data.get("device_traces") if isinstance(data, dict) else None
     if not isinstance(traces, list) or not all(isinstance(t, list) for t in traces) or not any(traces):
         raise MalformedInput(source, 0, "no device_traces", "a snapshot recorded with torch.cuda.memory._record_memory_history()")
-    if device is None:
-        device = max(range(len(traces)), key=lambda d: len(traces[d]))
-    if not 0 <= device < len(traces):
-        raise PlanError(f"{source}: device {device}, the snapshot has {len(traces)}")
+    device = max(range(len(traces)), key=lambda d: len(traces[d]))
     return _requests(traces[device], f"{source} device {device}")
 
 

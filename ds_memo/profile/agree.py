@@ -35,8 +35,6 @@ class Failed(MemoError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""))
-        self.problems = list(problems)
-        """One for each rank where it failed."""
 
 
 def world_size() -> int:
