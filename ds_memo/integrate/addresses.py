@@ -264,13 +264,13 @@ class Addresses:
     @property
     def plan(self) -> Plan | None:
         """What the running kind of pass follows."""
-        known = self._known.get(self._kind) if self._kind is not None else None
+        known = self._known.get(self._kind)
         return known.plan if known else None
 
     @property
     def log(self) -> RequestLog | None:
         """What was planned for it."""
-        known = self._known.get(self._kind) if self._kind is not None else None
+        known = self._known.get(self._kind)
         return known.log if known else None
 
     def close(self) -> None:
@@ -304,7 +304,7 @@ class Addresses:
 
     def _finish_pass(self) -> None:
         """Learn from the pass that is over."""
-        known = self._known.get(self._kind) if self._kind is not None else None
+        known = self._known.get(self._kind)
         mode, complete = self._allocator.mode, self._good and not self._in_backward
         self._allocator.stop()
         self._good = self._in_backward = False

@@ -65,7 +65,7 @@ def attach_model(
     refuse_attached(model)
     found = find_layers(model, layers)
     for name, module in found:
-        if any(module in memo._by_module for memo in _attached.values()):
+        if any(memo.owns(module) for memo in _attached.values()):
             raise MemoError(
                 f"layer {name} is already attached with another model that holds it; call .detach() on that handle first"
             )

@@ -26,6 +26,7 @@ from ds_memo.config import MemoConfig
 from ds_memo.integrate.budgets import Budgets
 from ds_memo.integrate.calls import Calls, Together
 from ds_memo.integrate.stalls import StallWatch, slower
+from ds_memo.plan import native
 from ds_memo.profile import cache
 from ds_memo.profile.agree import (
     Failed,
@@ -404,9 +405,9 @@ def predicted(chosen: Chosen) -> dict[str, Any]:
 
 def cache_folder(config: MemoConfig) -> Path:
     """plan.cache_dir; its default obeys XDG_CACHE_HOME."""
-    if "cache_dir" in config.plan.model_fields_set or not os.environ.get("XDG_CACHE_HOME"):
+    if "cache_dir" in config.plan.model_fields_set:
         return Path(config.plan.cache_dir).expanduser()
-    return Path(os.environ["XDG_CACHE_HOME"]) / "ds_memo"
+    return native.cache_dir()
 
 
 def _configured(config: MemoConfig) -> dict[str, Any]:

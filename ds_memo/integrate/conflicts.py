@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_memo.errors import MemoConfigError, MemoError
 from ds_memo.integrate.layers import is_huggingface_layer
+from ds_memo.remat.checkpoint import is_compiled
 
 _SAME_WORK = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
 
@@ -45,22 +46,13 @@ def refuse_model(layers: list[tuple[str, nn.Module]]) -> None:
         MemoError: naming the layer.
     """
     for name, layer in layers:
-        if _is_compiled(layer):
+        if is_compiled(layer):
             raise MemoError(
                 f"layer {name} is compiled, and what happens inside a compiled region cannot be kept or swapped; "
                 "leave layers uncompiled, or train without memo"
             )
         if is_huggingface_layer(layer):
             refuse_offload(layer.__dict__.get("_gradient_checkpointing_func"))
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a module in it goes through torch.compile."""
-    return any(map(_is_compiled, model.modules()))
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def refuse_offload(function: Any) -> None:

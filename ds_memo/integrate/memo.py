@@ -26,7 +26,7 @@ from ds_memo.integrate.takeover import Takeover, nothing, past_us
 from ds_memo.plan import Plan
 from ds_memo.profile.lengths import shapes_of
 from ds_memo.profile.requests import Most
-from ds_memo.remat.checkpoint import SDPA, Layer, Remat
+from ds_memo.remat.checkpoint import SDPA, Layer, Remat, has_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.show.report import Report
 from ds_memo.swap.engine import SwapEngine
@@ -120,7 +120,7 @@ class Memo:
         if training:
             self.engine.settle()
             self._takeover.hold()
-            if self._takeover.uncompile() or (not self._passes and conflicts.is_compiled(module)):
+            if self._takeover.uncompile() or (not self._passes and has_compiled(module)):
                 self.warn(conflicts.UNCOMPILED)
             self._choose(module, args, kwargs)
         if training and not self.decisions.plain:

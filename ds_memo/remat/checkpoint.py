@@ -292,7 +292,8 @@ def _reasons(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
         )
     if not any(isinstance(op, Gemm) for op in recipe.ops):
         compiled = "; it is compiled, and what happens inside a compiled region cannot be seen: leave layers uncompiled"
-        yield "no GEMM was seen in it, so all of it is recomputed, attention too" + (compiled if _is_compiled(module) else "")
+        why = compiled if module is not None and has_compiled(module) else ""
+        yield f"no GEMM was seen in it, so all of it is recomputed, attention too{why}"
     elif not recipe.attention_ops:
         seen = f"{recipe.softmax} was (attention that materialises its scores)" if recipe.softmax else "nor a softmax"
         yield (
@@ -301,10 +302,11 @@ def _reasons(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _is_compiled(module: nn.Module | None) -> bool:
-    if module is None:
-        return False
-    return any(
-        part._compiled_call_impl is not None or isinstance(part, torch._dynamo.eval_frame.OptimizedModule)
-        for part in module.modules()
-    )
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of it goes through torch.compile."""
+    return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def has_compiled(module: nn.Module) -> bool:
+    """Whether it, or a module in it, is compiled."""
+    return any(map(is_compiled, module.modules()))
