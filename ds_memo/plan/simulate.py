@@ -7,12 +7,13 @@ settings:
 - The smallest free block that holds the request is taken, the lower address among equals. The rest is split off if it
   is at least 512 bytes (small pool, expandable segments) or more than 1 MiB (large pool, native).
 - native: with no such block, a new segment of 2 MiB (small pool), 20 MiB (requests below 10 MiB), or the request
-  rounded up to 2 MiB. Where that passes the capacity, wholly free segments are given back and it is tried once more.
+  rounded up to 2 MiB.
 - expandable: each pool is one segment that grows at its end by pages of 2 MiB (small pool) or 20 MiB (large). A free
   block at the end counts as large as all the address space behind it, so blocks in the middle are preferred.
 - Freed blocks merge with free neighbours of the same segment.
 
-What is not simulated: several streams, record_stream, cudaMalloc's own granularity, garbage collection.
+What is not simulated: several streams, record_stream, cudaMalloc's own granularity, a device that is full, garbage
+collection.
 """
 
 from __future__ import annotations
@@ -46,29 +47,18 @@ class _Block:
 
 @dataclass(frozen=True)
 class Reserved:
-    """Bytes. `allocated` is the most in use at once after rounding, `reserved` the most held from the device.
-
-    `retries` counts cudaMalloc failures that made it give back its cache (each one stalls the device); `fits` is False
-    where even that was not enough, and the trace was abandoned there.
-    """
+    """Bytes. `allocated` is the most in use at once after rounding, `reserved` the most held from the device."""
 
     reserved: int
     allocated: int
-    retries: int
-    fits: bool
 
 
-def simulate(trace: Trace, *, expandable: bool = False, capacity: int | None = None, iterations: int = 1) -> Reserved:
+def simulate(trace: Trace, *, expandable: bool = False, iterations: int = 1) -> Reserved:
     """Replays the trace; several iterations show what is left over from the first.
 
     Tensors that the trace never frees are freed at the end of an iteration.
-
-    Raises:
-        ValueError: A capacity together with expandable segments: giving back their pages is not simulated.
     """
-    if expandable and capacity is not None:
-        raise ValueError("a capacity is simulated for native segments only")
-    allocator = _Allocator(expandable, capacity)
+    allocator = _Allocator(expandable)
     for _ in range(iterations):
         alive: dict[str, _Block] = {}
         for request in trace.requests:
@@ -76,45 +66,40 @@ def simulate(trace: Trace, *, expandable: bool = False, capacity: int | None = N
                 if request.id in alive:
                     allocator.free(alive.pop(request.id))
             elif request.size:
-                block = allocator.malloc(rounded(request.size))
-                if block is None:
-                    return Reserved(allocator.most_reserved, allocator.most_allocated, allocator.retries, False)
-                alive[request.id] = block
+                alive[request.id] = allocator.malloc(rounded(request.size))
         for block in alive.values():
             allocator.free(block)
-    return Reserved(allocator.most_reserved, allocator.most_allocated, allocator.retries, True)
+    return Reserved(allocator.reserved, allocator.most_allocated)
 
 
 class _Allocator:
-    def __init__(self, expandable: bool, capacity: int | None):
-        self.expandable, self.capacity = expandable, capacity
+    def __init__(self, expandable: bool):
+        self.expandable = expandable
         self.pools: dict[bool, list[tuple[tuple[int, int, int], _Block]]] = {True: [], False: []}  # free blocks, sorted
         self.tails: dict[bool, _Block] = {}  # expandable: each pool's last block
         self.segments = count()
-        self.reserved = self.allocated = self.most_reserved = self.most_allocated = self.retries = 0
+        self.reserved = self.allocated = self.most_allocated = 0
 
-    def malloc(self, size: int) -> _Block | None:
+    def malloc(self, size: int) -> _Block:
         small = size <= SMALL
         block = self._best_fit(small, size)
         if block is None:
             block = self._grow(small, size) if self.expandable else self._segment(small, size)
-            if block is None:
-                return None
         rest = block.size - size
         if rest >= 512 if small or self.expandable else rest > SMALL:
             self._split(block, size)
         self.allocated += block.size
         self.most_allocated = max(self.most_allocated, self.allocated)
-        self.most_reserved = max(self.most_reserved, self.reserved)
         return block
 
     def free(self, block: _Block) -> None:
         self.allocated -= block.size
         if block.prev is not None and block.prev.free:
+            self._take(block.prev)
             block = self._merge(block.prev, block)
         if block.next is not None and block.next.free:
             self._take(block.next)
-            block = self._merge(block, block.next, taken=True)
+            block = self._merge(block, block.next)
         self._give(block)
 
     # ---- the pool of free blocks
@@ -149,9 +134,7 @@ class _Allocator:
             self.tails[block.small] = rest
         self._give(rest)
 
-    def _merge(self, low: _Block, high: _Block, taken: bool = False) -> _Block:
-        if not taken:
-            self._take(low)
+    def _merge(self, low: _Block, high: _Block) -> _Block:
         low.size += high.size
         low.next = high.next
         if low.next is not None:
@@ -162,27 +145,15 @@ class _Allocator:
 
     # ---- memory from the device
 
-    def _segment(self, small: bool, size: int) -> _Block | None:
+    def _segment(self, small: bool, size: int) -> _Block:
         if small:
             bytes_ = SMALL_BUFFER
         elif size < MIN_LARGE:
             bytes_ = LARGE_BUFFER
         else:
             bytes_ = -(-size // ROUND_LARGE) * ROUND_LARGE
-        if self.capacity is not None and self.reserved + bytes_ > self.capacity:
-            self.retries += 1
-            self._release_cached()
-            if self.reserved + bytes_ > self.capacity:
-                return None
         self.reserved += bytes_
         return _Block(small, next(self.segments), 0, bytes_)
-
-    def _release_cached(self) -> None:
-        for pool in self.pools.values():
-            for _, block in list(pool):
-                if block.prev is None and block.next is None:
-                    self._take(block)
-                    self.reserved -= block.size
 
     def _grow(self, small: bool, size: int) -> _Block:
         page = SMALL_BUFFER if small else LARGE_BUFFER

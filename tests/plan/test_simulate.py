@@ -72,18 +72,6 @@ def test_the_expandable_end_is_kept_for_what_fits_nowhere_else():
     assert reserved(text + f"malloc e {50 * MIB}\n", expandable=True) == 100 * MIB
 
 
-def test_retries_and_running_out():
-    text = f"malloc a {20 * MIB}\nfree a\nmalloc b {30 * MIB}\n"
-    roomy = simulate(parse_trace(text), capacity=50 * MIB)
-    assert (roomy.reserved, roomy.retries, roomy.fits) == (50 * MIB, 0, True)
-    tight = simulate(parse_trace(text), capacity=30 * MIB)
-    assert (tight.reserved, tight.retries, tight.fits) == (30 * MIB, 1, True)
-    small = simulate(parse_trace(text), capacity=29 * MIB)
-    assert (small.retries, small.fits) == (1, False)
-    with pytest.raises(ValueError, match="native segments only"):
-        simulate(parse_trace(text), capacity=1, expandable=True)
-
-
 @given(traces())
 @settings(max_examples=100, deadline=None)
 def test_never_below_what_is_alive_and_steady_after_the_first_iteration(trace):
