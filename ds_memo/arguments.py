@@ -1,10 +1,14 @@
-"""What the verbs of `ds-memo` read and say alike. Imports nothing heavy."""
+"""What the verbs of `ds-memo` read, say and write alike. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 
 _MOST_TOKENS = 1 << 34
 
@@ -74,3 +78,21 @@ def size(nbytes: float) -> str:
         nbytes /= 1024
         units.pop(0)
     return f"{nbytes:.4g} {units[0]}" if nbytes < 1000 else f"{nbytes:.0f} {units[0]}"
+
+
+def write_whole(place: Path, text: str) -> None:
+    """Write a file, or leave what is there: readers and interrupted writers never meet.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    handle, name = tempfile.mkstemp(dir=place.parent, prefix=place.stem, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)  # mkstemp's are for nobody else
+        os.replace(name, place)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from ds_memo.arguments import number
+from ds_memo.arguments import number, write_whole
 
 from .bilevel import Plan, plan_trace
 from .dsa import lower_bound
@@ -183,13 +181,8 @@ def _plain(value: object) -> object:
 
 
 def _write(path: str, text: str) -> None:
-    """Whole or not at all."""
-    target = Path(path)
     try:
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, target)
+        write_whole(Path(path), text)
     except OSError as e:
         raise PlanError(f"cannot write {path}: {e.strerror}") from None
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ds_memo.arguments import write_whole
 from ds_memo.profile.sample import Profile, ProfileError, from_json
 
 
@@ -49,21 +48,3 @@ def store(folder: str | os.PathLike, profile: Profile, warn: Callable[[str], Non
         write_whole(place, profile.to_json())
     except OSError as error:
         warn(f"the profile cannot be cached in {place.parent} ({error}); the next start will measure again")
-
-
-def write_whole(place: Path, text: str) -> None:
-    """Write a file, or leave what is there: readers and interrupted writers never meet.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    handle, name = tempfile.mkstemp(dir=place.parent, prefix=place.stem, suffix=".part")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(name, 0o644)  # mkstemp's are for nobody else
-        os.replace(name, place)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_memo.arguments import count, gib, short, size, tokens
+from ds_memo.arguments import count, gib, short, size, tokens, write_whole
 from ds_memo.errors import MemoError
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
 
@@ -256,8 +256,6 @@ def _check_output(path: Path) -> None:
 
 
 def _write(profile: Profile, path: Path) -> None:
-    from ds_memo.profile.cache import write_whole
-
     try:
         write_whole(path, profile.to_json() + "\n")
     except OSError as error:
