@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds_memo.errors import MemoConfigError
 
 SECTION = "memo"
 
 
-class _Section(DeepSpeedConfigModel):
-    def __init__(self, **data: Any) -> None:
-        # Past DeepSpeed's own __init__, which would silently drop every field whose value is "auto".
-        BaseModel.__init__(self, **data)
+class _Section(BaseModel):  # not DeepSpeedConfigModel, which would silently drop every field whose value is "auto"
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
 
 class PlanConfig(_Section):
