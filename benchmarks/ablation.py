@@ -1,6 +1,6 @@
 """The paper's ablations on one model in one go: full recompute, full swap, memo, each with and without planned addresses.
 
-    python benchmarks/ablation.py [--layers 8] [--hidden 256] [--length 2048] [--steps 8] [--device-memory-gib G]
+    python -m benchmarks.ablation [--layers 8] [--hidden 256] [--length 2048] [--steps 8] [--device-memory-gib G]
 
 One process, the same weights and batches for all; settings take turns, so that what else the machine does falls on all of them
 alike. Prints the median step time of each, beside what the solver predicts for the layers, and bytes over the link; --json keeps
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ds_memo
 from benchmarks.environment import environment

@@ -1,6 +1,6 @@
 """Planned addresses in training: how many requests get theirs, and what the arena takes, beside other ways to allocate.
 
-    python benchmarks/addresses.py [--layers 8] [--alpha 0.5] [--json PATH]
+    python -m benchmarks.addresses [--layers 8] [--alpha 0.5] [--json PATH]
 
 A GPT and a Llama shape at small scale train on this CPU with AdamW, once with PyTorch's allocator and once with the op. Printed:
 

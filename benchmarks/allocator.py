@@ -1,6 +1,6 @@
 """What a planned request costs, beside the stock allocator in the same run.
 
-    python benchmarks/allocator.py [--rounds N] [--json PATH]
+    python -m benchmarks.allocator [--rounds N] [--json PATH]
 
 One sample is the mean of 2,000 pairs of an allocation and its free, made in C++ through c10 as torch makes them; the memory is
 not touched. The variants take turns, so that what else the machine does falls on all of them:

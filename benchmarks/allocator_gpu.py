@@ -1,6 +1,6 @@
 """Memory that training holds on a GPU: PyTorch's allocator, its expandable segments, and planned addresses.
 
-    python benchmarks/allocator_gpu.py [--hidden 2048] [--layers 8] [--lengths 16384] [--steps 10] [--json PATH]
+    python -m benchmarks.allocator_gpu [--hidden 2048] [--layers 8] [--lengths 16384] [--steps 10] [--json PATH]
 
 A GPT trains with AdamW and alpha 0.5; each way to allocate has a process of its own, because its setting is the process's.
 After the warm-up (two profiled iterations and a planned one per length), printed per way:
@@ -31,6 +31,7 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import ds_memo
+from benchmarks import results
 from benchmarks.workloads import born_as
 
 BAR = 1.02
@@ -148,10 +149,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--planned", action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("allocator_gpu: no CUDA device here; --device cpu tries the harness itself", file=sys.stderr)
-        return 2
+    device = results.device_or_exit(options.device, "allocator_gpu")
     if options.planned is not None:
         print(json.dumps(train(device, options.planned, options.hidden, options.layers, options.lengths, options.steps)))
         return 0

@@ -358,10 +358,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("check: no CUDA device here; --device cpu tries the harness itself", file=sys.stderr)
-        return 2
+    device = results.device_or_exit(options.device, "check")
     begin = time.perf_counter()
 
     def left() -> float:

@@ -1,6 +1,6 @@
 """Loss curves of stock DeepSpeed and of memo at alpha 0, 1/8, 1/4, 1/2 and 1, on one rank and with two ranks to a sequence.
 
-    python benchmarks/convergence.py [--steps 300] [--seq-length 256] [--out benchmarks/results]
+    python -m benchmarks.convergence [--steps 300] [--seq-length 256] [--out benchmarks/results]
 
 Trains ds_configs/models/tiny.json in fp32 on this Python's own sources with launch/train.py, one run after another, on the same
 batches. Beside them one more stock run whose linear layers add up their inner dimension in two parts: how far that drifts from

@@ -1,6 +1,6 @@
 """Bytes that a layer stores and that a step holds on the device, beside the bars that the design sets.
 
-    python benchmarks/memory.py [--device cpu|cuda] [--dtype float32|bfloat16] [--length 512] [--layers 8] [--json PATH]
+    python -m benchmarks.memory [--device cpu|cuda] [--dtype float32|bfloat16] [--length 512] [--layers 8] [--json PATH]
 
 Two layers of the papers' shapes at small scale, head dimension 128: a GPT (rotary GPT-NeoX, GELU tanh, layer norm, biases) and a
 Llama-3 shape (1 KV head for 4 heads, ffn 3.5 h). All sizes are in units of b·s·h elements, and exact: they count tensors, not

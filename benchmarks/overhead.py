@@ -1,6 +1,6 @@
 """Time that record and replay add to a layer, beside plain torch.utils.checkpoint in the same run.
 
-    python benchmarks/overhead.py [--device cpu|cuda] [--json PATH]
+    python -m benchmarks.overhead [--device cpu|cuda] [--json PATH]
 
 The layers are tiny, so what is measured is Python and launch time, which does not grow with the length. Each sample is one
 training step of one variant; variants take turns. Printed: median milliseconds per layer of a forward and of a backward with

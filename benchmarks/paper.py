@@ -1,4 +1,4 @@
-"""The estimator beside the paper's 7B tables: python benchmarks/paper.py [--calibrate] [--out docs/paper.md]
+"""The estimator beside the paper's 7B tables: python -m benchmarks.paper [--calibrate] [--out docs/paper.md]
 
 Prints every cell with its prediction and error, and the checks that nothing is overfitted; --out writes that as a page.
 --calibrate fits the constants of hardware_data/a800.json that come from the tables, and prints them beside those in the file.
@@ -16,12 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from ds_memo.estimate import hardware, model
+from ds_memo.estimate.estimate import METHODS, Estimate, Question, estimate
+from ds_memo.estimate.hardware import Hardware
 
-from ds_memo.estimate import hardware, model  # noqa: E402
-from ds_memo.estimate.estimate import METHODS, Estimate, Question, estimate  # noqa: E402
-from ds_memo.estimate.hardware import Hardware  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 TABLES = ROOT / "benchmarks" / "paper"
 MODEL = model.load(str(ROOT / "ds_configs" / "models" / "gpt-7b.json"))
@@ -157,7 +156,7 @@ def _six(all_cells: Sequence[Cell]) -> list[Cell]:
 # ---- the page
 
 INTRO = """\
-Written by `python benchmarks/paper.py --out docs/paper.md` from `benchmarks/paper/*.csv`, the 7B tables of MEMO (SIGMOD 2025):
+Written by `python -m benchmarks.paper --out docs/paper.md` from `benchmarks/paper/*.csv`, the 7B tables of MEMO (SIGMOD 2025):
 MFU in percent on 8 A800, 16 sequences a step. Ablation and alpha ran with TP 4 and CP 2; the main table's layouts are not
 stated: for MEMO the estimator takes the fastest with TP 4 or 8, for Megatron-LM TP 4 and CP 2, for DeepSpeed Ulysses over 8
 ranks with ZeRO-3. **bold**: the constants were calibrated on it. *: contradicts another cell, see below."""

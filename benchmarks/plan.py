@@ -1,4 +1,4 @@
-"""The planner's numbers: python benchmarks/plan.py [--quick]
+"""The planner's numbers: python -m benchmarks.plan [--quick]
 
 Prints every figure of docs/plan.md and writes them with hardware and versions to benchmarks/results/plan.json.
 --quick leaves out the dense packings (up to 10 s each).
@@ -10,22 +10,20 @@ import argparse
 import json
 import os
 import platform
-import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from ds_memo.plan import fit, native, plan_trace, read_csv, read_trace, solve, verify
+from ds_memo.plan.dsa import Problem, peak
+from ds_memo.plan.milp import MilpFailed, solve_milp
+from ds_memo.plan.rescale import rescale
+from ds_memo.plan.search import search
+from ds_memo.plan.simulate import simulate
+from ds_memo.plan.trace import Trace, repeat_layer
+from tests.plan.instances import CAPACITY, MINIMALLOC, TRACES, dense
 
-from ds_memo.plan import fit, native, plan_trace, read_csv, read_trace, solve, verify  # noqa: E402
-from ds_memo.plan.dsa import Problem, peak  # noqa: E402
-from ds_memo.plan.milp import MilpFailed, solve_milp  # noqa: E402
-from ds_memo.plan.rescale import rescale  # noqa: E402
-from ds_memo.plan.search import search  # noqa: E402
-from ds_memo.plan.simulate import simulate  # noqa: E402
-from ds_memo.plan.trace import Trace, repeat_layer  # noqa: E402
-from tests.plan.instances import CAPACITY, MINIMALLOC, TRACES, dense  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 GIB = 2**30
 

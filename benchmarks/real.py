@@ -1,4 +1,4 @@
-"""The estimator beside real runs: python benchmarks/real.py [RESULT.json …]
+"""The estimator beside real runs: python -m benchmarks.real [RESULT.json …]
 
 Takes what `bash benchmarks/gpu.sh check` wrote (default: all of benchmarks/results/check-*.json) and prints, with errors: bytes
 stored per layer (bar 2 %), and on a known GPU the time of a step by variant (bar 5 %), with the link speeds of the same result.
@@ -17,17 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from ds_memo.estimate import hardware
+from ds_memo.estimate.costs import Costs
+from ds_memo.estimate.hardware import Hardware
+from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.model import Model, load
+from ds_memo.estimate.simulate import simulate
+from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.places import Places
 
-from ds_memo.estimate import hardware  # noqa: E402
-from ds_memo.estimate.costs import Costs  # noqa: E402
-from ds_memo.estimate.hardware import Hardware  # noqa: E402
-from ds_memo.estimate.layout import Layout  # noqa: E402
-from ds_memo.estimate.model import Model, load  # noqa: E402
-from ds_memo.estimate.simulate import simulate  # noqa: E402
-from ds_memo.solve.costs import RunCosts  # noqa: E402
-from ds_memo.solve.places import Places  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 BYTES_BAR, TIME_BAR = 0.02, 0.05
 SHAPES = {"gpt": "gpt-7b", "llama": "llama3-8b"}

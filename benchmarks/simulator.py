@@ -1,4 +1,4 @@
-"""Durations that the simulator predicts, beside the real engine's on CPU threads: python benchmarks/simulator.py [--runs N]
+"""Durations that the simulator predicts, beside the real engine's on CPU threads: python -m benchmarks.simulator [--runs N]
 
 Twenty random configurations with throttled copies (tests/estimate/threaded.py). The order of events is a test; how long things
 took is this table. Compute sleeps, so the machine's speed does not matter; how late it wakes a sleeper does.
@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from ds_memo.swap.protocol import D2H, H2D  # noqa: E402
-from tests.estimate.threaded import (  # noqa: E402
+from ds_memo.swap.protocol import D2H, H2D
+from tests.estimate.threaded import (
     Configuration,
     clear_configurations,
     measured_events,

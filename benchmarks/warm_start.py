@@ -1,6 +1,6 @@
 """What the autopilot adds to the first training pass: with nothing cached, and with the profile of the run before.
 
-    python benchmarks/warm_start.py [--device cpu|cuda] [--model CONFIG.json] [--seq-length N] [--rounds N] [--json PATH]
+    python -m benchmarks.warm_start [--device cpu|cuda] [--model CONFIG.json] [--seq-length N] [--rounds N] [--json PATH]
 
 A start is attaching, finding the profile (measured or read), agreeing and solving, until the first layer could run; planned
 addresses, which have a subject of their own, are off. Cold and warm starts take turns. Printed: medians, the warm one beside its

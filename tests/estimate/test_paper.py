@@ -69,4 +69,4 @@ def test_exact_host_blocks_get_the_host_wrong(cells, monkeypatch):
 def test_the_page_is_up_to_date(cells):
     text, ok = paper.page(cells)
     assert ok
-    assert (paper.ROOT / "docs" / "paper.md").read_text() == text, "run python benchmarks/paper.py --out docs/paper.md"
+    assert (paper.ROOT / "docs" / "paper.md").read_text() == text, "run python -m benchmarks.paper --out docs/paper.md"
