@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_leaves
 from ds_memo.errors import MemoError
 from ds_memo.profile.call import LayerCall, beside_the_training
 from ds_memo.profile.live import bytes_made
-from ds_memo.profile.sample import KeptOutput, LayerSample
+from ds_memo.profile.sample import LayerSample
 from ds_memo.remat import keep
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.remat.recipe import Gemm, Recipe
+from ds_memo.solve.costs import Output
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.slab import HostSlab
@@ -286,9 +287,9 @@ class Stopwatch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[KeptOutput, ...], float]:
+def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[...], float]:
     """What is kept, in the order of birth, and the seconds of the GEMMs that alpha splits."""
-    outputs = [KeptOutput("input", 1, kept.stored_bytes, 0.0) for kept in full.inputs if kept]
+    outputs = [Output("input", 1, kept.stored_bytes, 0.0) for kept in full.inputs if kept]
     gemm_s = 0.0
     for index, (op, at_zero) in enumerate(zip(full.ops, none.ops, strict=True)):
         timed = index < len(watch.seconds)
@@ -298,11 +299,11 @@ def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[KeptOu
                 continue
             split = at_zero.kept is None
             rows = op.kept.rows
-            outputs.append(KeptOutput("gemm" if split else "choice", rows, op.kept.stored_bytes // rows, born))
+            outputs.append(Output("gemm" if split else "choice", rows, op.kept.stored_bytes // rows, born))
             gemm_s += watch.seconds[index] if split and timed else 0.0
         else:
             kind = "attention" if keep.kind_of(op.func) is keep.Kind.ATTENTION else "choice"
-            outputs += [KeptOutput(kind, 1, kept.stored_bytes, born) for kept in op.kept or () if kept]
+            outputs += [Output(kind, 1, kept.stored_bytes, born) for kept in op.kept or () if kept]
     # GEMMs that are only wanted at alpha 0, because others are computed from them, count too.
     gemm_s += sum(
         watch.seconds[index]

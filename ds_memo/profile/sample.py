@@ -10,10 +10,10 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 from ds_memo.errors import MemoError
-from ds_memo.solve.costs import LayerCosts, Output, RunCosts, Working
+from ds_memo.solve.costs import Kind, LayerCosts, Output, RunCosts, Working
 
 FORMAT = 2
 DEVICE_BYTES = (
@@ -24,24 +24,13 @@ DEVICE_BYTES = (
     "forward_bytes_at_0",
 )
 """Fields of a sample: what the layer needs of the device beside what is kept."""
-_KINDS = ("input", "attention", "choice", "gemm")
+_KINDS = get_args(Kind)
 _OFF = 0.25
 """How far, relative, the check may be from the lines before they are not trusted."""
 
 
 class ProfileError(MemoError, ValueError):
     """A profile that cannot be used: says why."""
-
-
-@dataclass(frozen=True)
-class KeptOutput:
-    """One tensor that the layer keeps, at the sample's length."""
-
-    kind: str
-    rows: int
-    row_bytes: int
-    born: float
-    """When it existed, as a share of the layer's forward."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,8 @@ class LayerSample:
     """The most that a forward holds at once: its input, what it keeps, and everything in between."""
     forward_bytes_at_0: int
     """The same at alpha 0."""
-    outputs: tuple[KeptOutput, ...]
+    outputs: tuple[Output, ...]
+    """At this length."""
 
     @property
     def tokens(self) -> int:
@@ -126,7 +116,7 @@ class LayerProfile:
         for index, output in enumerate(latest.outputs):
             rows, row_bytes = nbytes(lambda sample, i=index: sample.outputs[i].rows), output.row_bytes
             if output.kind != "gemm":  # never split: how its bytes fall into rows does not matter
-                rows, row_bytes = 1, nbytes(lambda sample, i=index: sample.outputs[i].rows * sample.outputs[i].row_bytes)
+                rows, row_bytes = 1, nbytes(lambda sample, i=index: sample.outputs[i].nbytes)
             outputs.append(Output(output.kind, rows, row_bytes, min(1.0, max(0.0, output.born))))
         backward_s = line(lambda sample: sample.backward_s - sample.attention_backward_s)
         return LayerCosts(
@@ -147,7 +137,7 @@ class LayerProfile:
         if self.check is None:
             return 0.0
         here = self.costs(self.check.batch, self.check.length)
-        kept = sum(output.rows * output.row_bytes for output in self.check.outputs)
+        kept = sum(output.nbytes for output in self.check.outputs)
         if [output.kind for output in here.outputs] != [output.kind for output in self.check.outputs]:
             return math.inf
         for got, want in ((here.nbytes(*_KINDS), kept), (here.plain_bytes, self.check.plain_bytes)):
@@ -233,7 +223,7 @@ def _layer_profile(data: dict[str, Any]) -> LayerProfile:
 
 
 def _sample(data: dict[str, Any]) -> LayerSample:
-    return LayerSample(**{**data, "outputs": tuple(KeptOutput(**output) for output in data["outputs"])})
+    return LayerSample(**{**data, "outputs": tuple(Output(**output) for output in data["outputs"])})
 
 
 def _check(profile: Profile) -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from ds_memo import cli
 from ds_memo.estimate.hardware import load
-from ds_memo.profile.sample import KeptOutput, LayerProfile, LayerSample, Profile
+from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
+from ds_memo.solve.costs import Output
 from tests.command import complaint
 
 GPT = str(Path(__file__).parents[2] / "ds_configs" / "models" / "gpt-7b.json")
@@ -35,9 +36,9 @@ def profile(layers: int, slower: float = 1.0, link: float = 20e9, ranks_per_sequ
             forward_bytes=20 * hidden * length,
             forward_bytes_at_0=20 * hidden * length,
             outputs=(
-                KeptOutput("input", length, hidden, 0.0),
-                KeptOutput("attention", length, hidden, 0.5),
-                KeptOutput("gemm", length, 8 * hidden, 0.9),
+                Output("input", length, hidden, 0.0),
+                Output("attention", length, hidden, 0.5),
+                Output("gemm", length, 8 * hidden, 0.9),
             ),
         )
 

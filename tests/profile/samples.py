@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ds_memo.profile.sample import KeptOutput, LayerProfile, LayerSample, Profile
+from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
+from ds_memo.solve.costs import Output
 
 HIDDEN = 2 * 64
 """Bytes of one token's hidden states."""
@@ -38,10 +39,10 @@ def make_sample(
         forward_bytes=working * tokens,
         forward_bytes_at_0=working * tokens,
         outputs=(
-            KeptOutput("input", 1, HIDDEN * tokens, 0.0),
-            KeptOutput("gemm", tokens, 3 * HIDDEN, 0.2),
-            KeptOutput("attention", 1, HIDDEN * tokens, 0.5),
-            KeptOutput("gemm", tokens, 5 * HIDDEN, 0.9),
+            Output("input", 1, HIDDEN * tokens, 0.0),
+            Output("gemm", tokens, 3 * HIDDEN, 0.2),
+            Output("attention", 1, HIDDEN * tokens, 0.5),
+            Output("gemm", tokens, 5 * HIDDEN, 0.9),
         ),
     )
 
