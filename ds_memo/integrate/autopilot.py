@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ds_memo.config import MemoConfig
 from ds_memo.integrate.budgets import Budgets
 from ds_memo.integrate.calls import Calls, Together
 from ds_memo.integrate.stalls import StallWatch, slower
+from ds_memo.integrate.takeover import past_us
 from ds_memo.plan import native
 from ds_memo.profile import cache
 from ds_memo.profile.agree import (
@@ -49,8 +49,6 @@ from ds_memo.solve.memory import bytes_at_head
 from ds_memo.solve.places import Home
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.swap.host_memory import GIB
-from ds_memo.swap.slab import HostSlab
-from ds_memo.swap.streams import Streams
 
 _KINDS = 64
 """Kinds of passes that are remembered."""
@@ -78,24 +76,11 @@ class Autopilot:
     Args:
         config: what is given in it is obeyed, what is absent is chosen.
         layers: in the order of the model.
-        remat: runs them.
-        slab, streams: as training uses them.
-        device: where layers compute.
-        plain_call: for a layer of the model, how to call it past ds_memo.
+        remat: runs them, with the slab and the streams of training.
         warn: says something once and shows it in the report.
     """
 
-    def __init__(
-        self,
-        config: MemoConfig,
-        layers: Sequence[Layer],
-        remat: Remat,
-        slab: HostSlab,
-        streams: Streams,
-        device: torch.device,
-        plain_call: Callable[[nn.Module], Callable[..., Any]],
-        warn: Callable[[str], None],
-    ) -> None:
+    def __init__(self, config: MemoConfig, layers: Sequence[Layer], remat: Remat, warn: Callable[[str], None]) -> None:
         self.has_engine = False
         """An engine holds optimizer states already."""
         self.sees_head = False
@@ -109,10 +94,8 @@ class Autopilot:
         self._config = config
         self._layers = layers
         self._remat = remat
-        self._slab = slab
-        self._streams = streams
-        self._device = device
-        self._plain_call = plain_call
+        self._slab = remat.engine.slab
+        self._device = remat.engine.device
         self._warn = warn
         self._chosen: dict[tuple[tuple[int, ...], Together, bool], Chosen] = {}
         """By the shape of the hidden states, what there is together, and whether the pass may do without checkpointing."""
@@ -124,13 +107,13 @@ class Autopilot:
         self._meets_in_layers = False
         """Ranks hold parameters in pieces (ZeRO-3), or each some of the experts."""
         self._latest: Chosen | None = None
-        self._budgets = Budgets(config.device_memory_gib, slab, device)
+        self._budgets = Budgets(config.device_memory_gib, self._slab, self._device)
         self._copies_at = 1.0
         """The share of the profiled bandwidth that copies were seen to reach."""
         self._stepped = False
         self._missed = 0
         """Passes whose first layer call could not be caught."""
-        self._stalls = StallWatch(streams)
+        self._stalls = StallWatch(remat.engine.streams)
 
     # ---- before each training pass
 
@@ -279,7 +262,7 @@ class Autopilot:
         return Asked(
             layers=self._layers,
             call=call,
-            plain_call=self._plain_call,
+            plain_call=past_us,
             method=method,
             lengths=at,
             device=self._device,

@@ -22,7 +22,7 @@ from ds_memo.integrate.calls import Calls
 from ds_memo.integrate.decisions import RESIDENTS, Decisions
 from ds_memo.integrate.optimizers import watch_optimizers
 from ds_memo.integrate.speed import Speed, model_flops_utilization
-from ds_memo.integrate.takeover import Takeover, nothing, past_us
+from ds_memo.integrate.takeover import Takeover, nothing
 from ds_memo.plan import Plan
 from ds_memo.profile.lengths import shapes_of
 from ds_memo.profile.requests import Most
@@ -72,7 +72,7 @@ class Memo:
         self.calls = Calls()
         self.decisions = Decisions(config, self.layers, self.slab, self.calls, self.warn)
         self.remat = Remat(self.engine, self.decisions, self.warn, config.attention if config.attention in SDPA else None)
-        self.autopilot = self._make_autopilot(device)
+        self.autopilot = self._make_autopilot()
         self.addresses = self._make_addresses(device)
         if self.autopilot:
             self.autopilot.sees_head = self.addresses is not None
@@ -376,12 +376,12 @@ class Memo:
 
     # ---- inside
 
-    def _make_autopilot(self, device: torch.device) -> Autopilot | None:
+    def _make_autopilot(self) -> Autopilot | None:
         """None where nothing is left open."""
         config = self.config
         if config.ablation is not None or (config.alpha is not None and config.resident_layers is not None):
             return None
-        return Autopilot(config, self.layers, self.remat, self.slab, self.engine.streams, device, past_us, self.warn)
+        return Autopilot(config, self.layers, self.remat, self.warn)
 
     def _hidden_shape(self) -> tuple[int, ...]:
         """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""

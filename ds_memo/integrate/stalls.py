@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import Homes
 from ds_memo.solve.schedule import Schedule
-from ds_memo.swap.streams import Streams
+from ds_memo.swap.protocol import Streams
 
 SETTLING = 3
 """Optimizer steps before the first window: layers are analysed in them, and addresses planned."""

@@ -52,14 +52,14 @@ class SwapEngine:
         streams: the three streams.
         slab: where rows wait; its budget is the host's.
         device: where the layers run.
-        phases: who wants to know which layer runs.
     """
 
-    def __init__(self, streams: Streams, slab: HostSlab, device: torch.device, phases: Phases | None = None) -> None:
+    def __init__(self, streams: Streams, slab: HostSlab, device: torch.device) -> None:
         self.streams = streams
         self.slab = slab
         self.device = device
-        self.phases = phases or NoPhases()
+        self.phases: Phases = NoPhases()
+        """Who wants to know which layer runs."""
         self.traffic = Traffic()
         self._stack: list[weakref.ref[Frame]] = []  # swapped frames, oldest first
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not let go yet
