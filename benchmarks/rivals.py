@@ -64,8 +64,6 @@ class Rival:
     """Steps until it is as it will stay."""
     needs: str | None = None
     """A package without which it cannot run."""
-    counts_host: bool = False
-    """Keeps within Budget.host_bytes by itself."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     def missing(self) -> str | None:
@@ -183,17 +181,16 @@ RIVALS = {
         Rival("deepspeed", "DeepSpeed's CheckpointHiddenStatesOffload", deepspeed_offload, needs="deepspeed"),
         Rival("save_on_cpu", "torch.autograd.graph.save_on_cpu", save_on_cpu),
         Rival("hf_offload", "Hugging Face gradient_checkpointing_enable(offload=True)", hf_offload),
-        Rival("paper", "MEMO as in the paper", paper, warm_up=2, counts_host=True),
-        Rival("paper, expandable", "the same with expandable segments", paper, expandable=True, warm_up=2, counts_host=True),
+        Rival("paper", "MEMO as in the paper", paper, warm_up=2),
+        Rival("paper, expandable", "the same with expandable segments", paper, expandable=True, warm_up=2),
         Rival(
             "paper, planned",
             "the same with planned addresses, by ds_memo's planner",
             paper,
             warm_up=_PLANNED,
-            counts_host=True,
             settings={"planned": True},
         ),
-        Rival("ds_memo", "ds_memo, PyTorch's allocator", memo, warm_up=3, needs="deepspeed", counts_host=True),
+        Rival("ds_memo", "ds_memo, PyTorch's allocator", memo, warm_up=3, needs="deepspeed"),
         Rival(
             "ds_memo, expandable",
             "ds_memo, expandable segments",
@@ -201,7 +198,6 @@ RIVALS = {
             expandable=True,
             warm_up=3,
             needs="deepspeed",
-            counts_host=True,
         ),
         Rival(
             "ds_memo, planned",
@@ -209,7 +205,6 @@ RIVALS = {
             memo,
             warm_up=_PLANNED,
             needs="deepspeed",
-            counts_host=True,
             settings={"planned": True},
         ),
         Rival(
@@ -218,7 +213,6 @@ RIVALS = {
             memo,
             warm_up=_PLANNED,
             needs="deepspeed",
-            counts_host=True,
             settings={"planned": True, "resident_layers": 2},
         ),
     )

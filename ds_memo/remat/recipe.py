@@ -64,7 +64,6 @@ class Recipe:
     layout: Layout
     packs: int
     """How many tensors autograd saved: a call that saves another number is of another kind."""
-    alpha: float
     softmax: str | None
     """Name of an op that materialised attention scores."""
     rewritten: str | None = None
@@ -205,7 +204,7 @@ def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torc
     """
     if not seen.packs:  # frozen: there will be no replay
         ops = [_unkept(op) for op in seen.ops]
-        return Recipe(ops, [None] * len(seen.inputs), Layout(), 0, alpha, seen.softmax), []
+        return Recipe(ops, [None] * len(seen.inputs), Layout(), 0, seen.softmax), []
 
     layout, tensors = Layout(), []
 
@@ -228,7 +227,7 @@ def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torc
         kept = store(op.out, rows) if wanted and op.splits and rows else None
         ops.append(Gemm(op.func, tuple(op.out.shape), op.flops, kept, wanted, op.biased))
     rewritten = ", ".join(seen.rewritten)
-    recipe = Recipe(ops, inputs, layout, seen.packs, alpha, seen.softmax, rewritten, seen.attention_again, seen.flops_again)
+    recipe = Recipe(ops, inputs, layout, seen.packs, seen.softmax, rewritten, seen.attention_again, seen.flops_again)
     return recipe, tensors
 
 
