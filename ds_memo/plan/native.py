@@ -18,7 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
-VERSION = 1  # of the C arguments
 
 
 class Unavailable(Exception):
@@ -89,11 +88,8 @@ def load(deadline: float = float("inf")) -> ctypes.CDLL:
         path = build(deadline)
         try:
             library = ctypes.CDLL(str(path))
-            version = library.ds_memo_dsa_version()
-        except (OSError, AttributeError) as e:
+        except OSError as e:
             raise Unavailable(f"cannot load {path}: {e}") from None
-        if version != VERSION:
-            raise Unavailable(f"{path} speaks version {version}, expected {VERSION}")
         ints, longs, doubles = (ctypes.POINTER(c) for c in (ctypes.c_int, ctypes.c_int64, ctypes.c_double))
         library.ds_memo_dsa_search.argtypes = [
             ctypes.c_int, ctypes.c_int, ints, ints, longs, ctypes.c_int64, ints, doubles, ctypes.c_int, ctypes.c_double,

@@ -483,9 +483,6 @@ class Search {
 
 extern "C" {
 
-// Version of the arguments below; the loader refuses another.
-int ds_memo_dsa_version() { return 1; }
-
 // Arguments are checked by the caller (ds_memo/plan/search.py). n >= 1 buffers cover sections first[i]..last[i] of
 // `sections`; twin[i] is the previous buffer of the same span and size, or -1; preference has `orders` rows of n, the
 // larger is tried first. Returns 1 and the offsets, 0 where no placement exists, -1 at max_nodes, -2 at the time limit,
