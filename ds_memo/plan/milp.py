@@ -226,14 +226,14 @@ def _solve(job: dict) -> dict:
     start = job["start"]
     tallest = max(range(n), key=sizes.__getitem__) if start else -1
     if start and 2 * start[tallest] > cap - sizes[tallest]:
-        start = [cap - a - s for a, s in zip(start, sizes)]  # noqa: B905 (3.10's zip has strict, but both are ours)
+        start = [cap - a - s for a, s in zip(start, sizes, strict=True)]
     height = model.add_var("M", lb=job["lower_bound"], ub=cap)
     address = [model.add_var(f"A{i}", lb=0, ub=(cap - s) / 2 if i == tallest else cap - s) for i, s in enumerate(sizes)]
     above = {(i, j): model.add_var(f"z{i}_{j}", var_type=mip.BINARY) for i, j in job["pairs"]}
     for (i, j), z in above.items():
         model += address[i] + sizes[i] <= address[j] + z * cap
         model += address[j] + sizes[j] <= address[i] + (1 - z) * cap
-    for a, s in zip(address, sizes):  # noqa: B905
+    for a, s in zip(address, sizes, strict=True):
         model += a + s <= height
     model.objective = height
     model.max_mip_gap = 0.0
