@@ -69,17 +69,17 @@ def _decoder(name: str, **more: Any) -> Callable[[], nn.Module]:
     def build(**most: Any) -> nn.Module:
         import transformers
 
-        config = getattr(transformers, f"{name}Config")(
-            hidden_size=HIDDEN,
-            intermediate_size=2 * HIDDEN,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=2,
-            vocab_size=VOCAB,
-            max_position_embeddings=128,
-            pad_token_id=0,
-            **{**more, **most},
-        )
+        sizes = {
+            "hidden_size": HIDDEN,
+            "intermediate_size": 2 * HIDDEN,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": 2,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 128,
+            "pad_token_id": 0,
+        }
+        config = getattr(transformers, f"{name}Config")(**{**sizes, **more, **most})
         return transformers.AutoModelForCausalLM.from_config(config)
 
     return build

@@ -260,7 +260,8 @@ def _memo(question: Question, costs: Costs) -> Estimate:
 
 def _measured(profile: Profile, costs: Costs) -> RunCosts:
     """The layers as measured, at this length and layout. What ranks exchange inside them is measured, or added by formula."""
-    run = profile.costs(1, max(1, round(costs.tokens)), 0, 0, ranks_per_sequence=costs.layout.ranks)
+    at = [(1, max(1, round(costs.tokens)))] * len(profile.kinds)
+    run = profile.costs(at, 0, 0, ranks_per_sequence=costs.layout.ranks)
     if profile.ranks_per_sequence > 1:
         return run
     there, again = costs.layer.exchange, costs.layer.exchange_replay

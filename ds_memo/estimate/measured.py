@@ -20,9 +20,8 @@ def with_profile(question: Question, path: str) -> Question:
         profile = from_json(Path(path).read_text())
     except (OSError, UnicodeDecodeError, ProfileError) as error:
         raise EstimateError(f"profile {path} cannot be used: {error}") from None
-    if len(profile.layers) != question.model.layers:
-        raise EstimateError(
-            f"profile {path} is of {len(profile.layers)} layers, {question.model.name} has {question.model.layers}"
-        )
+    layers = sum(kind is not None for kind in profile.layers)
+    if layers != question.model.layers:
+        raise EstimateError(f"profile {path} is of {layers} layers, {question.model.name} has {question.model.layers}")
     hardware = replace(question.hardware, d2h=profile.d2h_bytes_per_s, h2d=profile.h2d_bytes_per_s)
     return replace(question, hardware=hardware, profile=profile)

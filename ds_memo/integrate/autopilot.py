@@ -1,7 +1,7 @@
 """Autopilot: what the configuration leaves open is measured and solved for, per kind of training pass.
 
-first pass        the first layer call is caught before any layer runs; ranks compare configurations; the profile is taken from
-                  the cache or measured; solved; NothingFits comes out here, before the first step
+first pass        the first call of each kind of layer is caught before the forward runs; ranks compare configurations; the
+                  profile is taken from the cache or measured; solved; NothingFits comes out here, before the first step
 other lengths     solved from the same profile, without measuring; ranks that hold parameters in pieces (ZeRO-3) or each some of
                   the experts agree in each pass on whether they checkpoint, the others need not talk
 between steps     budgets are looked at again once the first optimizer step has shown what else needs memory, head and loss
@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from ds_memo.config import MemoConfig
 from ds_memo.integrate.budgets import Budgets
 from ds_memo.integrate.calls import Calls, Together
 from ds_memo.integrate.stalls import StallWatch, slower
-from ds_memo.integrate.takeover import past_us
 from ds_memo.plan import native
 from ds_memo.profile import cache
 from ds_memo.profile.agree import (
@@ -37,16 +37,17 @@ from ds_memo.profile.agree import (
     together,
     world_size,
 )
-from ds_memo.profile.call import LayerCall, first_layer_call
-from ds_memo.profile.lengths import Shapes, hidden_shape
+from ds_memo.profile.call import LayerCall, layer_calls
+from ds_memo.profile.kinds import kinds_of, layer_in_words
+from ds_memo.profile.lengths import HiddenShapes, Shapes, hidden_shape
 from ds_memo.profile.requests import Most
-from ds_memo.profile.run import Asked, layer_in_words, lengths_of, take_profile
+from ds_memo.profile.run import Asked, lengths_of, take_profile, worth_measuring
 from ds_memo.profile.sample import Profile
-from ds_memo.remat.checkpoint import Layer, Remat, Setting
+from ds_memo.remat.checkpoint import FULL_RECOMPUTE, Layer, Remat, Setting
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import Homes, solve
 from ds_memo.solve.memory import bytes_at_head
-from ds_memo.solve.places import Home
+from ds_memo.solve.places import Home, Places
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.swap.host_memory import GIB
 
@@ -62,12 +63,34 @@ class Chosen:
 
     homes: Homes
     run: RunCosts
-    settings: tuple[Setting, ...]
-    """Of each layer call before a backward: first one of each layer, then the second of each, …"""
-    shape: tuple[int, ...]
-    """Of the hidden states: (batch, length, hidden)."""
+    solved: tuple[int, ...]
+    """Indices of the layers that it was solved for: those that are called and keep something."""
     layers: int
     """Of the model."""
+    shapes: HiddenShapes
+    shape: tuple[int, ...]
+    """Of the hidden states that come into the last layer: (batch, length, hidden)."""
+
+    def number(self, call: int) -> int:
+        """Of a layer call that was solved for, its number among those of all layers: first one call of each, then the second of
+        each, …"""
+        return call // len(self.solved) * self.layers + self.solved[call % len(self.solved)]
+
+    @cached_property
+    def settings(self) -> tuple[Setting, ...]:
+        """By these numbers, of all layer calls before a backward."""
+        rounds = len(self.run.layers) // len(self.solved)
+        if self.homes.plain:
+            return (Setting(checkpointed=False),) * (rounds * self.layers)
+        settings = [FULL_RECOMPUTE] * (rounds * self.layers)
+        for call, home in enumerate(self.homes.places.homes(len(self.run.layers))):
+            settings[self.number(call)] = _setting(home, self.homes.alpha)
+        return tuple(settings)
+
+    @cached_property
+    def places(self) -> Places:
+        """By these numbers."""
+        return Places(*(frozenset(map(self.number, calls)) for calls in self.homes.places))
 
 
 class Autopilot:
@@ -97,12 +120,18 @@ class Autopilot:
         self._slab = remat.engine.slab
         self._device = remat.engine.device
         self._warn = warn
-        self._chosen: dict[tuple[tuple[int, ...], Together, bool], Chosen] = {}
-        """By the shape of the hidden states, what there is together, and whether the pass may do without checkpointing."""
-        self._first: tuple[Shapes, tuple[int, ...]] = ((), ())
-        """Of the pass that was profiled: the kind, and the shape of its hidden states."""
-        self._seen: dict[Shapes, tuple[int, ...]] = {}
-        """Shapes of hidden states that only a look into the forward could tell."""
+        self._chosen: dict[tuple[HiddenShapes, Together, bool], Chosen] = {}
+        """By the shapes of the hidden states, what there is together, and whether the pass may do without checkpointing."""
+        self._kinds: list[int] = []
+        """Of each layer its kind."""
+        self._measured: list[int] = []
+        """The kinds that are in the profile."""
+        self._last_kind = 0
+        """The one that comes last in a forward."""
+        self._first: tuple[Shapes, HiddenShapes] = ((), ())
+        """Of the pass that was profiled."""
+        self._seen: dict[Shapes, HiddenShapes] = {}
+        """What only a look into the forward could tell."""
         self._together = Together()
         self._meets_in_layers = False
         """Ranks hold parameters in pieces (ZeRO-3), or each some of the experts."""
@@ -118,7 +147,7 @@ class Autopilot:
     # ---- before each training pass
 
     def choose(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any], calls: Calls) -> Chosen | None:
-        """The setting of a pass that is about to begin; None: no profile could be made.
+        """The setting of a pass that is about to begin; None: no profile could be made, or none of its layers is in it.
 
         Args:
             kind: passes of one kind have hidden states of one shape.
@@ -136,7 +165,8 @@ class Autopilot:
             return None
         self._expect(calls)
         choose = self._choose_together if self._meets_in_layers else self._choose_alone
-        chosen = choose(kind, self._shape_of(kind), functools.partial(first_layer_call, self._remat, model, args, kwargs))
+        look = functools.partial(self._look, model, args, kwargs, lambda calls: self._last_kind in calls)
+        chosen = choose(kind, self._shapes_of(kind), look)
         if chosen is not self._latest:
             self._latest = chosen
             self._stalls.another_kind()
@@ -150,26 +180,35 @@ class Autopilot:
             forwards = f", in {self._together.forwards} forwards" if self._together.forwards > 1 else ""
             self.changes.append(f"solved for {self._together.calls} calls of each layer before its backward{forwards}")
 
-    def _choose_alone(self, kind: Shapes, shape: tuple[int, ...] | None, look: Callable[[], LayerCall]) -> Chosen:
-        return self._solved(shape or self._saw(kind, look()), self._may_be_plain)
+    def _look(
+        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], enough: Callable[[dict[int, LayerCall]], bool]
+    ) -> dict[int, LayerCall]:
+        """Into a forward."""
+        return layer_calls(self._remat, model, args, kwargs, self._kinds, enough)
 
-    def _choose_together(self, kind: Shapes, shape: tuple[int, ...] | None, look: Callable[[], LayerCall]) -> Chosen:
+    def _choose_alone(self, kind: Shapes, shapes: HiddenShapes | None, look: Callable[[], dict[int, LayerCall]]) -> Chosen | None:
+        shapes = shapes or self._saw(kind, look())
+        return self._solved(shapes, self._may_be_plain) if any(shapes) else None
+
+    def _choose_together(
+        self, kind: Shapes, shapes: HiddenShapes | None, look: Callable[[], dict[int, LayerCall]]
+    ) -> Chosen | None:
         """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer; where each has other
         experts, they trade tokens there. So, whatever lengths they have, a rank must not look into a forward alone, and they
         replay the same layers: all, unless they agree on as many plain ones."""
         plain, nothing_fits = 0, None
-        if shape is not None:
+        if shapes and any(shapes):
             try:
-                plain = len(self._solved(shape, self._may_be_plain).homes.places.plain)
+                plain = len(self._solved(shapes, self._may_be_plain).homes.places.plain)
             except NothingFits as error:
                 nothing_fits = error
-        mine = (shape is None, plain, -plain, nothing_fits is not None)
+        mine = (shapes is None, plain, -plain, nothing_fits is not None)
         looks, most, minus_least, fails = greatest(mine, self._device)
         if looks:
             return self._choose_together(kind, self._saw(kind, together(look)), look)
         if fails:
             self._refuse_together(nothing_fits)
-        return self._solved(shape, may_be_plain=self._may_be_plain and most == -minus_least)
+        return self._solved(shapes, may_be_plain=self._may_be_plain and most == -minus_least) if any(shapes) else None
 
     def _refuse_together(self, mine: NothingFits | None) -> None:
         """Ranks that wait for one that has ended would learn of it much later, and not why."""
@@ -179,32 +218,39 @@ class Autopilot:
         rank, (message, *rest) = next((rank, said) for rank, said in enumerate(everybodys) if said)
         raise NothingFits(f"rank {rank}: {message}", *rest)
 
-    def _shape_of(self, kind: Shapes) -> tuple[int, ...] | None:
-        """Of the hidden states; None: a look into the forward must tell."""
+    def _shapes_of(self, kind: Shapes) -> HiddenShapes | None:
+        """None: a look into the forward must tell."""
         if not kind:  # no tensor was seen among the inputs: every pass looks like this
             return None
-        return self._seen.get(kind) or hidden_shape(*self._first, kind)
+        if kind in self._seen:
+            return self._seen[kind]
+        first, shapes = self._first
+        found = tuple(shape and hidden_shape(first, shape, kind) for shape in shapes)
+        return None if any(shape and not here for shape, here in zip(shapes, found, strict=True)) else found
 
-    def _saw(self, kind: Shapes, call: LayerCall) -> tuple[int, ...]:
+    def _saw(self, kind: Shapes, calls: dict[int, LayerCall]) -> HiddenShapes:
         _forget_oldest(self._seen)
-        self._seen[kind] = call.shape
-        return call.shape
+        shapes = tuple(calls[number].shape if number in calls else None for number in self._measured)
+        self._seen[kind] = shapes
+        return shapes
 
     @property
     def _may_be_plain(self) -> bool:
         return self._stepped or not self.sees_head
 
-    def _solved(self, shape: tuple[int, ...], may_be_plain: bool) -> Chosen:
-        key = (shape, self._together, may_be_plain)
+    def _solved(self, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
+        key = (shapes, self._together, may_be_plain)
         known = self._chosen.get(key)
         if known is None:
             _forget_oldest(self._chosen)
-            known = self._chosen[key] = self._solve(shape, may_be_plain)
+            known = self._chosen[key] = self._solve(shapes, may_be_plain)
         return known
 
-    def _solve(self, shape: tuple[int, ...], may_be_plain: bool) -> Chosen:
+    def _solve(self, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
         given = self._config.alpha, self._config.resident_layers
-        run = self._costs(shape)
+        run = self._costs(shapes)
+        solved = tuple(self.profile.called(shapes))
+        shape = shapes[self.profile.layers[solved[-1]]]
         try:
             homes = solve(run, *given, may_be_plain)
         except NothingFits as error:
@@ -223,20 +269,24 @@ class Autopilot:
                 )
             run = replace(run, device_budget=error.device_needed)  # so that nothing is taken beyond what it needs
             homes = solve(run, *given, may_be_plain=False)
-        return Chosen(homes, run, settings_of(homes, len(run.layers)), shape, len(self.profile.layers))
+        return Chosen(homes, run, solved, len(self.profile.layers), shapes, shape)
 
     # ---- the first pass
 
     def _start(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Profile. All ranks do this together, at their first training pass."""
+        self._kinds = kinds_of(self._layers)
+        enough = functools.partial(_all_kinds, max(self._kinds) + 1, _has_experts_apart(model))
         try:
-            call = together(functools.partial(first_layer_call, self._remat, model, args, kwargs))
+            calls = together(functools.partial(self._look, model, args, kwargs, enough))
         except Failed as failed:  # the forward itself will say what is wrong with it; it may well be right the next time
             self._missed += 1
             return self._missed >= _TRIES and self._give_up(failed)
         refuse_differences('the "memo" section', from_all_ranks(_configured(self._config)))
         refuse_differences("the model", from_all_ranks({"layers": len(self._layers), "layer": layer_in_words(self._layers[0])}))
-        asked = self._asked(call)
+        asked = self._asked(calls)
+        if not asked.calls:
+            return self._give_up(Failed(["no layer wants a gradient, or none that all ranks call"]))
         folder, key = cache_folder(self._config), asked.key()
         everybodys = from_all_ranks(cache.load(folder, key, self._warn))
         if all(everybodys):
@@ -248,23 +298,29 @@ class Autopilot:
                 return self._give_up(failed)
             if int(os.environ.get("LOCAL_RANK") or 0) == 0:
                 cache.store(folder, self.profile, self._warn)
-        self._saw(kind, call)
-        self._first = (kind, call.shape)
-        del call, asked  # their hidden states are nothing that will be there
+        self._measured, self._last_kind = list(asked.calls), list(calls)[-1]
+        self._first = (kind, self._saw(kind, calls))
+        del calls, asked  # their hidden states are nothing that will be there
         self._meets_in_layers = world_size() > 1 and any(map(_is_divided, model.parameters()))
         self._budgets.look(model, self.has_engine, stepped=False)
         return True
 
-    def _asked(self, call: LayerCall) -> Asked:
-        lengths = from_all_ranks((call.length, call.can_shorten()))
+    def _asked(self, calls: dict[int, LayerCall]) -> Asked:
+        """What all ranks call and can learn from."""
+        calls = worth_measuring(self._layers, self._kinds, calls)
+        everybodys = from_all_ranks({kind: (call.length, call.can_shorten()) for kind, call in calls.items()})
+        calls = {kind: call for kind, call in calls.items() if all(kind in theirs for theirs in everybodys)}
         method = self._config.profile.method
-        at = lengths_of(method, min(length for length, _ in lengths), all(can for _, can in lengths))
+        lengths = {}
+        for kind in calls:
+            said, can_shorten = zip(*(theirs[kind] for theirs in everybodys), strict=True)
+            lengths[kind] = lengths_of(method, min(said), all(can_shorten))
         return Asked(
             layers=self._layers,
-            call=call,
-            plain_call=past_us,
+            kinds=self._kinds,
+            calls=calls,
             method=method,
-            lengths=at,
+            lengths=lengths,
             device=self._device,
             host_budget=self._slab.budget,
             attention=self._config.attention,
@@ -280,8 +336,8 @@ class Autopilot:
         )
         return False
 
-    def _costs(self, shape: tuple[int, ...]) -> RunCosts:
-        return slower(self._budgets.costs(self.profile, shape, self._together), self._copies_at)
+    def _costs(self, shapes: HiddenShapes) -> RunCosts:
+        return slower(self._budgets.costs(self.profile, shapes, self._together), self._copies_at)
 
     def report(self) -> dict[str, Any] | None:
         """What the choice rests on; None before the first training pass."""
@@ -334,7 +390,7 @@ class Autopilot:
         before = self._latest
         if before is None:
             return
-        after = self._solve(before.shape, self._may_be_plain).homes
+        after = self._solve(before.shapes, self._may_be_plain).homes
         if after.alpha < before.homes.alpha:
             change = f"alpha lowered from {before.homes.alpha:.4g} to {after.alpha:.4g}"
         elif after.places != before.homes.places:
@@ -349,16 +405,20 @@ def _is_divided(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id") or not getattr(parameter, "allreduce", True)
 
 
+def _all_kinds(kinds: int, has_experts_apart: bool, calls: dict[int, LayerCall]) -> bool:
+    """Whether a first look has seen enough. Ranks that each have some of the experts trade tokens in layers, so where some have
+    calls that others lack, all of them go on to the end."""
+    return len(calls) == kinds and (kinds == 1 or not has_experts_apart)
+
+
+def _has_experts_apart(model: nn.Module) -> bool:
+    """Each rank has some of the experts, by DeepSpeed's word."""
+    return world_size() > 1 and not all(getattr(parameter, "allreduce", True) for parameter in model.parameters())
+
+
 def _forget_oldest(known: dict[Any, Any]) -> None:
     while len(known) >= _KINDS:
         del known[next(iter(known))]
-
-
-def settings_of(homes: Homes, layers: int) -> tuple[Setting, ...]:
-    """What is done with each layer."""
-    if homes.plain:
-        return (Setting(checkpointed=False),) * layers
-    return tuple(_setting(home, homes.alpha) for home in homes.places.homes(layers))
 
 
 def _setting(home: Home, alpha: float) -> Setting:
@@ -372,10 +432,10 @@ def _setting(home: Home, alpha: float) -> Setting:
 def predicted(chosen: Chosen) -> dict[str, Any]:
     """What the solver expects of a pass; bytes and seconds of this rank."""
     homes, run = chosen.homes, chosen.run
-    stored = [
-        0 if home.plain else layer.stored_bytes(home.alpha(homes.alpha), keeps_attention=not home.dropped)
-        for layer, home in zip(run.layers, homes.places.homes(len(run.layers)), strict=True)
-    ]
+    stored = [0] * len(chosen.settings)
+    for call, (layer, home) in enumerate(zip(run.layers, homes.places.homes(len(run.layers)), strict=True)):
+        if not home.plain:
+            stored[chosen.number(call)] = layer.stored_bytes(home.alpha(homes.alpha), keeps_attention=not home.dropped)
     return {
         "layers_s": homes.step_s,
         "d2h_stall_s": homes.d2h_stall_s,

@@ -16,6 +16,7 @@ from torch import nn
 from ds_memo.integrate.calls import Together
 from ds_memo.profile.agree import from_all_ranks
 from ds_memo.profile.device_memory import RESERVE, UNSEEN, device_budget, lost_bytes, most_beyond, states_to_come
+from ds_memo.profile.lengths import HiddenShapes
 from ds_memo.profile.requests import Most
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import RunCosts
@@ -90,9 +91,10 @@ class Budgets:
         self.host = held
         return held
 
-    def costs(self, profile: Profile, shape: tuple[int, ...], together: Together) -> RunCosts:
-        """What comes before a backward, of hidden states of this shape, (batch, length, …), within these budgets."""
-        tokens = math.prod(shape[:2]) * together.forwards
+    def costs(self, profile: Profile, shapes: HiddenShapes, together: Together) -> RunCosts:
+        """What comes before a backward, of layers whose hidden states have these shapes, within these budgets."""
+        at = [shape and shape[:2] for shape in shapes]
+        tokens = math.prod(at[profile.layers[profile.called(at)[-1]]]) * together.forwards
         head = math.ceil((self._head_bytes_per_token or 0.0) * tokens) + self._backward_bytes
-        run = profile.costs(*shape[:2], self.host, self.device)
+        run = profile.costs(at, self.host, self.device)
         return replace(run, layers=run.layers * together.calls, head_bytes=head, backward_bytes=self._backward_bytes)

@@ -14,14 +14,12 @@ from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
 from ds_memo.integrate.autopilot import Chosen
 from ds_memo.integrate.calls import Calls
-from ds_memo.remat.checkpoint import Layer, Setting
+from ds_memo.remat.checkpoint import FULL_RECOMPUTE, Layer, Setting
 from ds_memo.solve.homes import alpha_for_host
 from ds_memo.solve.places import Places, spread
 from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
 
-FULL_RECOMPUTE = Setting(resident=True, alpha=0.0, keeps_attention=False)
-"""As torch.utils.checkpoint: the input stays on the device, everything else is computed again."""
 RESIDENTS = 2
 """Where nothing is known: the last two, whose copies could not hide behind anything."""
 _SLACK_PER_FRAME = 1 << 16
@@ -74,7 +72,7 @@ class Decisions:
         self.chosen = chosen
         if chosen is not None:
             homes = chosen.homes
-            self.places, self.alpha_used, self.binding = homes.places, homes.alpha, homes.binding
+            self.places, self.alpha_used, self.binding = chosen.places, homes.alpha, homes.binding
 
     def know_layers(self) -> None:
         """All layers of a model that calls ``ds_memo.checkpoint`` itself were seen."""
@@ -100,6 +98,11 @@ class Decisions:
         if layer.index >= chosen.layers:
             self._warn(f"{layer.name} is checkpointed beside the {chosen.layers} layers that were solved for: fully recomputed")
             return FULL_RECOMPUTE
+        if layer.index not in chosen.solved and any(parameter.requires_grad for parameter in layer.parameters):
+            self._warn(
+                f"{type(layer.module()).__name__} trains, and none was called, or trained, in the first pass, which was "
+                "profiled: it is fully recomputed. Begin with a batch that calls all, or set memo.alpha and memo.resident_layers"
+            )
         number = self._calls.number(layer.index) * chosen.layers + layer.index
         # More calls than ever before: the next pass is solved for so many, and this one takes no more than it must.
         return chosen.settings[number] if number < len(chosen.settings) else FULL_RECOMPUTE

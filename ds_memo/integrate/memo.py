@@ -247,8 +247,8 @@ class Memo:
             first = f"{name} {here:,} bytes, not {there:,}"
             self.warn(
                 f"{len(off)} of {len(self.layers)} layers do not keep what the profile says ({first}): they "
-                "are called otherwise than the first layer, as a decoder beside an encoder, so what was solved for may not "
-                "fit. Set memo.alpha and memo.resident_layers for such a model"
+                "are called otherwise than the first of their kind, so what was solved for may not fit. Set memo.alpha and "
+                "memo.resident_layers for such a model"
             )
 
     # ---- planned addresses

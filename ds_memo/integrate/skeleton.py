@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_memo.errors import MemoError
 from ds_memo.integrate.layers import find_layers
-from ds_memo.profile.layer import kinds_of
+from ds_memo.profile.kinds import kinds_of
 from ds_memo.remat.checkpoint import Layer
 
 

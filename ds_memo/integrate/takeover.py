@@ -125,12 +125,6 @@ class Ours:
         return _same, (self.plain,)
 
 
-def past_us(module: nn.Module) -> Callable[..., Any]:
-    """How to call a layer as it would be called without us."""
-    forward = module.__dict__.get("forward")
-    return forward.plain if isinstance(forward, Ours) else functools.partial(nn.Module.__call__, module)
-
-
 def nothing(*args: Any) -> None:
     pass
 

@@ -1,8 +1,8 @@
-"""One call of a layer: caught on its way in, and made again at other lengths."""
+"""Calls of layers: caught on their way in, and made again at other lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_memo.errors import MemoError
+from ds_memo.profile.whole import whole
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 
@@ -54,6 +55,12 @@ class LayerCall:
         """(batch, length, …) of the hidden states."""
         return (self.batch, self.length, *self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :])
 
+    @property
+    def trains(self) -> bool:
+        """Whether anything in it, or before it, wants a gradient: else it keeps nothing."""
+        inputs = (x for x in tree_leaves((self._args, self._kwargs)) if isinstance(x, torch.Tensor))
+        return any(x.requires_grad for x in (*inputs, *self.layer.parameters))
+
     def can_shorten(self) -> bool:
         """Whether it can be told from the batch, and no argument says where documents end: then cutting it is safe."""
         return self.length != self.batch and not any(map(self._ends_documents, tree_leaves((self._args, self._kwargs))))
@@ -65,18 +72,15 @@ class LayerCall:
         first, last = value[[0, -1]].tolist()
         return first == 0 and last >= self.length
 
-    def of(self, layer: Layer, fn: Callable[..., Any]) -> LayerCall:
-        """The same call of another layer."""
-        return LayerCall(layer, fn, self._args, self._kwargs)
-
     def _dims_of_length(self, tensor: torch.Tensor) -> list[int]:
         """Models as wide as a sequence is long are no rarity: the hidden size is none of them."""
         hidden = self.hidden.shape
         states = tensor.dim() == len(hidden) and tensor.shape[-1] == hidden[-1]
         return [dim for dim, size in enumerate(tensor.shape[:-1] if states else tensor.shape) if size == self.length]
 
-    def at(self, length: int) -> tuple[Callable[..., Any], tuple, torch.Tensor]:
-        """The call with every tensor cut to `length`, cut off from its graph; and its hidden states, which want a gradient."""
+    def at(self, length: int) -> tuple[Callable[..., Any], tuple, list[torch.Tensor]]:
+        """The call with every tensor cut to `length`, cut off from its graph; and those that want a gradient, the hidden states
+        first."""
         made: dict[int, torch.Tensor] = {}
 
         def cut(value: Any) -> Any:
@@ -88,11 +92,13 @@ class LayerCall:
                     short = short.narrow(dim, 0, min(length, self.length))
                 short = short.contiguous()
                 made[id(value)] = short.clone() if short.data_ptr() == value.data_ptr() else short
+                made[id(value)].requires_grad_(value.requires_grad)
             return made[id(value)]
 
         args, kwargs = tree_map(cut, self._args), tree_map(cut, self._kwargs)
         hidden = made[id(self.hidden)].requires_grad_()
-        return (partial(self._fn, **kwargs) if kwargs else self._fn), args, hidden
+        others = [tensor for tensor in made.values() if tensor.requires_grad and tensor is not hidden]
+        return (partial(self._fn, **kwargs) if kwargs else self._fn), args, [hidden, *others]
 
 
 @contextmanager
@@ -124,33 +130,66 @@ def beside_the_training(module: nn.Module | None) -> Iterator[None]:
             part._buffers[name] = buffer
 
 
-class _Caught(Exception):
-    """Carries the first layer call of a forward out of it."""
-
-    def __init__(self, call: LayerCall) -> None:
-        super().__init__()
-        self.call = call
+class _Enough(Exception):
+    """Ends a forward of which enough was seen."""
 
 
-def first_layer_call(remat: Remat, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LayerCall:
-    """The first layer call of a forward, caught on its way in; no layer runs, and no random number is drawn for good.
+def layer_calls(
+    remat: Remat,
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    kinds: Sequence[int],
+    enough: Callable[[dict[int, LayerCall]], bool],
+) -> dict[int, LayerCall]:
+    """The first call of each kind of layer in a forward, caught on its way in, in the order in which they come.
+
+    The first layer of a kind runs once more, for those behind it: without a graph, its parameters gathered where ZeRO-3 has them
+    in pieces. The next ones of that kind give the same output again. No random number is drawn for good.
+
+    Args:
+        kinds: of each layer, see ds_memo.profile.kinds.
+        enough: whether the forward may end here, given the calls so far.
 
     Raises:
         MemoError: the forward made no layer call.
     """
+    calls: dict[int, LayerCall] = {}
+    outputs: dict[Any, Any] = {}
 
     def catch(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
         if inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        raise _Caught(LayerCall(layer, fn, args, kwargs))
+        call, kind = LayerCall(layer, fn, args, kwargs), kinds[layer.index]
+        calls.setdefault(kind, call)
+        if enough(calls):
+            raise _Enough
+        key = kind, call.shape
+        if key not in outputs:
+            outputs[key] = _run_once(call, partial(fn, *args, **kwargs))
+        return outputs[key]
 
     remat._run = catch
     devices = [remat.engine.device] if remat.engine.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices), beside_the_training(model):
             model.forward(*args, **kwargs)
-    except _Caught as caught:
-        return caught.call
+    except _Enough:
+        pass
     finally:
         del remat._run
-    raise MemoError(f"{type(model).__name__} ran a training forward without calling a layer")
+    if not calls:
+        raise MemoError(f"{type(model).__name__} ran a training forward without calling a layer")
+    return calls
+
+
+def _run_once(call: LayerCall, run: Callable[[], Any]) -> Any:
+    """Its outputs want a gradient where those of a training would, and what comes behind may change them in place."""
+    with torch.no_grad(), whole(call.layer.module()):
+        out = run()
+
+    def as_trained(value: Any) -> Any:
+        trained = isinstance(value, torch.Tensor) and value.is_floating_point() and call.trains
+        return value.detach().requires_grad_().clone() if trained else value
+
+    return tree_map(as_trained, out)

@@ -74,7 +74,7 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
 
     from ds_memo.integrate.attach import attach_model
     from ds_memo.integrate.skeleton import build
-    from ds_memo.integrate.takeover import past_us
+    from ds_memo.profile.kinds import kinds_of
     from ds_memo.profile.run import Asked, lengths_of, take_profile
 
     say(f"building the layers of {args.model}")
@@ -85,36 +85,37 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
     memo = attach_model(model, section, device=device)
     try:
         lengths = lengths_of(args.method, args.seq_length, can_shorten=True)
-        call = _call(memo.remat, model, args.batch, lengths[-1], device)
-        if len(lengths) > 1 and not call.can_shorten():  # this length is the batch, too
-            call = _call(memo.remat, model, args.batch, lengths[-1] + 1, device)
+        kinds = kinds_of(memo.layers)
+        calls = _calls(memo.remat, model, kinds, args.batch, lengths[-1], device)
+        if len(lengths) > 1 and not all(call.can_shorten() for call in calls.values()):  # this length is the batch, too
+            calls = _calls(memo.remat, model, kinds, args.batch, lengths[-1] + 1, device)
         asked = Asked(
             layers=memo.layers,
-            call=call,
-            plain_call=past_us,
+            kinds=kinds,
+            calls=calls,
             method=args.method,
-            lengths=lengths,
+            lengths=dict.fromkeys(calls, lengths),
             device=device,
             host_budget=memo.slab.budget,
         )
-        say(f"measuring {_plural(max(asked.kinds) + 1, 'kind')} of layer on {device} at {_list(lengths)} tokens")
+        say(f"measuring {_plural(len(calls), 'kind')} of layer on {device} at {_list(lengths)} tokens")
         return take_profile(asked, warn=lambda message: say(f"warning: {message}"), told=say)
     finally:
         memo.detach()
 
 
-def _call(remat: Any, model: Any, batch: int, length: int, device: torch.device) -> LayerCall:
-    """The first layer's call when the model is called with this much."""
+def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, device: torch.device) -> dict[int, LayerCall]:
+    """Of each kind of layer the first call when the model is called with this much."""
     import torch
 
     from ds_memo.profile.agree import together
-    from ds_memo.profile.call import first_layer_call
+    from ds_memo.profile.call import layer_calls
 
     embeddings = model.get_input_embeddings().weight
 
-    def caught() -> LayerCall:
+    def caught() -> dict[int, LayerCall]:
         hidden = torch.randn(batch, length, embeddings.shape[1], dtype=embeddings.dtype, device=device)
-        return first_layer_call(remat, model, (), {"inputs_embeds": hidden})
+        return layer_calls(remat, model, (), {"inputs_embeds": hidden}, kinds, lambda calls: len(calls) > max(kinds))
 
     return together(caught)
 
@@ -155,7 +156,8 @@ def summary(profile: Profile, model: Path, length: int) -> str:
     """What was measured, in a page."""
     batch = profile.kinds[0].samples[-1].batch
     where = f"{profile.key['device']}, {_plural(profile.key['ranks'], 'rank')}"
-    lines = [f"{model.stem}, {short(length)} tokens × {batch}, {profile.key['dtype'].removeprefix('torch.')} on {where}"]
+    dtype = profile.key["kinds"][0]["dtype"].removeprefix("torch.")
+    lines = [f"{model.stem}, {short(length)} tokens × {batch}, {dtype} on {where}"]
     for number, kind in enumerate(profile.kinds):
         alike = profile.layers.count(number)
         lines.append(f"  {kind.name}{f' and {alike - 1} more like it' if alike > 1 else ''}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,9 +44,9 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
     """
     indices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=indices), torch.enable_grad(), beside_the_training(call.layer.module()):
-        fn, args, hidden = call.at(length)
+        fn, args, inputs = call.at(length)
         trained = [parameter for parameter in call.layer.parameters if parameter.requires_grad]
-        bench = _Bench(call.layer, fn, args, [hidden, *trained], device, attention)
+        bench = _Bench(call.layer, fn, args, [*inputs, *trained], device, attention)
         try:
             plain = bench.timed(Setting(checkpointed=False))
             full, none = bench.recipe(Setting(resident=True)), bench.recipe(Setting(resident=True, alpha=0.0))
@@ -54,7 +54,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
                 raise MemoError(f"layer {call.layer.name} has nothing to train")
             replay_s = bench.replay_s()
             watch = bench.watched()
-            input_bytes = hidden.untyped_storage().nbytes()
+            input_bytes = inputs[0].untyped_storage().nbytes()
             forward_bytes, working_bytes = bench.held(Setting(resident=True))
             forward_bytes_at_0, working_bytes_at_0 = bench.held(Setting(resident=True, alpha=0.0))
             _, without_attention = bench.held(Setting(resident=True, alpha=0.0, keeps_attention=False))
@@ -287,7 +287,7 @@ class Stopwatch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[...], float]:
+def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output, ...], float]:
     """What is kept, in the order of birth, and the seconds of the GEMMs that alpha splits."""
     outputs = [Output("input", 1, kept.stored_bytes, 0.0) for kept in full.inputs if kept]
     gemm_s = 0.0
@@ -311,13 +311,3 @@ def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[...], 
         if isinstance(op, Gemm) and not op.wanted and at_zero.wanted and index < len(watch.seconds)
     )
     return tuple(outputs), gemm_s
-
-
-def kinds_of(layers: Iterable[Layer]) -> list[int]:
-    """For each layer the number of its kind: layers of one class with parameters of the same shapes are alike."""
-    numbers: dict[Any, int] = {}
-    found = []
-    for layer in layers:
-        shapes = tuple((tuple(getattr(p, "ds_shape", p.shape)), p.dtype, p.requires_grad) for p in layer.parameters)
-        found.append(numbers.setdefault((type(layer.module()), shapes), len(numbers)))
-    return found

@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_leaves
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shape and dtype of every tensor that a model is called with."""
 
+HiddenShapes = tuple[tuple[int, ...] | None, ...]
+"""Of hidden states, (batch, length, …), by the kind of layer that they come into; None: it is not called."""
+
 
 class Kind(NamedTuple):
     """Passes of one kind are expected to ask for the same memory."""
@@ -53,11 +56,15 @@ def hidden_shape(shapes: Shapes, hidden: tuple[int, ...], others: Shapes) -> tup
         shapes: what it was called with when they were `hidden`: (batch, length, …).
 
     Returns:
-        Batch and length from where they stood then; None: they stood nowhere, or no longer agree.
+        Batch and length from where they stood then, or the length alone, of rows that are one batch (an image's patches); None:
+        they stood nowhere, or no longer agree.
     """
     if [len(shape) for shape, _ in shapes] != [len(shape) for shape, _ in others]:
         return None
-    found = {there[:2] for (here, _), (there, _) in zip(shapes, others, strict=True) if here[:2] == hidden[:2]}
+    pairs = [(here, there) for (here, _), (there, _) in zip(shapes, others, strict=True)]
+    found = {there[:2] for here, there in pairs if here[:2] == hidden[:2]}
+    if hidden[0] == 1:
+        found |= {(1, there[0]) for here, there in pairs if here[:1] == hidden[1:2]}
     return (*found.pop(), *hidden[2:]) if len(found) == 1 else None
 
 

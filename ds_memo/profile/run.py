@@ -11,15 +11,14 @@ The autopilot and `ds-memo profile` both come here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 import ds_memo
 from ds_memo.errors import MemoError
@@ -27,7 +26,8 @@ from ds_memo.profile.agree import from_all_ranks, most_careful, together, world_
 from ds_memo.profile.bandwidth import CopyBench
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.device_memory import RESERVE, device_budget, device_seen
-from ds_memo.profile.layer import kinds_of, measure
+from ds_memo.profile.kinds import layer_in_words, settings_digest
+from ds_memo.profile.layer import measure
 from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
 from ds_memo.profile.whole import whole, whole_bytes
 from ds_memo.remat.checkpoint import SDPA, Layer
@@ -55,24 +55,33 @@ def lengths_of(method: str, length: int, can_shorten: bool) -> tuple[int, ...]:
     return check // 4, check // 2, check if method == "fit" else length
 
 
+def worth_measuring(layers: Sequence[Layer], kinds: Sequence[int], calls: Mapping[int, LayerCall]) -> dict[int, LayerCall]:
+    """The calls of kinds that keep something: where a gradient is wanted in them or before them. A frozen vision tower keeps
+    nothing."""
+    trained = (index for index, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters))
+    first = next(trained, len(layers))
+    last = {kind: index for index, kind in enumerate(kinds)}
+    return {kind: calls[kind] for kind in sorted(calls) if calls[kind].trains or last[kind] > first}
+
+
 @dataclass
 class Asked:
     """What is to be measured.
 
     Args:
         layers: all of the model, in order.
-        call: of one of them.
-        plain_call: for a layer of the model, how to call it past ds_memo.
+        kinds: of each layer its kind; from kinds_of.
+        calls: the first of each kind; kinds without one are not measured.
         method: fit, direct or unified.
-        lengths: from lengths_of; the same on all ranks, whose layers may wait for each other.
+        lengths: of each call, from lengths_of; the same on all ranks, whose layers may wait for each other.
         host_budget: bytes of this rank.
     """
 
     layers: Sequence[Layer]
-    call: LayerCall
-    plain_call: Callable[[nn.Module], Callable[..., Any]]
+    kinds: Sequence[int]
+    calls: Mapping[int, LayerCall]
     method: str
-    lengths: tuple[int, ...]
+    lengths: Mapping[int, tuple[int, ...]]
     device: torch.device
     host_budget: int
     attention: str | None = None
@@ -80,20 +89,22 @@ class Asked:
     device_memory_gib: float | None = None
     ranks_per_sequence: int = 1
     """As the layers run now."""
-    kinds: list[int] = field(init=False)
-    """Of each layer its kind."""
 
-    def __post_init__(self) -> None:
-        self.kinds = kinds_of(self.layers)
+    def numbers(self) -> tuple[int | None, ...]:
+        """Of each layer the number of its kind among those that are measured; None: it is not."""
+        numbers = {kind: number for number, kind in enumerate(self.calls)}
+        return tuple(map(numbers.get, self.kinds))
 
-    def layer(self, kind: int) -> Layer:
-        """The first of its kind."""
-        return self.layers[self.kinds.index(kind)]
-
-    def call_of(self, kind: int) -> LayerCall:
-        layer = self.layer(kind)
-        module = layer.module()
-        return self.call if layer is self.call.layer or module is None else self.call.of(layer, self.plain_call(module))
+    def _in_words(self, kind: int) -> dict[str, Any]:
+        call = self.calls[kind]
+        return {
+            "layer": layer_in_words(call.layer),
+            "settings": settings_digest(call.layer),
+            "batch": call.batch,
+            "hidden": [*call.hidden.shape[2:]],
+            "dtype": str(call.hidden.dtype),
+            "lengths": list(self.lengths[kind]),
+        }
 
     def free(self) -> int:
         """Bytes that could be had on the device now."""
@@ -110,14 +121,10 @@ class Asked:
             "ranks": world_size(),
             "ranks_on_node": ranks_on_node(),
             "ranks_per_sequence": self.ranks_per_sequence,
-            "layers": self.kinds,
-            "kinds": [layer_in_words(self.layer(kind)) for kind in range(max(self.kinds) + 1)],
-            "batch": self.call.batch,
-            "hidden": [*self.call.hidden.shape[2:]],
-            "dtype": str(self.call.hidden.dtype),
+            "layers": list(self.numbers()),
+            "kinds": [self._in_words(kind) for kind in self.calls],
             "autocast": str(cast),
             "method": self.method,
-            "lengths": list(self.lengths),
             "attention": self.attention,
         }
 
@@ -133,7 +140,7 @@ def take_profile(asked: Asked, warn: Callable[[str], None], told: Callable[[str]
     """
     begin = time.perf_counter()
     _wake(asked.device)
-    kinds = tuple(_measure_kind(asked, kind, warn, told) for kind in range(max(asked.kinds) + 1))
+    kinds = tuple(_measure_kind(asked, kind, warn, told) for kind in asked.calls)
     with _copy_bench(asked) as bench:  # every agreement is a start for all ranks at once
         d2h = together(partial(bench.rate, D2H))
         h2d = together(partial(bench.rate, H2D))
@@ -148,7 +155,7 @@ def take_profile(asked: Asked, warn: Callable[[str], None], told: Callable[[str]
         key=asked.key(),
         method=asked.method,
         kinds=kinds,
-        layers=tuple(asked.kinds),
+        layers=asked.numbers(),
         d2h_bytes_per_s=d2h,
         h2d_bytes_per_s=h2d,
         ranks_copying=ranks_on_node(),
@@ -171,21 +178,22 @@ def _wake(device: torch.device) -> None:
 
 
 def _measure_kind(asked: Asked, kind: int, warn: Callable[[str], None], told: Callable[[str], None]) -> LayerProfile:
-    call, name = asked.call_of(kind), asked.layer(kind).name
-    module = asked.layer(kind).module()
+    call, name = asked.calls[kind], asked.calls[kind].layer.name
+    module = call.layer.module()
+    lengths, number = asked.lengths[kind], list(asked.calls).index(kind) + 1
     kernel = asked.attention if asked.attention in SDPA else None  # a package's kernel is the model's own to call
     gathered = whole_bytes(module)
     together(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, RESERVE)))
     samples: list[LayerSample] = []
     with whole(module):
-        for length in asked.lengths:
+        for length in lengths:
             if asked.method == "unified" and len(samples) == 2:
                 short = LayerProfile(name, tuple(samples))
                 together(lambda short=short, length=length: _refuse_too_long(short, call.batch, length, asked.free()))
             sample = together(partial(measure, call, length, asked.device, kernel))
             samples.append(replace(sample, **{name: getattr(sample, name) + gathered for name in DEVICE_BYTES}))
             told(
-                f"{name} (kind {kind + 1} of {max(asked.kinds) + 1}): {sample.batch} × {length:,} tokens, "
+                f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens, "
                 f"forward {sample.forward_s * 1e3:.3g} ms, backward {sample.backward_s * 1e3:.3g} ms"
             )
     return _profile(name, asked.method, samples, warn)
@@ -228,15 +236,3 @@ def _refuse_too_long(profile: LayerProfile, batch: int, length: int, free: int) 
             f'memo.profile.method: "unified" runs one layer at full length, which needs {needed / GIB:.3g} GiB where '
             f'{free / GIB:.3g} GiB are free: managed memory past that can hang the GPU. Use "fit", the default.'
         )
-
-
-def layer_in_words(layer: Layer) -> str:
-    """Class and parameters: what a profile of it depends on."""
-    module = layer.module()
-    if module is None:
-        return layer.name
-    parameters = ", ".join(
-        f"{name} {tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-        for name, p in module.named_parameters()
-    )
-    return f"{type(module).__module__}.{type(module).__qualname__}({parameters})"

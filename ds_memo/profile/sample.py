@@ -158,8 +158,8 @@ class Profile:
     """Everything the measurements depend on."""
     method: str
     kinds: tuple[LayerProfile, ...]
-    layers: tuple[int, ...]
-    """For each layer of the model, in order, its kind."""
+    layers: tuple[int | None, ...]
+    """For each layer of the model, in order, its kind; None: it was not called, or keeps nothing."""
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
     ranks_copying: int
@@ -169,23 +169,31 @@ class Profile:
     measured: dict[str, Any] = field(default_factory=dict, compare=False)
     """For people: when, on what, how long it took, memory seen then."""
 
+    def called(self, at: Sequence[Any]) -> list[int]:
+        """Indices of the layers whose kinds are called, and measured.
+
+        Args:
+            at: by kind; None: it is not called.
+        """
+        return [index for index, kind in enumerate(self.layers) if kind is not None and at[kind] is not None]
+
     def costs(
         self,
-        batch: int,
-        length: int,
+        at: Sequence[tuple[int, int] | None],
         host_budget: int,
         device_budget: int,
         ranks_per_sequence: int | None = None,
     ) -> RunCosts:
-        """The run at any length of a rank's share, for the solver.
+        """The layers that are called, at any length of a rank's share, for the solver.
 
         Args:
+            at: by kind, sequences and tokens of each; None: it is not called.
             ranks_per_sequence: of the run; absent: as measured.
         """
         spread = (ranks_per_sequence or self.ranks_per_sequence) / self.ranks_per_sequence
-        kinds = [kind.costs(batch, length, spread) for kind in self.kinds]
+        kinds = [here and kind.costs(*here, spread) for kind, here in zip(self.kinds, at, strict=True)]
         return RunCosts(
-            layers=tuple(kinds[kind] for kind in self.layers),
+            layers=tuple(kinds[self.layers[index]] for index in self.called(at)),
             d2h_bytes_per_s=self.d2h_bytes_per_s,
             h2d_bytes_per_s=self.h2d_bytes_per_s,
             host_budget=host_budget,
@@ -244,7 +252,7 @@ def _check(profile: Profile) -> None:
         and profile.h2d_bytes_per_s > 0
         and profile.kinds
         and profile.layers
-        and all(type(kind) is int and 0 <= kind < len(profile.kinds) for kind in profile.layers)
+        and all(kind is None or (type(kind) is int and 0 <= kind < len(profile.kinds)) for kind in profile.layers)
         and all(kind.samples and len({len(s.outputs) for s in kind.samples}) == 1 for kind in profile.kinds)
         and all(sample.batch > 0 and sample.length > 0 for sample in samples)
         and all(output.kind in _KINDS for output in outputs)

@@ -48,6 +48,10 @@ class Setting:
     """If not, attention is computed again in the replay, and the reload is not issued ahead: the last resort."""
 
 
+FULL_RECOMPUTE = Setting(resident=True, alpha=0.0, keeps_attention=False)
+"""As torch.utils.checkpoint: the input stays on the device, everything else is computed again."""
+
+
 class Policy(Protocol):
     """Who decides the homes."""
 

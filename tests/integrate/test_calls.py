@@ -243,22 +243,3 @@ def test_functions_of_no_module(tmp_path: Path) -> None:
         assert_same(step(model, BATCH), want)
     assert handle.report()["binding"].startswith("layers not known")
     handle.detach()
-
-
-@pytest.mark.parametrize("name", ["bart", "llama"])
-def test_layers_that_are_called_otherwise_than_the_first(name: str, tmp_path: Path) -> None:
-    """A decoder also looks at what the encoder made: the profile knows the encoder's call only, and that is said."""
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    config = BartConfig(vocab_size=96, max_position_embeddings=256, dropout=0.0, **sizes, **heads)
-    model = BartForConditionalGeneration(config).train() if name == "bart" else build("llama")
-    ids = torch.randint(3, 95, (2, 48), generator=torch.Generator().manual_seed(0))
-    handle = attached(model, tmp_path, device_memory_gib=0.6 / 1024)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    said = [warning for warning in handle.report()["warnings"] if "do not keep what the profile says" in warning]
-    assert len(said) == (name == "bart") and all("2 of 4 layers" in warning for warning in said)
-    handle.detach()

@@ -13,7 +13,7 @@ from torch import nn
 import ds_memo
 from ds_memo.profile import layer as layers
 from ds_memo.profile.call import LayerCall, beside_the_training
-from ds_memo.profile.layer import REPEATS, kinds_of, measure
+from ds_memo.profile.layer import REPEATS, measure
 from ds_memo.profile.live import LiveBytes
 from ds_memo.remat.checkpoint import Layer
 from tests.models import HIDDEN, Block
@@ -53,7 +53,7 @@ def test_a_length_that_is_the_hidden_size(batch: int) -> None:
     states, mask = torch.randn(batch, HIDDEN, HIDDEN), torch.ones(batch, 1, HIDDEN, HIDDEN, dtype=torch.bool)
     one = LayerCall(Layer(0, "blocks.0", None), Block(), (states, mask), {"position_ids": torch.arange(HIDDEN)[None]})
     assert one.can_shorten()
-    fn, args, hidden = one.at(20)
+    fn, args, (hidden,) = one.at(20)
     assert [tuple(arg.shape) for arg in args] == [(batch, 20, HIDDEN), (batch, 1, 20, 20)]
     assert fn.keywords["position_ids"].shape == (1, 20) and torch.equal(hidden, states[:, :20])
 
@@ -103,7 +103,7 @@ def test_each_replay_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _parts(module: nn.Module) -> tuple:
     one = call(module)
-    fn, args, hidden = one.at(LENGTH)
+    fn, args, (hidden,) = one.at(LENGTH)
     return one.layer, fn, args, [hidden, *module.parameters()]
 
 
@@ -173,9 +173,3 @@ def test_a_layer_that_saves_nothing() -> None:
 
     with pytest.raises(ds_memo.MemoError, match=r"layer blocks\.0 has nothing to train"):
         measure(call(Nothing()), LENGTH, CPU)
-
-
-def test_kinds() -> None:
-    blocks = [Block(), Block(), Block().double(), Block()]
-    blocks[3].up.weight.requires_grad_(False)
-    assert kinds_of(Layer(index, "", module) for index, module in enumerate(blocks)) == [0, 0, 1, 2]

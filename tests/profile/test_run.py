@@ -21,7 +21,7 @@ def test_the_device_is_awake_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(run, "_wake", lambda device: order.append(f"woken {device}"))
     monkeypatch.setattr(run, "_measure_kind", measured)
     with pytest.raises(KeyboardInterrupt):
-        run.take_profile(types.SimpleNamespace(kinds=[0], device=torch.device("cuda", 0)), warn=print)
+        run.take_profile(types.SimpleNamespace(calls=[0], device=torch.device("cuda", 0)), warn=print)
     assert order == ["woken cuda:0", "measured"]
 
 

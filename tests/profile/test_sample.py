@@ -77,8 +77,8 @@ def test_ranks_that_share_a_sequence_attend_to_all_of_it() -> None:
     assert shared.forward_s - shared.attention_s == pytest.approx(alone.forward_s - alone.attention_s)
     assert shared.outputs == alone.outputs
     profile = dataclasses.replace(make_profile(), ranks_per_sequence=2)
-    assert profile.costs(1, 4096, 0, 0).layers[0] == make_profile().kinds[0].costs(1, 4096)
-    assert profile.costs(1, 4096, 0, 0, ranks_per_sequence=16).layers[0] == shared
+    assert profile.costs([(1, 4096)], 0, 0).layers[0] == make_profile().kinds[0].costs(1, 4096)
+    assert profile.costs([(1, 4096)], 0, 0, ranks_per_sequence=16).layers[0] == shared
 
 
 # ---- the check
@@ -166,7 +166,7 @@ def test_anything_damaged_is_refused_or_does_no_harm(path: tuple) -> None:
             profile = from_json(json.dumps(damaged))
         except ProfileError:
             continue
-        run = profile.costs(2, 777, 10**9, 10**9)
+        run = profile.costs([(2, 777)] * len(profile.kinds), 10**9, 10**9)
         assert all(math.isfinite(layer.forward_s) and layer.forward_s >= 0 and layer.host_bytes(1.0) >= 0 for layer in run.layers)
         assert profile.kinds[0].off() >= 0 and isinstance(profile.kinds[0].name, str)
         assert from_json(profile.to_json()) == profile

@@ -1,0 +1,221 @@
+"""Models with several kinds of layers, each called in its own way: a tower for pictures before a decoder, an encoder, too."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from torch import nn
+
+import ds_memo
+from tests.models import HIDDEN, VOCAB, Batch, Block, Outcome, Toy, assert_same, build, gradients, step
+from tests.unit.common import ON_CPU, DistributedTest
+
+IMAGE, PATCHES = VOCAB - 1, 16
+"""The token that stands for a patch, and patches in an image."""
+DEVICE = 1.5 / 1024
+"""GiB."""
+
+
+def vision_and_text() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    heads = {"num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 2 * HIDDEN}
+    eye = CLIPVisionConfig(hidden_size=HIDDEN // 2, image_size=56, patch_size=14, projection_dim=HIDDEN, **heads)
+    text = LlamaConfig(hidden_size=HIDDEN, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, **heads)
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=eye, text_config=text, image_token_index=IMAGE)).train()
+
+
+def encoder_and_decoder(dropout: float = 0.0) -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = {"d_model": HIDDEN, "encoder_ffn_dim": 2 * HIDDEN, "decoder_ffn_dim": 2 * HIDDEN, "max_position_embeddings": 256}
+    layers = {"encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    torch.manual_seed(0)
+    return BartForConditionalGeneration(BartConfig(vocab_size=VOCAB, dropout=dropout, **sizes, **layers)).train()
+
+
+def batch(length: int, images: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, IMAGE, (1, length), generator=generator)
+    labels = ids.clone()
+    ids[0, : images * PATCHES] = IMAGE
+    pictures = {"pixel_values": torch.randn(images, 3, 56, 56, generator=generator)} if images else {}
+    return {"input_ids": ids, "labels": labels, **pictures}
+
+
+def attached(model: nn.Module, cache: Path, **memo: Any) -> ds_memo.Memo:
+    section = {"device_memory_gib": DEVICE, "resident_layers": 1, **memo, "plan": {"enabled": False, "cache_dir": str(cache)}}
+    return ds_memo.attach(model, {"enabled": True, **section})
+
+
+def outcome(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Outcome:
+    torch.manual_seed(7)
+    loss = model(**inputs).loss
+    loss.backward()
+    return Outcome(loss.detach(), gradients(model))
+
+
+def assert_as_predicted(handle: ds_memo.Memo) -> None:
+    report = handle.report()
+    assert report["predicted"]["stored_bytes_per_layer"] == report["stored_bytes_per_layer"]
+    assert report["bytes_to_host"] and not report["warnings"]
+
+
+@pytest.mark.parametrize("name, dropout", [("vision and text", 0.0), ("encoder and decoder", 0.0), ("encoder and decoder", 0.1)])
+def test_each_kind_is_profiled_as_it_is_called(name: str, dropout: float, tmp_path: Path) -> None:
+    """With dropout: that layers ran in the look has drawn no random number for good."""
+    if name == "vision and text":
+        model, inputs = vision_and_text(), batch(100, images=2)
+    else:
+        model, inputs = encoder_and_decoder(dropout), {**batch(120), "labels": batch(40, seed=1)["labels"]}
+    want = outcome(copy.deepcopy(model), inputs)
+    handle = attached(model, tmp_path)
+    assert_same(outcome(model, inputs), want)
+    profile = handle.autopilot.profile
+    assert profile.layers == (0, 0, 0, 1, 1, 1) and len(profile.kinds) == 2
+    assert_as_predicted(handle)
+    handle.detach()
+
+
+def test_the_profile_of_all_kinds_is_cached(tmp_path: Path) -> None:
+    for from_cache in (False, True):
+        model = vision_and_text()
+        handle = attached(model, tmp_path)
+        outcome(model, batch(100, images=2))
+        assert handle.report()["profile"]["from_cache"] is from_cache
+        handle.detach()
+
+
+def test_a_frozen_tower_keeps_nothing(tmp_path: Path) -> None:
+    """And takes no part in the solution."""
+    model = vision_and_text()
+    model.model.vision_tower.requires_grad_(False)
+    stock, inputs = copy.deepcopy(model), batch(100, images=2)
+    handle = attached(model, tmp_path)
+    assert_same(outcome(model, inputs), outcome(stock, inputs))
+    assert handle.autopilot.profile.layers == (None, None, None, 0, 0, 0)
+    assert handle.report()["stored_bytes_per_layer"][:3] == [0, 0, 0] and handle.report()["residents"] == [5]
+    assert_as_predicted(handle)
+    handle.detach()
+
+
+def test_a_tower_that_no_batch_calls(tmp_path: Path) -> None:
+    model = vision_and_text()
+    stock = copy.deepcopy(model)
+    handle = attached(model, tmp_path)
+    for length in (100, 60, 140):
+        assert_same(outcome(model, batch(length)), outcome(stock, batch(length)))
+        assert_as_predicted(handle)
+    assert handle.autopilot.profile.layers == (None, None, None, 0, 0, 0)
+    handle.detach()
+
+
+@pytest.mark.parametrize("first", ["a text", "an image"])
+def test_batches_with_and_without_images(first: str, tmp_path: Path) -> None:
+    """Where the first has one, all are solved for; else the tower is recomputed, and that is said."""
+    model = vision_and_text()
+    stock = copy.deepcopy(model)
+    handle = attached(model, tmp_path)
+    batches = [batch(100), batch(100, images=2), batch(60), batch(140, images=1)]
+    for inputs in batches if first == "a text" else reversed(batches):
+        assert_same(outcome(model, inputs), outcome(stock, inputs))
+    report = handle.report()
+    if first == "a text":
+        (said,) = report["warnings"]
+        assert said.startswith("CLIPEncoderLayer trains, and none was called")
+    else:
+        assert not report["warnings"] and report["predicted"]["stored_bytes_per_layer"][:3] == [0, 0, 0]  # the last was a text
+        assert report["predicted"]["stored_bytes_per_layer"][3:] == report["stored_bytes_per_layer"][3:]
+    handle.detach()
+
+
+def test_no_layer_runs_for_nothing(tmp_path: Path) -> None:
+    """A look into a forward runs the first layer of each kind that others come behind, once; of one kind, none."""
+    ran: list[str] = []
+    for model, inputs in ((vision_and_text(), batch(100, images=2)), (build("llama"), batch(100))):
+        handle = attached(model, tmp_path, profile={"method": "direct"})
+        for layer in handle.layers:
+            layer.module().register_forward_hook(lambda *args, name=layer.name: ran.append(name))
+        calls = handle.autopilot._look
+        handle.autopilot._look = lambda *args, calls=calls: (calls(*args), ran.append("looked"))[0]
+        outcome(model, inputs)
+        before = ran[: ran.index("looked")]
+        assert before == (["model.vision_tower.encoder.layers.0"] if "pixel_values" in inputs else [])
+        ran.clear()
+        handle.detach()
+
+
+class Uneven(Block):
+    """Alike by its parameters alone."""
+
+    times = 1
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times - 1):
+            x = x + super().feed(x)
+        return super().feed(x)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_layers_that_are_not_what_their_kind_is(times: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Toy(Uneven)
+    for block in model.blocks[1:]:
+        block.times = times
+    handle = attached(model, tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step(model, Batch.random(2, 64))
+    optimizer.step()
+    said = [warning for warning in handle.report()["warnings"] if "do not keep what the profile says" in warning]
+    assert len(said) == (times > 1) and all("3 of 4 layers" in warning for warning in said)
+    handle.detach()
+
+
+@pytest.mark.skipif(not ON_CPU, reason="two CPU ranks")
+class TestKindsOnRanks(DistributedTest):
+    world_size = 2
+    exec_timeout = 60
+
+    @pytest.mark.parametrize("stage", [1, 3])
+    def test_several_kinds(self, stage: int) -> None:
+        """The tower's parameters are gathered for the look, and the forward that follows finds ZeRO-3 as it was."""
+        self.compare(stage, [(100, 2), (60, 1), (100, 2)])
+
+    def test_an_image_on_one_rank_only(self, tmp_path: Path) -> None:
+        """What all ranks call is profiled; the other one has its tower recomputed."""
+        model, inputs = vision_and_text(), batch(100, images=2 * dist.get_rank())
+        want = outcome(copy.deepcopy(model), inputs)
+        handle = attached(model, tmp_path)
+        assert_same(outcome(model, inputs), want)
+        report = handle.report()
+        assert report["bytes_to_host"] and handle.autopilot.profile.layers == (None, None, None, 0, 0, 0)
+        assert len(report["warnings"]) == dist.get_rank()
+        assert all("none was called" in warning for warning in report["warnings"])
+        handle.detach()
+
+    def compare(self, stage: int, passes: list[tuple[int, int]]) -> list[str]:
+        losses = {}
+        for memo in (None, {"enabled": True, "device_memory_gib": DEVICE, "resident_layers": 1}):
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+                **({"memo": memo} if memo else {}),
+            }
+            engine = ds_memo.initialize(model=vision_and_text(), config=config)[0]
+            losses[bool(memo)] = []
+            for number, (length, images) in enumerate(passes):
+                loss = engine(**batch(length, images, seed=2 * number + dist.get_rank())).loss
+                engine.backward(loss)
+                engine.step()
+                losses[bool(memo)].append(loss.item())
+        assert losses[True] == pytest.approx(losses[False], rel=1e-6)
+        report = ds_memo.report(engine)
+        assert report["bytes_to_host"] and report["profile"] is not None
+        return report["warnings"]
