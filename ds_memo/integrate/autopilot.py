@@ -372,7 +372,8 @@ class Autopilot:
             if (passed := self._latest) is None:
                 self._budgets.see_head(None, 0, 0)
             else:
-                hidden_bytes = max(output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
+                inputs = (output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
+                hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
                 of_layers = bytes_at_head(passed.run, passed.homes.places, passed.homes.alpha)
                 self._budgets.see_head(head_bytes(hidden_bytes), math.prod(passed.shape[:2]), of_layers)
             self._budgets.look(model, self.has_engine, stepped=True)

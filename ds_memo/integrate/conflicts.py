@@ -67,6 +67,24 @@ def refuse_offload(function: Any) -> None:
         raise MemoError('gradient_checkpointing_kwargs={"offload": True} does what memo does in another way; remove one')
 
 
+def refuse_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of a Hugging Face model: refuses keys and values that it was given in training.
+
+    Raises:
+        MemoError: Transformers would drop them, as for every model that is checkpointed, and the loss be another.
+    """
+    cache = kwargs.get("past_key_values")
+    if not cache or not model.training or not torch.is_grad_enabled():
+        return
+    tokens = cache.get_seq_length() if hasattr(cache, "get_seq_length") else cache[0][0].shape[-2]
+    if tokens:
+        raise MemoError(
+            f"{type(model).__name__} was given past_key_values of {tokens} tokens in training, and Transformers drops them where "
+            "layers are checkpointed: the loss would be another. Prefix tuning, which needs them, goes without memo; else call "
+            "the model without them"
+        )
+
+
 LONG = 4096
 """Tokens from which a mask is worth a word: 16 MiB of booleans."""
 

@@ -33,7 +33,7 @@ def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | None = Non
     found = _huggingface_layers(model)
     if found:
         return found
-    lists = [(name, part) for name, part in _outermost_lists(model) if len({type(item) for item in part}) == 1]
+    lists = [(name, part) for name, part in _outermost_lists(model) if len({type(item) for item in part.values()}) == 1]
     if not lists:
         raise MemoError(
             f"{type(model).__name__} has no Hugging Face GradientCheckpointingLayer and no nn.ModuleList whose items are of one "
@@ -45,7 +45,7 @@ def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | None = Non
         names = ", ".join(name for name, _ in best)
         raise MemoError(f"{type(model).__name__} has several lists of {longest} layers: {names}. {HOW_TO_NAME}")
     prefix, part = best[0]
-    return [(f"{prefix}.{index}", item) for index, item in enumerate(part)]
+    return [(f"{prefix}.{name}", item) for name, item in part.items()]
 
 
 def is_huggingface_layer(module: nn.Module) -> bool:
@@ -64,14 +64,23 @@ def _huggingface_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if is_huggingface_layer(module)]
 
 
-def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    """Lists that are not inside another list's items (those would be the experts of a layer)."""
+def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, dict[str, nn.Module]]]:
+    """Lists that are not inside another list's items (those would be the experts of a layer), by the names of their items."""
     for name, part in module.named_children():
         path = f"{prefix}{name}"
         if isinstance(part, nn.ModuleList) and len(part):
-            yield path, part
+            yield path, dict(_items(part))
         else:
             yield from _outermost_lists(part, f"{path}.")
+
+
+def _items(part: nn.ModuleList, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Each once, however often it is in the list; of lists in it (stages) the items."""
+    for name, item in part.named_children():
+        if isinstance(item, nn.ModuleList):
+            yield from _items(item, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", item
 
 
 def _named(model: nn.Module, layers: list[str | nn.Module]) -> list[tuple[str, nn.Module]]:

@@ -39,6 +39,7 @@ class Takeover:
         for module in model.modules():
             if is_huggingface_model(module):
                 self._checkpoint_with(module, run)
+                self.before_forward(module, conflicts.refuse_cache)
 
     def before_forward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Call ``hook(module, args, kwargs)``."""

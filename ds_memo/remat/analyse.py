@@ -50,6 +50,8 @@ class Analyse(NotingMode):
         self._older = set(self._sources)  # storages of before the call
         # No address is used twice while we look; ZeRO-3 lets go of what parameters are before they are gathered.
         self._alive = [StorageWeakRef(tensor.untyped_storage()) for tensor in givens if storage_of(tensor)]
+        self._weights = {storage_of(parameter) for parameter in self._parameters}
+        self._weights.discard(0)
         self._gemms: list[SeenGemm] = []
         self._fresh: SeenGemm | None = None  # the op before this one, views aside
 
@@ -59,6 +61,7 @@ class Analyse(NotingMode):
             self._note_what_stays(self._module)
         self._module = None
         self._sources.clear()
+        self._weights.clear()
         self._parameters.clear()
         self._alive.clear()
         if exception[0] is not None:
@@ -77,6 +80,7 @@ class Analyse(NotingMode):
 
     def _note(self, tensor: torch.Tensor) -> None:
         self.seen.packs += 1
+        self.seen.flops_batched_again = self.seen.flops_batched
         self.seen.wanted |= self._made_of(tensor)
 
     def _note_what_stays(self, module: nn.Module) -> None:
@@ -102,8 +106,7 @@ class Analyse(NotingMode):
             outputs = tuple(detached(value) for value in as_tuple(out))
             self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
             if kind is Kind.CHOICE:
-                for bit, gemm in enumerate(self._gemms):
-                    gemm.chosen_from |= bool(sources >> bit & 1)
+                self._choose_from(sources)
             self._fresh = None
             self._made(out, 0)
             return out
@@ -122,9 +125,11 @@ class Analyse(NotingMode):
                     self.seen.wanted |= sources
         if keep.looks_at_values(func, args, kwargs):
             self.seen.wanted |= sources
+            self._choose_from(self._made_of_all(keep.chooses_by(func, args)))
         if keep.looks_like_attention(func):
             self.seen.softmax = str(func)
         out = func(*args, **kwargs)
+        self._follow_weights(func, args, out)
         if kind is Kind.MUTATES and fresh is not None and fresh.biased:
             fresh.fingerprint = fingerprint(fresh.out)
         if kind is Kind.GEMM:
@@ -138,6 +143,20 @@ class Analyse(NotingMode):
         else:
             self._made(out, ALL_SO_FAR if keep.is_blank(func) else sources)
         return out
+
+    def _choose_from(self, sources: int) -> None:
+        for bit, gemm in enumerate(self._gemms):
+            gemm.chosen_from |= bool(sources >> bit & 1)
+
+    def _follow_weights(self, func: Any, args: tuple, out: Any) -> None:
+        """Count batched products with weights, and follow weights through what is made of them alone."""
+        storages = [storage_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if func in keep.BATCHED:
+            if any(storage in self._weights or self._holds_a_parameter(storage) for storage in storages):
+                self.seen.flops_batched += keep.gemm_flops(func, args, out)
+        elif storages and self._weights.issuperset(storages) and isinstance(out, torch.Tensor):
+            self._weights.add(storage_of(out))
+            self._alive.append(StorageWeakRef(out.untyped_storage()))
 
     def _made_of(self, tensor: torch.Tensor) -> int:
         storage = storage_of(tensor)

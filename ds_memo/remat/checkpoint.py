@@ -19,7 +19,7 @@ from ds_memo.errors import MemoError
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work
 from ds_memo.remat.inputs import Stays, lift_keywords, pack_followed, pack_watched, unpack
-from ds_memo.remat.modes import inside_a_layer, keep_dynamo_out
+from ds_memo.remat.modes import inside_a_layer, keep_dynamo_out, within_a_checkpoint
 from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
@@ -128,9 +128,15 @@ class Remat:
     def _run(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         if inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        fn, args, keywords = lift_keywords(fn, args, kwargs)
+        if within_a_checkpoint():  # which runs it again whatever is kept, and must see the same twice
+            self.warn(
+                "the model calls torch.utils.checkpoint around its layers, so they are recomputed and ds_memo has no part in it. "
+                "Leave that checkpoint out, or call ds_memo.checkpoint in its place"
+            )
+            return fn(*args, **kwargs)
+        fn, args, keywords, again = lift_keywords(fn, args, kwargs)
         if self._sdpa is not None:
-            fn = functools.partial(self._with_sdpa, layer, fn)
+            fn, again = (functools.partial(self._with_sdpa, layer, run) for run in (fn, again))
         setting = self.policy.setting(layer)
         if not setting.checkpointed:
             return self._run_plain(layer, fn, args) if setting.keeps_pace else fn(*args)
@@ -155,7 +161,7 @@ class Remat:
                 self.engine.adopt(frame, recipe.layout)
             # These hooks see the layer's inputs only: inside, torch's checkpoint puts its own on top.
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                out = _checkpoint(fn, args, preserve_rng_state, lambda: (mode, Replay(call)))
+                out = _checkpoint(fn, again, args, preserve_rng_state, lambda: (mode, Replay(call)))
         except BaseException:
             self.engine.phases.interrupted()
             raise
@@ -251,12 +257,20 @@ class Remat:
                 ) from error
 
 
-def _checkpoint(fn: Callable[..., Any], args: tuple, preserve_rng_state: bool, context_fn: Callable[[], tuple]) -> Any:
+def _checkpoint(
+    fn: Callable[..., Any],
+    again: Callable[..., Any],
+    args: tuple,
+    preserve_rng_state: bool,
+    context_fn: Callable[[], tuple],
+) -> Any:
     """torch.utils.checkpoint.checkpoint(use_reentrant=False), driven as torch.distributed._composable drives it.
+
+    `again` is what the replay calls in place of `fn`.
 
     Up to torch 2.11 the public function leaves the forward's contexts entered when `fn` raises, until the traceback is dropped.
     """
-    generator = _checkpoint_without_reentrant_generator(fn, preserve_rng_state, context_fn, "default", False, True, *args)
+    generator = _checkpoint_without_reentrant_generator(again, preserve_rng_state, context_fn, "default", False, True, *args)
     next(generator)
     try:
         out = fn(*args)
@@ -287,6 +301,12 @@ def _reasons(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
             "a part of it runs under torch.utils.checkpoint, and runs again in each backward whatever is kept: "
             f"{recipe.flops_again / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {recipe.attention_again} attention calls. "
             "Leave that checkpoint out: ds_memo sees to what is computed again"
+        )
+    if recipe.flops_batched_again:
+        yield (
+            f"{recipe.flops_batched_again / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights (bmm, or "
+            "an einsum over experts), which are not kept: they run again in each backward. torch._grouped_mm is kept, and a "
+            "product of two dimensions for each expert"
         )
     if recipe.mem_efficient_tokens > MEM_EFFICIENT_TOKENS:
         yield (

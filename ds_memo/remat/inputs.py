@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ds_memo.errors import MemoError
 from ds_memo.remat.call import Call
@@ -78,23 +79,41 @@ def unpack(value: Any) -> torch.Tensor:
 
 def lift_keywords(
     fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
+) -> tuple[Callable[..., Any], tuple, dict[str, Any], Callable[..., Any]]:
     """Make keyword tensors that need a gradient positional: torch's checkpoint lets a hook see only those.
 
     Returns:
-        What to call with which positional arguments, and the keywords that it has by itself.
+        What to call with which positional arguments, the keywords that it has by itself, and what to call with them again.
     """
     if isinstance(fn, functools.partial):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
-    if not kwargs:
-        return fn, args, {}
     lifted = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
-    if not lifted:
-        return functools.partial(fn, **kwargs), args, kwargs
     rest = {name: value for name, value in kwargs.items() if name not in lifted}
-    positional = len(args)
+    positional, values = len(args), (*args, *(kwargs[name] for name in lifted))
+    call = _with_keywords(fn, positional, lifted, rest)
+    containers = {position: value for position, value in enumerate(args) if isinstance(value, (dict, list))}
+    if not containers and not any(isinstance(value, (dict, list)) for value in rest.values()):
+        return call, values, rest, call
+    # What the layer puts into a container that it was given, or takes out, is not what it is run again with.
+    as_now = tree_map(_same, (containers, rest))
+
+    def again(*values: Any) -> Any:
+        containers, rest = tree_map(_same, as_now)
+        own = [containers.get(position, value) for position, value in enumerate(values)]
+        return _with_keywords(fn, positional, lifted, rest)(*own)
+
+    return call, values, rest, again
+
+
+def _with_keywords(fn: Callable[..., Any], positional: int, lifted: list[str], rest: dict[str, Any]) -> Callable[..., Any]:
+    if not lifted:
+        return functools.partial(fn, **rest) if rest else fn
 
     def call(*values: Any) -> Any:
         return fn(*values[:positional], **rest, **dict(zip(lifted, values[positional:], strict=True)))
 
-    return call, (*args, *(kwargs[name] for name in lifted)), rest
+    return call
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -18,6 +18,9 @@ aten = torch.ops.aten
 GEMM = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}
 """2-D products: output row i depends on row i of the left operand alone, so any set of rows can be computed apart."""
 
+BATCHED = {aten.bmm.default, aten.baddbmm.default}
+"""Products of which one operand is a weight (experts by einsum, say) are computed again, but counted. Others may be attention."""
+
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -110,6 +113,15 @@ def overwrites_all(func: OpOverload, args: Sequence[Any]) -> bool:
     return func in OVERWRITES and args[0].nbytes == args[0].untyped_storage().nbytes()
 
 
+def chooses_by(func: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
+    """What decides the shape of this op's result: recomputed values could flip it, as a router's choice."""
+    if func is aten.index.Tensor:
+        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    if func is aten.masked_select.default:
+        return args[1:2]
+    return args[:1] if func in (aten.nonzero.default, aten._local_scalar_dense.default) else ()
+
+
 def looks_at_values(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the op's inputs must be right in the replay, whatever is saved of them.
 
@@ -168,8 +180,8 @@ def adds_bias_to(func: OpOverload, args: Sequence[Any], product: torch.Tensor) -
 
 
 def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:
-    """FLOPs of the whole product: 2 m n k."""
-    left = args[1] if func is aten.addmm.default else args[0]
+    """FLOPs of the whole product: 2 m n k, of each in a batch."""
+    left = args[1] if func in (aten.addmm.default, aten.baddbmm.default) else args[0]
     return 2 * out.numel() * left.shape[-1]
 
 

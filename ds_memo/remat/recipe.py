@@ -72,10 +72,14 @@ class Recipe:
     """Attention calls under a torch.utils.checkpoint inside the layer, which runs them again whatever is kept."""
     flops_again: int = 0
     """Of products under one."""
+    flops_batched: int = 0
+    """Of batched products with weights, which are not kept."""
+    flops_batched_again: int = 0
+    """Of those that come before the last saved tensor: the replay ends there."""
 
     @cached_property
     def gemm_flops(self) -> int:
-        return sum(op.flops for op in self.ops if isinstance(op, Gemm))
+        return self.flops_batched + sum(op.flops for op in self.ops if isinstance(op, Gemm))
 
     @cached_property
     def attention_ops(self) -> int:
@@ -138,6 +142,9 @@ class Seen:
     attention_again: int = 0
     flops_again: int = 0
     """What a torch.utils.checkpoint inside the layer will run again."""
+    flops_batched: int = 0
+    flops_batched_again: int = 0
+    """See Recipe."""
 
     def note_unseen_writes(self) -> None:
         """Find outputs that are not what they were: a Triton kernel that works in place (rotary embeddings do) tells nobody.
@@ -227,7 +234,18 @@ def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torc
         kept = store(op.out, rows) if wanted and op.splits and rows else None
         ops.append(Gemm(op.func, tuple(op.out.shape), op.flops, kept, wanted, op.biased))
     rewritten = ", ".join(seen.rewritten)
-    recipe = Recipe(ops, inputs, layout, seen.packs, seen.softmax, rewritten, seen.attention_again, seen.flops_again)
+    recipe = Recipe(
+        ops,
+        inputs,
+        layout,
+        seen.packs,
+        seen.softmax,
+        rewritten,
+        seen.attention_again,
+        seen.flops_again,
+        seen.flops_batched,
+        seen.flops_batched_again,
+    )
     return recipe, tensors
 
 

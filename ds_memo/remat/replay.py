@@ -32,7 +32,7 @@ class Replay(Mode):
         work = self.call.work
         work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
         work.attention_ops_recomputed += recipe.attention_again
-        work.gemm_flops_recomputed += recipe.flops_again
+        work.gemm_flops_recomputed += recipe.flops_again + recipe.flops_batched_again
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:

@@ -7,6 +7,7 @@ provoked without a GPU.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -35,6 +36,7 @@ class _ThreadEvent:
         self.done = threading.Event()
 
 
+_CLOSED = "after the swap engine was closed, or in a process forked from the one that made it"
 _DONE = _ThreadEvent(COMPUTE)
 _DONE.done.set()
 
@@ -58,6 +60,7 @@ class ThreadStreams:
             thread.start()
         # The threads know the queues only, so an abandoned object still ends them.
         self._stop = weakref.finalize(self, _stop, self._queues, self._copies)
+        _alive.add(self)
 
     @staticmethod
     def _work(name: str, work: queue.SimpleQueue, failures: list[tuple[str, BaseException]]) -> None:
@@ -86,7 +89,7 @@ class ThreadStreams:
             return
         if not event.done.is_set():
             if not self._stop.alive:
-                raise MemoError("waiting for a copy after the swap engine was closed")
+                raise MemoError(f"waiting for a copy {_CLOSED}")
             begin = time.perf_counter()
             event.done.wait()
             self._stall[event.stream] += time.perf_counter() - begin
@@ -96,7 +99,7 @@ class ThreadStreams:
 
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         if not self._stop.alive:
-            raise MemoError("a copy was issued after the swap engine was closed")
+            raise MemoError(f"a copy was issued {_CLOSED}")
         self._copies[stream].append((dst, src))
 
     def _hand_over(self, stream: str) -> None:
@@ -112,6 +115,18 @@ class ThreadStreams:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+
+_alive: weakref.WeakSet[ThreadStreams] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A child process has none of the threads: there, all streams are closed."""
+    for streams in _alive:
+        streams._stop.detach()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _copy_all(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

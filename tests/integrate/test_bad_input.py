@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
+from ds_memo.integrate.layers import find_layers
 from tests.integrate.traces import fingerprint
-from tests.models import HIDDEN, LAYERS, Batch, Block, Toy, assert_same, build, gradients, step
+from tests.models import HIDDEN, LAYERS, Batch, Block, Toy, assert_same, assert_same_grads, build, gradients, step
 
 BATCH = Batch.random(2, 17)
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
@@ -45,6 +46,36 @@ def test_lists_of_one_length() -> None:
         ds_memo.attach(model, {})
     handle = ds_memo.attach(model, {}, layers=list(model.decoder))
     assert handle.report()["layers"] == 3
+    handle.detach()
+
+
+class Twice(nn.Module):
+    """One layer, used four times, and stages of two layers each."""
+
+    def __init__(self, stages: bool) -> None:
+        super().__init__()
+        blocks = [Block() for _ in range(4)] if stages else [Block()] * 4
+        self.parts = nn.ModuleList(nn.ModuleList(blocks[i : i + 2]) for i in (0, 2)) if stages else nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            for block in part if isinstance(part, nn.ModuleList) else [part]:
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_lists_of_lists_and_of_one_layer(stages: bool) -> None:
+    model = Twice(stages)
+    stock = copy.deepcopy(model)
+    names = [name for name, _ in find_layers(model)]
+    assert names == (["parts.0.0", "parts.0.1", "parts.1.0", "parts.1.1"] if stages else ["parts.0"])
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
+    x = torch.randn(2, 17, HIDDEN)
+    for net in (model, stock):
+        net(x).sum().backward()
+    assert handle.report()["frames"] == 4 and handle.report()["bytes_to_host"]
+    assert_same_grads(gradients(model), gradients(stock))
     handle.detach()
 
 

@@ -181,3 +181,18 @@ def test_eager_attention_is_told() -> None:
     with pytest.warns(ds_memo.MemoWarning, match='attention that materialises its scores.*Use attn_implementation="sdpa"'):
         step(model, Batch.random(2, 9))
     handle.detach()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_keys_and_values_given_in_training(wrapped: bool) -> None:
+    """Transformers would drop them without a word to the loss; without training they are welcome."""
+    model = build("llama")
+    handle = ds_memo.attach(nn.ModuleDict({"model": model}) if wrapped else model, {"alpha": 0.5, "resident_layers": 1})
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
+        assert model(input_ids=ids[:, 8:9], past_key_values=cache).past_key_values.get_seq_length() == 9
+    with pytest.raises(ds_memo.MemoError, match="LlamaModel was given past_key_values of 9 tokens in training"):
+        model(input_ids=ids[:, 9:], past_key_values=cache)
+    assert model(input_ids=ids, past_key_values=None).logits.requires_grad
+    handle.detach()

@@ -232,6 +232,26 @@ def test_checkpoint_around_several_layers(config: dict, reentrant: bool) -> None
     compare_with_stock(Model(), drive, config)
 
 
+def test_checkpoint_around_each_layer() -> None:
+    """With nothing configured memo's first pass is checkpointed and the second is not: torch's would see other tensors."""
+
+    class Model(Toy):
+        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+            x = inputs_embeds
+            for block in self.blocks:
+                x = torch_checkpoint(block, x, use_reentrant=False)
+            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+    def stepped(model: nn.Module, number: int) -> Outcome:
+        outcome = step(model, BATCH)
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        return outcome
+
+    torch.manual_seed(0)
+    report = compare_with_stock(Model(), stepped, {"plan": {"enabled": False}}, steps=4)
+    assert report["frames"] == 0 and "torch.utils.checkpoint around its layers" in report["warnings"][0]
+
+
 @every_config
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_around_attention_inside_a_layer(config: dict, reentrant: bool) -> None:

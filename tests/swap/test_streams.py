@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import threading
 import time
 import weakref
@@ -291,3 +293,27 @@ def test_closing_from_a_copy_thread_does_not_hang():
     streams._queues[D2H].put((close_and_tell,))
     assert closed.wait(LONG_S)
     assert ended(streams._threads)
+
+
+def test_a_forked_process_has_no_threads() -> None:
+    """It is told so, where it would wait for ever."""
+    streams = ThreadStreams()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        said = b"nothing"
+        with contextlib.suppress(BaseException):
+            try:
+                streams.copy(D2H, torch.empty(1), torch.ones(1))
+            except MemoError as error:
+                said = str(error).encode()
+        os.write(writer, said)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert b"in a process forked from the one that made it" in os.read(reader, 1000)
+    os.close(reader), os.close(writer)
+    target = torch.zeros(1)
+    streams.copy(D2H, target, torch.ones(1))
+    streams.wait(COMPUTE, streams.mark(D2H))
+    assert target.item() == 1
+    streams.close()
