@@ -83,9 +83,15 @@ def size(nbytes: float) -> str:
 def write_whole(place: Path, text: str) -> None:
     """Write a file, or leave what is there: readers and interrupted writers never meet.
 
+    A link stays one, and what is no file (/dev/stdout, a pipe) is written to.
+
     Raises:
         OSError: it cannot be written.
     """
+    if str(place).startswith(("/dev/", "/proc/")) or (place.exists() and not place.is_file() and not place.is_dir()):
+        place.write_text(text, encoding="utf-8")
+        return
+    place = Path(os.path.realpath(place))
     handle, name = tempfile.mkstemp(dir=place.parent, prefix=place.stem, suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -25,11 +25,17 @@ VERBS = {  # verb: (module, what it does)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="ds-memo", description="Long-context training for DeepSpeed.")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # `deepspeed --module ds_memo.cli` puts it before the verb
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    chosen = next((w for w in words if not w.startswith("-")), None)
+    chosen = next((w for w in words if w in VERBS), None)
     module = None
     for verb, (name, text) in VERBS.items():
         sub = verbs.add_parser(verb, help=text, description=text.capitalize() + ".")
@@ -39,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(sub)
             mine = sub
     args, unknown = parser.parse_known_args(words)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # "×" and bars on a terminal that has none
     if unknown:
         mine.error(f"unrecognized arguments: {' '.join(unknown)}")  # by its own usage, not by that of `ds-memo`
     warnings.showwarning = lambda message, *_: print(f"ds-memo {args.verb}: warning: {message}", file=sys.stderr)
@@ -50,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `ds-memo … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":

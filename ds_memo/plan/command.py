@@ -34,13 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds for everything (default: %(default)g)"
     )
     parser.add_argument("--capacity", type=_bytes, metavar="N", help="exit with 1 where no plan of N bytes is found")
-    parser.add_argument("--layers", type=int, metavar="N", help="repeat the trace's layer 1 to make N layers")
+    parser.add_argument("--layers", type=_layers, metavar="N", help="repeat the trace's layer 1 to make N layers")
     parser.add_argument("--min-bytes", type=_bytes, default=0, metavar="N", help="leave smaller tensors to the general allocator")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def _seconds(text: str) -> float:
     return number(text, 1e-9, 1e9, "seconds above 0")
+
+
+def _layers(text: str) -> int:
+    return int(number(text, 1, 4096, "a whole number from 1 to 4096"))
 
 
 def _bytes(text: str) -> int:
@@ -150,6 +154,8 @@ def _row(name: str, tensors: int, peak: int, bound: int, proven: bool, seconds: 
 def _plan_csv(args: argparse.Namespace, progress: _Bar | None) -> int:
     if len(args.input) > 1:
         raise PlanError(f"one CSV problem at a time, got {len(args.input)} inputs")
+    if args.layers is not None or args.min_bytes:
+        raise PlanError("--layers and --min-bytes are for traces; a CSV problem has neither layers nor bytes")
     problem = read_csv(args.input[0])
     bound = lower_bound(problem.buffers)
     if args.capacity is None:
@@ -157,7 +163,7 @@ def _plan_csv(args: argparse.Namespace, progress: _Bar | None) -> int:
     elif args.capacity < bound:
         raise CapacityBelowLowerBound(_too_small(args.capacity, bound))
     else:
-        found = fit(problem, args.capacity, solver=args.solver, seconds=args.time_limit)
+        found = fit(problem, args.capacity, solver=args.solver, seconds=args.time_limit, progress=progress)
     if progress:
         progress.close()
     if found is None:

@@ -21,7 +21,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
+from . import verify
 from .bilevel import PhaseReport, Plan, Slot
 from .dsa import Buffer, Lifespan, Offset, Problem
 from .errors import (
@@ -34,7 +36,7 @@ from .errors import (
     TruncatedInput,
     UnknownPhase,
 )
-from .trace import PHASE_NAME, PHASE_WORDS, Phase, Request, Trace
+from .trace import PHASE_NAME, PHASE_WORDS, UNIT, Phase, Request, Trace
 
 SCHEMA = "ds_memo.plan/1"
 MAX_SIZE = 2**63
@@ -136,6 +138,13 @@ def read_csv(path: str | Path) -> Problem:
 
 def parse_csv(text: str, source: str = "csv") -> Problem:
     rows = csv.reader(io.StringIO(text))
+    try:
+        return _problem(rows, source)
+    except csv.Error as e:
+        raise MalformedInput(source, rows.line_num, str(e), "comma-separated fields") from None
+
+
+def _problem(rows: Any, source: str) -> Problem:
     head = [c.strip() for c in next(rows, [])]
     wanted = ("id", "lower", "upper", "size")
     missing = [c for c in wanted if c not in head]
@@ -168,10 +177,11 @@ def parse_csv(text: str, source: str = "csv") -> Problem:
 
 def write_csv(problem: Problem, offsets: Sequence[Offset]) -> str:
     """MiniMalloc's output: the input's columns and the offset."""
-    lines = ["id,lower,upper,size,offset"]
-    for b, o in zip(problem.buffers, offsets, strict=True):
-        lines.append(f"{b.id},{b.lifespan.lower},{b.lifespan.upper},{b.size},{o}")
-    return "\n".join(lines) + "\n"
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    rows.writerow(("id", "lower", "upper", "size", "offset"))
+    rows.writerows((b.id, *b.lifespan, b.size, o) for b, o in zip(problem.buffers, offsets, strict=True))
+    return out.getvalue()
 
 
 # ---- plans
@@ -198,12 +208,14 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def plan_from_json(text: str, source: str = "plan") -> Plan:
-    """Reads what plan_to_json wrote; the schema must be this version's."""
+    """Reads what plan_to_json wrote; the schema must be this version's, and no two tensors may be in each other's way."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as e:
         error = TruncatedInput if e.pos >= len(text.rstrip()) else MalformedInput
         raise error(source, e.lineno, e.msg.lower(), "a plan as JSON") from None
+    except RecursionError:
+        raise MalformedInput(source, 0, "brackets within brackets without end", "a plan as JSON") from None
     schema = data.pop("schema", None) if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise MalformedInput(source, 0, f"schema {schema!r}", f"{SCHEMA!r}: make the plan anew with ds-memo plan")
@@ -212,6 +224,29 @@ def plan_from_json(text: str, source: str = "plan") -> Plan:
         data["phases"] = tuple(PhaseReport(**row) for row in data["phases"])
         data["left"] = tuple((i, size, why) for i, size, why in data["left"])
         data["notes"], data["unpacked"] = tuple(data["notes"]), tuple(data["unpacked"])
-        return Plan(**data)
+        plan = Plan(**data)
+        _check_fields(plan)
     except (KeyError, TypeError, ValueError) as e:
         raise MalformedInput(source, 0, str(e), f"the fields of {SCHEMA}") from None
+    buffers, offsets = [slot.buffer() for slot in plan.slots], [slot.offset for slot in plan.slots]
+    wrong = verify.check(buffers, offsets, peak=plan.peak, lower_bound=plan.lower_bound, alignment=UNIT)
+    if wrong is not None:
+        raise MalformedInput(source, 0, ": ".join(wrong), "a plan that ds-memo plan wrote")
+    return plan
+
+
+_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (int, float), "int | None": (int, type(None))}
+
+
+def _check_fields(plan: Plan) -> None:
+    """Of the plan, its phases and slots, by their annotations. Raises ValueError."""
+    for row in (plan, *plan.phases, *plan.slots):
+        for name, annotation in type(row).__annotations__.items():
+            annotation = getattr(annotation, "__forward_arg__", annotation)  # of a NamedTuple
+            value = getattr(row, name)
+            if annotation in _TYPES and type(value) not in _TYPES[annotation]:
+                raise ValueError(f"{name} {value!r}"[:80])
+            if isinstance(value, (int, float)) and not -MAX_SIZE < value < MAX_SIZE:
+                raise ValueError(f"{name} {value!r}"[:80])
+    if not all(0 <= slot.phase < len(plan.phases) and slot.birth >= 0 for slot in plan.slots):
+        raise ValueError("a slot of a phase or time that is not there")

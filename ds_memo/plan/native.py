@@ -1,7 +1,7 @@
 """Compiles ops/csrc/dsa_search.cpp at first use and loads it with ctypes.
 
 The library is cached in $XDG_CACHE_HOME/ds_memo (~/.cache/ds_memo), named by a hash of source, compiler and flags, so a
-changed source or compiler builds anew. `python -m ds_memo.plan.native` builds it ahead of time (3 s).
+changed source or compiler builds anew. `ds_memo.plan.native.build()` builds it ahead of time (3 s).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build(deadline: float = float("inf")) -> Path:
                 raise Unavailable(f"{cxx[0]} failed: {run.stderr.strip()[-400:]}")
             os.replace(out, library)  # whole or not at all, whoever else builds at the same time
     except subprocess.TimeoutExpired:
-        raise Unavailable("the time limit ended before it was compiled; `python -m ds_memo.plan.native` builds it") from None
+        raise Unavailable("the time limit ended before it was compiled; `ds_memo.plan.native.build()` does it") from None
     except OSError as e:
         raise Unavailable(f"cannot build in {folder}: {e}") from None
     return library
@@ -88,8 +88,13 @@ def load(deadline: float = float("inf")) -> ctypes.CDLL:
         path = build(deadline)
         try:
             library = ctypes.CDLL(str(path))
-        except OSError as e:
-            raise Unavailable(f"cannot load {path}: {e}") from None
+        except OSError:  # damaged: a full disk, a machine that went down
+            path.unlink(missing_ok=True)
+            path = build(deadline)
+            try:
+                library = ctypes.CDLL(str(path))
+            except OSError as e:
+                raise Unavailable(f"cannot load {path}: {e}") from None
         ints, longs, doubles = (ctypes.POINTER(c) for c in (ctypes.c_int, ctypes.c_int64, ctypes.c_double))
         library.ds_memo_dsa_search.argtypes = [
             ctypes.c_int, ctypes.c_int, ints, ints, longs, ctypes.c_int64, ints, doubles, ctypes.c_int, ctypes.c_double,
@@ -97,7 +102,3 @@ def load(deadline: float = float("inf")) -> ctypes.CDLL:
         ]  # fmt: skip
         _loaded = library
     return _loaded
-
-
-if __name__ == "__main__":
-    print(build())

@@ -119,11 +119,16 @@ def solve(problem: Problem, *, solver: str = "cbc", seconds: float = 60.0, progr
     )  # fmt: skip
 
 
-def fit(problem: Problem, capacity: int, *, solver: str = "cbc", seconds: float = 60.0) -> Solution | None:
+def fit(
+    problem: Problem, capacity: int, *, solver: str = "cbc", seconds: float = 60.0, progress: Progress | None = None
+) -> Solution | None:
     """A placement below `capacity`, or None where none was found; any that fits will do.
 
     This is MiniMalloc's question. It is easier than the smallest plan: the search is given the capacity at once, and
     every solver but "greedy" means the same here.
+
+    Args:
+        progress: See solve.
     """
     began = time.monotonic()
     scaled, unit = problem.scaled()
@@ -133,6 +138,8 @@ def fit(problem: Problem, capacity: int, *, solver: str = "cbc", seconds: float 
     if peak(scaled.buffers, offsets) > room:
         if solver == "greedy":
             return None
+        if progress:
+            progress("search", peak(scaled.buffers, offsets) * unit, base, time.monotonic() - began, seconds)
         answer = search(scaled.buffers, room, seconds - (time.monotonic() - began))
         offsets, method = answer.offsets, f"search ({answer.engine})"
         if answer.engine == "python":

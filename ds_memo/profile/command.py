@@ -130,7 +130,7 @@ def _ranks(wanted: str | None) -> Iterator[tuple[torch.device, int]]:
     if wanted == "cuda" and not has_cuda:
         raise MemoError("--device cuda: PyTorch sees no CUDA device here; leave it out, or take cpu")
     kind = wanted or ("cuda" if has_cuda else "cpu")
-    local, world = int(os.environ.get("LOCAL_RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+    local, world = _environment("LOCAL_RANK", 0), _environment("WORLD_SIZE", 1)
     device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         if local >= torch.cuda.device_count():
@@ -147,6 +147,13 @@ def _ranks(wanted: str | None) -> Iterator[tuple[torch.device, int]]:
         yield device, dist.get_rank()
     finally:
         dist.destroy_process_group()
+
+
+def _environment(name: str, default: int) -> int:
+    value = os.environ.get(name) or str(default)
+    if not value.isdecimal():
+        raise MemoError(f"the environment's {name} is {value!r}, expected a whole number: a launcher sets it, or nobody")
+    return int(value)
 
 
 # ---- for people

@@ -212,7 +212,7 @@ def from_json(text: str) -> Profile:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProfileError(f"it is no JSON ({error})") from None
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise ProfileError(f"it is not of format {FORMAT}")
@@ -240,8 +240,12 @@ def _check(profile: Profile) -> None:
     outputs = [output for sample in samples for output in sample.outputs]
     numbers += [value for output in outputs for value in (output.rows, output.row_bytes, output.born)]
     numbers += [profile.d2h_bytes_per_s, profile.h2d_bytes_per_s]
-    if not all(type(number) in (int, float) and math.isfinite(number) and number >= 0 for number in numbers):
+    if not all(type(number) in (int, float) and 0 <= number < 1 << 63 for number in numbers):
         raise ProfileError("a number in it is negative, not finite, or no number")
+    whole = [f.name for f in fields(LayerSample) if f.type == "int"]
+    counts = [getattr(sample, name) for sample in samples for name in whole]
+    if not all(type(number) is int for number in (*counts, *(n for output in outputs for n in (output.rows, output.row_bytes)))):
+        raise ProfileError("a number of bytes or rows in it is not whole")
     ok = (
         isinstance(profile.key, dict)
         and isinstance(profile.method, str)
@@ -251,7 +255,7 @@ def _check(profile: Profile) -> None:
         and profile.d2h_bytes_per_s > 0
         and profile.h2d_bytes_per_s > 0
         and profile.kinds
-        and profile.layers
+        and any(kind is not None for kind in profile.layers)
         and all(kind is None or (type(kind) is int and 0 <= kind < len(profile.kinds)) for kind in profile.layers)
         and all(kind.samples and len({len(s.outputs) for s in kind.samples}) == 1 for kind in profile.kinds)
         and all(sample.batch > 0 and sample.length > 0 for sample in samples)

@@ -54,7 +54,7 @@ def read_report(text: str, name: str) -> Report:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReportError(f"{name}: expected JSON ({error})") from None
     report = data.get("report", data) if isinstance(data, dict) else data
     if not isinstance(report, dict):
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     report = read_report(text, args.report)
     try:
         print(report)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise ReportError(f"{args.report}: a field of the report is not what ds_memo writes ({error!r})") from None
     return 0
 

@@ -1,9 +1,13 @@
 import json
+import os
 import re
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
+from ds_memo import cli
 from ds_memo.plan import read_csv, read_plan, verify
 from tests.command import call, complaint
 from tests.processes import python
@@ -89,6 +93,8 @@ def test_bad_input_is_exit_code_2(capsys, tmp_path, what):
         (("plan", TRACE, "--time-limit", "soon"), "'soon', expected seconds above 0"),
         (("plan", TRACE, "--solver", "magic"), "invalid choice"),
         (("plan", TRACE, "--layers", "2"), "cannot make 2 layers"),
+        (("plan", TRACE, "--layers", "100000000"), "expected a whole number from 1 to 4096"),
+        (("plan", EXAMPLE, "--layers", "8"), "--layers and --min-bytes are for traces"),
         (("plan", TRACE, "-o", "/nonexistent/plan.json"), "cannot write"),
         (("show", EXAMPLE), "a plan as JSON"),
         (("show", "plan.json", "-o", "plan.bmp"), "expected a name that ends in .png or .html"),
@@ -122,9 +128,54 @@ def test_planning_imports_neither_torch_nor_a_solver():
     assert run.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("what", ["link", "pipe", "device", "folder"])
+def test_what_the_output_is_stays_what_it_is(capsys, tmp_path, what):
+    """As root, -o /dev/null would have made a file of the device."""
+    place, target = tmp_path / "out", tmp_path / "plan.json"
+    if what == "link":
+        target.write_text("before")
+        place.symlink_to(target)
+    elif what == "pipe":
+        os.mkfifo(place)
+        reader = threading.Thread(target=lambda: target.write_text(place.read_text()))
+        reader.start()
+    elif what == "folder":
+        place.mkdir()
+    else:
+        place = Path("/dev/null")
+    before = place.lstat().st_mode
+    code, _, _ = call(capsys, "plan", TRACE, "-o", place)
+    assert place.lstat().st_mode == before and code == (2 if what == "folder" else 0)
+    if what == "pipe":
+        reader.join()
+    if what in ("link", "pipe"):
+        assert read_plan(target).slots
+    assert sorted(tmp_path.iterdir()) == sorted(path for path in (tmp_path / "out", target) if path.exists())
+
+
+def test_a_launchers_option_before_the_verb(capsys):
+    assert call(capsys, "--local_rank", 0, "plan", TRACE, "--json")[0] == 0
+
+
+def test_a_terminal_that_cannot_show_a_sign():
+    run = python("-m", "ds_memo.cli", "plan", TRACE, PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert run.returncode == 0, run.stderr
+
+
+def test_interrupted_while_it_starts(monkeypatch):
+    def import_module(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ds_memo.cli.import_module", import_module)
+    assert cli.main(["plan", TRACE]) == 130
+
+
 def test_a_progress_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     code, _, err = call(capsys, "plan", DATA / "minimalloc" / "B.1048576.csv", "--solver", "search", "--time-limit", 5)
     assert code == 0 and "greedy" in err and "search" in err and "peak/bound" in err
     code, _, err = call(capsys, "plan", TRACE, "--json")
     assert "peak/bound" not in err
+    hard = DATA / "minimalloc" / "B.1048576.csv"
+    code, _, err = call(capsys, "plan", hard, "--capacity", CAPACITY, "--time-limit", 5)
+    assert code == 0 and "search" in err

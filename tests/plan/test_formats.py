@@ -1,3 +1,4 @@
+import json
 import pickle
 from contextlib import suppress
 
@@ -6,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_memo.plan import errors, plan_from_json, plan_to_json, plan_trace, read_csv, read_trace, write_csv
+from ds_memo.plan.dsa import Problem
 from ds_memo.plan.formats import parse_csv, parse_trace, write_trace
 from ds_memo.plan.snapshot import read_snapshot
 
@@ -122,6 +124,52 @@ def test_bad_plans(change, error):
     text = plan_to_json(plan_trace(parse_trace("malloc a 5\nfree a\n")))
     with pytest.raises(error):
         plan_from_json(change(text))
+
+
+@pytest.mark.parametrize(
+    "where, junk",
+    [
+        *((("slots", 0, name), junk) for name in ("offset", "birth", "phase", "requested") for junk in ("a", None, -1, 10**30)),
+        (("slots", 1, "offset"), 0),
+        (("slots", 0, "phase"), 7),
+        (("slots", 0, "k"), 1.5),
+        (("peak",), float("nan")),
+        (("peak",), "1024"),
+        (("lower_bound",), 1),
+        (("proven",), "no"),
+        (("phases", 0, "name"), 5),
+        (("notes",), 5),
+        (("slots",), [[]]),
+    ],
+)
+def test_a_plan_that_somebody_changed(where, junk):
+    """Its types, and that no two tensors are in each other's way: it is drawn, and believed."""
+    data = json.loads(plan_to_json(plan_trace(parse_trace("malloc a 5\nmalloc b 5\nfree a\nfree b\n"))))
+    owner = data
+    for name in where[:-1]:
+        owner = owner[name]
+    owner[where[-1]] = junk
+    with pytest.raises(errors.MalformedInput):
+        plan_from_json(json.dumps(data))
+
+
+def test_brackets_without_end():
+    with pytest.raises(errors.MalformedInput, match="brackets within brackets"):
+        plan_from_json("[" * 100_000)
+
+
+# ---- MiniMalloc
+
+
+@pytest.mark.parametrize("name", ["a,b", 'a"b', "a b"])
+def test_names_of_buffers_round_trip(name):
+    problem = Problem.of([(name, 0, 3, 4)])
+    assert parse_csv(write_csv(problem, [0])) == problem
+
+
+def test_a_field_without_end():
+    with pytest.raises(errors.MalformedInput, match=r"x\.csv:2: read field larger"):
+        parse_csv("id,lower,upper,size\n" + "a" * 200_000 + ",0,1,1\n", "x.csv")
 
 
 # ---- snapshots

@@ -80,6 +80,7 @@ def test_the_command(report: dict, tmp_path: Path, capsys: pytest.CaptureFixture
     "text, says",
     [
         ("{", "expected JSON"),
+        ("[" * 100_000, "expected JSON"),
         ("[1]", "got a list"),
         ('{"report": null}', "metrics of a run without memo"),
         ('{"alpha": 1}', "no report of ds_memo: it has no active, resident_layers"),
