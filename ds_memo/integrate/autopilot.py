@@ -15,8 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from torch import nn
 from ds_memo.config import MemoConfig
 from ds_memo.integrate.budgets import Budgets
 from ds_memo.integrate.calls import Calls, Together
+from ds_memo.integrate.chosen import Chosen
+from ds_memo.integrate.looks import REMEMBERED, Looks
 from ds_memo.integrate.stalls import StallWatch, slower
 from ds_memo.plan import native
 from ds_memo.profile import cache
@@ -37,60 +38,21 @@ from ds_memo.profile.agree import (
     together,
     world_size,
 )
-from ds_memo.profile.call import LayerCall, layer_calls
-from ds_memo.profile.kinds import kinds_of, layer_in_words
-from ds_memo.profile.lengths import HiddenShapes, Shapes, hidden_shape
+from ds_memo.profile.call import LayerCall
+from ds_memo.profile.kinds import layer_in_words
+from ds_memo.profile.lengths import HiddenShapes, Shapes
 from ds_memo.profile.requests import Most
 from ds_memo.profile.run import Asked, lengths_of, take_profile, worth_measuring
 from ds_memo.profile.sample import Profile
-from ds_memo.remat.checkpoint import FULL_RECOMPUTE, Layer, Remat, Setting
+from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.homes import Homes, solve
+from ds_memo.solve.homes import solve
 from ds_memo.solve.memory import bytes_at_head
-from ds_memo.solve.places import Home, Places
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.swap.host_memory import GIB
 
-_KINDS = 64
-"""Kinds of passes that are remembered."""
 _TRIES = 3
 """Passes that may fail before their first layer until no profile is made."""
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The setting of one kind of pass."""
-
-    homes: Homes
-    run: RunCosts
-    solved: tuple[int, ...]
-    """Indices of the layers that it was solved for: those that are called and keep something."""
-    layers: int
-    """Of the model."""
-    shapes: HiddenShapes
-    shape: tuple[int, ...]
-    """Of the hidden states that come into the last layer: (batch, length, hidden)."""
-
-    def number(self, call: int) -> int:
-        """Of a layer call that was solved for, its number among those of all layers: first one call of each, then the second of
-        each, …"""
-        return call // len(self.solved) * self.layers + self.solved[call % len(self.solved)]
-
-    @cached_property
-    def settings(self) -> tuple[Setting, ...]:
-        """By these numbers, of all layer calls before a backward."""
-        rounds = len(self.run.layers) // len(self.solved)
-        if self.homes.plain:
-            return (Setting(checkpointed=False),) * (rounds * self.layers)
-        settings = [FULL_RECOMPUTE] * (rounds * self.layers)
-        for call, home in enumerate(self.homes.places.homes(len(self.run.layers))):
-            settings[self.number(call)] = _setting(home, self.homes.alpha)
-        return tuple(settings)
-
-    @cached_property
-    def places(self) -> Places:
-        """By these numbers."""
-        return Places(*(frozenset(map(self.number, calls)) for calls in self.homes.places))
 
 
 class Autopilot:
@@ -122,16 +84,7 @@ class Autopilot:
         self._warn = warn
         self._chosen: dict[tuple[HiddenShapes, Together, bool], Chosen] = {}
         """By the shapes of the hidden states, what there is together, and whether the pass may do without checkpointing."""
-        self._kinds: list[int] = []
-        """Of each layer its kind."""
-        self._measured: list[int] = []
-        """The kinds that are in the profile."""
-        self._last_kind = 0
-        """The one that comes last in a forward."""
-        self._first: tuple[Shapes, HiddenShapes] = ((), ())
-        """Of the pass that was profiled."""
-        self._seen: dict[Shapes, HiddenShapes] = {}
-        """What only a look into the forward could tell."""
+        self._looks = Looks(remat, layers)
         self._together = Together()
         self._meets_in_layers = False
         """Ranks hold parameters in pieces (ZeRO-3), or each some of the experts."""
@@ -165,8 +118,7 @@ class Autopilot:
             return None
         self._expect(calls)
         choose = self._choose_together if self._meets_in_layers else self._choose_alone
-        look = functools.partial(self._look, model, args, kwargs, lambda calls: self._last_kind in calls)
-        chosen = choose(kind, self._shapes_of(kind), look)
+        chosen = choose(self._looks.shapes(kind), functools.partial(self._looks.look, kind, model, args, kwargs))
         if chosen is not self._latest:
             self._latest = chosen
             self._stalls.another_kind()
@@ -180,19 +132,11 @@ class Autopilot:
             forwards = f", in {self._together.forwards} forwards" if self._together.forwards > 1 else ""
             self.changes.append(f"solved for {self._together.calls} calls of each layer before its backward{forwards}")
 
-    def _look(
-        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], enough: Callable[[dict[int, LayerCall]], bool]
-    ) -> dict[int, LayerCall]:
-        """Into a forward."""
-        return layer_calls(self._remat, model, args, kwargs, self._kinds, enough)
-
-    def _choose_alone(self, kind: Shapes, shapes: HiddenShapes | None, look: Callable[[], dict[int, LayerCall]]) -> Chosen | None:
-        shapes = shapes or self._saw(kind, look())
+    def _choose_alone(self, shapes: HiddenShapes | None, look: Callable[[], HiddenShapes]) -> Chosen | None:
+        shapes = shapes or look()
         return self._solved(shapes, self._may_be_plain) if any(shapes) else None
 
-    def _choose_together(
-        self, kind: Shapes, shapes: HiddenShapes | None, look: Callable[[], dict[int, LayerCall]]
-    ) -> Chosen | None:
+    def _choose_together(self, shapes: HiddenShapes | None, look: Callable[[], HiddenShapes]) -> Chosen | None:
         """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer; where each has other
         experts, they trade tokens there. So, whatever lengths they have, a rank must not look into a forward alone, and they
         replay the same layers: all, unless they agree on as many plain ones."""
@@ -205,7 +149,7 @@ class Autopilot:
         mine = (shapes is None, plain, -plain, nothing_fits is not None)
         looks, most, minus_least, fails = greatest(mine, self._device)
         if looks:
-            return self._choose_together(kind, self._saw(kind, together(look)), look)
+            return self._choose_together(together(look), look)
         if fails:
             self._refuse_together(nothing_fits)
         return self._solved(shapes, may_be_plain=self._may_be_plain and most == -minus_least) if any(shapes) else None
@@ -218,22 +162,6 @@ class Autopilot:
         rank, (message, *rest) = next((rank, said) for rank, said in enumerate(everybodys) if said)
         raise NothingFits(f"rank {rank}: {message}", *rest)
 
-    def _shapes_of(self, kind: Shapes) -> HiddenShapes | None:
-        """None: a look into the forward must tell."""
-        if not kind:  # no tensor was seen among the inputs: every pass looks like this
-            return None
-        if kind in self._seen:
-            return self._seen[kind]
-        first, shapes = self._first
-        found = tuple(shape and hidden_shape(first, shape, kind) for shape in shapes)
-        return None if any(shape and not here for shape, here in zip(shapes, found, strict=True)) else found
-
-    def _saw(self, kind: Shapes, calls: dict[int, LayerCall]) -> HiddenShapes:
-        _forget_oldest(self._seen)
-        shapes = tuple(calls[number].shape if number in calls else None for number in self._measured)
-        self._seen[kind] = shapes
-        return shapes
-
     @property
     def _may_be_plain(self) -> bool:
         return self._stepped or not self.sees_head
@@ -242,7 +170,8 @@ class Autopilot:
         key = (shapes, self._together, may_be_plain)
         known = self._chosen.get(key)
         if known is None:
-            _forget_oldest(self._chosen)
+            while len(self._chosen) >= REMEMBERED:
+                del self._chosen[next(iter(self._chosen))]
             known = self._chosen[key] = self._solve(shapes, may_be_plain)
         return known
 
@@ -275,10 +204,8 @@ class Autopilot:
 
     def _start(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Profile. All ranks do this together, at their first training pass."""
-        self._kinds = kinds_of(self._layers)
-        enough = functools.partial(_all_kinds, max(self._kinds) + 1, _has_experts_apart(model))
         try:
-            calls = together(functools.partial(self._look, model, args, kwargs, enough))
+            calls = together(functools.partial(self._looks.first, model, args, kwargs))
         except Failed as failed:  # the forward itself will say what is wrong with it; it may well be right the next time
             self._missed += 1
             return self._missed >= _TRIES and self._give_up(failed)
@@ -298,8 +225,7 @@ class Autopilot:
                 return self._give_up(failed)
             if int(os.environ.get("LOCAL_RANK") or 0) == 0:
                 cache.store(folder, self.profile, self._warn)
-        self._measured, self._last_kind = list(asked.calls), list(calls)[-1]
-        self._first = (kind, self._saw(kind, calls))
+        self._looks.profiled(kind, calls, asked.calls)
         del calls, asked  # their hidden states are nothing that will be there
         self._meets_in_layers = world_size() > 1 and any(map(_is_divided, model.parameters()))
         self._budgets.look(model, self.has_engine, stepped=False)
@@ -307,7 +233,7 @@ class Autopilot:
 
     def _asked(self, calls: dict[int, LayerCall]) -> Asked:
         """What all ranks call and can learn from."""
-        calls = worth_measuring(self._layers, self._kinds, calls)
+        calls = worth_measuring(self._layers, self._looks.kinds, calls)
         everybodys = from_all_ranks({kind: (call.length, call.can_shorten()) for kind, call in calls.items()})
         calls = {kind: call for kind, call in calls.items() if all(kind in theirs for theirs in everybodys)}
         method = self._config.profile.method
@@ -317,7 +243,7 @@ class Autopilot:
             lengths[kind] = lengths_of(method, min(said), all(can_shorten))
         return Asked(
             layers=self._layers,
-            kinds=self._kinds,
+            kinds=self._looks.kinds,
             calls=calls,
             method=method,
             lengths=lengths,
@@ -404,47 +330,6 @@ class Autopilot:
 def _is_divided(parameter: nn.Parameter) -> bool:
     """DeepSpeed's words for a piece of a parameter, and for an expert that other ranks lack."""
     return hasattr(parameter, "ds_id") or not getattr(parameter, "allreduce", True)
-
-
-def _all_kinds(kinds: int, has_experts_apart: bool, calls: dict[int, LayerCall]) -> bool:
-    """Whether a first look has seen enough. Ranks that each have some of the experts trade tokens in layers, so where some have
-    calls that others lack, all of them go on to the end."""
-    return len(calls) == kinds and (kinds == 1 or not has_experts_apart)
-
-
-def _has_experts_apart(model: nn.Module) -> bool:
-    """Each rank has some of the experts, by DeepSpeed's word."""
-    return world_size() > 1 and not all(getattr(parameter, "allreduce", True) for parameter in model.parameters())
-
-
-def _forget_oldest(known: dict[Any, Any]) -> None:
-    while len(known) >= _KINDS:
-        del known[next(iter(known))]
-
-
-def _setting(home: Home, alpha: float) -> Setting:
-    if home.plain:
-        return Setting(checkpointed=False, keeps_pace=True)
-    if home.resident:
-        return Setting(resident=True)
-    return Setting(resident=home.lean, alpha=home.alpha(alpha), keeps_attention=not home.dropped)
-
-
-def predicted(chosen: Chosen) -> dict[str, Any]:
-    """What the solver expects of a pass; bytes and seconds of this rank."""
-    homes, run = chosen.homes, chosen.run
-    stored = [0] * len(chosen.settings)
-    for call, (layer, home) in enumerate(zip(run.layers, homes.places.homes(len(run.layers)), strict=True)):
-        if not home.plain:
-            stored[chosen.number(call)] = layer.stored_bytes(home.alpha(homes.alpha), keeps_attention=not home.dropped)
-    return {
-        "layers_s": homes.step_s,
-        "d2h_stall_s": homes.d2h_stall_s,
-        "h2d_stall_s": homes.h2d_stall_s,
-        "host_bytes": homes.host_bytes,
-        "device_bytes": homes.device_bytes,
-        "stored_bytes_per_layer": stored,
-    }
 
 
 def cache_folder(config: MemoConfig) -> Path:

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
-from ds_memo.integrate.autopilot import Chosen
 from ds_memo.integrate.calls import Calls
+from ds_memo.integrate.chosen import Chosen
 from ds_memo.remat.checkpoint import FULL_RECOMPUTE, Layer, Setting
 from ds_memo.solve.homes import alpha_for_host
 from ds_memo.solve.places import Places, spread

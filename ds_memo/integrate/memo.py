@@ -17,8 +17,9 @@ from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.integrate import conflicts
 from ds_memo.integrate.addresses import Addresses
-from ds_memo.integrate.autopilot import Autopilot, Chosen, predicted
+from ds_memo.integrate.autopilot import Autopilot
 from ds_memo.integrate.calls import Calls
+from ds_memo.integrate.chosen import Chosen
 from ds_memo.integrate.decisions import RESIDENTS, Decisions
 from ds_memo.integrate.optimizers import watch_optimizers
 from ds_memo.integrate.speed import Speed, model_flops_utilization
@@ -239,7 +240,7 @@ class Memo:
         """Warn of layers that keep much more or less than they did in the profile."""
         if self.calls.most.calls > 1:  # the next pass is solved for as many
             return
-        expected = predicted(chosen)["stored_bytes_per_layer"][: chosen.layers]
+        expected = chosen.stored_bytes[: chosen.layers]
         known = [
             (layer, layer.latest.layout.stored_bytes, nbytes)
             for layer, nbytes in zip(self.layers, expected, strict=False)
@@ -372,7 +373,7 @@ class Memo:
             step_s=step_s,
             tokens_per_s=tokens_per_s,
             mfu=model_flops_utilization(self._model(), self._hidden_shape(), tokens_per_s, self.engine.device),
-            predicted=predicted(decisions.chosen) if decisions.chosen else None,
+            predicted=decisions.chosen.predicted() if decisions.chosen else None,
             profile=self.autopilot.report() if self.autopilot else None,
             plan=self.addresses.report() if self.addresses else None,
             warnings=list(self.warnings),

@@ -169,15 +169,12 @@ def layer_calls(
             outputs[key] = _run_once(call, partial(fn, *args, **kwargs))
         return outputs[key]
 
-    remat._run = catch
     devices = [remat.engine.device] if remat.engine.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices), beside_the_training(model):
+        with remat.instead(catch), torch.random.fork_rng(devices=devices), beside_the_training(model):
             model.forward(*args, **kwargs)
     except _Enough:
         pass
-    finally:
-        del remat._run
     if not calls:
         raise MemoError(f"{type(model).__name__} ran a training forward without calling a layer")
     return calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,6 +125,15 @@ class Remat:
         if torch.compiler.is_compiling():  # dynamo must not trace what follows; it goes on after it
             return torch.compiler.disable(self._run)(layer, fn, args, kwargs, preserve_rng_state)
         return self._run(layer, fn, args, kwargs, preserve_rng_state)
+
+    @contextmanager
+    def instead(self, run: Callable[..., Any]) -> Iterator[None]:
+        """Have every layer call come to ``run(layer, fn, args, kwargs, preserve_rng_state)``."""
+        self._run = run
+        try:
+            yield
+        finally:
+            del self._run
 
     def _run(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         if inside_a_layer() or not torch.is_grad_enabled():

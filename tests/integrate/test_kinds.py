@@ -142,8 +142,8 @@ def test_no_layer_runs_for_nothing(tmp_path: Path) -> None:
         handle = attached(model, tmp_path, profile={"method": "direct"})
         for layer in handle.layers:
             layer.module().register_forward_hook(lambda *args, name=layer.name: ran.append(name))
-        calls = handle.autopilot._look
-        handle.autopilot._look = lambda *args, calls=calls: (calls(*args), ran.append("looked"))[0]
+        looks = handle.autopilot._looks
+        looks._look = lambda *args, look=looks._look: (look(*args), ran.append("looked"))[0]
         outcome(model, inputs)
         before = ran[: ran.index("looked")]
         assert before == (["model.vision_tower.encoder.layers.0"] if "pixel_values" in inputs else [])

@@ -121,7 +121,7 @@ class TestUnevenRanks(DistributedTest):
 
     def test_inputs_that_do_not_show_their_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A look into the forward, which gathers the embedding, is taken on both ranks if it is on one."""
-        monkeypatch.setattr("ds_memo.integrate.autopilot.hidden_shape", lambda shapes, hidden, others: None)
+        monkeypatch.setattr("ds_memo.integrate.looks.hidden_shape", lambda shapes, hidden, others: None)
         self.test_a_length_that_is_new_to_one_rank({})
 
     def test_nothing_fits_one_rank(self) -> None:
