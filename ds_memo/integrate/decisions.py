@@ -108,8 +108,11 @@ class Decisions:
         return chosen.settings[number] if number < len(chosen.settings) else FULL_RECOMPUTE
 
     def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
-        swapped = max(1, len(self._layers) - len(self.places.residents))
         budget, alpha = self._slab.budget, self._config.alpha
+        others = [other for other in self._layers if other.index not in self.places.residents]
+        if alpha is not None:  # layers of another class keep something else; the slab has the last word on all of them
+            others = [other for other in others if type(other.module()) is type(layer.module())]
+        swapped = max(1, len(others))
         if alpha is None and not self.layers_known:
             alpha = 0.0  # how many layers will share the host shows in this forward
         slack = swapped * _SLACK_PER_FRAME if alpha is None else 0

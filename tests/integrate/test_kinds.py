@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ds_memo
+from ds_memo.swap.host_memory import GIB
 from tests.models import HIDDEN, VOCAB, Batch, Block, Outcome, Toy, assert_same, build, gradients, step
 from tests.unit.common import ON_CPU, DistributedTest
 
@@ -133,6 +134,24 @@ def test_batches_with_and_without_images(first: str, tmp_path: Path) -> None:
         assert not report["warnings"] and report["predicted"]["stored_bytes_per_layer"][:3] == [0, 0, 0]  # the last was a text
         assert report["predicted"]["stored_bytes_per_layer"][3:] == report["stored_bytes_per_layer"][3:]
     handle.detach()
+
+
+def test_alpha_and_residents_given(tmp_path: Path) -> None:
+    """A host that holds the tower's frames and the decoder's is enough, though not for as many of the larger ones."""
+    model, inputs = vision_and_text(), batch(200, images=1)
+    want = outcome(copy.deepcopy(model), inputs)
+    handle = attached(model, tmp_path, alpha=1.0)
+    outcome(model, inputs)
+    needed = handle.report()["host"]["peak_used"]
+    handle.detach()
+    for nbytes in (needed, needed - 1):
+        handle = attached(model, tmp_path, alpha=1.0, host_memory_gib=nbytes / GIB)
+        if nbytes == needed:
+            assert_same(outcome(model, inputs), want)
+        else:
+            with pytest.raises(ds_memo.MemoError, match="host memory: "):
+                outcome(model, inputs)
+        handle.detach()
 
 
 def test_no_layer_runs_for_nothing(tmp_path: Path) -> None:
