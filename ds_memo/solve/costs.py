@@ -7,6 +7,7 @@ run        all layers, both bandwidths, both budgets
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ import numpy as np
 
 ALIGN = 256
 """Bytes; a kept tensor begins on a multiple of it (ds_memo.swap.frame)."""
-PAGE = 4096
+PAGE = mmap.PAGESIZE
 """Bytes; a frame's host block is whole pages (ds_memo.swap.slab)."""
 
 Kind = Literal["input", "attention", "choice", "gemm"]
