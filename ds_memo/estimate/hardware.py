@@ -105,9 +105,17 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise EstimateError(f"{what} file {path} cannot be read as JSON: {error}") from None
+    except RecursionError:
+        raise EstimateError(f"{what} file {path} cannot be read as JSON: it is nested too deeply") from None
     if not isinstance(data, dict):
         raise EstimateError(f"{what} file {path} holds a {type(data).__name__}, expected a JSON object")
     return data
+
+
+def brief(value: Any) -> str:
+    """A value from a file, for a message of one line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _folder() -> Any:
@@ -132,17 +140,20 @@ def _number(path: str, name: str, entry: Any) -> float:
     units = _UNITS.get(name, {"": 1.0})
     if not isinstance(entry, dict) or not {"value", "unit"} <= set(entry) <= {"value", "unit", "source"}:
         shape = '{"value": …, "unit": …, "source": …}'
-        raise EstimateError(f"hardware {path}: {name} is {json.dumps(entry)[:60]}, expected {shape}")
+        raise EstimateError(f"hardware {path}: {name} is {brief(entry)}, expected {shape}")
     value, unit = entry["value"], entry["unit"]
-    if unit not in units:
+    if not isinstance(unit, str) or unit not in units:
         allowed = ", ".join(repr(u) for u in units)
-        raise EstimateError(f"hardware {path}: {name} has the unit {unit!r}, expected one of {allowed}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise EstimateError(f"hardware {path}: {name} is {value!r}, expected a number")
+        raise EstimateError(f"hardware {path}: {name} has the unit {brief(unit)}, expected one of {allowed}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
+        raise EstimateError(f"hardware {path}: {name} is {brief(value)}, expected a number")
     low = 1.0 if name in ("fragmentation", "gpus_per_node", "quiet_link") else 0.0
     if value < low or (value == 0 and name not in _MAY_BE_ZERO) or (name in _SHARES and value > 1):
         allowed = "above 0, at most 1" if name in _SHARES else f"at least {low:g}" if low or name in _MAY_BE_ZERO else "above 0"
-        raise EstimateError(f"hardware {path}: {name} is {value!r}, expected {allowed}")
+        raise EstimateError(f"hardware {path}: {name} is {brief(value)}, expected {allowed}")
     if name == "gpus_per_node" and value != int(value):
-        raise EstimateError(f"hardware {path}: gpus_per_node is {value!r}, expected a whole number")
-    return value * units[unit]
+        raise EstimateError(f"hardware {path}: gpus_per_node is {brief(value)}, expected a whole number")
+    least, most = (1.0, 1e21) if name in _UNITS else (1e-6, 1e6)
+    if value and not least / units[unit] <= value <= most / units[unit]:
+        raise EstimateError(f"hardware {path}: {name} is out of all proportion: {brief(value)} {unit}".rstrip())
+    return float(value) * units[unit]
