@@ -68,7 +68,9 @@ def step_times(result: dict[str, Any], machine: Hardware) -> Iterator[Row]:
     step = result["step"]
     hidden, layers = step["hidden"], step["layers"]
     heads = max(1, hidden // 128)
-    model = Model("gpt", layers, hidden, 4 * hidden, heads, heads, hidden // heads, 512, gated=False, tied=False)
+    model = Model(
+        "gpt", layers, hidden, 4 * hidden, heads, heads, hidden // heads, 512, gated=False, tied=False, rotary=False, rms=False
+    )
     costs = Costs(model, machine, Layout(1, zero=0), step["tokens"])
     layer = costs.memo_layer()
     run = RunCosts((layer,) * layers, machine.d2h, machine.h2d, 0, 0, head_s=costs.head_s)

@@ -13,8 +13,10 @@ Tokens are those of this rank, T = s / ranks. Bytes are bf16 unless said otherwi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from ds_memo.estimate import requests
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
@@ -140,6 +142,19 @@ class Costs:
 
     # ---- what a layer keeps
 
+    def layers(self, of: Callable[[Costs], LayerCosts]) -> tuple[LayerCosts, ...]:
+        """All layers in the order of the forward; in some mixtures a few are dense.
+
+        Args:
+            of: Costs.memo_layer or Costs.paper_layer.
+        """
+        found = [of(self)] * self.model.layers
+        if self.model.dense_layers:
+            dense = of(Costs(self.model.dense, self.hardware, self.layout, self.seq_length))
+            for index in self.model.dense_layers:
+                found[index] = dense
+        return tuple(found)
+
     def memo_layer(self) -> LayerCosts:
         """A layer under ds_memo: input, attention output and the GEMM outputs that are needed; the rest runs again."""
         model, seconds, rows = self.model, self.layer, self._rows
@@ -156,8 +171,8 @@ class Costs:
             Output("gemm", rows, 2 * model.hidden, attended + 0.15 * rest),
         ]
         if model.experts:
-            outputs.append(Output("gemm", rows, 2 * model.experts, attended + 0.2 * rest))
-            outputs.append(Output("choice", rows, 12 * visits, attended + 0.2 * rest))
+            outputs.append(Output("choice", rows, 2 * model.experts, attended + 0.2 * rest))  # the router's GEMM, kept whole
+            outputs.append(Output("choice", rows, 28 * visits, attended + 0.2 * rest))  # of experts, and of their order
         outputs.append(Output("gemm", rows, 2 * (visits * ffn * (2 if model.gated else 1) + inner), attended + 0.6 * rest))
         if model.experts:  # the routing weights' gradient needs each expert's output
             outputs.append(Output("gemm", rows, 2 * visits * model.hidden, 1.0))
@@ -168,7 +183,10 @@ class Costs:
             replay_s=seconds.elementwise_replay + seconds.exchange_replay,
             gemm_s=seconds.gemm,
             attention_s=seconds.attention,
-            plain_bytes=int(self.skeletal_bytes),
+            plain_bytes=int(requests.saved_bytes(model, self.tokens)),
+            working=requests.working(model, self.tokens),
+            working_at_0=requests.working(model, self.tokens, gemms=False),
+            working_without_attention=requests.working(model, self.tokens, gemms=False, attention=False),
         )
 
     def paper_layer(self) -> LayerCosts:
@@ -190,14 +208,17 @@ class Costs:
 
     @property
     def skeletal_bytes(self) -> float:
-        """What autograd saves of a layer: 16 times the hidden states of a GPT (section 2 of the paper)."""
-        model = self.model
-        width = 4 * model.hidden + 2 * model.attention_width + 2 * model.kv_width  # input, both norms, residual; q, o; k, v
-        visited = (model.experts_per_token or 1) * model.ffn + model.shared_ffn
-        if model.gated:
-            width += 4 * visited + model.attention_width + model.kv_width + 3 * model.hidden  # rotary; fp32 inside both RMSNorms
-        else:
-            width += 2 * visited
-        if model.experts:
-            width += 2 * model.experts_per_token * model.hidden
-        return 2 * self.tokens * width
+        """What autograd saves of a layer as the paper counts (section 2): 16 times the hidden states of a GPT, and not the
+        log-sum-exp of attention."""
+        return requests.saved_bytes(self._published, self.tokens) - 4 * self.model.heads * self.tokens
+
+    @property
+    def transient_bytes(self) -> float:
+        """A layer's arena where all that autograd saves is kept."""
+        return requests.transient_bytes(self._published, self.tokens)
+
+    @property
+    def _published(self) -> Model:
+        """With learned positions where it is a GPT, as the paper's are; ds_configs/models/gpt-*.json, which stand for those, turn
+        queries and keys."""
+        return self.model if self.model.gated else replace(self.model, rotary=False)

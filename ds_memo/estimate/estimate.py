@@ -23,8 +23,9 @@ from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
 from ds_memo.estimate.simulate import Simulated, simulate
-from ds_memo.solve.costs import LayerCosts, RunCosts
+from ds_memo.solve.costs import LayerCosts, RunCosts, Working
 from ds_memo.solve.homes import solve
+from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.paper import paper_alpha
 from ds_memo.solve.places import Places
 from ds_memo.solve.refusals import NothingFits
@@ -36,7 +37,10 @@ GIB = 2**30
 METHODS = ("memo", "paper", "full_recompute", "full_swap", "none")
 PLANNED = ("memo", "paper", "full_swap")
 """Methods that bring the memory planner along."""
+_WORKING = ("working", "working_at_0", "working_without_attention")
 OK, OOM, OOHM = "ok", "oom", "oohm"
+_MOST_BYTES = 1 << 60
+"""The solver counts in 64 bits."""
 TILE_TOKENS = 1024
 """Of ds_memo's tiled loss (launch/loss.py)."""
 LOGIT_BYTES, FUSED_LOGIT_BYTES = 12, 4
@@ -169,6 +173,9 @@ def check(question: Question) -> None:
     for name in ("gpus", "seq_length", "batch"):
         if getattr(question, name) < 1:
             raise EstimateError(f"{name} is {getattr(question, name)}, expected at least 1")
+    model = question.model
+    if model.layers * requests.saved_bytes(model, question.seq_length) > _MOST_BYTES:
+        raise EstimateError(f"{model.name} at {question.seq_length} tokens is beyond any machine: no whole numbers for its bytes")
     if question.method not in METHODS:
         raise EstimateError(f"method is {question.method!r}, expected one of {', '.join(METHODS)}")
     if question.alpha is not None:
@@ -211,17 +218,11 @@ def _memo(question: Question, costs: Costs) -> Estimate:
     states = _states(costs)
     working = {
         "gathered parameters": _gathered(costs),
-        "transients": requests.transient_bytes(model, costs.tokens, replays=True) + costs.hidden_bytes,
         "logits of a tile": min(costs.tokens, TILE_TOKENS) * model.vocab * LOGIT_BYTES,
     }
     loose = 1.0 if question.planned else question.hardware.fragmentation
-    layer = costs.memo_layer()
     budget = question.hardware.usable_device_bytes - sum(states.values())
-    layers = (layer,) * model.layers
-    if question.profile is not None:
-        measured = _measured(question.profile, costs)
-        layers, layer = measured.layers, measured.layers[0]
-        del working["transients"]  # they are in what the layers are known to take
+    layers = costs.layers(Costs.memo_layer) if question.profile is None else _measured(question.profile, costs).layers
     run = RunCosts(
         layers=layers,
         d2h_bytes_per_s=question.hardware.d2h,
@@ -235,12 +236,17 @@ def _memo(question: Question, costs: Costs) -> Estimate:
         homes = solve(run, alpha=question.alpha)
     except NothingFits as nothing:
         status = OOHM if nothing.where == "host" else OOM
-        parts = _parts(question, states, {**working, "reload buffers": 2 * layer.smallest_frame_bytes})
+        least = {
+            "transients": max(layer.working_without_attention.backward for layer in layers),
+            "reload buffers": 2 * max(layer.smallest_frame_bytes for layer in layers),
+        }
+        parts = _parts(question, states, {**working, **least})
         host = nothing.needed * question.ranks_on_node if status == OOHM else 0.0
         return Estimate(question, layout, status, str(nothing), parts, host)
-    kept = homes.device_bytes - run.working_bytes
+    kept = _frames(run, homes.places, homes.alpha)
     name = "resident layers and reload buffers" if homes.places.swapped(model.layers) else "layers that stay"
-    parts = _parts(question, states, {**working, name if question.profile is None else "layers, as profiled": kept})
+    working |= {"transients": homes.device_bytes - run.working_bytes - kept, name: kept}
+    parts = _parts(question, states, working)
     if sum(parts.values()) > question.hardware.device_memory:  # as an alpha that was asked for may
         return Estimate(question, layout, OOM, _device_use(question, parts), parts, 0.0)
     answer = Estimate(
@@ -256,6 +262,12 @@ def _memo(question: Question, costs: Costs) -> Estimate:
         places=homes.places,
     )
     return _timed(answer, costs)
+
+
+def _frames(run: RunCosts, places: Places, alpha: float) -> int:
+    """Of the device, what layers keep there and reload: the peak without what comes and goes inside a layer."""
+    bare = {id(layer): replace(layer, **dict.fromkeys(_WORKING, Working())) for layer in run.layers}
+    return device_bytes(replace(run, layers=tuple(bare[id(layer)] for layer in run.layers), working_bytes=0), places, alpha)
 
 
 def _measured(profile: Profile, costs: Costs) -> RunCosts:
@@ -279,16 +291,16 @@ def _published(question: Question, costs: Costs) -> Estimate:
         plain = _published(replace(question, method="none", plan=False), costs)
         if plain.status == OK:
             return replace(plain, question=question, alpha=1.0, binding=f"everything fits without swapping: {plain.binding}")
-    states, layer = _states(costs), costs.paper_layer()
+    states, layer, layers = _states(costs), costs.paper_layer(), costs.layers(Costs.paper_layer)
     skeletal = costs.skeletal_bytes
     working = {
-        "none": {"activations of all layers": model.layers * skeletal},
+        "none": {"activations of all layers": sum(layer.plain_bytes for layer in layers)},
         "full_recompute": {"inputs of all layers": model.layers * costs.hidden_bytes, "one layer's activations": skeletal},
     }.get(method, {"rounding buffers": 2 * skeletal})
     megatron = costs.layout.tp * costs.layout.cp > 1
     working |= {
         "gathered parameters": _gathered(costs),
-        "transients": requests.transient_bytes(model, costs.tokens, replays=False),
+        "transients": costs.transient_bytes,
         "logits": costs.tokens * model.vocab * (FUSED_LOGIT_BYTES if megatron else LOGIT_BYTES),
     }
     parts = _parts(question, states, working)
@@ -297,9 +309,9 @@ def _published(question: Question, costs: Costs) -> Estimate:
     if sum(parts.values()) > question.hardware.device_memory:
         return answer
     rate = question.hardware.d2h
-    run = RunCosts((layer,) * model.layers, rate, question.hardware.h2d, 0, 0, head_s=costs.head_s)
+    run = RunCosts(layers, rate, question.hardware.h2d, 0, 0, head_s=costs.head_s)
     if method in ("none", "full_recompute"):
-        run = _plain(run, again=layer.forward_s if method == "full_recompute" else 0.0)
+        run = _plain(run, recomputes=method == "full_recompute")
         swapless = replace(answer, status=OK, run=run, places=Places(residents=frozenset(range(model.layers))))
         return _timed(replace(swapless, resident_layers=model.layers if method == "none" else 0), costs)
     swapped = max(0, model.layers - 2)
@@ -343,9 +355,11 @@ def _pinned(layer: LayerCosts, alpha: float) -> int:
     return 1 << max(0, math.ceil(layer.whole_bytes + alpha * layer.split_bytes) - 1).bit_length()
 
 
-def _plain(run: RunCosts, again: float = 0.0) -> RunCosts:
-    """No copies; each layer's backward begins with `again` seconds of recomputation."""
-    return replace(run, layers=tuple(replace(layer, outputs=(), replay_s=again, gemm_s=0.0) for layer in run.layers))
+def _plain(run: RunCosts, recomputes: bool) -> RunCosts:
+    """No copies; each layer's backward begins with nothing, or with its forward."""
+    again = [layer.forward_s if recomputes else 0.0 for layer in run.layers]
+    bare = (replace(layer, outputs=(), replay_s=s, gemm_s=0.0) for layer, s in zip(run.layers, again, strict=True))
+    return replace(run, layers=tuple(bare))
 
 
 # ---- parts

@@ -1,127 +1,175 @@
-"""What one layer asks of the allocator beside what it keeps, as a trace for the planner.
+"""What one layer asks of the allocator: its ops as Transformers runs them, and the peaks that follow.
 
-One tensor per op, freed where its last reader is. What is handed from layer to layer (hidden states, their gradient) is no
-transient and not in it. tests/estimate compares the peaks with traces recorded from real models.
+Sizes are bytes of one token in bf16; every one grows with the tokens, so one layer at one length is enough. tests/estimate holds
+this against what real layers take, and against recorded traces. Layers whose residual skips both attention and MLP at once, and
+those with more than two norms, are taken for the usual kind.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from ds_memo.estimate.model import Model
+from ds_memo.estimate.tape import INPUT, Op, Tape, most_alive
 from ds_memo.plan import plan_trace
 from ds_memo.plan.trace import Phase, Request, Trace
+from ds_memo.solve.costs import Working
+
+_TOKENS = 1 << 14
+"""Of a trace: so many that rounding to 512 bytes does not show."""
 
 
-class _Phase:
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
+@lru_cache(maxsize=64)
+def layer_tape(model: Model) -> Tape:
+    """A layer's ops."""
+    hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * model.kv_width
+    ops = [_norm(model, "norm1", INPUT, hidden), *_attention(model, hidden, width, kv)]
+    ops += [
+        Op("o", hidden, ("attended",), ("attended",), holds=("norm1",), kind="gemm"),
+        Op("residual", hidden, (INPUT, "o"), adds=True),
+        _norm(model, "norm2", "residual", hidden),
+    ]
+    parts = ["residual"]
+    if model.experts:
+        ops += _experts(model, hidden)
+        parts.append("mixed")
+    if not model.experts or model.shared_ffn:
+        ops += _mlp(model, hidden, 2 * (model.shared_ffn if model.experts else model.ffn))
+        parts.append("down")
+    ops.append(Op("output", hidden, tuple(parts), adds=True))
+    return Tape(tuple(ops))
 
-    def malloc(self, name: str, size: float) -> None:
-        self.requests.append(Request(name, int(size)))
 
-    def free(self, *names: str) -> None:
-        self.requests += [Request(name, None) for name in names]
+def _norm(model: Model, name: str, reads: str, nbytes: float) -> Op:
+    """RMSNorm computes in float32 and saves it, and what it rounds to; LayerNorm saves what it reads."""
+    if model.rms:
+        return Op(name, nbytes, (reads,), inner=3 * nbytes, temporary=2 * nbytes, back=7 * nbytes)
+    return Op(name, nbytes, (reads,), (reads,))
 
 
-def layer_trace(model: Model, tokens: int, replays: bool) -> Trace:
-    """A layer's forward and backward.
-
-    Args:
-        tokens: of this rank.
-        replays: norms, rotary embedding and activation are made again before the backward (ds_memo), or were all kept.
-    """
-    unit = 2 * tokens
-    hidden, width, kv = unit * model.hidden, unit * model.attention_width, unit * model.kv_width
-    ffn = unit * model.active_ffn
-    routed = unit * model.hidden * model.experts_per_token
-    forward, backward = _Phase(), _Phase()
-
-    def recompute(phase: _Phase) -> list[str]:
-        """Elementwise outputs up to the last GEMM; returns those that the backward reads."""
-        phase.malloc("norm1", hidden)
-        phase.malloc("rotated", width + kv)
-        phase.malloc("heads", width)  # the attention kernel's layout of q, k and v
-        phase.malloc("residual", hidden)
-        phase.malloc("norm2", hidden)
-        if routed:
-            phase.malloc("routed", routed)
-        phase.malloc("activated", ffn)
-        if model.gated:
-            phase.malloc("product", ffn)
-        return ["norm1", "rotated", "heads", "residual", "norm2", *(["routed"] if routed else []), "activated"] + (
-            ["product"] if model.gated else []
-        )
-
-    forward.malloc("f.norm1", hidden)
-    forward.malloc("f.rotated", width + kv)
-    forward.free("f.norm1")
-    forward.malloc("f.heads", width + kv)
-    forward.free("f.rotated", "f.heads")
-    forward.malloc("f.residual", hidden)
-    forward.malloc("f.norm2", hidden)
-    if routed:
-        forward.malloc("f.routed", routed)
-        forward.free("f.norm2")
-    forward.malloc("f.activated", ffn)
-    if model.gated:
-        forward.malloc("f.product", ffn)
-        forward.free("f.activated")
-    forward.malloc("f.down", routed or hidden)
-    forward.free("f.product" if model.gated else "f.activated", "f.routed" if routed else "f.norm2")
-    forward.free("f.down", "f.residual")
-
-    names = recompute(backward) if replays else []
-    if routed:
-        backward.malloc("d.routed_out", routed)
-    backward.malloc("d.activated", ffn)
-    if routed:
-        backward.free("d.routed_out")
-    if model.gated:
-        backward.malloc("d.gate", ffn)
-        backward.malloc("d.up", ffn)
-        backward.free("d.activated")
+def _attention(model: Model, hidden: float, width: float, kv: float) -> list[Op]:
+    sizes, used = {"q": width, "k": kv, "v": kv}, {"q": "q", "k": "k", "v": "v"}
+    if model.fused_qkv:
+        ops = [Op("qkv", width + 2 * kv, ("norm1",), ("norm1",), kind="gemm")]
+        used = dict.fromkeys(used, "qkv")
     else:
-        backward.malloc("d.up", ffn)
-        backward.free("d.activated")
-    if replays:
-        backward.free(*(name for name in ("activated", "product") if name in names))
-    if routed:
-        backward.malloc("d.routed", routed)
-    backward.malloc("d.norm2", hidden)
-    backward.free("d.up", *(["d.gate"] if model.gated else []), *(["d.routed"] if routed else []))
-    if replays and routed:
-        backward.free("routed")
-    backward.malloc("d.residual", hidden)
-    backward.free("d.norm2")
-    if replays:
-        backward.free("norm2", "residual")
-    backward.malloc("d.attended", width)
-    backward.malloc("d.qkv_fp32", 2 * width)  # flash attention accumulates dq in fp32
-    backward.malloc("d.qkv", width + 2 * kv)
-    backward.free("d.attended", "d.qkv_fp32")
-    if replays:
-        backward.free("rotated", "heads")
-    backward.malloc("d.projected", width + 2 * kv)
-    backward.free("d.qkv")
-    backward.malloc("d.norm1", hidden)
-    backward.free("d.projected")
-    backward.free("d.norm1", "d.residual")
-    if replays:
-        backward.free("norm1")
-    first = len(forward.requests)
-    return Trace(
-        tuple(forward.requests + backward.requests),
-        (Phase("L0.f", 0, first), Phase("L0.b", first, first + len(backward.requests))),
-    )
+        ops = [Op(name, size, ("norm1",), ("norm1",), kind="gemm") for name, size in sizes.items()]
+    for name in ("q", "k") if model.qk_norm else ():
+        norm = _norm(model, f"{name}_norm", used[name], sizes[name])
+        ops.append(replace(norm, views=(("qkv", sizes[name]),)))
+        used[name] = f"{name}_norm"
+    for name in ("q", "k") if model.rotary else ():
+        size = sizes[name]
+        view = (("qkv", size),)
+        ops.append(Op(f"{name}_rotated", size, (used[name],), temporary=2 * size, back=2 * size, views=view))
+        used[name] = f"{name}_rotated"
+    reads = tuple(dict.fromkeys(used.values()))
+    back = 2 * width + (2 * width if kv < width else 0)  # dq in float32; dk and dv of every head before groups are summed
+    view = (("qkv", sum(sizes[name] for name in sizes if used[name] == "qkv")),)
+    saves = (*reads, "attended")
+    return [*ops, Op("attended", width + 4 * model.heads, reads, saves, back=back, views=view, kind="attention")]
+
+
+def _mlp(model: Model, hidden: float, ffn: float) -> list[Op]:
+    down = Op("down", hidden, ("product",), ("product",), holds=("norm2",), kind="gemm")
+    if not model.gated:
+        return [
+            Op("up", ffn, ("norm2",), ("norm2",), kind="gemm"),
+            _activation(model, "product", ffn, "up"),
+            replace(down, holds=("norm2", "o")),
+        ]
+    return [
+        Op("gate", ffn, ("norm2",), ("norm2",), kind="gemm"),
+        _activation(model, "activated", ffn, "gate"),
+        Op("up", ffn, ("norm2",), ("norm2",), kind="gemm"),
+        Op("product", ffn, ("activated", "up"), ("activated", "up")),
+        down,
+    ]
+
+
+def _activation(model: Model, name: str, ffn: float, reads: str) -> Op:
+    inner = model.activation_saves * ffn
+    return Op(name, ffn, (reads,), (reads,), inner=inner, back=ffn if inner else 0.0)
+
+
+def _experts(model: Model, hidden: float) -> list[Op]:
+    """Transformers' grouped GEMMs: tokens are copied to each expert they visit, masked, multiplied, weighted, put back in their
+    order and summed."""
+    visits, experts = model.experts_per_token, model.experts
+    routed, ffn = visits * hidden, visits * 2 * model.ffn
+    inner = (2 if model.gated else 1) * ffn
+    return [
+        Op("router", 2 * experts, ("norm2",), ("norm2",), kind="choice"),
+        Op("scores", 4 * experts, ("router",), ("scores",), temporary=4 * experts),
+        Op("chosen", 12 * visits, ("scores",), kind="choice", no_gradient=True),
+        Op("order", 16 * visits, ("chosen",), kind="choice", no_gradient=True),
+        Op("routed", routed, ("norm2", "order"), inner=9 * visits, back=routed),
+        Op("gate_up", inner, ("routed",), ("routed",), kind="gemm"),
+        Op("masked", inner, ("gate_up",)),
+        Op("expert", ffn, ("masked",), ("masked",), inner=ffn if model.gated else 0),
+        Op("expert_out", routed, ("expert",), ("expert",), kind="gemm"),
+        Op("expert_masked", routed, ("expert_out",)),
+        Op("weighted", routed, ("expert_masked",), ("expert_masked",), inner=2 * visits, back=routed),
+        Op("sorted_back", routed, ("weighted",), inner=8 * visits, back=routed),
+        Op("mixed", hidden, ("sorted_back",), holds=("norm2", "routed", "expert_masked")),
+    ]
+
+
+def kept(model: Model, gemms: bool = True, attention: bool = True) -> frozenset[str]:
+    """What ds_memo keeps of a layer: what the backward needs, and a replay does not make without GEMMs or attention."""
+    tape = layer_tape(model)
+    last = max(i for i, op in enumerate(tape.ops) if op.saves or op.inner)
+    read = {name for op in tape.ops[: last + 1] for name in op.reads}
+    kinds = {"choice"} | ({"gemm"} if gemms else set()) | ({"attention"} if attention else set())
+    needed = read | {name for op in tape.ops for name in op.saves}
+    return frozenset({INPUT} | {op.name for op in tape.ops if op.kind in kinds and op.name in needed})
 
 
 @lru_cache(maxsize=256)
-def _peak_per_token(model: Model, replays: bool) -> float:
-    tokens = 1 << 14  # long enough that rounding to 512 bytes does not show
-    return plan_trace(layer_trace(model, tokens, replays), solver="greedy").peak / tokens
+def _working(model: Model, gemms: bool, attention: bool) -> tuple[float, float]:
+    tape, hidden, there = layer_tape(model), 2 * model.hidden, kept(model, gemms, attention)
+    forward = most_alive(tape.forward(there))
+    return hidden + forward, hidden + most_alive(tape.backward(there))
 
 
-def transient_bytes(model: Model, tokens: float, replays: bool) -> float:
-    """The arena that the planner needs for one layer's transients; every size grows with the tokens, so one plan is enough."""
-    return _peak_per_token(model, replays) * tokens
+def working(model: Model, tokens: float, gemms: bool = True, attention: bool = True) -> Working:
+    """The most that a layer's forward, and its replay and backward, hold at once, as a profile measures it: the forward with its
+    input and what it keeps; the backward beside what is kept, with the layer's output and its gradient.
+
+    Args:
+        gemms, attention: whether their outputs are kept.
+    """
+    return Working(*(round(per_token * tokens) for per_token in _working(model, gemms, attention)))
+
+
+def saved_bytes(model: Model, tokens: float) -> float:
+    """What autograd saves of a layer."""
+    return layer_tape(model).saved_bytes * tokens
+
+
+def layer_trace(model: Model, tokens: int) -> Trace:
+    """Requests of a layer's forward and backward where autograd's own activations were kept elsewhere: transients alone."""
+    tape = layer_tape(model)
+    everything = frozenset({INPUT, *(op.name for op in tape.ops)})
+    saved = {name for op in tape.ops for name in op.saves} | {tape.ops[-1].name}
+    forward = [r for r in tape.forward(kept=saved) if r[0] not in saved]
+    backward = tape.backward(everything, replays=False)
+    requests = [
+        Request(f"{phase}.{name}", None if nbytes is None else int(nbytes * tokens))
+        for phase, some in (("f", forward), ("b", backward))
+        for name, nbytes in some
+        if not name.endswith(".inner")
+    ]
+    phases = (Phase("L0.f", 0, n := sum(1 for r in requests if r.id.startswith("f."))), Phase("L0.b", n, len(requests)))
+    return Trace(tuple(requests), phases)
+
+
+@lru_cache(maxsize=256)
+def _peak_per_token(model: Model) -> float:
+    return plan_trace(layer_trace(model, _TOKENS), solver="greedy").peak / _TOKENS
+
+
+def transient_bytes(model: Model, tokens: float) -> float:
+    """The arena that the planner needs for one layer's transients where all that autograd saves is kept."""
+    return _peak_per_token(model) * tokens

@@ -45,11 +45,11 @@ def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
     oohm = answer(capsys, "--seq-length", "384K", "--method", "full_swap", "--tp", "4", "--cp", "2")
     assert oohm["status"] == "oohm" and oohm["mfu"] is None and oohm["host_gib"] > 1676
     small = answer(capsys, "--seq-length", "2M", "--host-memory-gib", "1")
-    assert small["status"] == "oohm" and "3 times as many sequence-parallel ranks" in small["binding"]
+    assert small["status"] == "oohm" and "4 times as many sequence-parallel ranks" in small["binding"]
     assert answer(capsys, "--seq-length", "4M", "--host-memory-gib", "1")["status"] == "oom"
     lean = answer(capsys, "--seq-length", "512K", "--host-memory-gib", "1")
-    assert lean["status"] == "ok" and "27 of 32 layers are lean" in lean["binding"]
-    assert lean["homes"] == {"residents": 5, "lean": 27, "dropped": 0, "plain": 0}
+    assert lean["status"] == "ok" and "26 of 32 layers are lean" in lean["binding"]
+    assert lean["homes"] == {"residents": 6, "lean": 26, "dropped": 0, "plain": 0}
 
 
 def test_alpha_plan_and_batch_are_obeyed(capsys):
@@ -181,6 +181,11 @@ def test_bad_input_is_one_line(capsys, words, says):
             "num_experts_per_tok",
         ),
         ('{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "kv_lora_rank": 4}', "latent"),
+        ('{"model_type": ["llama"], "num_hidden_layers": 2, "hidden_size": 8}', "['llama']"),
+        ('{"model_type": {"a": 1}, "num_hidden_layers": 2, "hidden_size": 8}', "{'a': 1}"),
+        ('{"num_hidden_layers": 2, "hidden_size": 1' + 400 * "0" + "}", "at most 16777216"),
+        (100_000 * "[", "nested too deeply"),
+        (100_000 * '{"text_config": ', "nested too deeply"),
     ],
 )
 def test_a_bad_model_file_is_one_line(capsys, tmp_path, text, says):
@@ -188,6 +193,13 @@ def test_a_bad_model_file_is_one_line(capsys, tmp_path, text, says):
     path.write_text(text)
     words = ("estimate", "--model", str(path), "--hardware", "a800", "--gpus", "8", "--seq-length", "1K")
     assert says in complaint(capsys, *words)
+
+
+def test_more_bytes_than_can_be_counted(capsys, tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text('{"num_hidden_layers": 4096, "hidden_size": 16777216, "num_attention_heads": 1024, "vocab_size": 9}')
+    words = ("estimate", "--model", str(path), "--hardware", "a800", "--gpus", "8", "--seq-length", "16384M")
+    assert "beyond any machine" in complaint(capsys, *words)
 
 
 def machine() -> dict:
@@ -208,6 +220,13 @@ def machine() -> dict:
         ("gpus_per_node", {"value": 2.5, "unit": ""}, "whole number"),
         ("d3h", {"value": 1, "unit": "GB/s"}, "unknown key 'd3h'"),
         ("peak", None, "missing peak"),
+        ("peak", {"value": 312, "unit": ["TFLOP/s"]}, "unit ['TFLOP/s']"),
+        ("peak", {"value": 312, "unit": {}}, "unit {}"),
+        ("peak", {"value": 10**400, "unit": "TFLOP/s"}, "out of all proportion"),
+        ("host_memory", {"value": 1e300, "unit": "GiB"}, "out of all proportion"),
+        ("gpus_per_node", {"value": 10**400, "unit": ""}, "out of all proportion"),
+        ("gemm_efficiency", {"value": 1e-300, "unit": ""}, "out of all proportion"),
+        ("stall", {"value": -(10**400), "unit": ""}, "at least 0"),
     ],
 )
 def test_bad_hardware_is_one_line(capsys, tmp_path, key, entry, says):

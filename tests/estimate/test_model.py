@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from ds_memo.estimate import hardware
+from ds_memo.estimate.answers import longest
 from ds_memo.estimate.costs import Costs
+from ds_memo.estimate.estimate import Question
 from ds_memo.estimate.flops import gpt_parameters, peak_flops
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import from_config, load
@@ -51,6 +53,17 @@ def test_what_a_layer_stores_is_the_designs(model, stored):
     layer, unit = costs.memo_layer(), costs.hidden_bytes
     assert layer.whole_bytes / unit == pytest.approx(stored[0], rel=0.01)
     assert layer.split_bytes / unit == pytest.approx(stored[1])
+
+
+def test_the_longest_length_counts_what_a_replay_makes_at_alpha_0():
+    """GEMM and attention outputs that are not kept are made again, and are alive together."""
+    shape = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16}
+    sizes = {"num_key_value_heads": 4, "num_hidden_layers": 32, "vocab_size": 32000}
+    question = Question(from_config({**shape, **sizes}, "llama"), hardware.load("h200"), gpus=8, seq_length=1024)
+    fits, _ = longest(question)
+    assert fits.alpha == 0 and fits.places.dropped
+    per_token = (2 * 3584 * 5 + 2 * 1024 * 6) * fits.question.seq_length / 8  # gate, up, act and two gradients; norms
+    assert fits.device_bytes["transients"] > per_token
 
 
 @pytest.mark.parametrize(("model", "units"), [("gpt-7b", 16), ("llama3-8b", 24.6)])
