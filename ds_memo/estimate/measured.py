@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.estimate import Question
-from ds_memo.profile.sample import ProfileError, from_json
+from ds_memo.profile.sample import Profile, ProfileError, from_json
 
 
 def with_profile(question: Question, path: str) -> Question:
@@ -20,8 +23,35 @@ def with_profile(question: Question, path: str) -> Question:
         profile = from_json(Path(path).read_text())
     except (OSError, UnicodeDecodeError, ProfileError) as error:
         raise EstimateError(f"profile {path} cannot be used: {error}") from None
-    layers = sum(kind is not None for kind in profile.layers)
-    if layers != question.model.layers:
-        raise EstimateError(f"profile {path} is of {layers} layers, {question.model.name} has {question.model.layers}")
+    model, layers = question.model, sum(kind is not None for kind in profile.layers)
+    if layers != model.layers:
+        raise EstimateError(f"profile {path} is of {layers} layers, {model.name} has {model.layers}")
+    widths = {kind["hidden"][-1] for kind in _kinds(profile.key) if _is_shape(kind.get("hidden"))}
+    if widths - {model.hidden}:
+        seen = " and ".join(map(str, sorted(widths)))
+        raise EstimateError(f"profile {path} is of hidden size {seen}, {model.name} has {model.hidden}")
     hardware = replace(question.hardware, d2h=profile.d2h_bytes_per_s, h2d=profile.h2d_bytes_per_s)
-    return replace(question, hardware=hardware, profile=profile)
+    notes = (*model.notes, *_notes(question, profile))
+    return replace(question, hardware=hardware, profile=profile, model=replace(model, notes=notes))
+
+
+def _notes(question: Question, profile: Profile) -> Iterator[str]:
+    """Where and how it was measured, if not as asked: on this hardware, in bf16."""
+    device = profile.key.get("device")
+    dtypes = sorted({dtype.removeprefix("torch.") for kind in _kinds(profile.key) if isinstance(dtype := kind.get("dtype"), str)})
+    elsewhere = isinstance(device, str) and question.hardware.name.lower() not in re.split(r"[^a-z0-9]+", device.lower())
+    if elsewhere or any(dtype != "bfloat16" for dtype in dtypes):
+        where = device if isinstance(device, str) else "an unnamed device"
+        of = f" in {' and '.join(dtypes)}" if dtypes else ""
+        yield f"the profile was measured on {where}{of}, method {profile.method}; asked is {question.hardware.name} in bfloat16"
+
+
+def _kinds(key: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of each kind of layer what says its hidden states; older profiles have one for all."""
+    kinds = key.get("kinds")
+    found = [kind for kind in kinds if isinstance(kind, dict)] if isinstance(kinds, list) else []
+    return found or [key]
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and bool(shape) and type(shape[-1]) is int

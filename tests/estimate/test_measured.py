@@ -14,7 +14,9 @@ from tests.command import complaint
 GPT = str(Path(__file__).parents[2] / "ds_configs" / "models" / "gpt-7b.json")
 
 
-def profile(layers: int, slower: float = 1.0, link: float = 20e9, ranks_per_sequence: int = 8) -> Profile:
+def profile(
+    layers: int, slower: float = 1.0, link: float = 20e9, ranks_per_sequence: int = 8, key: dict | None = None
+) -> Profile:
     def sample(length: int) -> LayerSample:
         hidden = 2 * 4096
         return LayerSample(
@@ -43,7 +45,7 @@ def profile(layers: int, slower: float = 1.0, link: float = 20e9, ranks_per_sequ
         )
 
     kind = LayerProfile("layer 0", (sample(1024), sample(2048)))
-    return Profile({}, "fit", (kind,), (0,) * layers, link, link, 8, ranks_per_sequence)
+    return Profile(key or {}, "fit", (kind,), (0,) * layers, link, link, 8, ranks_per_sequence)
 
 
 def ask(capsys, path: Path, *words: str) -> dict:
@@ -75,9 +77,48 @@ def test_one_ranks_profile_stands_for_ranks_that_share_a_sequence(capsys, tmp_pa
     assert there == pytest.approx(computed + sent, rel=1e-3)
 
 
-@pytest.mark.parametrize(("text", "says"), [("{}", "format"), (profile(4).to_json(), "4 layers"), ("\0", "JSON")])
+ONE_FOR_ALL = {"device": "NVIDIA A800-SXM4-80GB", "hidden": [4096], "dtype": "torch.bfloat16", "kinds": ["a layer in words"]}
+
+
+def by_kind(*kinds: dict, device: str = "NVIDIA A800-SXM4-80GB") -> dict:
+    return {
+        "device": device,
+        "kinds": [{"hidden": [4096], "dtype": "torch.bfloat16", "layer": "in words"} | kind for kind in kinds],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{}", "format"),
+        (profile(4).to_json(), "4 layers"),
+        ("\0", "JSON"),
+        (100_000 * "[", "recursion"),
+        (profile(32, key=ONE_FOR_ALL | {"hidden": [2048]}).to_json(), "hidden size 2048, gpt-7b has 4096"),
+        (profile(32, key=by_kind({}, {"hidden": [2048]})).to_json(), "hidden size 2048 and 4096, gpt-7b has 4096"),
+    ],
+)
 def test_another_profile_is_refused(capsys, tmp_path, text, says):
     path = tmp_path / "profile.json"
     path.write_text(text)
     words = ["estimate", "--model", GPT, "--hardware", "a800", "--gpus", "8", "--seq-length", "512K", "--profile", str(path)]
     assert says in complaint(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        (ONE_FOR_ALL, None),
+        (by_kind({}, {}), None),
+        ({}, None),
+        (ONE_FOR_ALL | {"device": "cpu, 8 threads"}, "on cpu, 8 threads in bfloat16, method fit; asked is a800"),
+        (by_kind({}, {}, device="NVIDIA H200"), "on NVIDIA H200 in bfloat16, method fit; asked is a800"),
+        (by_kind({}, {"dtype": "torch.float32"}), "in bfloat16 and float32, method fit; asked is a800 in bfloat16"),
+        (ONE_FOR_ALL | {"dtype": "torch.float32"}, "in float32"),
+    ],
+)
+def test_a_profile_of_another_machine_or_dtype_is_noted(capsys, tmp_path, key, says):
+    path = tmp_path / "profile.json"
+    path.write_text(profile(32, key=key).to_json())
+    notes = [note for note in ask(capsys, path)["notes"] if "profile" in note]
+    assert len(notes) == (says is not None) and all(says in note for note in notes)
