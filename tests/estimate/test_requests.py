@@ -15,7 +15,7 @@ from ds_memo.estimate.model import Model, from_config
 from ds_memo.estimate.requests import kept, layer_tape, layer_trace, saved_bytes, transient_bytes, working
 from ds_memo.integrate.attach import attach_model
 from ds_memo.plan import plan_trace, read_trace
-from ds_memo.profile.call import first_layer_call
+from ds_memo.profile.call import layer_calls
 from ds_memo.profile.layer import measure
 
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
@@ -54,7 +54,7 @@ def per_token(config: dict, folder: Path) -> dict[str, float]:
     memo = attach_model(model, {"plan": {"enabled": False}, "host_memory_gib": 0.01}, device=torch.device("cpu"))
     try:
         embeds = torch.randn(1, 512, 64, dtype=torch.bfloat16)
-        call = first_layer_call(memo.remat, model, (), {"inputs_embeds": embeds})
+        (call,) = layer_calls(memo.remat, model, (), {"inputs_embeds": embeds}, [0] * len(memo.layers), bool).values()
         short, long = (measure(call, length, torch.device("cpu")) for length in (256, 512))
     finally:
         memo.detach()
