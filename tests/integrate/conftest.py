@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 from collections.abc import Iterator
@@ -19,6 +20,32 @@ def nothing_stays_planned() -> Iterator[None]:
     CPU.uninstall()  # it stays in front for as long as blocks are alive
     assert not CPU.installed and CPU.mode == "off" and CPU.arena_bytes == 0 and CPU.retired_arenas == 0
     assert CPU.stats()["live_bytes"] == 0
+
+
+@pytest.fixture
+def times_by_flops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles have the seconds of a device of 50 GFLOP/s (attention: 1) and copies of 1 GB/s: what is chosen does not depend
+    on how busy this machine is. Bytes are as measured."""
+    from ds_memo.profile import run
+
+    measure = run.measure
+
+    def measured(*args: Any) -> Any:
+        sample = measure(*args)
+        gemms, attention = sample.gemm_flops / 50e9, sample.attention_flops / 1e9  # as long as GEMMs, at tens of tokens
+        return dataclasses.replace(
+            sample,
+            forward_s=1.1 * (gemms + attention),
+            attention_s=attention,
+            backward_s=2.2 * (gemms + attention),
+            attention_backward_s=2.5 * attention,
+            replay_s=0.1 * gemms,
+            gemm_s=0.7 * gemms,
+            all_gemms_s=gemms,
+        )
+
+    monkeypatch.setattr(run, "measure", measured)
+    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e9)
 
 
 @pytest.fixture

@@ -85,6 +85,7 @@ def test_everything_fits(name: str) -> None:
     handle.detach()
 
 
+@pytest.mark.usefixtures("times_by_flops")
 @pytest.mark.parametrize(
     "residents, host, buffers, says",
     [
