@@ -160,6 +160,9 @@ def layer_calls(
     def catch(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
         if inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
+        if layer.index >= len(kinds):  # a function that the model checkpoints beside its layers
+            with torch.no_grad():
+                return fn(*args, **kwargs)
         call, kind = LayerCall(layer, fn, args, kwargs), kinds[layer.index]
         calls.setdefault(kind, call)
         if enough(calls):

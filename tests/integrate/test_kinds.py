@@ -10,10 +10,11 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
 from ds_memo.swap.host_memory import GIB
-from tests.models import HIDDEN, VOCAB, Batch, Block, Outcome, Toy, assert_same, build, gradients, step
+from tests.models import BF16, HIDDEN, VOCAB, Batch, Block, Outcome, Toy, assert_same, build, gradients, step
 from tests.unit.common import ON_CPU, DistributedTest
 
 IMAGE, PATCHES = VOCAB - 1, 16
@@ -81,6 +82,18 @@ def test_each_kind_is_profiled_as_it_is_called(name: str, dropout: float, tmp_pa
     profile = handle.autopilot.profile
     assert profile.layers == (0, 0, 0, 1, 1, 1) and len(profile.kinds) == 2
     assert_as_predicted(handle)
+    handle.detach()
+
+
+def test_under_autocast(tmp_path: Path) -> None:
+    """Its cache has weights that were cast without a graph, for the look: the forward must not take those."""
+    model, inputs = vision_and_text(), batch(100, images=2)
+    stock = copy.deepcopy(model)
+    handle = attached(model, tmp_path)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            got, want = outcome(model, inputs), outcome(stock, inputs)
+        assert_same(got, want, BF16)
     handle.detach()
 
 
@@ -168,6 +181,32 @@ def test_no_layer_runs_for_nothing(tmp_path: Path) -> None:
         assert before == (["model.vision_tower.encoder.layers.0"] if "pixel_values" in inputs else [])
         ran.clear()
         handle.detach()
+
+
+class Stemmed(Toy):
+    """What comes before its layers goes through ds_memo.checkpoint, in stock's place of torch's."""
+
+    checkpoint = staticmethod(torch_checkpoint)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(HIDDEN, HIDDEN)
+        self.blocks[2].up.weight.requires_grad_(False)  # a kind of its own
+
+    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+        return super().forward(self.checkpoint(self.stem, inputs_embeds, use_reentrant=False), labels)
+
+
+def test_what_is_checkpointed_before_the_last_kind(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Stemmed()
+    stock = copy.deepcopy(model)
+    model.checkpoint = ds_memo.checkpoint
+    handle = attached(model, tmp_path)
+    for length in (64, 64, 48):
+        assert_same(step(model, Batch.random(2, length)), step(stock, Batch.random(2, length)))
+    assert handle.autopilot.profile.layers == (0, 0, 1, 0)
+    handle.detach()
 
 
 class Uneven(Block):
