@@ -57,6 +57,7 @@ def attach_model(
     config: Mapping[str, Any] | MemoConfig,
     layers: Iterable[str | nn.Module] | None = None,
     device: torch.device | None = None,
+    of_engine: bool = False,
 ) -> Memo:
     """As attach; whoever calls says when optimizer steps begin and end."""
     config = memo_config(config)
@@ -72,7 +73,7 @@ def attach_model(
     check_residents(config, len(found))
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    memo = _attached[model] = Memo(model, config, found, device)
+    memo = _attached[model] = Memo(model, config, found, device, of_engine)
     memo.on_detach(functools.partial(_forget, weakref.ref(model)))
     return memo
 

@@ -63,11 +63,12 @@ class Autopilot:
         layers: in the order of the model.
         remat: runs them, with the slab and the streams of training.
         warn: says something once and shows it in the report.
+        has_engine: an engine holds optimizer states already.
     """
 
-    def __init__(self, config: MemoConfig, layers: Sequence[Layer], remat: Remat, warn: Callable[[str], None]) -> None:
-        self.has_engine = False
-        """An engine holds optimizer states already."""
+    def __init__(
+        self, config: MemoConfig, layers: Sequence[Layer], remat: Remat, warn: Callable[[str], None], has_engine: bool
+    ) -> None:
         self.sees_head = False
         """The first step will show what head and loss take, unless it does without checkpointing."""
         self.profile: Profile | None = None
@@ -82,6 +83,7 @@ class Autopilot:
         self._slab = remat.engine.slab
         self._device = remat.engine.device
         self._warn = warn
+        self._has_engine = has_engine
         self._chosen: dict[tuple[HiddenShapes, Together, bool], Chosen] = {}
         """By the shapes of the hidden states, what there is together, and whether the pass may do without checkpointing."""
         self._looks = Looks(remat, layers)
@@ -228,7 +230,7 @@ class Autopilot:
         self._looks.profiled(kind, calls, asked.calls)
         del calls, asked  # their hidden states are nothing that will be there
         self._meets_in_layers = world_size() > 1 and any(map(_is_divided, model.parameters()))
-        self._budgets.look(model, self.has_engine, stepped=False)
+        self._budgets.look(model, self._has_engine, stepped=False)
         return True
 
     def _asked(self, calls: dict[int, LayerCall]) -> Asked:
@@ -302,7 +304,7 @@ class Autopilot:
                 hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
                 of_layers = bytes_at_head(passed.run, passed.homes.places, passed.homes.alpha)
                 self._budgets.see_head(head_bytes(hidden_bytes), math.prod(passed.shape[:2]), of_layers)
-            self._budgets.look(model, self.has_engine, stepped=True)
+            self._budgets.look(model, self._has_engine, stepped=True)
             self._chosen.clear()
             return
         if self._config.alpha is None and (window := self._stalls.stepped(passes, now)):

@@ -121,11 +121,8 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     _refuse_pipelines(engine)
     checkpointing.redirect()
     take_from_engine(engine.module)
-    memo = attach_model(engine.module, config, config.layers, device=engine.device)
-    memo.of_engine = True
+    memo = attach_model(engine.module, config, config.layers, device=engine.device, of_engine=True)
     memo.slab.budget = _smallest(memo.slab.budget, engine.device)
-    if memo.autopilot:
-        memo.autopilot.has_engine = True
     if _replaced:
         memo.on_first_step(_say_what_moved)
     memo.expect_steps(_weakly(engine.is_gradient_accumulation_boundary))

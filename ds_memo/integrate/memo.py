@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from torch import nn
 
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError, MemoWarning
-from ds_memo.integrate import conflicts
+from ds_memo.integrate import conflicts, first_step
 from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.autopilot import Autopilot
 from ds_memo.integrate.calls import Calls
-from ds_memo.integrate.chosen import Chosen
 from ds_memo.integrate.decisions import RESIDENTS, Decisions
 from ds_memo.integrate.optimizers import watch_optimizers
 from ds_memo.integrate.speed import Speed, model_flops_utilization
@@ -36,14 +35,18 @@ from ds_memo.swap.numa import node_of
 from ds_memo.swap.slab import HostSlab, memlock_binds, promised_bytes
 from ds_memo.swap.streams import streams_for
 
-_OFF = 0.25
-"""Share by which a layer's kept bytes may differ from the profile's before that is said."""
-
 
 class Memo:
     """A model under ds_memo. Made by :func:`ds_memo.attach` and by ``ds_memo.initialize``."""
 
-    def __init__(self, model: nn.Module, config: MemoConfig, layers: list[tuple[str, nn.Module]], device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MemoConfig,
+        layers: list[tuple[str, nn.Module]],
+        device: torch.device,
+        of_engine: bool = False,
+    ) -> None:
         if config.ablation == "full_swap":
             residents = RESIDENTS if config.resident_layers is None else config.resident_layers
             config = config.model_copy(update={"alpha": 1.0, "resident_layers": residents})
@@ -52,7 +55,7 @@ class Memo:
         self.warnings: list[str] = []
         self._model = weakref.ref(model)
         self._detached = False
-        self.of_engine = False
+        self.of_engine = of_engine
         """An engine attached the model; else a person did, with ds_memo.attach."""
         self._on_last_micro_batch: Callable[[], bool] = lambda: False
         self._after_first_step: Callable[[Memo], None] = nothing
@@ -199,10 +202,8 @@ class Memo:
         if self.addresses and self.addresses.claimed:
             self.addresses.step_ends()
         if self._speed.before_first_step:
-            if self.decisions.chosen is None:
-                self._look_for_an_effect()
-            else:
-                self._compare_with_profile(self.decisions.chosen)
+            for message in self._said_of_first_step():
+                self.warn(message)
             self._after_first_step(self)
         now = time.perf_counter()
         self._speed.stepped(now)
@@ -213,48 +214,15 @@ class Memo:
     def _head_bytes(self, hidden_bytes: int) -> Most | None:
         return self.addresses.head_bytes(hidden_bytes) if self.addresses and self.addresses.claimed else None
 
-    def _look_for_an_effect(self) -> None:
-        """Warn of a first step in which memo moved nothing, or chose nothing."""
-        if self.config.ablation == "full_recompute":
-            return
-        if self.autopilot and self.engine.traffic.frames and not self._passes:
-            self.warn(
-                f"layers ran in training, and a training forward of {type(self._model()).__name__} itself never did (parts of it "
-                "were called, or it is in eval mode): nothing was profiled or solved for. The last two layers are resident and "
-                "alpha is what the host holds. Call the model, attach the part that is called, or set memo.alpha and "
-                "memo.resident_layers"
-            )
-        if not self.engine.traffic.frames:
-            self.warn(
-                f"memo has no effect: the first step is over and none of its {len(self.layers)} layers came through ds_memo. "
-                "Was the model called, or only parts of it?"
-            )
-        elif not self.engine.traffic.bytes_to_host:
-            self.warn(
-                f"memo has no effect: the first step moved no bytes, for {len(self.decisions.places.residents)} of "
-                f"{len(self.layers)} layers are resident and keep everything on the device. Set a smaller memo.resident_layers "
-                "or train without memo"
-            )
-
-    def _compare_with_profile(self, chosen: Chosen) -> None:
-        """Warn of layers that keep much more or less than they did in the profile."""
-        if self.calls.most.calls > 1:  # the next pass is solved for as many
-            return
-        expected = chosen.stored_bytes[: chosen.layers]
-        known = [
-            (layer, layer.latest.layout.stored_bytes, nbytes)
-            for layer, nbytes in zip(self.layers, expected, strict=False)
-            if layer.latest
-        ]
-        off = [(layer.name, here, there) for layer, here, there in known if there and abs(here - there) > _OFF * there]
-        if off:
-            name, here, there = off[0]
-            first = f"{name} {here:,} bytes, not {there:,}"
-            self.warn(
-                f"{len(off)} of {len(self.layers)} layers do not keep what the profile says ({first}): they "
-                "are called otherwise than the first of their kind, so what was solved for may not fit. Set memo.alpha and "
-                "memo.resident_layers for such a model"
-            )
+    def _said_of_first_step(self) -> Iterator[str]:
+        chosen, traffic = self.decisions.chosen, self.engine.traffic
+        if chosen is None:
+            if self.autopilot:
+                yield from first_step.no_choice(type(self._model()).__name__, traffic, self._passes)
+            moves = self.config.ablation != "full_recompute"
+            yield from first_step.no_effect(traffic, len(self.layers), len(self.decisions.places.residents) if moves else None)
+        elif self.calls.most.calls == 1:  # else the next pass is solved for more than this one
+            yield from first_step.not_as_profiled(self.layers, chosen)
 
     # ---- planned addresses
 
@@ -386,7 +354,7 @@ class Memo:
         config = self.config
         if config.ablation is not None or (config.alpha is not None and config.resident_layers is not None):
             return None
-        return Autopilot(config, self.layers, self.remat, self.warn)
+        return Autopilot(config, self.layers, self.remat, self.warn, self.of_engine)
 
     def _hidden_shape(self) -> tuple[int, ...]:
         """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""

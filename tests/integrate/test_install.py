@@ -22,6 +22,12 @@ from tests.processes import python
 pytestmark = ON_ONE_CPU_RANK
 
 
+@pytest.fixture(autouse=True)
+def as_imported() -> None:
+    """Engines of tests before have redirected deepspeed.checkpointing, which lasts."""
+    redirected.give_back()
+
+
 @pytest.fixture
 def installed() -> Iterator[None]:
     ds_memo.install()
