@@ -14,6 +14,8 @@ from tests.unit.common import DistributedTest
 
 REPO = Path(__file__).parents[1]
 CONFIGS = sorted((REPO / "ds_configs").glob("*.json"))
+RARER = ("zero2_bf16_offload_optimizer_memo", "zero3_bf16_offload_optimizer_memo")
+"""Their parts are in zero2_bf16_memo and zero3_bf16_offload_all_memo."""
 
 
 def test_there_is_one_for_each_use():
@@ -44,7 +46,11 @@ def test_deepspeed_takes_it(path):
 class TestEach(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+    @pytest.mark.parametrize(
+        "path",
+        [pytest.param(path, marks=pytest.mark.slow if path.stem in RARER else ()) for path in CONFIGS],
+        ids=lambda p: p.stem,
+    )
     def test_trains(self, path, tmp_path):
         """Two steps of launch/train.py."""
         if "fp16" in path.stem and not get_accelerator().is_fp16_supported():

@@ -26,7 +26,10 @@ def agree(configuration: Configuration, engine: type[SwapEngine] = SwapEngine, t
     return wrong
 
 
-@pytest.mark.parametrize("seed", clear_configurations())
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.slow if number % 3 else ()) for number, seed in enumerate(clear_configurations())],
+)
 def test_the_order_of_events_is_the_real_engines(seed):
     assert agree(Configuration.random(seed)) is None
 

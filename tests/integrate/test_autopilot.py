@@ -322,10 +322,15 @@ def test_another_run_measures_for_itself() -> None:
         (lambda text: text[: len(text) // 2], "no JSON"),
         (lambda text: text.replace('"format": 2', '"format": 0'), "not of format 2"),
         (lambda text: json.dumps({**json.loads(text), "key": {"layers": 7}}), "another run"),
-        (lambda text: text.replace('"forward_s": ', '"forward_s": -'), "negative"),
-        (lambda text: text.replace('"forward_s"', '"forwards"'), "fields"),
-        (lambda text: json.dumps({**json.loads(text), "layers": [99]}), "fit together"),
-        (lambda text: "", "no JSON"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)  # each kind of damage is in tests/profile/test_sample.py
+            for case in [
+                (lambda text: text.replace('"forward_s": ', '"forward_s": -'), "negative"),
+                (lambda text: text.replace('"forward_s"', '"forwards"'), "fields"),
+                (lambda text: json.dumps({**json.loads(text), "layers": [99]}), "fit together"),
+                (lambda text: "", "no JSON"),
+            ]
+        ),
     ],
     ids=["truncated", "other version", "other model", "negative", "fields", "layers", "empty"],
 )

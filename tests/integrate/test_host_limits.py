@@ -70,7 +70,7 @@ def trained(**more: Any) -> dict[str, Any]:
         handle.detach()
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_low_cgroup_is_kept_to_the_byte(tree: Path, version: int) -> None:
     limit(tree, version, 106 * MIB)
     whole = trained()

@@ -240,7 +240,7 @@ class TestKindsOnRanks(DistributedTest):
     world_size = 2
     exec_timeout = 60
 
-    @pytest.mark.parametrize("stage", [1, 3])
+    @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
     def test_several_kinds(self, stage: int) -> None:
         """The tower's parameters are gathered for the look, and the forward that follows finds ZeRO-3 as it was."""
         self.compare(stage, [(100, 2), (60, 1), (100, 2)])

@@ -111,7 +111,9 @@ class TestUnevenRanks(DistributedTest):
         assert passes == [0, 2, 0, 1, 0, 2]  # the first shows what the head takes
 
     @pytest.mark.parametrize(
-        "memo", [{"alpha": 0.5, "resident_layers": 1}, pytest.param({"alpha": 0.5}, marks=pytest.mark.slow), {}], ids=str
+        "memo",
+        [*(pytest.param(memo, marks=pytest.mark.slow) for memo in ({"alpha": 0.5, "resident_layers": 1}, {"alpha": 0.5})), {}],
+        ids=str,
     )
     def test_a_length_that_is_new_to_one_rank(self, memo: dict[str, Any]) -> None:
         lengths = [LONG, LONG, LONG, LONG] if dist.get_rank() else [LONG, SHORT, SHORT + 1, LONG]

@@ -38,7 +38,7 @@ def run(seed: int, streams, engine: type[SwapEngine] = SwapEngine, slab: type[Ho
         return play(setting.model, seed, ACTIONS)
 
 
-@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize("group", [pytest.param(group, marks=pytest.mark.slow if group % 2 else ()) for group in range(GROUPS)])
 def test_random_schedules_with_late_copies_and_poisoned_memory(group):
     for seed in range(group, SCHEDULES, GROUPS):
         wrong = differing(run(seed, DelayedStreams(seed)), run(seed, ThreadStreams()))
@@ -58,7 +58,7 @@ def test_random_schedules_are_ordered_by_events(group):
 # ---- host blocks of many pieces
 
 
-@pytest.mark.parametrize("group", range(4))
+@pytest.mark.parametrize("group", [0, 1, *(pytest.param(group, marks=pytest.mark.slow) for group in (2, 3))])
 def test_random_schedules_over_blocks_of_many_pieces(group):
     """Every kept tensor crosses borders, and its copies come late: not a bit is different."""
     crossed = Crumbs.crossed

@@ -206,7 +206,7 @@ STORIES = [
 
 
 @pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
-@pytest.mark.parametrize("resident", [0, 1, 2, 4])
+@pytest.mark.parametrize("resident", [0, 1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("make", [lambda: Stack(4), Mlp], ids=["attention", "mlp"])
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_unforeseen_orders(story, make, resident):
