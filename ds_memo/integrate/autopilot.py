@@ -180,8 +180,7 @@ class Autopilot:
     def _solve(self, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
         given = self._config.alpha, self._config.resident_layers
         run = self._costs(shapes)
-        solved = tuple(self.profile.called(shapes))
-        shape = shapes[self.profile.layers[solved[-1]]]
+        shape = self.profile.last(shapes)
         try:
             homes = solve(run, *given, may_be_plain)
         except NothingFits as error:
@@ -200,7 +199,7 @@ class Autopilot:
                 )
             run = replace(run, device_budget=error.device_needed)  # so that nothing is taken beyond what it needs
             homes = solve(run, *given, may_be_plain=False)
-        return Chosen(homes, run, solved, len(self.profile.layers), shapes, shape)
+        return Chosen(homes, run, tuple(self.profile.called(shapes)), len(self.profile.layers), shapes, shape)
 
     # ---- the first pass
 

@@ -94,7 +94,7 @@ class Budgets:
     def costs(self, profile: Profile, shapes: HiddenShapes, together: Together) -> RunCosts:
         """What comes before a backward, of layers whose hidden states have these shapes, within these budgets."""
         at = [shape and shape[:2] for shape in shapes]
-        tokens = math.prod(at[profile.layers[profile.called(at)[-1]]]) * together.forwards
+        tokens = math.prod(profile.last(at)) * together.forwards
         head = math.ceil((self._head_bytes_per_token or 0.0) * tokens) + self._backward_bytes
         run = profile.costs(at, self.host, self.device)
         return replace(run, layers=run.layers * together.calls, head_bytes=head, backward_bytes=self._backward_bytes)

@@ -98,14 +98,15 @@ class Decisions:
         if layer.index >= chosen.layers:
             self._warn(f"{layer.name} is checkpointed beside the {chosen.layers} layers that were solved for: fully recomputed")
             return FULL_RECOMPUTE
-        if layer.index not in chosen.solved and any(parameter.requires_grad for parameter in layer.parameters):
+        number = self._calls.number(layer.index) * chosen.layers + layer.index
+        # More calls than ever before: the next pass is solved for so many, and this one takes no more than it must.
+        setting = chosen.settings[number] if number < len(chosen.settings) else FULL_RECOMPUTE
+        if setting is FULL_RECOMPUTE and layer.index not in chosen.solved and any(p.requires_grad for p in layer.parameters):
             self._warn(
                 f"{type(layer.module()).__name__} trains, and none was called, or trained, in the first pass, which was "
                 "profiled: it is fully recomputed. Begin with a batch that calls all, or set memo.alpha and memo.resident_layers"
             )
-        number = self._calls.number(layer.index) * chosen.layers + layer.index
-        # More calls than ever before: the next pass is solved for so many, and this one takes no more than it must.
-        return chosen.settings[number] if number < len(chosen.settings) else FULL_RECOMPUTE
+        return setting
 
     def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
         budget, alpha = self._slab.budget, self._config.alpha

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,10 +30,11 @@ def kinds_of(layers: Iterable[Layer]) -> list[int]:
     for here, named in zip(shapes, settings, strict=True):
         for name, value in named.items():
             values[here, name].add(value)
+    alike = Counter(shapes)
     numbers: dict[Any, int] = {}
     found = []
     for here, named in zip(shapes, settings, strict=True):
-        few = max(2, shapes.count(here) // 2)
+        few = max(2, alike[here] // 2)
         told = tuple(sorted((name, repr(value)) for name, value in named.items() if 1 < len(values[here, name]) <= few))
         found.append(numbers.setdefault((here, told), len(numbers)))
     return found

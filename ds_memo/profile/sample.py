@@ -177,6 +177,10 @@ class Profile:
         """
         return [index for index, kind in enumerate(self.layers) if kind is not None and at[kind] is not None]
 
+    def last(self, at: Sequence[Any]) -> Any:
+        """Of what stands in `at`, that of the last layer that is called."""
+        return at[self.layers[self.called(at)[-1]]]
+
     def costs(
         self,
         at: Sequence[tuple[int, int] | None],

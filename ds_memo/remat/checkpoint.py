@@ -20,7 +20,7 @@ from ds_memo.errors import MemoError
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work
 from ds_memo.remat.inputs import Stays, lift_keywords, pack_followed, pack_watched, unpack
-from ds_memo.remat.modes import inside_a_layer, keep_dynamo_out, within_a_checkpoint
+from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
@@ -138,7 +138,7 @@ class Remat:
     def _run(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         if inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        if within_a_checkpoint():  # which runs it again whatever is kept, and must see the same twice
+        if inside_a_checkpoint():  # which runs it again whatever is kept, and must see the same twice
             self.warn(
                 "the model calls torch.utils.checkpoint around its layers, so they are recomputed and ds_memo has no part in it. "
                 "Leave that checkpoint out, or call ds_memo.checkpoint in its place"

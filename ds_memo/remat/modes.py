@@ -34,7 +34,7 @@ def under_a_checkpoint() -> bool:
     return False
 
 
-def within_a_checkpoint() -> bool:
+def inside_a_checkpoint() -> bool:
     """Whether torch.utils.checkpoint, not reentrant, runs what runs now, for the first time or again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
