@@ -25,7 +25,7 @@ from ds_memo.config import MemoConfig
 from ds_memo.integrate.budgets import Budgets
 from ds_memo.integrate.calls import Calls, Together
 from ds_memo.integrate.chosen import Chosen
-from ds_memo.integrate.looks import REMEMBERED, Looks
+from ds_memo.integrate.looks import REMEMBERED, Looks, is_experts
 from ds_memo.integrate.stalls import StallWatch, slower
 from ds_memo.plan import native
 from ds_memo.profile import cache
@@ -329,8 +329,8 @@ class Autopilot:
 
 
 def _is_divided(parameter: nn.Parameter) -> bool:
-    """DeepSpeed's words for a piece of a parameter, and for an expert that other ranks lack."""
-    return hasattr(parameter, "ds_id") or not getattr(parameter, "allreduce", True)
+    """A piece of it, by DeepSpeed's word, or an expert's."""
+    return hasattr(parameter, "ds_id") or is_experts(parameter)
 
 
 def cache_folder(config: MemoConfig) -> Path:

@@ -51,7 +51,7 @@ class Looks:
         self.kinds = kinds_of(self._layers)
         number = max(self.kinds) + 1
         # Ranks that each have some of the experts trade tokens in layers: where some have calls that others lack, all go on.
-        to_the_end = number > 1 and _has_experts_apart(model)
+        to_the_end = number > 1 and world_size() > 1 and any(map(is_experts, model.parameters()))
         return self._look(model, args, kwargs, lambda calls: len(calls) == number and not to_the_end)
 
     def profiled(self, kind: Shapes, calls: dict[int, LayerCall], measured: Collection[int]) -> None:
@@ -91,6 +91,6 @@ class Looks:
         return shapes
 
 
-def _has_experts_apart(model: nn.Module) -> bool:
-    """Each rank has some of the experts, by DeepSpeed's word."""
-    return world_size() > 1 and not all(getattr(parameter, "allreduce", True) for parameter in model.parameters())
+def is_experts(parameter: nn.Parameter) -> bool:
+    """Of an expert that other ranks lack, by DeepSpeed's word."""
+    return not getattr(parameter, "allreduce", True)
