@@ -96,10 +96,22 @@ def dtype_of(ds_config: dict) -> torch.dtype:
 
 
 def init_distributed() -> None:
+    """Join the other ranks.
+
+    Raises:
+        UsageError: Where nothing started this process as a rank.
+    """
     if get_accelerator().device_name() == "cpu":
         # Spares the 40 s (and the compiler) that DeepSpeed's shared-memory collectives take to build; gloo serves.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    try:
+        deepspeed.init_distributed()
+    except ModuleNotFoundError as error:
+        if error.name != "mpi4py":  # DeepSpeed asks MPI where no launcher's variables are set
+            raise
+        raise UsageError(
+            "no launcher: start it with `deepspeed launch/train.py …` or `torchrun launch/train.py …`, also for one rank"
+        ) from error
 
 
 class PeakBytes:

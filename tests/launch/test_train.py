@@ -64,6 +64,14 @@ def test_wrong_calls(call, tmp_path):
     assert "--save-every needs --save" in call(save_every=1)
 
 
+def test_without_a_launcher(call, tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # not installed
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("0123456789abcdef" * 200)
+    assert "no launcher: start it with `deepspeed launch/train.py …`" in call(data=tmp_path)
+
+
 def test_dtype_follows_the_json():
     assert str(script.dtype_of({})) == str(script.dtype_of({"bf16": {"enabled": False}})) == "torch.float32"
     assert str(script.dtype_of({"bf16": {"enabled": True}})) == "torch.bfloat16"
