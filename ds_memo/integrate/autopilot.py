@@ -1,9 +1,10 @@
 """Autopilot: what the configuration leaves open is measured and solved for, per kind of training pass.
 
-first pass        the first call of each kind of layer is caught before the forward runs; ranks compare configurations; the
-                  profile is taken from the cache or measured; solved; NothingFits comes out here, before the first step
-other lengths     solved from the same profile, without measuring; ranks that hold parameters in pieces (ZeRO-3) or each some of
-                  the experts agree in each pass on whether they checkpoint, the others need not talk
+first pass        the first call of each kind of layer is caught before the forward runs; ds_memo.integrate.profiling has the
+                  profile; solved; NothingFits comes out here, before the first step
+other passes      solved from the same profile, which grows where a kind of layer comes later than others; ranks that hold
+                  parameters in pieces (ZeRO-3) or each some of the experts agree in each pass on whether they checkpoint, the
+                  others need not talk
 between steps     budgets are looked at again once the first optimizer step has shown what else needs memory, head and loss
                   above all; copies that take longer than profiled lower alpha
 """
@@ -12,11 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -25,24 +23,14 @@ from ds_memo.config import MemoConfig
 from ds_memo.integrate.budgets import Budgets
 from ds_memo.integrate.calls import Calls, Together
 from ds_memo.integrate.chosen import Chosen
-from ds_memo.integrate.looks import REMEMBERED, Looks, is_experts
+from ds_memo.integrate.looks import REMEMBERED, Looks
+from ds_memo.integrate.profiling import Profiling
+from ds_memo.integrate.ranks import meet_in_layers, talk_in_layers
 from ds_memo.integrate.stalls import StallWatch, slower
-from ds_memo.plan import native
-from ds_memo.profile import cache
-from ds_memo.profile.agree import (
-    Failed,
-    from_all_ranks,
-    greatest,
-    most_careful,
-    refuse_differences,
-    together,
-    world_size,
-)
+from ds_memo.profile.agree import Failed, from_all_ranks, greatest, together
 from ds_memo.profile.call import LayerCall
-from ds_memo.profile.kinds import layer_in_words
 from ds_memo.profile.lengths import HiddenShapes, Shapes
 from ds_memo.profile.requests import Most
-from ds_memo.profile.run import Asked, lengths_of, take_profile, worth_measuring
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.solve.costs import RunCosts
@@ -71,8 +59,6 @@ class Autopilot:
     ) -> None:
         self.sees_head = False
         """The first step will show what head and loss take, unless it does without checkpointing."""
-        self.profile: Profile | None = None
-        self.from_cache = False
         self.changes: list[str] = []
         """What was changed while the run went on, in words."""
         self.gave_up = False
@@ -86,10 +72,13 @@ class Autopilot:
         self._has_engine = has_engine
         self._chosen: dict[tuple[HiddenShapes, Together, bool], Chosen] = {}
         """By the shapes of the hidden states, what there is together, and whether the pass may do without checkpointing."""
-        self._looks = Looks(remat, layers)
+        self._profiling = Profiling(config, layers, self._slab, self._device, warn)
+        self._looks = Looks(remat, layers, self._profiling.kinds)
         self._together = Together()
         self._meets_in_layers = False
-        """Ranks hold parameters in pieces (ZeRO-3), or each some of the experts."""
+        """See ds_memo.integrate.ranks."""
+        self._learns = False
+        """A kind of layer that comes later can be profiled then."""
         self._latest: Chosen | None = None
         self._budgets = Budgets(config.device_memory_gib, self._slab, self._device)
         self._copies_at = 1.0
@@ -98,6 +87,10 @@ class Autopilot:
         self._missed = 0
         """Passes whose first layer call could not be caught."""
         self._stalls = StallWatch(remat.engine.streams)
+
+    @property
+    def profile(self) -> Profile | None:
+        return self._profiling.profile
 
     # ---- before each training pass
 
@@ -120,7 +113,7 @@ class Autopilot:
             return None
         self._expect(calls)
         choose = self._choose_together if self._meets_in_layers else self._choose_alone
-        chosen = choose(self._looks.shapes(kind), functools.partial(self._looks.look, kind, model, args, kwargs))
+        chosen = choose(self._looks.shapes(kind), functools.partial(self._look, kind, model, args, kwargs))
         if chosen is not self._latest:
             self._latest = chosen
             self._stalls.another_kind()
@@ -133,6 +126,18 @@ class Autopilot:
             self._together = calls.most
             forwards = f", in {self._together.forwards} forwards" if self._together.forwards > 1 else ""
             self.changes.append(f"solved for {self._together.calls} calls of each layer before its backward{forwards}")
+
+    def _look(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> HiddenShapes:
+        look = functools.partial(self._looks.look, model, args, kwargs)
+        calls = together(look) if self._meets_in_layers else look()
+        self._learn(calls)
+        return self._looks.saw(kind, calls)
+
+    def _learn(self, calls: dict[int, LayerCall]) -> None:
+        """Profile the layers among these that no pass before has called."""
+        if self._learns and (names := self._profiling.later(self._looks.kinds, calls, with_others=self._meets_in_layers)):
+            self.changes.append(f"profiled {', '.join(names)}, which no pass before has called")
+            self._latest = None  # it knows nothing of them
 
     def _choose_alone(self, shapes: HiddenShapes | None, look: Callable[[], HiddenShapes]) -> Chosen | None:
         shapes = shapes or look()
@@ -151,7 +156,7 @@ class Autopilot:
         mine = (shapes is None, plain, -plain, nothing_fits is not None)
         looks, most, minus_least, fails = greatest(mine, self._device)
         if looks:
-            return self._choose_together(together(look), look)
+            return self._choose_together(look(), look)
         if fails:
             self._refuse_together(nothing_fits)
         return self._solved(shapes, may_be_plain=self._may_be_plain and most == -minus_least) if any(shapes) else None
@@ -210,50 +215,18 @@ class Autopilot:
         except Failed as failed:  # the forward itself will say what is wrong with it; it may well be right the next time
             self._missed += 1
             return self._missed >= _TRIES and self._give_up(failed)
-        refuse_differences('the "memo" section', from_all_ranks(_configured(self._config)))
-        refuse_differences("the model", from_all_ranks({"layers": len(self._layers), "layer": layer_in_words(self._layers[0])}))
-        asked = self._asked(calls)
-        if not asked.calls:
-            return self._give_up(Failed(["no layer wants a gradient, or none that all ranks call"]))
-        folder, key = cache_folder(self._config), asked.key()
-        everybodys = from_all_ranks(cache.load(folder, key, self._warn))
-        if all(everybodys):
-            self.profile, self.from_cache = most_careful(everybodys), True
-        else:
-            try:
-                self.profile = take_profile(asked, self._warn)
-            except Failed as failed:
-                return self._give_up(failed)
-            if int(os.environ.get("LOCAL_RANK") or 0) == 0:
-                cache.store(folder, self.profile, self._warn)
-        self._looks.profiled(kind, calls, asked.calls)
-        del calls, asked  # their hidden states are nothing that will be there
-        self._meets_in_layers = world_size() > 1 and any(map(_is_divided, model.parameters()))
+        try:
+            self._profiling.first(self._looks.kinds, calls)
+        except Failed as failed:
+            return self._give_up(failed)
+        self._meets_in_layers = meet_in_layers(model)
+        self._learns = self._meets_in_layers or not talk_in_layers(model)
+        if not self._meets_in_layers:
+            self._learn(calls)  # what other ranks do not call
+        self._looks.profiled(kind, calls)
+        del calls  # their hidden states are nothing that will be there
         self._budgets.look(model, self._has_engine, stepped=False)
         return True
-
-    def _asked(self, calls: dict[int, LayerCall]) -> Asked:
-        """What all ranks call and can learn from."""
-        calls = worth_measuring(self._layers, self._looks.kinds, calls)
-        everybodys = from_all_ranks({kind: (call.length, call.can_shorten()) for kind, call in calls.items()})
-        calls = {kind: call for kind, call in calls.items() if all(kind in theirs for theirs in everybodys)}
-        method = self._config.profile.method
-        lengths = {}
-        for kind in calls:
-            said, can_shorten = zip(*(theirs[kind] for theirs in everybodys), strict=True)
-            lengths[kind] = lengths_of(method, min(said), all(can_shorten))
-        return Asked(
-            layers=self._layers,
-            kinds=self._looks.kinds,
-            calls=calls,
-            method=method,
-            lengths=lengths,
-            device=self._device,
-            host_budget=self._slab.budget,
-            attention=self._config.attention,
-            device_memory_gib=self._config.device_memory_gib,
-            ranks_per_sequence=ranks_per_sequence(),
-        )
 
     def _give_up(self, failed: Failed) -> bool:
         self.gave_up = True
@@ -272,7 +245,7 @@ class Autopilot:
             return None
         return {
             "method": self.profile.method,
-            "from_cache": self.from_cache,
+            "from_cache": self._profiling.from_cache,
             "d2h_bytes_per_s": self.profile.d2h_bytes_per_s * self._copies_at,
             "h2d_bytes_per_s": self.profile.h2d_bytes_per_s * self._copies_at,
             "device_budget": self._budgets.device,
@@ -326,28 +299,3 @@ class Autopilot:
         else:
             return
         self.changes.append(f"{change}: copies reach {self._copies_at:.0%} of the profiled bandwidth")
-
-
-def _is_divided(parameter: nn.Parameter) -> bool:
-    """A piece of it, by DeepSpeed's word, or an expert's."""
-    return hasattr(parameter, "ds_id") or is_experts(parameter)
-
-
-def cache_folder(config: MemoConfig) -> Path:
-    """plan.cache_dir; its default obeys XDG_CACHE_HOME."""
-    if "cache_dir" in config.plan.model_fields_set:
-        return Path(config.plan.cache_dir).expanduser()
-    return native.cache_dir()
-
-
-def _configured(config: MemoConfig) -> dict[str, Any]:
-    section = config.model_dump()
-    return {f"memo.{name}": value for name, value in section.items()}
-
-
-def ranks_per_sequence() -> int:
-    """How many ranks share a sequence now, by DeepSpeed's word: Ulysses' size, or 1."""
-    state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
-    if state is None or state._SEQUENCE_PARALLEL_GROUP is None:
-        return 1
-    return state.get_sequence_parallel_world_size()

@@ -74,11 +74,27 @@ def together(what: Callable[[], T]) -> T:
         result = what()
     except Exception as caught:  # whatever it is, the others must hear of it
         error = caught
-    said = _say("" if error is None else f"{type(error).__name__}: {error}")
+    said = _say("" if error is None else _in_words(error))
     problems = [f"rank {number}: {problem}" for number, problem in enumerate(said) if problem]
     if problems:
         raise Failed(problems) from error
     return result
+
+
+def alone(what: Callable[[], T]) -> T:
+    """Do something on this rank, of which the others know nothing.
+
+    Raises:
+        Failed: if it failed.
+    """
+    try:
+        return what()
+    except Exception as error:
+        raise Failed([_in_words(error)]) from error
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _say(problem: str) -> list[str]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from ds_memo.remat.checkpoint import SDPA, Layer
 from ds_memo.swap.host_memory import GIB, ranks_on_node, seen
 from ds_memo.swap.protocol import D2H, H2D
 
+T = TypeVar("T")
 LONGEST = 1 << 14
 """Tokens of the longest sequence that `fit` runs; kernels are as fast as they get long before."""
 SHORTEST = 1 << 11
@@ -140,7 +141,7 @@ def take_profile(asked: Asked, warn: Callable[[str], None], told: Callable[[str]
     """
     begin = time.perf_counter()
     _wake(asked.device)
-    kinds = tuple(_measure_kind(asked, kind, warn, told) for kind in asked.calls)
+    kinds = measure_kinds(asked, warn, told)
     with _copy_bench(asked) as bench:  # every agreement is a start for all ranks at once
         d2h = together(partial(bench.rate, D2H))
         h2d = together(partial(bench.rate, H2D))
@@ -165,6 +166,23 @@ def take_profile(asked: Asked, warn: Callable[[str], None], told: Callable[[str]
     return most_careful(from_all_ranks(mine))
 
 
+def measure_kinds(
+    asked: Asked,
+    warn: Callable[[str], None],
+    told: Callable[[str], None] = lambda line: None,
+    do: Callable[[Callable[[], T]], T] = together,
+) -> tuple[LayerProfile, ...]:
+    """The layers alone.
+
+    Args:
+        do: `together`, or `alone` on a rank whose layers wait for no other.
+
+    Raises:
+        Failed: something cannot be measured.
+    """
+    return tuple(_measure_kind(asked, kind, warn, told, do) for kind in asked.calls)
+
+
 def _wake(device: torch.device) -> None:
     """An idle GPU runs at a sixth of its clock, and what is measured then would be in the cache for good."""
     if device.type != "cuda":
@@ -177,20 +195,26 @@ def _wake(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _measure_kind(asked: Asked, kind: int, warn: Callable[[str], None], told: Callable[[str], None]) -> LayerProfile:
+def _measure_kind(
+    asked: Asked,
+    kind: int,
+    warn: Callable[[str], None],
+    told: Callable[[str], None],
+    do: Callable[[Callable[[], T]], T],
+) -> LayerProfile:
     call, name = asked.calls[kind], asked.calls[kind].layer.name
     module = call.layer.module()
     lengths, number = asked.lengths[kind], list(asked.calls).index(kind) + 1
     kernel = asked.attention if asked.attention in SDPA else None  # a package's kernel is the model's own to call
     gathered = whole_bytes(module)
-    together(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, RESERVE)))
+    do(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, RESERVE)))
     samples: list[LayerSample] = []
     with whole(module):
         for length in lengths:
             if asked.method == "unified" and len(samples) == 2:
                 short = LayerProfile(name, tuple(samples))
-                together(lambda short=short, length=length: _refuse_too_long(short, call.batch, length, asked.free()))
-            sample = together(partial(measure, call, length, asked.device, kernel))
+                do(lambda short=short, length=length: _refuse_too_long(short, call.batch, length, asked.free()))
+            sample = do(partial(measure, call, length, asked.device, kernel))
             samples.append(replace(sample, **{name: getattr(sample, name) + gathered for name in DEVICE_BYTES}))
             told(
                 f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens, "

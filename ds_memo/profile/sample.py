@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, get_args
 
 from ds_memo.errors import MemoError
@@ -203,6 +203,14 @@ class Profile:
             host_budget=host_budget,
             device_budget=device_budget,
         )
+
+    def beside(self, later: Profile) -> Profile:
+        """This, and what was measured later of layers that it lacks."""
+        layers = tuple(
+            len(self.kinds) + theirs if mine is None and theirs is not None else mine
+            for mine, theirs in zip(self.layers, later.layers, strict=True)
+        )
+        return replace(self, kinds=(*self.kinds, *later.kinds), layers=layers)
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
+from ds_memo.integrate import autopilot, profiling
 from ds_memo.swap.host_memory import GIB
 from tests.models import BF16, HIDDEN, VOCAB, Batch, Block, Outcome, Toy, assert_same, build, gradients, step
 from tests.unit.common import ON_CPU, DistributedTest
@@ -132,20 +133,48 @@ def test_a_tower_that_no_batch_calls(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", ["a text", "an image"])
 def test_batches_with_and_without_images(first: str, tmp_path: Path) -> None:
-    """Where the first has one, all are solved for; else the tower is recomputed, and that is said."""
+    """The tower is profiled when the first image comes, and solved for from then on."""
     model = vision_and_text()
     stock = copy.deepcopy(model)
     handle = attached(model, tmp_path)
     batches = [batch(100), batch(100, images=2), batch(60), batch(140, images=1)]
     for inputs in batches if first == "a text" else reversed(batches):
         assert_same(outcome(model, inputs), outcome(stock, inputs))
-    report = handle.report()
-    if first == "a text":
-        (said,) = report["warnings"]
-        assert said.startswith("CLIPEncoderLayer trains, and none was called")
+        report, tower = handle.report(), slice(0, 3)
+        predicted, stored = report["predicted"]["stored_bytes_per_layer"], report["stored_bytes_per_layer"]
+        if "pixel_values" not in inputs:
+            assert predicted[tower] == [0, 0, 0]
+            stored[tower] = [0, 0, 0]  # of the pass before
+        assert predicted == stored
+    assert not report["warnings"]
+    assert handle.autopilot.profile.layers == ((1, 1, 1, 0, 0, 0) if first == "a text" else (0, 0, 0, 1, 1, 1))
+    assert report["profile"]["changes"] == (
+        ["profiled CLIPEncoderLayer, which no pass before has called"] if first == "a text" else []
+    )
+    handle.detach()
+
+
+@pytest.mark.parametrize("why", ["it fails", "a rank alone would wait for others"])
+def test_a_kind_that_comes_later_and_cannot_be_profiled(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is recomputed, which is said, and it is tried once."""
+    model = vision_and_text()
+    stock = copy.deepcopy(model)
+    handle = attached(model, tmp_path)
+    tried = []
+    if why == "it fails":
+        monkeypatch.setattr(profiling, "measure_kinds", lambda asked, *_, do: do(lambda: tried.append(asked) or 1 / 0))
     else:
-        assert not report["warnings"] and report["predicted"]["stored_bytes_per_layer"][:3] == [0, 0, 0]  # the last was a text
-        assert report["predicted"]["stored_bytes_per_layer"][3:] == report["stored_bytes_per_layer"][3:]
+        monkeypatch.setattr(autopilot, "talk_in_layers", lambda model: True)
+    for images in (0, 2, 1, 0):
+        inputs = batch(100, images)
+        assert_same(outcome(model, inputs), outcome(stock, inputs))
+    said = handle.report()["warnings"]
+    assert said[-1].startswith("CLIPEncoderLayer trains, and none was called")
+    if why == "it fails":
+        assert len(tried) == 1
+        assert said[0] == "CLIPEncoderLayer: cannot be profiled (ZeroDivisionError: division by zero), and is fully recomputed"
+    assert len(said) == 1 + len(tried)
+    assert handle.autopilot.profile.layers == (None, None, None, 0, 0, 0)
     handle.detach()
 
 
@@ -245,19 +274,18 @@ class TestKindsOnRanks(DistributedTest):
         """The tower's parameters are gathered for the look, and the forward that follows finds ZeRO-3 as it was."""
         self.compare(stage, [(100, 2), (60, 1), (100, 2)])
 
-    def test_an_image_on_one_rank_only(self, tmp_path: Path) -> None:
-        """What all ranks call is profiled; the other one has its tower recomputed."""
-        model, inputs = vision_and_text(), batch(100, images=2 * dist.get_rank())
-        want = outcome(copy.deepcopy(model), inputs)
-        handle = attached(model, tmp_path)
-        assert_same(outcome(model, inputs), want)
-        report = handle.report()
-        assert report["bytes_to_host"] and handle.autopilot.profile.layers == (None, None, None, 0, 0, 0)
-        assert len(report["warnings"]) == dist.get_rank()
-        assert all("none was called" in warning for warning in report["warnings"])
-        handle.detach()
+    @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+    def test_images_come_later(self, stage: int) -> None:
+        self.compare(stage, [(100, 0), (100, 2), (60, 1)], (1, 1, 1, 0, 0, 0))
 
-    def compare(self, stage: int, passes: list[tuple[int, int]]) -> None:
+    @pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 2])
+    def test_images_on_one_rank_only(self, first: int) -> None:
+        """From the first pass on, or later: that rank profiles its tower and the other one waits for nothing."""
+        rank = dist.get_rank()
+        layers = (1, 1, 1, 0, 0, 0) if rank else (None, None, None, 0, 0, 0)
+        self.compare(0, [(100, first * rank), (60, rank), (60, 0)], layers)
+
+    def compare(self, stage: int, passes: list[tuple[int, int]], kinds: tuple[int | None, ...] = (0, 0, 0, 1, 1, 1)) -> None:
         losses = {}
         for memo in (None, {"enabled": True, "device_memory_gib": DEVICE, "resident_layers": 1}):
             config = {
@@ -276,4 +304,4 @@ class TestKindsOnRanks(DistributedTest):
         assert losses[True] == pytest.approx(losses[False], rel=1e-6)
         report = ds_memo.report(engine)
         assert report["bytes_to_host"] and not report["warnings"]
-        assert engine.memo.autopilot.profile.layers == (0, 0, 0, 1, 1, 1)
+        assert engine.memo.autopilot.profile.layers == kinds

@@ -1,0 +1,33 @@
+"""What ranks do together, by DeepSpeed's word."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+from ds_memo.profile.agree import world_size
+
+
+def meet_in_layers(model: nn.Module) -> bool:
+    """Ranks gather parameters that they hold in pieces (ZeRO-3), or trade tokens for experts, in layers: all call the same."""
+    return world_size() > 1 and any(hasattr(parameter, "ds_id") or is_experts(parameter) for parameter in model.parameters())
+
+
+def talk_in_layers(model: nn.Module) -> bool:
+    """A rank alone in a layer waits for others: they meet there, or share the sequence (Ulysses) or its GEMMs (AutoTP)."""
+    shares_gemms = any(getattr(module, "mp_group", None) is not None for module in model.modules())
+    return meet_in_layers(model) or ranks_per_sequence() > 1 or (world_size() > 1 and shares_gemms)
+
+
+def is_experts(parameter: nn.Parameter) -> bool:
+    """Of an expert that other ranks lack."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def ranks_per_sequence() -> int:
+    """How many ranks share a sequence now: Ulysses' size, or 1."""
+    state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    if state is None or state._SEQUENCE_PARALLEL_GROUP is None:
+        return 1
+    return state.get_sequence_parallel_world_size()
