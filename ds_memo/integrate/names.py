@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,8 +21,11 @@ def replace_in_modules(before: Callable[..., Any], after: Callable[..., Any]) ->
     Returns:
         What was replaced, for :func:`restore`.
     """
-    spaces = [holder for holder in gc.get_referrers(before) if _is_module_globals(holder)]
-    taken = [(names, name) for names in spaces for name, value in list(names.items()) if value is before]
+    # By modules too: what gc.freeze() has put aside is nobody's referrer.
+    of_modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    others = [holder for holder in gc.get_referrers(before) if _is_module_globals(holder)]
+    spaces = {id(names): names for names in (*of_modules, *others)}
+    taken = [(names, name) for names in spaces.values() for name, value in list(names.items()) if value is before]
     for names, name in taken:
         names[name] = after
     return taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Iterator
@@ -88,6 +89,16 @@ def test_names_that_were_imported_before(monkeypatch: pytest.MonkeyPatch) -> Non
     uninstall()
     assert (module.start, module.checkpoint) == (script["start"], script["checkpoint"]) == stock
     assert ds_memo.initialize is not stock[0]
+
+
+def test_modules_that_were_frozen_before() -> None:
+    """gc.freeze(), as trainers call it for fewer pauses, hides a module's names from whoever asks the collector for them."""
+    stock = deepspeed.initialize
+    gc.freeze()
+    ds_memo.install()
+    assert deepspeed.initialize is ds_memo.initialize is not stock
+    uninstall()
+    assert deepspeed.initialize is stock
 
 
 def test_what_install_cannot_reach_is_named() -> None:
