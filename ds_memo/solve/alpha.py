@@ -1,9 +1,9 @@
-"""The alpha with the shortest step, two ways that agree.
+"""The alpha with the shortest step.
 
 The step is convex and piecewise linear in alpha (see ds_memo.solve.schedule). The search draws the tangents at both ends of the
 interval, goes to where they meet, and is done once the step there is what the tangents promised: that is a corner, and no point
-is below both tangents. It is exact, needs no library and takes under 1 ms for 128 layers. The linear program in ds_memo.solve.lp
-finds the same with CBC, in a process of its own: CBC can crash, and takes 90 ms after 100 ms of importing it.
+is below both tangents. It is exact, needs no library and takes under 1 ms for 128 layers. CBC finds the same for the linear
+program (tests/solve/lp.py), takes 90 ms after 100 ms of importing it, and can crash.
 """
 
 from __future__ import annotations

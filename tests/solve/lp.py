@@ -1,27 +1,22 @@
-"""The alpha with the shortest step as a linear program for CBC, through python-mip, in a child process.
+"""The alpha with the shortest step as a linear program for CBC, through python-mip, in a process of its own.
 
 One variable per point in time, which is "not before" other points plus durations that are affine in alpha; minimise the last one.
-A check on ds_memo.solve.alpha, which runs use. CBC has been seen to crash the process it runs in, and prints to its stdout.
+It is what ds_memo.solve.alpha is compared with. CBC has been seen to crash the process it runs in, and prints to its stdout.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import tempfile
+from pathlib import Path
 from typing import Any
 
-from ds_memo.errors import MemoError
 from ds_memo.solve.schedule import LEAVING, Leg, Schedule
+from tests.processes import python
 
 
-def best_alphas(jobs: list[tuple[Schedule, float]], time_limit_s: float = 60.0) -> list[float]:
-    """For each schedule, the alpha from 0 to its cap with the shortest step.
-
-    Raises:
-        MemoError: python-mip is not installed, or CBC failed.
-    """
+def best_alphas(jobs: list[tuple[Schedule, float]], answers: Path) -> list[float]:
+    """For each schedule, the alpha from 0 to its cap with the shortest step; `answers` is a file to write."""
     asked = [
         {
             "head_s": schedule.head_s,
@@ -31,17 +26,9 @@ def best_alphas(jobs: list[tuple[Schedule, float]], time_limit_s: float = 60.0) 
         }
         for schedule, cap in jobs
     ]
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
-        child = subprocess.run(
-            [sys.executable, "-m", "ds_memo.solve.lp", answer.name],
-            input=json.dumps(asked),
-            text=True,
-            capture_output=True,
-            timeout=time_limit_s,
-        )
-        if child.returncode:
-            raise MemoError(f"CBC found no alpha (exit status {child.returncode}): {child.stderr.strip()[-300:]}")
-        return json.load(answer)
+    child = python("-m", "tests.solve.lp", answers, stdin=json.dumps(asked))
+    assert child.returncode == 0, child.stderr
+    return json.loads(answers.read_text())
 
 
 def _solve(mip: Any, legs: list[Leg], head_s: float, cap: float, scale: float) -> float:
@@ -90,14 +77,13 @@ def _solve(mip: Any, legs: list[Leg], head_s: float, cap: float, scale: float) -
 
 
 def _main() -> None:
-    import mip  # a tenth of a second, and CBC: only in this process
+    import mip
 
     answers = []
     for job in json.load(sys.stdin):
         legs = [Leg(**leg) for leg in job.pop("legs")]
         answers.append(_solve(mip, legs, **job))
-    with open(sys.argv[1], "w") as file:
-        json.dump(answers, file)
+    Path(sys.argv[1]).write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":
