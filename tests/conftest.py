@@ -1,8 +1,15 @@
 """Tests of DistributedTest classes run in processes of their own; see tests/unit/common.py."""
 
+import gc
 import sys
 
 import pytest
+
+from tests.haste import make_haste
+
+
+def pytest_collection_finish():
+    make_haste()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -10,6 +17,12 @@ def pytest_runtest_call(item):
     if getattr(item.cls, "is_dist_test", False):
         item.cls()(item._request)
         item.runtest = lambda: None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_was_imported_since():
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -51,11 +51,11 @@ class CopyBench:
         (here,) = self._block.views(0, self.chunk)  # one piece: the slab has lent nothing before
         self._ends = {D2H: (here, there), H2D: (there, here)}
 
-    def rate(self, stream: str, seconds: float = SECONDS) -> float:
-        """Bytes a second over `d2h` or `h2d`: the median of batches of copies, for as long as told."""
+    def rate(self, stream: str) -> float:
+        """Bytes a second over `d2h` or `h2d`: the median of batches of copies."""
         self._copy(stream, 1)  # touches every page, and starts the threads
         rates = []
-        end = time.perf_counter() + seconds
+        end = time.perf_counter() + SECONDS
         while not rates or time.perf_counter() < end:
             rates.append(self.chunk * _COPIES / self._copy(stream, _COPIES))
         return statistics.median(rates)

@@ -41,6 +41,8 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from tests.haste import PRELOADED, make_haste
+
 ON_CPU = get_accelerator().device_name() == "cpu"
 if ON_CPU:  # here, because every rank imports this file: gloo serves, and nothing has to be compiled
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -48,8 +50,6 @@ if ON_CPU:  # here, because every rank imports this file: gloo serves, and nothi
 TIMEOUT_S = int(os.environ.get("DS_UNITTEST_TIMEOUT", "300"))
 GRACE_S = 5
 """Seconds that the other ranks get to say what they saw once one has failed."""
-PRELOADED = ["torch", "torch._dynamo", "deepspeed", "transformers", "transformers.models.llama.modeling_llama"]
-"""Imported once, by the server that CPU ranks are forked from; a CUDA context does not survive a fork."""
 
 
 class OwnDistributedTest:
@@ -86,7 +86,7 @@ class OwnDistributedTest:
         if not ON_CPU and get_accelerator().device_count() < size:
             _skip(f"{size} GPUs needed, {get_accelerator().device_count()} found")
         context = multiprocessing.get_context("forkserver" if ON_CPU else "spawn")
-        if ON_CPU:
+        if ON_CPU:  # the server imports once; a CUDA context would not survive a fork
             context.set_forkserver_preload(PRELOADED)
         ranks = [_Rank(context, self, name, kwargs, rank, size, folder) for rank in range(size)]
         try:
@@ -196,6 +196,7 @@ def _wait(ranks: list[_Rank], deadline: float) -> bool:
 
 def _be_a_rank(test: type, name: str, kwargs: dict[str, Any], rank: int, size: int, folder: Path, result: Connection) -> None:
     os.setsid()  # so that one signal reaches all that this process starts
+    make_haste()
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1), os.dup2(output, 2)
     faulthandler.register(signal.SIGUSR1, file=(folder / f"rank{rank}.stacks.txt").open("w"), all_threads=True)
