@@ -36,7 +36,7 @@ from ds_memo.ops.allocator import MIN_BYTES, MISSES, NATIVE, Allocator, Request
 from ds_memo.plan import Plan, PlanError, plan_trace
 from ds_memo.plan.rescale import Lines, fit_sizes, rescale
 from ds_memo.plan.trace import UNIT
-from ds_memo.profile.lengths import Kind, Length, Shapes, length_between
+from ds_memo.profile.lengths import Length, PassKind, Shapes, length_between
 from ds_memo.profile.requests import NEVER, Most, Place, RequestLog, most_in, read_log
 
 _TROUBLE = 0.01
@@ -131,8 +131,8 @@ class Addresses:
         self._place = (device.type, device.index or 0)
         self._device = device
         self._last_layer = -1
-        self._known: dict[Kind, _Known] = {}
-        self._kind: Kind | None = None
+        self._known: dict[PassKind, _Known] = {}
+        self._kind: PassKind | None = None
         """Of the running pass."""
         self._numbers = 0
         self._misfits = 0
@@ -141,7 +141,7 @@ class Addresses:
         self._in_backward = False
         self._escaped: dict[int, Place] = {}
         """Blocks of the last profiled pass that outlived it."""
-        self._escaped_from: Kind | None = None
+        self._escaped_from: PassKind | None = None
         self.steps_happen = False
         """Whether step_ends() is called; not known before the first time, unless somebody who knows sets it."""
         self._stepped = True
@@ -182,7 +182,7 @@ class Addresses:
         """
         first = self._next_pass()
         self._last_layer = last_layer
-        self._kind = kind = Kind(shapes, first, last, settings)
+        self._kind = kind = PassKind(shapes, first, last, settings)
         known = self._known.get(kind) or self._new(kind)
         if known.plan is not None:
             self._have_arena(known)
@@ -285,7 +285,7 @@ class Addresses:
         self._in_backward = False
         self.leave_phase()
 
-    def _new(self, kind: Kind) -> _Known:
+    def _new(self, kind: PassKind) -> _Known:
         while len(self._known) >= _KINDS:  # first those that are made anew in no time
             oldest = next((kind for kind, known in self._known.items() if known.rescaled), next(iter(self._known)))
             self._allocator.forget_plan(self._known.pop(oldest).number)
@@ -370,7 +370,7 @@ class Addresses:
             return
         self._adopt(known, log, plan)
 
-    def _plan_from_others(self, kind: Kind, known: _Known) -> None:
+    def _plan_from_others(self, kind: PassKind, known: _Known) -> None:
         """From two kinds with a pattern that differ from this one and from each other in one length only."""
         if self._misfits >= _MISFITS:
             return
@@ -387,7 +387,7 @@ class Addresses:
             self._adopt(known, base_known.log.resized(sizes), plan, _SPARE)
             known.rescaled = lines, to.there
 
-    def _lines(self, base: Kind, to: Length, others: list[tuple[Kind, Length]]) -> Lines | None:
+    def _lines(self, base: PassKind, to: Length, others: list[tuple[PassKind, Length]]) -> Lines | None:
         """Of a planned kind, every size by the length; None: no other kind asks for the same in the same order."""
         known = self._known[base]
         if to.places in known.lines:
@@ -409,7 +409,7 @@ class Addresses:
             return lines
         return None
 
-    def _length_to(self, other: Kind, kind: Kind) -> Length | None:
+    def _length_to(self, other: PassKind, kind: PassKind) -> Length | None:
         return length_between(other, kind) if self._known[other].pattern is not None else None
 
     def _adopt(self, known: _Known, log: RequestLog, plan: Plan, spare: int = 0) -> None:

@@ -18,10 +18,10 @@ solver, is imported here.
 | simulate.py | what PyTorch's caching allocator would have reserved |
 """
 
-from .bilevel import Plan, Slot, plan_trace
-from .errors import PlanError
-from .formats import plan_from_json, plan_to_json, read_csv, read_plan, read_trace, write_csv
-from .solver import Solution, fit, solve
+from ds_memo.plan.bilevel import Plan, Slot, plan_trace
+from ds_memo.plan.errors import PlanError
+from ds_memo.plan.formats import plan_from_json, plan_to_json, read_csv, read_plan, read_trace, write_csv
+from ds_memo.plan.solver import Solution, fit, solve
 
 __all__ = [
     "Plan", "PlanError", "Slot", "Solution", "fit", "plan_from_json", "plan_to_json", "plan_trace", "read_csv",

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from . import verify
-from .dsa import Buffer, Lifespan, Problem, lower_bound, peak, worst_moment
-from .solver import Progress, Solution, solve
-from .trace import UNIT, Tensor, Trace, rounded, varying_phases
+from ds_memo.plan import verify
+from ds_memo.plan.dsa import Buffer, Lifespan, Problem, lower_bound, peak, worst_moment
+from ds_memo.plan.solver import Progress, Solution, solve
+from ds_memo.plan.trace import UNIT, Tensor, Trace, rounded, varying_phases
 
 
 class Slot(NamedTuple):

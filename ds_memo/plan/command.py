@@ -9,15 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ds_memo.arguments import number, write_whole
-
-from .bilevel import Plan, plan_trace
-from .dsa import lower_bound
-from .errors import CapacityBelowLowerBound, PlanError
-from .formats import plan_to_json, read_csv, read_trace, write_csv
-from .simulate import simulate
-from .snapshot import read_snapshot
-from .solver import SOLVERS, Solution, fit, solve
-from .trace import Trace, repeat_layer
+from ds_memo.plan.bilevel import Plan, plan_trace
+from ds_memo.plan.dsa import lower_bound
+from ds_memo.plan.errors import CapacityBelowLowerBound, PlanError
+from ds_memo.plan.formats import plan_to_json, read_csv, read_trace, write_csv
+from ds_memo.plan.simulate import simulate
+from ds_memo.plan.snapshot import read_snapshot
+from ds_memo.plan.solver import SOLVERS, Solution, fit, solve
+from ds_memo.plan.trace import Trace, repeat_layer
 
 INPUT_ERRORS = (PlanError,)
 

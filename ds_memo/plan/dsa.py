@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-from .errors import TooLarge
+from ds_memo.plan.errors import TooLarge
 
 MAX_TOTAL = 2**62
 Offset = int  # address of a buffer's first unit

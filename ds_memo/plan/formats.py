@@ -23,10 +23,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from . import verify
-from .bilevel import PhaseReport, Plan, Slot
-from .dsa import Buffer, Lifespan, Offset, Problem
-from .errors import (
+from ds_memo.plan import verify
+from ds_memo.plan.bilevel import PhaseReport, Plan, Slot
+from ds_memo.plan.dsa import Buffer, Lifespan, Offset, Problem
+from ds_memo.plan.errors import (
     BadSize,
     DoubleFree,
     DuplicateMalloc,
@@ -36,7 +36,7 @@ from .errors import (
     TruncatedInput,
     UnknownPhase,
 )
-from .trace import PHASE_NAME, PHASE_WORDS, UNIT, Phase, Request, Trace
+from ds_memo.plan.trace import PHASE_NAME, PHASE_WORDS, UNIT, Phase, Request, Trace
 
 SCHEMA = "ds_memo.plan/1"
 MAX_SIZE = 2**63
@@ -116,16 +116,6 @@ def make_trace(requests: Sequence[Request], marks: Sequence[tuple[str, int]], no
     ends = [first for _, first in marks[1:]] + [len(requests)]
     phases = tuple(Phase(name, first, end) for (name, first), end in zip(marks, ends, strict=True))
     return Trace(tuple(requests), phases, tuple(notes))
-
-
-def write_trace(trace: Trace) -> str:
-    """The text that parse_trace reads back."""
-    lines = []
-    for phase in trace.phases:
-        lines.append(f"phase {phase.name}")
-        for r in trace.requests[phase.first : phase.end]:
-            lines.append(f"free {r.id}" if r.size is None else f"malloc {r.id} {r.size}")
-    return "\n".join(lines) + "\n"
 
 
 # ---- MiniMalloc

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from .dsa import MAX_TOTAL, Buffer, Offset, lower_bound, peak, sections
+from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Offset, lower_bound, peak, sections
 
 NO_CEILING = 2 * MAX_TOTAL - 1  # the largest address in 64 bits
 

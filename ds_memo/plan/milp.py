@@ -33,7 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from .dsa import Buffer, Offset, lower_bound, peak
+from ds_memo.plan.dsa import Buffer, Offset, lower_bound, peak
 
 SOLVERS = {"cbc": "CBC", "highs": "HiGHS"}
 CBC_PROGRESS = re.compile(r"([-\d.e+]+) best solution, best possible ([-\d.e+]+)")

@@ -19,11 +19,11 @@ from fractions import Fraction
 from math import ceil, inf
 from typing import NamedTuple
 
-from . import verify
-from .bilevel import PhaseReport, Plan
-from .dsa import Buffer, lower_bound, peak
-from .errors import BadSize, TracesDiffer
-from .trace import UNIT, Trace, rounded
+from ds_memo.plan import verify
+from ds_memo.plan.bilevel import PhaseReport, Plan
+from ds_memo.plan.dsa import Buffer, lower_bound, peak
+from ds_memo.plan.errors import BadSize, TracesDiffer
+from ds_memo.plan.trace import UNIT, Trace, rounded
 
 
 class Affine(NamedTuple):

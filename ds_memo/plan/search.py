@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ds_memo.errors import MemoWarning
-
-from . import native
-from .dsa import MAX_TOTAL, Buffer, Offset, sections
-from .search_py import Search
+from ds_memo.plan import native
+from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Offset, sections
+from ds_memo.plan.search_py import Search
 
 STACK = 512 << 20  # bytes of address space for the recursion, one frame a decision; touched only as deep as it goes
 NO_LIMIT = 2**62

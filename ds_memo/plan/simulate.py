@@ -22,7 +22,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import count
 
-from .trace import Trace, rounded
+from ds_memo.plan.trace import Trace, rounded
 
 MIB = 2**20
 SMALL, SMALL_BUFFER, LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = MIB, 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB

@@ -18,9 +18,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from .errors import BadSize, MalformedInput, PlanError, TruncatedInput, UnsafePickle
-from .formats import MAX_SIZE, make_trace
-from .trace import Request, Trace
+from ds_memo.plan.errors import BadSize, MalformedInput, PlanError, TruncatedInput, UnsafePickle
+from ds_memo.plan.formats import MAX_SIZE, make_trace
+from ds_memo.plan.trace import Request, Trace
 
 
 class _PlainUnpickler(pickle.Unpickler):

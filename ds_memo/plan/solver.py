@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ds_memo.errors import MemoWarning
-
-from . import greedy, milp, verify
-from .dsa import Buffer, Offset, Problem, lower_bound, peak
-from .search import search
+from ds_memo.plan import greedy, milp, verify
+from ds_memo.plan.dsa import Buffer, Offset, Problem, lower_bound, peak
+from ds_memo.plan.search import search
 
 SOLVERS = ("greedy", "search", "cbc", "highs")
 MAX_PAIRS = 4000  # overlapping pairs, one binary each; above it CBC has never improved a plan within minutes

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .errors import TracesDiffer
+from ds_memo.plan.errors import TracesDiffer
 
 UNIT = 512  # bytes; PyTorch's allocator rounds every request up to this, and so do slots
 PHASE_NAME = re.compile(r"(L\d+|embed|head)\.[fb]|embed|head|step|end")

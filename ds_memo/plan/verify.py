@@ -20,8 +20,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from .dsa import Buffer, Offset
-from .errors import InvalidPlan
+from ds_memo.plan.dsa import Buffer, Offset
+from ds_memo.plan.errors import InvalidPlan
 
 ERRORS = ("bad_count", "bad_buffer", "bad_offset", "bad_capacity", "bad_peak", "bad_bound", "bad_overlap")
 

@@ -262,20 +262,20 @@ class Stopwatch(TorchDispatchMode):
             seconds, kind = seconds_between(begin, end), keep.kind_of(func)
             self.seconds.append(seconds)
             self.born.append(min(1.0, seconds_between(self._start, end) / whole) if whole else 1.0)
-            self.gemm_s += seconds if kind is keep.Kind.GEMM else 0.0
-            self.attention_s += seconds if kind is keep.Kind.ATTENTION else 0.0
+            self.gemm_s += seconds if kind is keep.OpKind.GEMM else 0.0
+            self.attention_s += seconds if kind is keep.OpKind.ATTENTION else 0.0
         self.attention_backward_s = sum(seconds_between(*times) for times in self._backward)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if self._in_forward:
             kind = keep.kind_of(func)
-            if kind in (keep.Kind.PLAIN, keep.Kind.MUTATES):
+            if kind in (keep.OpKind.PLAIN, keep.OpKind.MUTATES):
                 return func(*args, **kwargs)
             begin = self.now()
             out = func(*args, **kwargs)
             self._ops.append((func, begin, self.now()))
-            if kind is keep.Kind.ATTENTION:
+            if kind is keep.OpKind.ATTENTION:
                 query, key = args[0], args[1]  # (b, heads, s, d) or, flash-attn's, (b, s, heads, d)
                 self.attention_flops += 2 * query.numel() * max(key.shape[1:-1])
             return out
@@ -302,7 +302,7 @@ def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output
             outputs.append(Output("gemm" if split else "choice", rows, op.kept.stored_bytes // rows, born))
             gemm_s += watch.seconds[index] if split and timed else 0.0
         else:
-            kind = "attention" if keep.kind_of(op.func) is keep.Kind.ATTENTION else "choice"
+            kind = "attention" if keep.kind_of(op.func) is keep.OpKind.ATTENTION else "choice"
             outputs += [Output(kind, 1, kept.stored_bytes, born) for kept in op.kept or () if kept]
     # GEMMs that are only wanted at alpha 0, because others are computed from them, count too.
     gemm_s += sum(

@@ -15,7 +15,7 @@ HiddenShapes = tuple[tuple[int, ...] | None, ...]
 """Of hidden states, (batch, length, …), by the kind of layer that they come into; None: it is not called."""
 
 
-class Kind(NamedTuple):
+class PassKind(NamedTuple):
     """Passes of one kind are expected to ask for the same memory."""
 
     shapes: Shapes
@@ -68,7 +68,7 @@ def hidden_shape(shapes: Shapes, hidden: tuple[int, ...], others: Shapes) -> tup
     return (*found.pop(), *hidden[2:]) if len(found) == 1 else None
 
 
-def length_between(here: Kind, there: Kind) -> Length | None:
+def length_between(here: PassKind, there: PassKind) -> Length | None:
     """None where the kinds are equal, or differ in more than one size."""
     if here[1:] != there[1:] or [(len(s), dtype) for s, dtype in here.shapes] != [(len(s), dtype) for s, dtype in there.shapes]:
         return None

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, get_args
 
 from ds_memo.errors import MemoError
-from ds_memo.solve.costs import Kind, LayerCosts, Output, RunCosts, Working
+from ds_memo.solve.costs import LayerCosts, Output, OutputKind, RunCosts, Working
 
 FORMAT = 2
 DEVICE_BYTES = (
@@ -24,7 +24,7 @@ DEVICE_BYTES = (
     "forward_bytes_at_0",
 )
 """Fields of a sample: what the layer needs of the device beside what is kept."""
-_KINDS = get_args(Kind)
+_OUTPUT_KINDS = get_args(OutputKind)
 _OFF = 0.25
 """How far, relative, the check may be from the lines before they are not trusted."""
 
@@ -140,7 +140,7 @@ class LayerProfile:
         kept = sum(output.nbytes for output in self.check.outputs)
         if [output.kind for output in here.outputs] != [output.kind for output in self.check.outputs]:
             return math.inf
-        for got, want in ((here.nbytes(*_KINDS), kept), (here.plain_bytes, self.check.plain_bytes)):
+        for got, want in ((here.nbytes(*_OUTPUT_KINDS), kept), (here.plain_bytes, self.check.plain_bytes)):
             if abs(got - want) > 0.01 * want:
                 return math.inf
         seconds = self.check.forward_s + self.check.backward_s
@@ -271,7 +271,7 @@ def _check(profile: Profile) -> None:
         and all(kind is None or (type(kind) is int and 0 <= kind < len(profile.kinds)) for kind in profile.layers)
         and all(kind.samples and len({len(s.outputs) for s in kind.samples}) == 1 for kind in profile.kinds)
         and all(sample.batch > 0 and sample.length > 0 for sample in samples)
-        and all(output.kind in _KINDS for output in outputs)
+        and all(output.kind in _OUTPUT_KINDS for output in outputs)
     )
     if not ok:
         raise ProfileError("what it tells does not fit together")

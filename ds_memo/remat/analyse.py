@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_memo.remat import keep
 from ds_memo.remat.call import Call, as_tuple, detached, noticing_draws, storage_of
-from ds_memo.remat.keep import Kind, kind_of
+from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import NotingMode, under_a_checkpoint
 from ds_memo.remat.recipe import Seen, SeenGemm, SeenWhole, fingerprint
 
@@ -98,20 +98,20 @@ class Analyse(NotingMode):
         kwargs = kwargs or {}
         kind = kind_of(func)
         sources = self._made_of_all(args, kwargs)
-        if kind is Kind.ATTENTION or kind is Kind.CHOICE:
+        if kind is OpKind.ATTENTION or kind is OpKind.CHOICE:
             out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
             if state is not None:
                 self.call.rng_after[len(self.seen.ops)] = state
-            self.seen.attention_again += kind is Kind.ATTENTION and under_a_checkpoint()
+            self.seen.attention_again += kind is OpKind.ATTENTION and under_a_checkpoint()
             outputs = tuple(detached(value) for value in as_tuple(out))
             self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
-            if kind is Kind.CHOICE:
+            if kind is OpKind.CHOICE:
                 self._choose_from(sources)
             self._fresh = None
             self._made(out, 0)
             return out
         fresh, self._fresh = self._fresh, self._fresh if func in keep.LOOKS else None
-        if kind is Kind.MUTATES:
+        if kind is OpKind.MUTATES:
             if fresh is not None and not kwargs and keep.adds_bias_to(func, args, fresh.out):
                 fresh.biased = True
             else:
@@ -130,9 +130,9 @@ class Analyse(NotingMode):
             self.seen.softmax = str(func)
         out = func(*args, **kwargs)
         self._follow_weights(func, args, out)
-        if kind is Kind.MUTATES and fresh is not None and fresh.biased:
+        if kind is OpKind.MUTATES and fresh is not None and fresh.biased:
             fresh.fingerprint = fingerprint(fresh.out)
-        if kind is Kind.GEMM:
+        if kind is OpKind.GEMM:
             product, flops = out.detach(), keep.gemm_flops(func, args, out)
             self.seen.flops_again += flops if under_a_checkpoint() else 0
             gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))

@@ -69,7 +69,7 @@ OVERWRITES = {
 """In-place ops that do not read what they write over. Not zero_ and fill_: a kernel out of our sight may add to that."""
 
 
-class Kind(enum.Enum):
+class OpKind(enum.Enum):
     GEMM = enum.auto()
     ATTENTION = enum.auto()
     CHOICE = enum.auto()
@@ -77,11 +77,11 @@ class Kind(enum.Enum):
     PLAIN = enum.auto()
 
 
-_KINDS: dict[int, tuple[Kind, OpOverload]] = {}
+_KINDS: dict[int, tuple[OpKind, OpOverload]] = {}
 """By id: hashing an OpOverload runs Python. Holding the op keeps its id from being used again."""
 
 
-def kind_of(func: OpOverload) -> Kind:
+def kind_of(func: OpOverload) -> OpKind:
     """The table's word on an op; worked out once per op and process."""
     known = _KINDS.get(id(func))
     if known is None:
@@ -89,14 +89,14 @@ def kind_of(func: OpOverload) -> Kind:
     return known[0]
 
 
-def _classify(func: OpOverload) -> Kind:
+def _classify(func: OpOverload) -> OpKind:
     if func in GEMM:
-        return Kind.GEMM
+        return OpKind.GEMM
     if func in ATTENTION or func.name().removesuffix(".default") in ATTENTION_NAMES:
-        return Kind.ATTENTION
+        return OpKind.ATTENTION
     if func in CHOICE:
-        return Kind.CHOICE
-    return Kind.MUTATES if func._schema.is_mutable or _is_collective_in_place(func) else Kind.PLAIN
+        return OpKind.CHOICE
+    return OpKind.MUTATES if func._schema.is_mutable or _is_collective_in_place(func) else OpKind.PLAIN
 
 
 def _is_collective_in_place(func: OpOverload) -> bool:

@@ -83,7 +83,7 @@ class Recipe:
 
     @cached_property
     def attention_ops(self) -> int:
-        return sum(keep.kind_of(op.func) is keep.Kind.ATTENTION for op in self.ops)
+        return sum(keep.kind_of(op.func) is keep.OpKind.ATTENTION for op in self.ops)
 
     @cached_property
     def mem_efficient_tokens(self) -> int:
@@ -170,7 +170,7 @@ class Seen:
     def run_attention_again(self) -> None:
         """The last resort: attention outputs are not kept, so what they were made of is wanted."""
         for op in self.ops:
-            if isinstance(op, SeenWhole) and keep.kind_of(op.func) is keep.Kind.ATTENTION:
+            if isinstance(op, SeenWhole) and keep.kind_of(op.func) is keep.OpKind.ATTENTION:
                 op.again = True
                 self.wanted |= op.inputs
 

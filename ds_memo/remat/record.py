@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_memo.remat import keep
 from ds_memo.remat.call import Call, as_tuple, noticing_draws, storage_of
-from ds_memo.remat.keep import Kind, kind_of
+from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import NotingMode
 from ds_memo.remat.recipe import Gemm, Whole
 
@@ -57,23 +57,23 @@ class Record(NotingMode):
         kind = kind_of(func)
         if self._left_out and self._following:
             return self._watch_left_out(kind, func, args, kwargs or {})
-        if kind is Kind.PLAIN and self._awaits_bias is None:
+        if kind is OpKind.PLAIN and self._awaits_bias is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._dispatch(kind, func, args, kwargs or {})
 
-    def _watch_left_out(self, kind: Kind, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _watch_left_out(self, kind: OpKind, func: Any, args: tuple, kwargs: dict) -> Any:
         """Follow what is made of products that the replay leaves out: nothing that is wanted may come to depend on them."""
         touched = self._reads_left_out(args) or (bool(kwargs) and self._reads_left_out(kwargs.values()))
         if touched and (
             keep.looks_at_values(func, args, kwargs)
-            or (kind is Kind.GEMM and self._computes_next())
-            or (kind is Kind.MUTATES and self._writes_to_older(func, args, kwargs))
+            or (kind is OpKind.GEMM and self._computes_next())
+            or (kind is OpKind.MUTATES and self._writes_to_older(func, args, kwargs))
         ):
             self._leave()
         out = self._dispatch(kind, func, args, kwargs)
-        if touched and kind is not Kind.GEMM and kind is not Kind.ATTENTION and kind is not Kind.CHOICE:
+        if touched and kind is not OpKind.GEMM and kind is not OpKind.ATTENTION and kind is not OpKind.CHOICE:
             self._leave_out(out)
-            if kind is Kind.MUTATES:
+            if kind is OpKind.MUTATES:
                 self._leave_out(keep.written_tensors(func, args, kwargs))
         return out
 
@@ -102,14 +102,14 @@ class Record(NotingMode):
             if isinstance(leaf, torch.Tensor) and (storage := storage_of(leaf)) and storage not in self._left_out:
                 self._left_out[storage] = StorageWeakRef(leaf.untyped_storage())
 
-    def _dispatch(self, kind: Kind, func: Any, args: tuple, kwargs: dict) -> Any:
-        if kind is Kind.MUTATES:
+    def _dispatch(self, kind: OpKind, func: Any, args: tuple, kwargs: dict) -> Any:
+        if kind is OpKind.MUTATES:
             return self._change(func, args, kwargs)
-        if kind is Kind.PLAIN or not self._following:
+        if kind is OpKind.PLAIN or not self._following:
             if self._awaits_bias is not None and func not in keep.LOOKS:
                 self._leave()  # the product is read before its bias comes
             return func(*args, **kwargs)
-        if kind is Kind.GEMM:
+        if kind is OpKind.GEMM:
             out = func(*args, **kwargs)
             op = self._expect(func, out)
             if op is not None and not op.wanted:

@@ -9,7 +9,7 @@ import torch
 from ds_memo.errors import MemoError
 from ds_memo.remat import keep
 from ds_memo.remat.call import Call, cloned, detached, generator_of
-from ds_memo.remat.keep import Kind, kind_of
+from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import Mode
 from ds_memo.remat.recipe import Gemm, Whole
 
@@ -41,13 +41,13 @@ class Replay(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kind = kind_of(func)
-        if kind is Kind.MUTATES and self._awaits_bias is not None:
+        if kind is OpKind.MUTATES and self._awaits_bias is not None:
             return self._add_bias(func, args)
-        if kind is Kind.PLAIN or kind is Kind.MUTATES:
+        if kind is OpKind.PLAIN or kind is OpKind.MUTATES:
             return func(*args, **kwargs) if kwargs else func(*args)
         call, index = self.call, self._next
         if index >= len(call.recipe.ops):  # the forward left its recipe here
-            call.work.attention_ops_recomputed += kind is Kind.ATTENTION
+            call.work.attention_ops_recomputed += kind is OpKind.ATTENTION
             return func(*args, **(kwargs or {}))
         self._next += 1
         op = call.recipe.ops[index]
@@ -56,10 +56,10 @@ class Replay(Mode):
                 f"layer {call.frame.name} did not repeat its forward: op {index} was {op.func}, now it is {func}. "
                 "Layers under ds_memo must do the same work twice, as under torch.utils.checkpoint."
             )
-        if kind is Kind.GEMM:
+        if kind is OpKind.GEMM:
             return self._gemm(op, args, kwargs or {})
         if op.kept is None:
-            call.work.attention_ops_recomputed += kind is Kind.ATTENTION
+            call.work.attention_ops_recomputed += kind is OpKind.ATTENTION
             return func(*args, **(kwargs or {}))
         return self._supply(index, op)
 

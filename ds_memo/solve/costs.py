@@ -20,7 +20,7 @@ ALIGN = 256
 PAGE = mmap.PAGESIZE
 """Bytes; a frame's host block is whole pages (ds_memo.swap.slab)."""
 
-Kind = Literal["input", "attention", "choice", "gemm"]
+OutputKind = Literal["input", "attention", "choice", "gemm"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Output:
     Only a "gemm" is split by alpha. "input" and "choice" (a router's) are stored whole; "attention" too, but in the last resort.
     """
 
-    kind: Kind
+    kind: OutputKind
     rows: int
     row_bytes: int
     born: float = 1.0
@@ -75,7 +75,7 @@ class LayerCosts:
     working_without_attention: Working = Working()
     """At alpha 0, when the attention output is not kept either."""
 
-    def nbytes(self, *kinds: Kind) -> int:
+    def nbytes(self, *kinds: OutputKind) -> int:
         return sum(output.nbytes for output in self.outputs if output.kind in kinds)
 
     @cached_property

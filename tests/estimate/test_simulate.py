@@ -10,8 +10,7 @@ from ds_memo.solve.costs import LayerCosts, Output, RunCosts
 from ds_memo.solve.places import Places
 from ds_memo.solve.schedule import Schedule
 from ds_memo.swap.engine import SwapEngine
-
-from .threaded import Configuration, clear_configurations, measured_events, mismatch, predicted_events
+from tests.estimate.threaded import Configuration, clear_configurations, measured_events, mismatch, predicted_events
 
 TRIES = 4
 """A busy machine wakes a sleeper late now and then."""

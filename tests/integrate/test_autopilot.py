@@ -355,7 +355,7 @@ def test_alpha_is_lowered_and_the_report_says_so(costs: Any) -> None:
     step(model, BATCH)
     fast = dataclasses.replace(pilot.profile, d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12)
     gemms = [dataclasses.replace(s, gemm_s=s.forward_s) for s in fast.kinds[0].samples]
-    pilot.profile = dataclasses.replace(fast, kinds=(dataclasses.replace(fast.kinds[0], samples=tuple(gemms)),))
+    pilot._profiling.profile = dataclasses.replace(fast, kinds=(dataclasses.replace(fast.kinds[0], samples=tuple(gemms)),))
     pilot._chosen.clear()
     step(model, BATCH)
     before = handle.report()["alpha"]

@@ -11,8 +11,7 @@ from ds_memo.plan.dsa import Buffer, Lifespan, Problem, lower_bound
 from ds_memo.plan.errors import TooLarge, TracesDiffer
 from ds_memo.plan.formats import make_trace, parse_trace
 from ds_memo.plan.trace import Request, Trace, repeat_layer
-
-from .instances import TRACES, dense
+from tests.plan.instances import TRACES, dense
 
 LONG = [p for p in TRACES if "_L4_" in p.name]
 

@@ -10,9 +10,8 @@ import pytest
 from ds_memo import cli
 from ds_memo.plan import read_csv, read_plan, verify
 from tests.command import call, complaint
+from tests.plan.instances import CAPACITY, DATA, TRACES
 from tests.processes import python
-
-from .instances import CAPACITY, DATA, TRACES
 
 TRACE = str(TRACES[0])
 EXAMPLE = str(DATA / "minimalloc" / "input.12.csv")

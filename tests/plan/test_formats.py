@@ -8,16 +8,20 @@ from hypothesis import strategies as st
 
 from ds_memo.plan import errors, plan_from_json, plan_to_json, plan_trace, read_csv, read_trace, write_csv
 from ds_memo.plan.dsa import Problem
-from ds_memo.plan.formats import parse_csv, parse_trace, write_trace
+from ds_memo.plan.formats import parse_csv, parse_trace
 from ds_memo.plan.snapshot import read_snapshot
-
-from .instances import DATA, TRACES
+from tests.plan.instances import DATA, TRACES
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)
-def test_traces_round_trip(path):
+def test_nothing_of_a_trace_is_lost(path):
     trace = read_trace(path)
-    assert write_trace(trace) == path.read_text()
+    lines = []
+    for phase in trace.phases:
+        lines.append(f"phase {phase.name}")
+        for r in trace.requests[phase.first : phase.end]:
+            lines.append(f"free {r.id}" if r.size is None else f"malloc {r.id} {r.size}")
+    assert "\n".join(lines) + "\n" == path.read_text()
 
 
 def test_a_trace_without_phases_is_one_step():

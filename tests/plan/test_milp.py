@@ -13,9 +13,8 @@ from ds_memo.errors import MemoWarning
 from ds_memo.plan import milp, read_csv, solve, verify
 from ds_memo.plan.dsa import Problem, lower_bound, peak
 from ds_memo.plan.search import search
-
-from .instances import DATA, best_peak, dense
-from .test_dsa import problems
+from tests.plan.instances import DATA, best_peak, dense
+from tests.plan.test_dsa import problems
 
 # The most alive at once are 10, but no placement is below 11: the smallest such instance that a random search found.
 GAP = Problem.of(

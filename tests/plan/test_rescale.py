@@ -7,9 +7,8 @@ from ds_memo.plan.errors import BadSize, TracesDiffer
 from ds_memo.plan.formats import parse_trace
 from ds_memo.plan.rescale import fit_sizes, rescale, sizes_at
 from ds_memo.plan.trace import Trace, repeat_layer
-
-from .instances import TRACES
-from .test_bilevel import traces
+from tests.plan.instances import TRACES
+from tests.plan.test_bilevel import traces
 
 GPT_NONE = next(p for p in TRACES if p.stem == "gpt_none_L4_s16k")
 

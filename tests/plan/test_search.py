@@ -8,10 +8,9 @@ from ds_memo.errors import MemoWarning
 from ds_memo.plan import fit, native, read_csv, solve, verify
 from ds_memo.plan.dsa import Problem, lower_bound
 from ds_memo.plan.search import search
+from tests.plan.instances import CAPACITY, MINIMALLOC, best_peak, dense
+from tests.plan.test_dsa import problems
 from tests.processes import python
-
-from .instances import CAPACITY, MINIMALLOC, best_peak, dense
-from .test_dsa import problems
 
 HAS_COMPILER = any(shutil.which(c) for c in ("c++", "g++", "clang++"))
 ENGINES = ["python", pytest.param("c++", marks=pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler"))]

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from ds_memo.plan import plan_trace, read_trace
 from ds_memo.plan.formats import parse_trace
 from ds_memo.plan.simulate import MIB, simulate
-
-from .instances import TRACES
-from .test_bilevel import traces
+from tests.plan.instances import TRACES
+from tests.plan.test_bilevel import traces
 
 KIB = 1024
 

@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 from ds_memo.plan import verify
 from ds_memo.plan.dsa import Problem
 from ds_memo.plan.errors import InvalidPlan
-
-from .test_dsa import problems
+from tests.plan.test_dsa import problems
 
 TWO = Problem.of([("a", 0, 2, 4), ("b", 1, 3, 8)]).buffers
 CASES = {

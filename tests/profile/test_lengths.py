@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ds_memo.profile.lengths import Kind, Length, hidden_shape, length_between, shapes_of
+from ds_memo.profile.lengths import Length, PassKind, hidden_shape, length_between, shapes_of
 
 
-def kind(*shapes: tuple[int, ...], first: bool = True) -> Kind:
-    return Kind(tuple((shape, torch.int64) for shape in shapes), first, False)
+def kind(*shapes: tuple[int, ...], first: bool = True) -> PassKind:
+    return PassKind(tuple((shape, torch.int64) for shape in shapes), first, False)
 
 
 def test_shapes_of_everything_a_model_is_called_with() -> None:
@@ -30,7 +30,7 @@ def test_no_single_length() -> None:
 
 
 def test_hidden_states_stand_where_they_stood() -> None:
-    def found(first: Kind, hidden: tuple[int, ...], then: Kind) -> tuple[int, ...] | None:
+    def found(first: PassKind, hidden: tuple[int, ...], then: PassKind) -> tuple[int, ...] | None:
         return hidden_shape(first.shapes, hidden, then.shapes)
 
     assert found(kind((2, 8), (2, 8)), (2, 8, 64), kind((3, 16), (3, 16))) == (3, 16, 64)
