@@ -46,7 +46,9 @@ _KINDS = 64
 _PATTERNS = 4
 """Kinds, those of the closest lengths, that the plan for another length may be made from."""
 _MISFITS = 3
-"""Plans made from those of other lengths that may fail, more than do not, until no more are made."""
+"""Plans made from those of other lengths that may fail, more than do not, until no more are made for a while."""
+_PAUSE = 50
+"""New kinds until one is made again: in a long run even a few misfits come together once."""
 _SPARE = 2 * UNIT
 """Bytes that sizes on those lines may be off by: padding inside a tensor to some multiple is no line."""
 
@@ -135,7 +137,7 @@ class Addresses:
         self._kind: PassKind | None = None
         """Of the running pass."""
         self._numbers = 0
-        self._misfits = 0
+        self._misfits = self._passed_over = 0
         self._good = False
         """Whether the running pass got to the end of its forward, and of its backward if it began one."""
         self._in_backward = False
@@ -373,7 +375,10 @@ class Addresses:
     def _plan_from_others(self, kind: PassKind, known: _Known) -> None:
         """From two kinds with a pattern that differ from this one and from each other in one length only."""
         if self._misfits >= _MISFITS:
-            return
+            self._passed_over += 1
+            if self._passed_over < _PAUSE:
+                return
+            self._passed_over, self._misfits = 0, _MISFITS - 1
         others = [(other, length) for other in self._known if (length := self._length_to(other, kind))]
         others = sorted(others, key=lambda other: abs(other[1].here - other[1].there))[:_PATTERNS]
         found = [(base, to, self._lines(base, to, others)) for base, to in others]
