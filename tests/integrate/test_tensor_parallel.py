@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ds_memo
+from ds_memo.integrate.ranks import meet_in_layers, talk_in_layers
 from tests.models import VOCAB, build
 from tests.unit.common import ON_CPU, DistributedTest
 
@@ -45,6 +46,7 @@ class TestAutoTP(DistributedTest):
         memo = {"alpha": 0.5, "resident_layers": 1}
         want = train(start())
         engine = start(**memo)
+        assert talk_in_layers(engine.module) and not meet_in_layers(engine.module)
         for ours, stocks in zip(train(engine), want, strict=True):
             torch.testing.assert_close(ours, stocks, rtol=1e-4, atol=1e-5)  # float32; products by rows sum in another order
         report = ds_memo.report(engine)

@@ -17,6 +17,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from torch import nn
 
 import ds_memo
+from ds_memo.integrate.ranks import meet_in_layers, talk_in_layers
 from ds_memo.profile import agree, run, whole
 from ds_memo.profile.agree import Failed, most_careful, together
 from ds_memo.profile.sample import from_json
@@ -225,6 +226,7 @@ class TestTwoRanks(DistributedTest):
     def test_gathering_counts_as_memory_that_is_needed(self, tmp_path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)
         _, trainer = trained(Block, 3, HERE, steps=1)
+        assert meet_in_layers(trainer.module)
         module = trainer.module.blocks[0]
         assert whole.whole_bytes(module) == 4 * sum(p.ds_numel for p in module.parameters())
         samples = trainer.memo.autopilot.profile.kinds[0].samples
@@ -233,8 +235,10 @@ class TestTwoRanks(DistributedTest):
     def test_a_profile_knows_how_many_ranks_share_a_sequence(self, tmp_path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)
         _, alone = trained(Block, 0, HERE, steps=1)
+        assert not talk_in_layers(alone.module)
         parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=2)
         _, shared = trained(Block, 0, HERE, steps=1)
+        assert talk_in_layers(shared.module) and not meet_in_layers(shared.module)
         profiles = [trainer.memo.autopilot.profile for trainer in (alone, shared)]
         assert [profile.ranks_per_sequence for profile in profiles] == [1, 2]
         assert not shared.memo.report()["profile"]["from_cache"]  # another run's
