@@ -83,7 +83,8 @@ class Costs:
         attention_back = 2.5 * flops / (hardware.peak * hardware.attention_backward_efficiency)
         ring = self._ring()
         attention, attention_back = max(attention, ring), max(attention_back, 2 * ring)
-        down = model.hidden * model.active_ffn if not model.experts else 0
+        needed = model.experts or model.post_norms  # the last GEMM's output, for weights or a norm
+        down = 0 if needed else model.hidden * model.active_ffn
         hidden_gather, ulysses = self._tensor_parallel(), self._ulysses()
         exchange = 4 * hidden_gather + ulysses
         forward = self._gemm(model.active_layer_parameters) + self._elementwise(0) + attention + exchange
@@ -171,11 +172,16 @@ class Costs:
             Output("gemm", rows, 2 * model.hidden, attended + 0.15 * rest),
         ]
         if model.experts:
-            outputs.append(Output("choice", rows, 2 * model.experts, attended + 0.2 * rest))  # the router's GEMM, kept whole
+            router = (4 if model.float_router else 2) * model.experts
+            outputs.append(Output("choice", rows, router, attended + 0.2 * rest))  # its GEMM, kept whole
             outputs.append(Output("choice", rows, 28 * visits, attended + 0.2 * rest))  # of experts, and of their order
         outputs.append(Output("gemm", rows, 2 * (visits * ffn * (2 if model.gated else 1) + inner), attended + 0.6 * rest))
         if model.experts:  # the routing weights' gradient needs each expert's output
             outputs.append(Output("gemm", rows, 2 * visits * model.hidden, 1.0))
+        elif model.post_norms:
+            outputs.append(Output("gemm", rows, 2 * model.hidden, 1.0))
+        if model.shared_gate:
+            outputs.append(Output("gemm", rows, 2 * (model.hidden + 1), 1.0))  # and the gate's one number
         return LayerCosts(
             outputs=tuple(outputs),
             forward_s=seconds.forward,

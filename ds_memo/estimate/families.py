@@ -135,6 +135,15 @@ FUSED_QKV = {
 }
 """Families with one GEMM for queries, keys and values: what is a view of its output keeps all of it."""
 
+FUSED_GATE = {"glm", "glm4", "phi3"}
+"""Families with one GEMM for the MLP's gate and what it is multiplied with."""
+
+SHARED_GATE = {"qwen2_moe"}
+"""Mixtures whose shared expert comes before the others and has a weight for each token."""
+
+FLOAT_ROUTER = {"glm4_moe", "dots1", "ernie4_5_moe"}
+"""Mixtures whose router is in float32."""
+
 NO_ROTARY = {"biogpt", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "xglm"}
 """Families whose positions are learned, or a bias of attention."""
 
@@ -143,6 +152,15 @@ LAYER_NORM = {
     *("jais2", "mpt", "nemotron", "opt", "persimmon", "phi", "phimoe", "stablelm", "starcoder2", "xglm"),
 }
 """Families with LayerNorm; all others have RMSNorm (the LayerNorms of Cohere and OLMo are in float32 too)."""
+
+FLOAT_WEIGHTS = {"gemma", "gemma2", "gemma3_text", "vaultgemma", "olmo2", "olmo3", "flex_olmo"}
+"""Families whose RMSNorm multiplies by its weight in float32; the others round before."""
+
+NO_PRE_NORMS = {"olmo2", "olmo3", "exaone4", "flex_olmo"}
+"""Families whose attention and MLP have a norm behind them alone."""
+
+POST_NORMS = {*NO_PRE_NORMS, "gemma2", "gemma3_text", "glm4"}
+"""Families whose attention and MLP have a norm behind them, before the residual."""
 
 QK_NORM = {
     *("apertus", "exaone4", "flex_olmo", "gemma3_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "olmo2", "olmo3", "olmoe"),

@@ -39,16 +39,28 @@ class Model:
     experts_per_token: int = 0
     fused_qkv: bool = False
     """Queries, keys and values are one GEMM's output."""
+    fused_gate: bool = False
+    """The MLP's gate and what it is multiplied with are."""
     rotary: bool = True
     """Queries and keys are turned by their position."""
     rms: bool = True
     """Norms are RMSNorm, in float32; else LayerNorm, one kernel."""
+    float_weights: bool = False
+    """An RMSNorm multiplies by its weight in float32, too."""
+    pre_norms: bool = True
+    """Attention and MLP begin with a norm."""
+    post_norms: bool = False
+    """They end with one."""
     activation_saves: int = 0
     """Tensors as wide as the MLP that the activation saves beside its input: none where it is one kernel."""
     qk_norm: bool = False
     """Queries and keys are normalised, head by head."""
     shared_ffn: int = 0
     """Width of the shared expert, which every token visits."""
+    shared_gate: bool = False
+    """That expert comes first, and its output is weighted."""
+    float_router: bool = False
+    """The router's GEMM is in float32."""
     dense_layers: tuple[int, ...] = ()
     """Of a mixture, indices of the layers that have one MLP in place of experts."""
     dense_ffn: int = 0
@@ -90,7 +102,7 @@ class Model:
     def dense(self) -> Model:
         """A model of this one's dense layers alone."""
         n = len(self.dense_layers)
-        plain = {"experts": 0, "experts_per_token": 0, "shared_ffn": 0, "dense_layers": (), "dense_ffn": 0}
+        plain = {"experts": 0, "experts_per_token": 0, "shared_ffn": 0, "shared_gate": False, "dense_layers": (), "dense_ffn": 0}
         return replace(self, layers=n, ffn=self.dense_ffn, **plain)
 
     @property
@@ -218,8 +230,12 @@ class _Reader:
             vocab=self.size("vocab_size", "n_vocab"),
             gated=self.kind not in families.UNGATED,
             fused_qkv=self.kind in families.FUSED_QKV,
+            fused_gate=self.kind in families.FUSED_GATE,
             rotary=self.kind not in families.NO_ROTARY and self.get("alibi") is not True,
             rms=self.kind not in families.LAYER_NORM,
+            float_weights=self.kind in families.FLOAT_WEIGHTS,
+            pre_norms=self.kind not in families.NO_PRE_NORMS,
+            post_norms=self.kind in families.POST_NORMS,
             activation_saves=families.ACTIVATION_SAVES.get(str(self.get(*_ACTIVATION)), 0),
             tied=self.get("tie_word_embeddings") is True,
             qk_norm=self.kind in families.QK_NORM or any(self.get(key) is True for key in ("use_qk_norm", "qk_layernorm")),
@@ -287,6 +303,8 @@ class _Reader:
             "experts": experts,
             "experts_per_token": per_token,
             "shared_ffn": shared,
+            "shared_gate": self.kind in families.SHARED_GATE,
+            "float_router": self.kind in families.FLOAT_ROUTER,
             "dense_layers": dense,
             "dense_ffn": dense_ffn if dense else 0,
         }

@@ -1,8 +1,8 @@
 """What one layer asks of the allocator: its ops as Transformers runs them, and the peaks that follow.
 
 Sizes are bytes of one token in bf16; every one grows with the tokens, so one layer at one length is enough. tests/estimate holds
-this against what real layers take, and against recorded traces. Layers whose residual skips both attention and MLP at once, and
-those with more than two norms, are taken for the usual kind.
+this against what real layers take, and against recorded traces. Layers whose residual skips both attention and MLP at once are
+taken for the usual kind.
 """
 
 from __future__ import annotations
@@ -24,37 +24,57 @@ _TOKENS = 1 << 14
 def layer_tape(model: Model) -> Tape:
     """A layer's ops."""
     hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * model.kv_width
-    ops = [_norm(model, "norm1", INPUT, hidden), *_attention(model, hidden, width, kv)]
-    ops += [
-        Op("o", hidden, ("attended",), ("attended",), holds=("norm1",), kind="gemm"),
-        Op("residual", hidden, (INPUT, "o"), adds=True),
-        _norm(model, "norm2", "residual", hidden),
-    ]
-    parts = ["residual"]
-    if model.experts:
-        ops += _experts(model, hidden)
+    ops: list[Op] = []
+
+    def norm(wanted: bool, name: str, reads: str) -> str:
+        """The name of its output, or of what it would have read."""
+        ops.extend([_norm(model, name, reads, hidden)] if wanted else [])
+        return name if wanted else reads
+
+    into = norm(model.pre_norms, "norm1", INPUT)
+    ops += _attention(model, into, width, kv)
+    ops.append(Op("o", hidden, ("attended",), ("attended",), holds=(into,), kind="gemm"))
+    attended = norm(model.post_norms, "o_norm", "o")
+    ops.append(Op("residual", hidden, (INPUT, attended), adds=True))
+    into = norm(model.pre_norms, "norm2", "residual")
+    experts, parts = _experts(model, into, hidden) if model.experts else [], []
+    if experts and not model.shared_gate:
+        ops += experts
         parts.append("mixed")
-    if not model.experts or model.shared_ffn:
-        ops += _mlp(model, hidden, 2 * (model.shared_ffn if model.experts else model.ffn))
+    if not experts or model.shared_ffn:
+        ops += _mlp(model, into, hidden, 2 * (model.shared_ffn if experts else model.ffn))
         parts.append("down")
-    ops.append(Op("output", hidden, tuple(parts), adds=True))
+    if model.shared_gate:
+        weighted = ("down", "weight")
+        ops += [
+            *experts,
+            Op("weight", 2, (into,), (into,), kind="gemm"),
+            Op("weighted_down", hidden, weighted, weighted),
+        ]
+        parts = ["mixed", "weighted_down"]
+    if model.post_norms:
+        (whole,) = parts
+        parts = [norm(True, "down_norm", whole)]
+    ops.append(Op("output", hidden, ("residual", *parts), adds=True))
     return Tape(tuple(ops))
 
 
 def _norm(model: Model, name: str, reads: str, nbytes: float) -> Op:
-    """RMSNorm computes in float32 and saves it, and what it rounds to; LayerNorm saves what it reads."""
+    """RMSNorm computes in float32 and saves it, and what it multiplies with its weight; LayerNorm saves what it reads."""
+    if model.rms and model.float_weights:
+        return Op(name, nbytes, (reads,), inner=4 * nbytes, temporary=2 * nbytes, back=8 * nbytes)
     if model.rms:
         return Op(name, nbytes, (reads,), inner=3 * nbytes, temporary=2 * nbytes, back=7 * nbytes)
     return Op(name, nbytes, (reads,), (reads,))
 
 
-def _attention(model: Model, hidden: float, width: float, kv: float) -> list[Op]:
+def _attention(model: Model, into: str, width: float, kv: float) -> list[Op]:
     sizes, used = {"q": width, "k": kv, "v": kv}, {"q": "q", "k": "k", "v": "v"}
     if model.fused_qkv:
-        ops = [Op("qkv", width + 2 * kv, ("norm1",), ("norm1",), kind="gemm")]
+        ops = [Op("qkv", width + 2 * kv, (into,), (into,), kind="gemm")]
         used = dict.fromkeys(used, "qkv")
     else:
-        ops = [Op(name, size, ("norm1",), ("norm1",), kind="gemm") for name, size in sizes.items()]
+        ops = [Op(name, size, (into,), (into,), kind="gemm") for name, size in sizes.items()]
     for name in ("q", "k") if model.qk_norm else ():
         norm = _norm(model, f"{name}_norm", used[name], sizes[name])
         ops.append(replace(norm, views=(("qkv", sizes[name]),)))
@@ -71,18 +91,26 @@ def _attention(model: Model, hidden: float, width: float, kv: float) -> list[Op]
     return [*ops, Op("attended", width + 4 * model.heads, reads, saves, back=back, views=view, kind="attention")]
 
 
-def _mlp(model: Model, hidden: float, ffn: float) -> list[Op]:
-    down = Op("down", hidden, ("product",), ("product",), holds=("norm2",), kind="gemm")
+def _mlp(model: Model, into: str, hidden: float, ffn: float) -> list[Op]:
+    down = Op("down", hidden, ("product",), ("product",), holds=(into,), kind="gemm")
     if not model.gated:
         return [
-            Op("up", ffn, ("norm2",), ("norm2",), kind="gemm"),
+            Op("up", ffn, (into,), (into,), kind="gemm"),
             _activation(model, "product", ffn, "up"),
-            replace(down, holds=("norm2", "o")),
+            replace(down, holds=(into, "o")),
+        ]
+    if model.fused_gate:
+        half = (("gate_up", ffn),)
+        return [
+            Op("gate_up", 2 * ffn, (into,), (into,), kind="gemm"),
+            replace(_activation(model, "activated", ffn, "gate_up"), views=half),
+            Op("product", ffn, ("activated", "gate_up"), ("activated", "gate_up"), views=half),
+            down,
         ]
     return [
-        Op("gate", ffn, ("norm2",), ("norm2",), kind="gemm"),
+        Op("gate", ffn, (into,), (into,), kind="gemm"),
         _activation(model, "activated", ffn, "gate"),
-        Op("up", ffn, ("norm2",), ("norm2",), kind="gemm"),
+        Op("up", ffn, (into,), (into,), kind="gemm"),
         Op("product", ffn, ("activated", "up"), ("activated", "up")),
         down,
     ]
@@ -93,18 +121,21 @@ def _activation(model: Model, name: str, ffn: float, reads: str) -> Op:
     return Op(name, ffn, (reads,), (reads,), inner=inner, back=ffn if inner else 0.0)
 
 
-def _experts(model: Model, hidden: float) -> list[Op]:
+def _experts(model: Model, into: str, hidden: float) -> list[Op]:
     """Transformers' grouped GEMMs: tokens are copied to each expert they visit, masked, multiplied, weighted, put back in their
     order and summed."""
     visits, experts = model.experts_per_token, model.experts
     routed, ffn = visits * hidden, visits * 2 * model.ffn
     inner = (2 if model.gated else 1) * ffn
+    router = Op("router", 2 * experts, (into,), (into,), kind="choice")
+    if model.float_router:
+        router = replace(router, nbytes=4 * experts, saves=(), inner=2 * hidden)
     return [
-        Op("router", 2 * experts, ("norm2",), ("norm2",), kind="choice"),
+        router,
         Op("scores", 4 * experts, ("router",), ("scores",), temporary=4 * experts),
         Op("chosen", 12 * visits, ("scores",), kind="choice", no_gradient=True),
         Op("order", 16 * visits, ("chosen",), kind="choice", no_gradient=True),
-        Op("routed", routed, ("norm2", "order"), inner=9 * visits, back=routed),
+        Op("routed", routed, (into, "order"), inner=9 * visits, back=routed),
         Op("gate_up", inner, ("routed",), ("routed",), kind="gemm"),
         Op("masked", inner, ("gate_up",)),
         Op("expert", ffn, ("masked",), ("masked",), inner=ffn if model.gated else 0),
@@ -112,7 +143,7 @@ def _experts(model: Model, hidden: float) -> list[Op]:
         Op("expert_masked", routed, ("expert_out",)),
         Op("weighted", routed, ("expert_masked",), ("expert_masked",), inner=2 * visits, back=routed),
         Op("sorted_back", routed, ("weighted",), inner=8 * visits, back=routed),
-        Op("mixed", hidden, ("sorted_back",), holds=("norm2", "routed", "expert_masked")),
+        Op("mixed", hidden, ("sorted_back",), holds=(into, "routed", "expert_masked")),
     ]
 
 

@@ -35,12 +35,20 @@ QWEN3_MOE = {
     "model_type": "qwen3_moe", "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "moe_intermediate_size": 24,
     "num_experts": 16, "num_experts_per_tok": 8,
 }  # fmt: skip
+QWEN2_MOE = {
+    "model_type": "qwen2_moe", "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "num_experts": 8,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
 REAL = {
     "llama": {**BASE, "model_type": "llama"},
     "qwen3": {**BASE, "model_type": "qwen3", "head_dim": 32},
     "gpt2": GPT2,
     "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {**BASE, **QWEN3_MOE},  # Qwen3-30B-A3B's proportions
+    "gemma": {**BASE, "model_type": "gemma", "head_dim": 16},
+    "gemma3": {**BASE, "model_type": "gemma3_text", "head_dim": 16},
+    "olmo2": {**BASE, "model_type": "olmo2"},
+    "qwen2_moe": {**BASE, **QWEN2_MOE},
 }
 """What the formulas are held to, within 3 %."""
 
