@@ -10,7 +10,7 @@ from typing import Any
 
 # fmt: off
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "apertus": {"num_attention_heads": 32, "intermediate_size": 14336, "vocab_size": 131072},
+    "apertus": {"num_attention_heads": 32, "intermediate_size": 14336, "vocab_size": 131072, "hidden_act": "xielu"},
     "arcee": {"num_attention_heads": 32, "intermediate_size": 18432, "vocab_size": 32000, "hidden_act": "relu2"},
     "biogpt": {"num_attention_heads": 16, "intermediate_size": 4096, "vocab_size": 42384, "tie_word_embeddings": True},
     "bitnet": {"num_attention_heads": 20, "num_key_value_heads": 5, "intermediate_size": 6912, "vocab_size": 128256,
@@ -168,7 +168,7 @@ QK_NORM = {
 }
 """Families whose queries and keys are always normalised; others say so by use_qk_norm or qk_layernorm."""
 
-ACTIVATION_SAVES = {"gelu_new": 3, "quick_gelu": 1, "relu2": 1}
+ACTIVATION_SAVES = {"gelu_new": 3, "quick_gelu": 1, "relu2": 1, "xielu": 4}
 """Activations that are not one kernel: how many tensors as wide as the MLP they save beside their input."""
 
 NOTES = {
