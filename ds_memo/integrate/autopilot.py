@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -130,8 +131,9 @@ class Autopilot:
     def _look(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> HiddenShapes:
         look = functools.partial(self._looks.look, model, args, kwargs)
         calls = together(look) if self._meets_in_layers else look()
+        self._looks.saw(kind, calls)
         self._learn(calls)
-        return self._looks.saw(kind, calls)
+        return self._looks.as_measured({number: call.shape for number, call in calls.items()})
 
     def _learn(self, calls: dict[int, LayerCall]) -> None:
         """Profile the layers among these that no pass before has called."""
@@ -146,11 +148,11 @@ class Autopilot:
     def _choose_together(self, shapes: HiddenShapes | None, look: Callable[[], HiddenShapes]) -> Chosen | None:
         """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer; where each has other
         experts, they trade tokens there. So, whatever lengths they have, a rank must not look into a forward alone, and they
-        replay the same layers: all, unless they agree on as many plain ones."""
+        replay the same layers: all, unless they agree on which are plain."""
         plain, nothing_fits = 0, None
         if shapes and any(shapes):
             try:
-                plain = len(self._solved(shapes, self._may_be_plain).homes.places.plain)
+                plain = _digest(self._solved(shapes, self._may_be_plain).places.plain)
             except NothingFits as error:
                 nothing_fits = error
         mine = (shapes is None, plain, -plain, nothing_fits is not None)
@@ -219,11 +221,11 @@ class Autopilot:
             self._profiling.first(self._looks.kinds, calls)
         except Failed as failed:
             return self._give_up(failed)
+        self._looks.profiled(kind, calls)
         self._meets_in_layers = meet_in_layers(model)
         self._learns = self._meets_in_layers or not talk_in_layers(model)
         if not self._meets_in_layers:
             self._learn(calls)  # what other ranks do not call
-        self._looks.profiled(kind, calls)
         del calls  # their hidden states are nothing that will be there
         self._budgets.look(model, self._has_engine, stepped=False)
         return True
@@ -299,3 +301,8 @@ class Autopilot:
         else:
             return
         self.changes.append(f"{change}: copies reach {self._copies_at:.0%} of the profiled bandwidth")
+
+
+def _digest(calls: frozenset[int]) -> int:
+    """Ranks that solve for other layers (a tower that only some call) may have as many plain ones and not the same."""
+    return zlib.crc32(repr(sorted(calls)).encode()) >> 1  # fits int32, with either sign

@@ -5,7 +5,7 @@ One before the profile, which catches a call of each kind; later ones only where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -38,9 +38,9 @@ class Looks:
         self._measured = measured
         self._last = 0
         """The kind that comes last in a forward."""
-        self._first: tuple[Shapes, HiddenShapes] = ((), ())
-        """Of the pass that was profiled."""
-        self._seen: dict[Shapes, HiddenShapes] = {}
+        self._first: tuple[Shapes, dict[int, tuple[int, ...]]] = ((), {})
+        """Of the pass that was profiled, hidden states by the kind of layer."""
+        self._seen: dict[Shapes, dict[int, tuple[int, ...]]] = {}
         """What only a look could tell."""
 
     def first(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[int, LayerCall]:
@@ -62,31 +62,41 @@ class Looks:
             kind: of the pass.
         """
         self._last = list(calls)[-1]
-        self._first = (kind, self.saw(kind, calls))
+        self.saw(kind, calls)
+        self._first = (kind, self._seen[kind])
 
     def shapes(self, kind: Shapes) -> HiddenShapes | None:
         """What a pass of this kind comes with; None: only a look can tell."""
         if not kind:  # no tensor was seen among the inputs: every pass looks like this
             return None
-        found = self._seen.get(kind)
-        if found is None:
-            first, shapes = self._first
-            found = tuple(shape and hidden_shape(first, shape, kind) for shape in shapes)
-            if any(shape and not here for shape, here in zip(shapes, found, strict=True)):
-                return None
-        return (*found, *[None] * (len(self._measured) - len(found)))  # what came later was not called then
+        if kind in self._seen:
+            return self.as_measured(self._seen[kind])
+        first, shapes = self._first
+        found = {number: hidden_shape(first, shapes[number], kind) for number in self._measured if number in shapes}
+        return self.as_measured(found) if all(found.values()) else None
 
     def look(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[int, LayerCall]:
-        """A call of each kind that a forward calls, as far as the one that came last in the first pass."""
-        return self._look(model, args, kwargs, lambda calls: self._last in calls)
+        """A call of each kind that a forward calls: as far as the one that has come last so far, or to the end, where one may
+        come that no pass before has called."""
+        known = {*self._measured, *self._first[1]}
 
-    def saw(self, kind: Shapes, calls: dict[int, LayerCall]) -> HiddenShapes:
-        """What a pass of this kind comes with, by its calls."""
+        def enough(calls: dict[int, LayerCall]) -> bool:
+            return self._last in calls and known | calls.keys() == set(self.kinds)
+
+        calls = self._look(model, args, kwargs, enough)
+        if calls.keys() - known:
+            self._last = list(calls)[-1]
+        return calls
+
+    def saw(self, kind: Shapes, calls: dict[int, LayerCall]) -> None:
+        """Remember a pass of this kind by its calls."""
         while len(self._seen) >= REMEMBERED:
             del self._seen[next(iter(self._seen))]
-        shapes = tuple(calls[number].shape if number in calls else None for number in self._measured)
-        self._seen[kind] = shapes
-        return shapes
+        self._seen[kind] = {number: call.shape for number, call in calls.items()}
+
+    def as_measured(self, shapes: Mapping[int, tuple[int, ...]]) -> HiddenShapes:
+        """In the order of the profile."""
+        return tuple(map(shapes.get, self._measured))
 
     def _look(
         self, model: nn.Module, args: tuple, kwargs: dict[str, Any], enough: Callable[[dict[int, LayerCall]], bool]

@@ -8,6 +8,7 @@ later        of kinds that come with a later batch (an image after text), or to 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,9 @@ from ds_memo.profile.run import Asked, lengths_of, measure_kinds, take_profile, 
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer
 from ds_memo.swap.slab import HostSlab
+
+_TRIES = 3
+"""To measure a kind that comes later: the device may be full at the moment."""
 
 
 class Profiling:
@@ -49,8 +53,8 @@ class Profiling:
         self._slab = slab
         self._device = device
         self._warn = warn
-        self._hopeless: set[int] = set()
-        """Kinds that could not be measured later."""
+        self._failures: Counter[int] = Counter()
+        """Of kinds that came later."""
 
     def first(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall]) -> None:
         """Of the first pass. All ranks call this together.
@@ -88,22 +92,21 @@ class Profiling:
             What was measured: classes.
         """
         wanted = worth_measuring(self._layers, of_layers, calls)
-        new = {kind: call for kind, call in wanted.items() if kind not in self.kinds and kind not in self._hopeless}
+        new = {kind: call for kind, call in wanted.items() if kind not in self.kinds and self._failures[kind] < _TRIES}
         everybody, do = (from_all_ranks, together) if with_others else (_only_me, alone)
-        asked = self._asked(of_layers, new, everybody)
-        if not asked.calls:
-            return []
-        names = [type(call.layer.module()).__name__ for call in asked.calls.values()]
-        try:
-            kinds = measure_kinds(asked, self._warn, do=do)
-        except Failed as failed:
-            self._hopeless |= asked.calls.keys()
-            self._warn(f"{', '.join(names)}: cannot be profiled ({failed}), and is fully recomputed")
-            return []
-        mine = replace(self.profile, kinds=kinds, layers=asked.numbers())
-        self.profile = self.profile.beside(most_careful(everybody(mine)))
-        self.kinds += asked.calls
-        return names
+        everything, learned = self._asked(of_layers, new, everybody), []
+        for kind, call in everything.calls.items():
+            asked, name = replace(everything, calls={kind: call}), type(call.layer.module()).__name__
+            try:
+                mine = replace(self.profile, kinds=measure_kinds(asked, self._warn, do=do), layers=asked.numbers())
+            except Failed as failed:
+                self._failures[kind] += 1
+                self._warn(f"{name}: cannot be profiled ({failed}), and is fully recomputed")
+                continue
+            self.profile = self.profile.beside(most_careful(everybody(mine)))
+            self.kinds.append(kind)
+            learned.append(name)
+        return learned
 
     def _asked(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], everybody: Callable[[Any], list[Any]]) -> Asked:
         """What all of them call."""

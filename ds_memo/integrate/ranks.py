@@ -16,8 +16,12 @@ def meet_in_layers(model: nn.Module) -> bool:
 
 def talk_in_layers(model: nn.Module) -> bool:
     """A rank alone in a layer waits for others: they meet there, or share the sequence (Ulysses) or its GEMMs (AutoTP)."""
-    shares_gemms = any(getattr(module, "mp_group", None) is not None for module in model.modules())
-    return meet_in_layers(model) or ranks_per_sequence() > 1 or (world_size() > 1 and shares_gemms)
+    return meet_in_layers(model) or ranks_per_sequence() > 1 or (world_size() > 1 and any(map(_shares, model.modules())))
+
+
+def _shares(module: nn.Module) -> bool:
+    """A GEMM (AutoTP), or a sequence (DistributedAttention)."""
+    return getattr(module, "mp_group", None) is not None or type(module).__module__.startswith("deepspeed.sequence.")
 
 
 def is_experts(parameter: nn.Parameter) -> bool:

@@ -46,6 +46,9 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
     with torch.random.fork_rng(devices=indices), torch.enable_grad(), beside_the_training(call.layer.module()):
         fn, args, inputs = call.at(length)
         trained = [parameter for parameter in call.layer.parameters if parameter.requires_grad]
+        hooks = [(hooks, dict(hooks)) for parameter in trained if (hooks := parameter._backward_hooks)]
+        for held, _ in hooks:
+            held.clear()
         bench = _Bench(call.layer, fn, args, [*inputs, *trained], device, attention)
         try:
             plain = bench.timed(Setting(checkpointed=False))
@@ -82,6 +85,8 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
             )
         finally:
             bench.close()
+            for held, before in hooks:
+                held.update(before)
 
 
 class _Fixed:

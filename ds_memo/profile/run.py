@@ -10,6 +10,7 @@ The autopilot and `ds-memo profile` both come here.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -220,19 +221,24 @@ def _measure_kind(
                 f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens, "
                 f"forward {sample.forward_s * 1e3:.3g} ms, backward {sample.backward_s * 1e3:.3g} ms"
             )
-    return _profile(name, asked.method, samples, warn)
+    return do(lambda: _profile(name, asked.method, samples, warn))
 
 
 def _profile(name: str, method: str, samples: list[LayerSample], warn: Callable[[str], None]) -> LayerProfile:
     if len(samples) == 1 or method == "unified":
         return LayerProfile(name, (samples[-1],))
+    if len(samples[1].outputs) != len(samples[2].outputs):  # experts that no token of the shorter one visits
+        warn(
+            f"profile: {name} keeps other tensors at {samples[2].length} tokens than at {samples[1].length}; the longest is used"
+        )
+        return LayerProfile(name, (samples[2],))
     profile = LayerProfile(name, tuple(samples[:2]), samples[2])
     if profile.is_trusted():
         return profile
-    warn(
-        f"profile: {name} at {samples[2].length} tokens is {profile.off():.0%} off the lines through {samples[0].length} and "
-        f"{samples[1].length}; the longer two are used instead"
-    )
+    off = profile.off()
+    how = f"is {off:.0%} off the lines" if off < math.inf else "keeps other sizes than the lines say"
+    lengths = f"{samples[0].length} and {samples[1].length}"
+    warn(f"profile: {name} at {samples[2].length} tokens {how} through {lengths}; the longer two are used instead")
     return LayerProfile(name, tuple(samples[1:]))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed.comm as dist
 import pytest
 import torch
+from torch import nn
 
 import ds_memo
 from ds_memo.integrate import autopilot
@@ -72,7 +73,20 @@ class Exchanging(Block):
     def feed(self, x: torch.Tensor) -> torch.Tensor:
         total = self.up(x).mean().detach()
         dist.all_reduce(total)
-        return super().feed(x) + total
+        return super().feed(x) * (1 + 10 * total)
+
+
+class Towered(Toy):
+    """A tower before blocks that exchange; a batch with an image goes through it."""
+
+    def __init__(self) -> None:
+        super().__init__(Exchanging, 6)
+        self.tower = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, image: torch.Tensor | None = None) -> Any:
+        for block in self.tower if image is not None else ():
+            inputs_embeds = block(inputs_embeds)
+        return super().forward(inputs_embeds, labels)
 
 
 class TestUnevenRanks(DistributedTest):
@@ -145,6 +159,24 @@ class TestUnevenRanks(DistributedTest):
             batch = Batch.random(2, theirs if dist.get_rank() else ours)
             assert_same(step(model, batch), step(stock, batch))
             assert handle.report()["checkpointing"] is not (ours == theirs == SHORT)
+
+    def test_experts_behind_a_tower_that_one_rank_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It solves for other layers than the other rank, which may have as many plain ones, and not the same."""
+
+        def decided(run: Any, alpha: Any, residents: Any, may_be_plain: bool) -> Homes:
+            return judged(run, 1.0, place(len(run.layers), 0, 3 * may_be_plain), "as the test wants it")
+
+        monkeypatch.setattr(autopilot, "solve", decided)
+        torch.manual_seed(0)
+        model = Towered()
+        stock = copy.deepcopy(model)
+        layers = [*model.tower, *model.blocks]
+        handle = ds_memo.attach(model, {"plan": {"enabled": False}}, layers=layers)
+        for images in ((0, 0), (1, 1), (1, 0), (0, 1), (1, 0)):
+            more = {"image": torch.ones(1, 64, 2)} if images[dist.get_rank()] else {}
+            batch = Batch.random(2, 64, seed=1 + dist.get_rank())
+            assert_same(step(model, batch, **more), step(stock, batch, **more))
+        handle.detach()
 
     def test_stalls_are_looked_at_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """After as many optimizer steps on every rank, however many kinds of passes each has seen."""

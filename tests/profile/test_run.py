@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ds_memo.profile import run
+from tests.profile.samples import make_sample
 
 
 def test_the_device_is_awake_before_anything_is_measured(monkeypatch):
@@ -28,3 +30,18 @@ def test_the_device_is_awake_before_anything_is_measured(monkeypatch):
 def test_a_cpu_is_not_woken(monkeypatch):
     monkeypatch.setattr(torch, "mm", lambda *args: pytest.fail("matrix products on a CPU"))
     run._wake(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("fewer_at", "used", "told"),
+    [((), (1024, 2048), None), ((0,), (2048, 4096), "other sizes than the lines say"), ((0, 1), (4096,), "other tensors")],
+)
+def test_lengths_at_which_a_layer_keeps_fewer_tensors(fewer_at, used, told):
+    """Experts that no token visits, where there are few tokens."""
+    samples = [make_sample(length) for length in (1024, 2048, 4096)]
+    samples = [replace(s, outputs=s.outputs[:-1]) if i in fewer_at else s for i, s in enumerate(samples)]
+    warned = []
+    profile = run._profile("a layer", "fit", samples, warned.append)
+    assert tuple(sample.length for sample in profile.samples) == used
+    profile.costs(1, 8192)
+    assert [told in said for said in warned] == ([True] if told else [])
