@@ -1,7 +1,7 @@
 """Run a training script under ds_memo, unchanged.
 
     deepspeed --module ds_memo.run train.py ARGS
-    accelerate launch -m ds_memo.run train.py ARGS
+    accelerate launch --use_deepspeed --deepspeed_config_file ds.json -m ds_memo.run train.py ARGS
     torchrun -m ds_memo.run train.py ARGS
     python -m ds_memo.run -m package.train ARGS        # a module, as `python -m` would
 

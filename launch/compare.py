@@ -64,7 +64,13 @@ def main() -> int:
     parser.add_argument("memo", type=Path, help="metrics of the run with memo")
     parser.add_argument("plain", type=Path, help="metrics of the run without")
     args = parser.parse_args()
-    memo, plain = (json.loads(path.read_text()) for path in (args.memo, args.plain))
+    try:
+        memo, plain = (json.loads(path.read_text()) for path in (args.memo, args.plain))
+        if not memo["memo"] or plain["memo"]:
+            raise ValueError("the first must be of a run with memo, the second of one without")
+        differences(memo, plain)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.exit(2, f"compare.py: {args.memo} and {args.plain} cannot be compared: {error}\n")
     print(table(memo, plain))
     worst, allowed = max(differences(memo, plain)), TOLERANCE[memo["dtype"]]
     verdict = "equal" if worst <= allowed else "DIFFERENT"

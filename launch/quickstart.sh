@@ -8,8 +8,8 @@ EXTRA=hf . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 STEPS=${STEPS:-10} SEQ=${SEQ:-2048} OUT=${OUT:-runs/quickstart}
 GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$GPUS" -gt 0 ]; then
-    RANKS=1 CONFIG=ds_configs/zero3_bf16_memo.json
-    [ "$GPUS" -eq 1 ] || RANKS=2 CONFIG=ds_configs/zero3_bf16_ulysses2_memo.json
+    RANKS=1 CONFIG=ds_configs/quickstart_bf16.json
+    [ "$GPUS" -eq 1 ] || RANKS=2 CONFIG=ds_configs/quickstart_bf16_ulysses2.json
 else
     RANKS=2 CONFIG=ds_configs/quickstart.json
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 LOCAL_SIZE=2

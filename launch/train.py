@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,6 +32,7 @@ from loss import HeadError, use_tiled_loss
 from tqdm import tqdm
 
 import ds_memo
+from ds_memo.arguments import tokens
 from ds_memo.estimate.flops import mfu, peak_flops
 from ds_memo.integrate import ulysses
 from ds_memo.integrate.transformers import model_flops
@@ -46,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON")
     parser.add_argument("--model", type=Path, required=True, help="config JSON (random weights) or checkpoint directory")
     parser.add_argument("--no-memo", action="store_true", help='ignore the JSON\'s "memo" section: plain DeepSpeed')
-    parser.add_argument("--seq-length", type=int, default=4096, metavar="TOKENS")
+    parser.add_argument("--seq-length", type=tokens, default=4096, metavar="TOKENS", help="4096, 128K or 1M, say")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps in all, those before --resume included")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the split and the order of the data")
     parser.add_argument("--attn-implementation", default="sdpa")
@@ -60,12 +62,31 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--metrics-json", type=Path, metavar="FILE", help="write losses, speed, memory and the memo report")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    for name in ("seq_length", "steps", "eval_batches"):
+    for name in ("steps", "eval_batches"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if args.save_every and not args.save:
         parser.error("--save-every needs --save")
     return args
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """What is written at the end must not fail then.
+
+    Raises:
+        UsageError: Where a folder cannot be made or written to.
+    """
+    if args.metrics_json and args.metrics_json.is_dir():
+        raise UsageError(f"--metrics-json {args.metrics_json} is a folder; name a file in it")
+    folders = {"--metrics-json": args.metrics_json and args.metrics_json.parent, "--save": args.save}
+    for option, folder in folders.items():
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise UsageError(f"{option}: {folder} cannot be written to ({error.strerror})") from error
 
 
 def read_ds_config(path: Path, no_memo: bool) -> dict:
@@ -251,6 +272,7 @@ class Run:
 
 def start(args: argparse.Namespace) -> Run:
     """Check everything that can be checked cheaply, then read the data, build the model and its engine."""
+    check_outputs(args)
     ds_config = read_ds_config(args.deepspeed_config, args.no_memo)
     config = hf.load_config(args.model)
     positions = hf.max_positions(config)
@@ -293,6 +315,8 @@ def train(run: Run) -> None:
     args, engine, first = run.args, run.engine, dist.get_rank() == 0
     if args.resume:
         run.resume()
+        if engine.global_steps >= args.steps:
+            raise UsageError(f"{args.resume} is at step {engine.global_steps} already; --steps counts those before it, too")
     peak = PeakBytes(engine.device) if args.metrics_json else None
     steps, validations = [], []
     batches = run.batches(run.training, run.samples, shuffle=True)
@@ -322,7 +346,6 @@ def train(run: Run) -> None:
             "validation": validations,
             "report": ds_memo.report(engine) if memo else None,
         }
-        args.metrics_json.parent.mkdir(parents=True, exist_ok=True)
         args.metrics_json.write_text(json.dumps(metrics, indent=2) + "\n")
 
 

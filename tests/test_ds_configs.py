@@ -14,8 +14,13 @@ from tests.unit.common import DistributedTest
 
 REPO = Path(__file__).parents[1]
 CONFIGS = sorted((REPO / "ds_configs").glob("*.json"))
-RARER = ("zero2_bf16_offload_optimizer_memo", "zero3_bf16_offload_optimizer_memo")
-"""Their parts are in zero2_bf16_memo and zero3_bf16_offload_all_memo."""
+RARER = (
+    *("zero2_bf16_offload_optimizer_memo", "zero3_bf16_offload_optimizer_memo"),
+    *("quickstart_bf16", "quickstart_bf16_ulysses2"),
+)
+"""Their parts are in zero2_bf16_memo and zero3_bf16_offload_all_memo; in zero3_bf16_memo and zero3_bf16_ulysses2_memo."""
+SHOWN = {"enabled": True, "alpha": 0.5, "resident_layers": 2}
+"""In the quickstart's: a small model swaps with it. All others are solved."""
 
 
 def test_there_is_one_for_each_use():
@@ -40,7 +45,7 @@ def test_deepspeed_takes_it(path):
     assert '"auto"' not in text  # Accelerate refuses the word anywhere
     config = DeepSpeedConfig(json.loads(text))
     assert config.optimizer_params["torch_adam"] is True  # DeepSpeed's own Adam would have to be compiled
-    assert json.loads(text)["memo"] == {"enabled": True, "alpha": 0.5, "resident_layers": 2}
+    assert json.loads(text)["memo"] == (SHOWN if path.stem.startswith("quickstart") else {"enabled": True})
 
 
 class TestEach(DistributedTest):
@@ -65,4 +70,6 @@ class TestEach(DistributedTest):
         if int(os.environ["RANK"]) == 0:
             done = json.loads((tmp_path / "metrics.json").read_text())
             assert all(math.isfinite(step["loss"]) for step in done["steps"]) and len(done["steps"]) == 2
-            assert done["report"]["bytes_to_host"] > 0 and not done["report"]["warnings"], done["report"]
+            report = done["report"]
+            assert report["bytes_to_host"] if path.stem.startswith("quickstart") else report["profile"], report
+            assert not report["warnings"], report

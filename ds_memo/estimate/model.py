@@ -129,6 +129,8 @@ def load(path: str) -> Model:
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
+        if not file.is_file():
+            raise EstimateError(f"model {path!r}: there is no config.json in that folder")
     if not file.is_file():
         raise EstimateError(
             f"model {path!r}: no such file; expected a Hugging Face config JSON, e.g. ds_configs/models/gpt-7b.json"

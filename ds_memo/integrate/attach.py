@@ -10,14 +10,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_memo.config import MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
 from ds_memo.integrate.kernels import use_kernels
 from ds_memo.integrate.layers import find_layers
-from ds_memo.integrate.memo import Memo
+from ds_memo.integrate.memo import Memo, module_of
+from ds_memo.remat.modes import inside_a_layer
 
 _attached: weakref.WeakKeyDictionary[nn.Module, Memo] = weakref.WeakKeyDictionary()
+
+OUTSIDE = (
+    "ds_memo.checkpoint was called outside any attached model, so torch.utils.checkpoint does it. For memo: "
+    'ds_memo.attach(model, config, layers=()), or "memo": {"enabled": true, "layers": []} in the DeepSpeed JSON'
+)
 
 
 def attach(
@@ -110,6 +117,8 @@ def check_residents(config: MemoConfig, layers: int) -> None:
 def checkpoint(fn: Callable[..., Any], /, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     """Call ``fn(*args, **kwargs)`` as a layer of the attached model, in place of ``torch.utils.checkpoint.checkpoint``.
 
+    Outside any attached model ``torch.utils.checkpoint`` does it, with a warning: such a model trains without memo, too.
+
     Args:
         fn: a module, a bound method of one, or a partial of either keeps its identity between steps and is fast; any other
             function works but is analysed anew each time. Two methods of one module count as two calls of one layer: give
@@ -117,9 +126,15 @@ def checkpoint(fn: Callable[..., Any], /, *args: Any, use_reentrant: bool | None
         use_reentrant: accepted for compatibility; the work is never done reentrantly.
 
     Raises:
-        MemoError: no model is attached, or several are and none of them is in its forward.
+        MemoError: several models are attached, none of them is in its forward, and `fn` is no module of one of them.
     """
-    return _current().run(fn, *args, **kwargs)
+    memo = _current(fn)
+    if memo is None and inside_a_layer():  # of another model, which replays it
+        return fn(*args, **kwargs)
+    if memo is None:
+        warnings.warn(OUTSIDE, MemoWarning, stacklevel=2)
+        return torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
+    return memo.run(fn, *args, **kwargs)
 
 
 def report(engine_or_handle: Any) -> dict[str, Any]:
@@ -145,15 +160,18 @@ def attached() -> list[Memo]:
     return list(_attached.values())
 
 
-def _current() -> Memo:
+def _current(fn: Callable[..., Any]) -> Memo | None:
     running = [memo for memo in _attached.values() if memo.in_forward]
-    candidates = running or list(_attached.values())
-    if len(candidates) != 1:
+    if len(running) == 1:
+        return running[0]
+    module = module_of(fn)  # of a part of a model that is called by itself
+    holders = [memo for model, memo in _attached.items() if module is None or any(module is part for part in model.modules())]
+    if len(holders) > 1:
         raise MemoError(
-            f"ds_memo.checkpoint was called with {len(_attached)} models attached and {len(running)} of them in forward; "
-            "it needs exactly one. Call ds_memo.attach(model, config, layers=()) before."
+            f"ds_memo.checkpoint was called with {len(_attached)} models attached and {len(running)} of them in forward; which "
+            "of them it is for cannot be told. Call it with a module of that model, or inside its forward"
         )
-    return candidates[0]
+    return holders[0] if holders else None
 
 
 def _forget(model: weakref.ref[nn.Module]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ds_memo.arguments import number, write_whole
 from ds_memo.plan.bilevel import Plan, plan_trace
 from ds_memo.plan.dsa import lower_bound
-from ds_memo.plan.errors import CapacityBelowLowerBound, PlanError
+from ds_memo.plan.errors import PlanError
 from ds_memo.plan.formats import plan_to_json, read_csv, read_trace, write_csv
 from ds_memo.plan.simulate import simulate
 from ds_memo.plan.snapshot import read_snapshot
@@ -57,6 +57,8 @@ def _bytes(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.output and Path(args.output).resolve() in {Path(path).resolve() for path in args.input}:
+        raise PlanError(f"-o {args.output} is an input, too")
     progress = _Bar() if sys.stderr.isatty() and not args.json else None
     try:
         if any(p.endswith(".csv") for p in args.input):
@@ -78,14 +80,13 @@ def _plan_trace(args: argparse.Namespace, progress: _Bar | None) -> int:
     if progress:
         progress.close()
     if args.capacity is not None and plan.lower_bound > args.capacity:
-        raise CapacityBelowLowerBound(_too_small(args.capacity, plan.lower_bound))
+        return _does_not_fit(_too_small(args.capacity, plan.lower_bound))
     if args.output:
         _write(args.output, plan_to_json(plan))
     reserved = _reserved(traces[0])
     print(json.dumps(_summary(plan) | {"reserved": reserved}, indent=1) if args.json else _table(plan, reserved))
     if args.capacity is not None and plan.peak > args.capacity:
-        print(f"ds-memo plan: no plan of {args.capacity} bytes found; the best has {plan.peak}", file=sys.stderr)
-        return 1
+        return _does_not_fit(f"no plan of {args.capacity} bytes found; the best has {plan.peak}")
     return 0
 
 
@@ -160,14 +161,13 @@ def _plan_csv(args: argparse.Namespace, progress: _Bar | None) -> int:
     if args.capacity is None:
         found: Solution | None = solve(problem, solver=args.solver, seconds=args.time_limit, progress=progress)
     elif args.capacity < bound:
-        raise CapacityBelowLowerBound(_too_small(args.capacity, bound))
+        return _does_not_fit(_too_small(args.capacity, bound))
     else:
         found = fit(problem, args.capacity, solver=args.solver, seconds=args.time_limit, progress=progress)
     if progress:
         progress.close()
     if found is None:
-        print(f"ds-memo plan: found nothing that fits into {args.capacity}", file=sys.stderr)
-        return 1
+        return _does_not_fit(f"found nothing that fits into {args.capacity}")
     if args.output:
         _write(args.output, write_csv(problem, found.offsets))
     summary = {
@@ -183,6 +183,11 @@ def _plain(value: object) -> object:
 
 
 # ---- output
+
+
+def _does_not_fit(why: str) -> int:
+    print(f"ds-memo plan: {why}", file=sys.stderr)
+    return 1
 
 
 def _write(path: str, text: str) -> None:

@@ -259,7 +259,7 @@ class Remat:
             try:
                 return fn(*args)
             except RuntimeError as error:
-                if "No available kernel" not in str(error):
+                if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
                     raise
                 raise MemoError(
                     f'layer {layer.name}: memo.attention is "{self._attention}", but PyTorch has no such kernel for this call '

@@ -104,7 +104,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "stalls", ", ".join(f"{seconds:.3g} s for {stream}" for stream, seconds in report["stall_s"].items())
     if report.get("step_s") is not None:
         flops = "" if report.get("mfu") is None else f", MFU {report['mfu']:.1%}"
-        yield "speed", f"{report['step_s']:.4g} s a step, {report['tokens_per_s']:,.0f} tokens/s{flops}"
+        yield "speed", f"{report['step_s']:.4g} s a step, {report['tokens_per_s']:,.0f} tokens/s of this rank{flops}"
     if predicted := report.get("predicted"):
         device = size(predicted["device_bytes"])
         yield (

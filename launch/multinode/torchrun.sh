@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 exec "${PYTHON:-python}" -m torch.distributed.run \
-    --nnodes "${NNODES:-${SLURM_NNODES:?number of nodes}}" --node_rank "${NODE_RANK:-${SLURM_NODEID:?number of this node}}" \
+    --nnodes "${NNODES:-${SLURM_NNODES:?or NNODES: number of nodes}}" --node_rank "${NODE_RANK:-${SLURM_NODEID:?or NODE_RANK: number of this node}}" \
     --nproc_per_node "${GPUS:-gpu}" \
     --master_addr "${MASTER_ADDR:?the first node, as the others reach it}" --master_port "${MASTER_PORT:-29500}" \
     launch/train.py "$@"

@@ -21,7 +21,7 @@ REPORT = {
 
 def run(losses, peak=2**20, report=None, dtype="float32"):
     steps = [{"step": i + 1, "loss": loss, "peak_live_bytes": peak} for i, loss in enumerate(losses)]
-    return {"steps": steps, "report": report, "dtype": dtype}
+    return {"memo": report is not None, "steps": steps, "report": report, "dtype": dtype}
 
 
 def test_the_table_shows_every_number():
@@ -59,3 +59,17 @@ def test_the_exit_code(tmp_path, dtype, loss, code):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert ("DIFFERENT" in done.stdout) == bool(code)
+
+
+def test_what_cannot_be_compared(tmp_path):
+    memo, plain = tmp_path / "memo.json", tmp_path / "plain.json"
+    memo.write_text(json.dumps(run([2.0], report=REPORT)))
+    plain.write_text(json.dumps(run([2.0])))
+    for first, second, why in (
+        (plain, memo, "run with memo"),
+        (memo, tmp_path / "no.json", "No such file"),
+        (memo, memo, "without"),
+    ):
+        command = [sys.executable, REPO / "launch" / "compare.py", first, second]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2 and why in done.stderr and done.stderr.count("\n") == 1, done.stderr

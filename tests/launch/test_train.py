@@ -60,8 +60,16 @@ def test_wrong_calls(call, tmp_path):
     assert "the model's 1 attention heads are no multiple" in call(model=write("one.json", json.dumps(one_head)))
     three_heads = json.loads(Path(TINY).read_text()) | {"num_attention_heads": 3}  # 128 is no multiple of 3
     assert "three.json is not a model configuration" in call(model=write("three.json", json.dumps(three_heads)))
-    assert "--seq-length must be at least 1, not 0" in call(seq_length=0)
+    assert "argument --seq-length: '0', expected whole tokens" in call(seq_length=0)
+    assert "--steps must be at least 1, not 0" in call(steps=0)
     assert "--save-every needs --save" in call(save_every=1)
+
+
+def test_outputs_are_tried_before_training(call, tmp_path):
+    (tmp_path / "a file").write_text("")
+    assert f"--metrics-json {tmp_path} is a folder" in call(metrics_json=tmp_path)
+    assert f"--metrics-json: {tmp_path / 'a file'} cannot be written to" in call(metrics_json=tmp_path / "a file" / "m.json")
+    assert "--save: /proc/nope cannot be written to" in call(save="/proc/nope")
 
 
 def test_without_a_launcher(call, tmp_path, monkeypatch):

@@ -81,11 +81,17 @@ def test_bad_input_is_exit_code_2(capsys, tmp_path, what):
     assert words in complaint(capsys, "plan", tmp_path / "t.txt")
 
 
+@pytest.mark.parametrize("problem, capacity, bound", [(EXAMPLE, 11, 12), (TRACE, 1000, "")])
+def test_a_capacity_below_the_lower_bound_is_exit_code_1(capsys, problem, capacity, bound):
+    code, out, err = call(capsys, "plan", problem, "--capacity", capacity)
+    assert code == 1 and not out
+    assert err.startswith(f"ds-memo plan: capacity {capacity} is below the lower bound {bound}") and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("plan", EXAMPLE, "--capacity", 11), "capacity 11 is below the lower bound 12"),
-        (("plan", TRACE, "--capacity", 1000), "capacity 1000 is below the lower bound"),
+        (("plan", TRACE, "-o", TRACE), "is an input, too"),
         (("plan", "/nonexistent"), "No such file"),
         (("plan", EXAMPLE, EXAMPLE), "one CSV problem at a time"),
         (("plan", TRACE, "--time-limit", "0"), "above 0"),

@@ -190,8 +190,13 @@ def test_a_layer_called_several_times(config: dict) -> None:
 class CallsCheckpoint(Toy):
     """A model that checkpoints by itself, as those with their own flag do."""
 
+    checkpoint: Any = None
+    """What it calls; absent: ds_memo's where it is attached."""
+
     def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, how: str = "module") -> Any:
-        checkpoint = ds_memo.checkpoint if self in ds_memo.integrate.attach._attached else lambda fn, *args, **kw: fn(*args)
+        checkpoint = self.checkpoint or (
+            ds_memo.checkpoint if self in ds_memo.integrate.attach._attached else lambda fn, *args, **kw: fn(*args)
+        )
         x = inputs_embeds
         for block in self.blocks:
             if how == "module":
@@ -309,9 +314,25 @@ def test_two_models_that_call_checkpoint() -> None:
         assert_same(step(model, BATCH), step(stock, BATCH))
     assert all(handle.report()["frames"] == LAYERS for handle in handles)
     with pytest.raises(ds_memo.MemoError, match="2 models attached and 0 of them in forward"):
-        ds_memo.checkpoint(models[0].blocks[0], BATCH.embeds)
+        ds_memo.checkpoint(lambda x: models[0].blocks[0](x), BATCH.embeds)
     for handle in handles:
         handle.detach()
+
+
+def test_a_model_that_calls_checkpoint_without_memo() -> None:
+    """Never attached, detached, or beside an attached one: torch's checkpoint, which is said."""
+    torch.manual_seed(0)
+    model, other = CallsCheckpoint(), CallsCheckpoint()
+    stocks = [copy.deepcopy(model), copy.deepcopy(other)]
+    model.checkpoint = other.checkpoint = ds_memo.checkpoint
+    with pytest.warns(ds_memo.MemoWarning, match="outside any attached model, so torch.utils.checkpoint does it"):
+        assert_same(step(model, BATCH), step(stocks[0], BATCH))
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0}, layers=())
+    with pytest.warns(ds_memo.MemoWarning, match="outside any attached model"):
+        assert_same(step(other, BATCH), step(stocks[1], BATCH))
+    assert handle.report()["layers"] == handle.report()["frames"] == 0
+    assert_same(step(model, BATCH), step(stocks[0], BATCH))
+    handle.detach()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])

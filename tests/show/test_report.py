@@ -58,7 +58,7 @@ def test_warnings_and_what_was_solved_are_shown(report: dict) -> None:
     text = as_text({**report, **more})
     for words in ("0.125 s for the layers of a pass; 1 MiB host, 3 GiB device", "fit, from the cache; 50 GB/s d2h, 60 GB/s h2d"):
         assert words in text
-    for words in ("changed          alpha lowered", "2 s a step, 4,096 tokens/s, MFU 50.0%"):
+    for words in ("changed          alpha lowered", "2 s a step, 4,096 tokens/s of this rank, MFU 50.0%"):
         assert words in text
     assert text.splitlines()[-2:] == ["warning          first", "warning          second"]
     plain = as_text({**report, "checkpointing": False, "stored_bytes_per_layer": [0] * LAYERS, "plan": None})
