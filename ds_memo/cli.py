@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
+from ds_memo import __version__
 from ds_memo.arguments import one_line_errors
 
 VERBS = {  # verb: (module, what it does)
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="ds-memo", description="Long-context training for DeepSpeed.")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # `deepspeed --module ds_memo.cli` puts it before the verb
+    parser.add_argument("--version", action="version", version=f"ds-memo {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     chosen = next((w for w in words if w in VERBS), None)
     module = None

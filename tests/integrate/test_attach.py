@@ -82,8 +82,6 @@ def test_use_after_detach() -> None:
         ds_memo.report(handle)
     with pytest.raises(ds_memo.MemoError, match="already detached"):
         handle.detach()
-    with pytest.raises(ds_memo.MemoError, match="0 models attached"):
-        ds_memo.checkpoint(model.model.layers[0], BATCH.embeds)
 
 
 def test_report_of_something_else() -> None:
