@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
@@ -81,16 +82,25 @@ def _split(run: RunCosts, residents: int, keeping: int, lean: int, swapped_first
             them. Otherwise the lean ones do.
     """
     n = len(run.layers)
-    whole = spread(n, residents)
-    others = np.array([index for index in range(n) if index not in whole], np.intp)
+    whole, others = spread(n, residents), _others(n, residents)
     stays = others[list(spread(len(others), lean))]
+    if keeping >= len(others):
+        return Places(whole, frozenset(stays.tolist()))
+    if not keeping:
+        return Places(whole, frozenset(stays.tolist()), frozenset(others.tolist()))
     is_lean = np.zeros(n, bool)
     is_lean[stays] = True
     layers, kinds = run.kinds
     worth = np.array([_seconds_per_byte(layer) for layer in layers])[kinds[others]]
     cheapest = others[np.lexsort((is_lean[others] == swapped_first, worth))]
-    dropped = cheapest[: max(0, len(others) - keeping)]
-    return Places(whole, frozenset(stays.tolist()), frozenset(dropped.tolist()))
+    return Places(whole, frozenset(stays.tolist()), frozenset(cheapest[: len(others) - keeping].tolist()))
+
+
+@lru_cache(maxsize=1 << 10)
+def _others(layers: int, residents: int) -> np.ndarray:
+    """Of so many layers, those that are not resident."""
+    whole = spread(layers, residents)
+    return np.array([index for index in range(layers) if index not in whole], np.intp)
 
 
 def _seconds_per_byte(layer: LayerCosts) -> float:

@@ -10,6 +10,7 @@ dropped    lean or swapped, and the attention output is not kept
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +68,7 @@ class Places(NamedTuple):
         return np.flatnonzero(~STAYS[self.codes(layers)]).tolist()
 
 
+@lru_cache(maxsize=1 << 12)
 def spread(layers: int, count: int) -> frozenset[int]:
     """Indices of the layers that stay on the device: the last two first (their backward starts at once), the others evenly."""
     last = range(layers - min(count, 2, layers), layers)
