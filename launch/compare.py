@@ -66,10 +66,12 @@ def main() -> int:
     args = parser.parse_args()
     try:
         memo, plain = (json.loads(path.read_text()) for path in (args.memo, args.plain))
+        if not all(isinstance(run, dict) and {"memo", "steps", "report", "dtype"} <= run.keys() for run in (memo, plain)):
+            raise ValueError("they are not what train.py --metrics-json writes")
         if not memo["memo"] or plain["memo"]:
             raise ValueError("the first must be of a run with memo, the second of one without")
         differences(memo, plain)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         parser.exit(2, f"compare.py: {args.memo} and {args.plain} cannot be compared: {error}\n")
     print(table(memo, plain))
     worst, allowed = max(differences(memo, plain)), TOLERANCE[memo["dtype"]]

@@ -272,7 +272,6 @@ class Run:
 
 def start(args: argparse.Namespace) -> Run:
     """Check everything that can be checked cheaply, then read the data, build the model and its engine."""
-    check_outputs(args)
     ds_config = read_ds_config(args.deepspeed_config, args.no_memo)
     config = hf.load_config(args.model)
     positions = hf.max_positions(config)
@@ -289,6 +288,7 @@ def start(args: argparse.Namespace) -> Run:
         raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {vocab}")
     documents = long_data.read_documents(args.data or [long_data.standard_library()])
     training, validation = long_data.load_windows(documents, tokenizer, args.seq_length, args.seed)
+    check_outputs(args)  # last: what is refused leaves no folders behind
 
     init_distributed()
     torch.manual_seed(args.seed)  # the same weights on every rank

@@ -28,8 +28,10 @@ def layer_tape(model: Model) -> Tape:
 
     def norm(wanted: bool, name: str, reads: str) -> str:
         """The name of its output, or of what it would have read."""
-        ops.extend([_norm(model, name, reads, hidden)] if wanted else [])
-        return name if wanted else reads
+        if not wanted:
+            return reads
+        ops.append(_norm(model, name, reads, hidden))
+        return name
 
     into = norm(model.pre_norms, "norm1", INPUT)
     ops += _attention(model, into, width, kv)
@@ -37,24 +39,18 @@ def layer_tape(model: Model) -> Tape:
     attended = norm(model.post_norms, "o_norm", "o")
     ops.append(Op("residual", hidden, (INPUT, attended), adds=True))
     into = norm(model.pre_norms, "norm2", "residual")
-    experts, parts = _experts(model, into, hidden) if model.experts else [], []
-    if experts and not model.shared_gate:
-        ops += experts
-        parts.append("mixed")
+    experts = _experts(model, into, hidden) if model.experts else []
+    mlp = []
     if not experts or model.shared_ffn:
-        ops += _mlp(model, into, hidden, 2 * (model.shared_ffn if experts else model.ffn))
-        parts.append("down")
+        mlp = _mlp(model, into, hidden, 2 * (model.shared_ffn if experts else model.ffn))
     if model.shared_gate:
         weighted = ("down", "weight")
-        ops += [
-            *experts,
-            Op("weight", 2, (into,), (into,), kind="gemm"),
-            Op("weighted_down", hidden, weighted, weighted),
-        ]
-        parts = ["mixed", "weighted_down"]
-    if model.post_norms:
-        (whole,) = parts
-        parts = [norm(True, "down_norm", whole)]
+        gate = [Op("weight", 2, (into,), (into,), kind="gemm"), Op("weighted_down", hidden, weighted, weighted)]
+        ops += [*mlp, *experts, *gate]
+        mlp = gate
+    else:
+        ops += [*experts, *mlp]
+    parts = [norm(model.post_norms, f"{part[-1].name}_norm", part[-1].name) for part in (experts, mlp) if part]
     ops.append(Op("output", hidden, ("residual", *parts), adds=True))
     return Tape(tuple(ops))
 

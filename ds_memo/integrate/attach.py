@@ -114,7 +114,9 @@ def check_residents(config: MemoConfig, layers: int) -> None:
         )
 
 
-def checkpoint(fn: Callable[..., Any], /, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+def checkpoint(
+    fn: Callable[..., Any], /, *args: Any, use_reentrant: bool | None = None, preserve_rng_state: bool = True, **kwargs: Any
+) -> Any:
     """Call ``fn(*args, **kwargs)`` as a layer of the attached model, in place of ``torch.utils.checkpoint.checkpoint``.
 
     Outside any attached model ``torch.utils.checkpoint`` does it, with a warning: such a model trains without memo, too.
@@ -124,17 +126,18 @@ def checkpoint(fn: Callable[..., Any], /, *args: Any, use_reentrant: bool | None
             function works but is analysed anew each time. Two methods of one module count as two calls of one layer: give
             them modules of their own.
         use_reentrant: accepted for compatibility; the work is never done reentrantly.
+        preserve_rng_state: whether what is computed again draws the random numbers of the forward.
 
     Raises:
         MemoError: several models are attached, none of them is in its forward, and `fn` is no module of one of them.
     """
     memo = _current(fn)
-    if memo is None and inside_a_layer():  # of another model, which replays it
+    if memo is not None:
+        return memo.run(fn, *args, preserve_rng_state=preserve_rng_state, **kwargs)
+    if inside_a_layer():  # of an attached model, which replays it
         return fn(*args, **kwargs)
-    if memo is None:
-        warnings.warn(OUTSIDE, MemoWarning, stacklevel=2)
-        return torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
-    return memo.run(fn, *args, **kwargs)
+    warnings.warn(OUTSIDE, MemoWarning, stacklevel=2)
+    return torch_checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
 
 def report(engine_or_handle: Any) -> dict[str, Any]:

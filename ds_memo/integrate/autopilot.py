@@ -131,9 +131,9 @@ class Autopilot:
     def _look(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> HiddenShapes:
         look = functools.partial(self._looks.look, model, args, kwargs)
         calls = together(look) if self._meets_in_layers else look()
-        self._looks.saw(kind, calls)
+        shapes = self._looks.saw(kind, calls)
         self._learn(calls)
-        return self._looks.as_measured({number: call.shape for number, call in calls.items()})
+        return self._looks.as_measured(shapes)
 
     def _learn(self, calls: dict[int, LayerCall]) -> None:
         """Profile the layers among these that no pass before has called."""

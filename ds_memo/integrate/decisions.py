@@ -51,7 +51,7 @@ class Decisions:
         self.places = self._place()
         self.alpha_used = config.alpha
         self.binding = "not known before the first forward"
-        if layers and len(self.places.residents) == len(layers):
+        if layers and config.resident_layers == len(layers):
             self.binding = f"as configured: all {len(layers)} layers are resident, nothing is swapped"
         if config.ablation == "full_recompute":
             self.alpha_used = 0.0

@@ -62,8 +62,7 @@ class Looks:
             kind: of the pass.
         """
         self._last = list(calls)[-1]
-        self.saw(kind, calls)
-        self._first = (kind, self._seen[kind])
+        self._first = kind, self.saw(kind, calls)
 
     def shapes(self, kind: Shapes) -> HiddenShapes | None:
         """What a pass of this kind comes with; None: only a look can tell."""
@@ -88,11 +87,12 @@ class Looks:
             self._last = list(calls)[-1]
         return calls
 
-    def saw(self, kind: Shapes, calls: dict[int, LayerCall]) -> None:
-        """Remember a pass of this kind by its calls."""
+    def saw(self, kind: Shapes, calls: dict[int, LayerCall]) -> dict[int, tuple[int, ...]]:
+        """Remember a pass of this kind: the shapes of hidden states, by the kind of layer."""
         while len(self._seen) >= REMEMBERED:
             del self._seen[next(iter(self._seen))]
         self._seen[kind] = {number: call.shape for number, call in calls.items()}
+        return self._seen[kind]
 
     def as_measured(self, shapes: Mapping[int, tuple[int, ...]]) -> HiddenShapes:
         """In the order of the profile."""

@@ -91,8 +91,10 @@ class Profiling:
         Returns:
             What was measured: classes.
         """
-        wanted = worth_measuring(self._layers, of_layers, calls)
-        new = {kind: call for kind, call in wanted.items() if kind not in self.kinds and self._failures[kind] < _TRIES}
+        unknown = {kind for kind in of_layers if kind not in self.kinds and self._failures[kind] < _TRIES}
+        if not unknown:  # on all ranks: they have learned the same, and no pass needs to ask
+            return []
+        new = {kind: call for kind, call in worth_measuring(self._layers, of_layers, calls).items() if kind in unknown}
         everybody, do = (from_all_ranks, together) if with_others else (_only_me, alone)
         everything, learned = self._asked(of_layers, new, everybody), []
         for kind, call in everything.calls.items():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,12 +44,14 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
         MemoError: it saves nothing for a backward.
     """
     indices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=indices), torch.enable_grad(), beside_the_training(call.layer.module()):
+    with (
+        torch.random.fork_rng(devices=indices),
+        torch.enable_grad(),
+        beside_the_training(call.layer.module()),
+        _without_hooks(call.layer.parameters),
+    ):
         fn, args, inputs = call.at(length)
         trained = [parameter for parameter in call.layer.parameters if parameter.requires_grad]
-        hooks = [(hooks, dict(hooks)) for parameter in trained if (hooks := parameter._backward_hooks)]
-        for held, _ in hooks:
-            held.clear()
         bench = _Bench(call.layer, fn, args, [*inputs, *trained], device, attention)
         try:
             plain = bench.timed(Setting(checkpointed=False))
@@ -85,8 +88,19 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
             )
         finally:
             bench.close()
-            for held, before in hooks:
-                held.update(before)
+
+
+@contextmanager
+def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """autograd.grad calls the hooks that a parameter's gradient is given to; one that reduces it waits for other ranks."""
+    held = [(hooks, dict(hooks)) for parameter in parameters if (hooks := parameter._backward_hooks)]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.update(before)
 
 
 class _Fixed:

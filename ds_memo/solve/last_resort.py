@@ -84,16 +84,14 @@ def _split(run: RunCosts, residents: int, keeping: int, lean: int, swapped_first
     n = len(run.layers)
     whole, others = spread(n, residents), _others(n, residents)
     stays = others[list(spread(len(others), lean))]
-    if keeping >= len(others):
-        return Places(whole, frozenset(stays.tolist()))
-    if not keeping:
-        return Places(whole, frozenset(stays.tolist()), frozenset(others.tolist()))
-    is_lean = np.zeros(n, bool)
-    is_lean[stays] = True
-    layers, kinds = run.kinds
-    worth = np.array([_seconds_per_byte(layer) for layer in layers])[kinds[others]]
-    cheapest = others[np.lexsort((is_lean[others] == swapped_first, worth))]
-    return Places(whole, frozenset(stays.tolist()), frozenset(cheapest[: len(others) - keeping].tolist()))
+    cheapest, drop = others, max(0, len(others) - keeping)
+    if 0 < drop < len(others):  # else it is all one which is cheaper
+        is_lean = np.zeros(n, bool)
+        is_lean[stays] = True
+        layers, kinds = run.kinds
+        worth = np.array([_seconds_per_byte(layer) for layer in layers])[kinds[others]]
+        cheapest = others[np.lexsort((is_lean[others] == swapped_first, worth))]
+    return Places(whole, frozenset(stays.tolist()), frozenset(cheapest[:drop].tolist()))
 
 
 @lru_cache(maxsize=1 << 10)

@@ -84,6 +84,14 @@ def test_use_after_detach() -> None:
         handle.detach()
 
 
+@pytest.mark.parametrize("layers, given", [(4, True), (2, False)])
+def test_what_sets_alpha_where_all_layers_are_resident(layers: int, given: bool) -> None:
+    handle = ds_memo.attach(Toy(layers=layers), {"alpha": 0.5, "resident_layers": layers} if given else {})
+    said = "as configured: all 4 layers are resident, nothing is swapped" if given else "not known before the first forward"
+    assert handle.report()["binding"] == said
+    handle.detach()
+
+
 def test_report_of_something_else() -> None:
     with pytest.raises(ds_memo.MemoError, match="Linear is not under ds_memo"):
         ds_memo.report(nn.Linear(1, 1))

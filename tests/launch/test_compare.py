@@ -69,6 +69,7 @@ def test_what_cannot_be_compared(tmp_path):
         (plain, memo, "run with memo"),
         (memo, tmp_path / "no.json", "No such file"),
         (memo, memo, "without"),
+        (REPO / "ds_configs" / "quickstart.json", plain, "not what train.py"),
     ):
         command = [sys.executable, REPO / "launch" / "compare.py", first, second]
         done = subprocess.run(command, capture_output=True, text=True)

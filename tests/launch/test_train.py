@@ -67,9 +67,13 @@ def test_wrong_calls(call, tmp_path):
 
 def test_outputs_are_tried_before_training(call, tmp_path):
     (tmp_path / "a file").write_text("")
-    assert f"--metrics-json {tmp_path} is a folder" in call(metrics_json=tmp_path)
-    assert f"--metrics-json: {tmp_path / 'a file'} cannot be written to" in call(metrics_json=tmp_path / "a file" / "m.json")
-    assert "--save: /proc/nope cannot be written to" in call(save="/proc/nope")
+    data = REPO / "launch"
+    assert f"--metrics-json {tmp_path} is a folder" in call(data=data, metrics_json=tmp_path)
+    metrics = tmp_path / "a file" / "m.json"
+    assert f"--metrics-json: {tmp_path / 'a file'} cannot be written to" in call(data=data, metrics_json=metrics)
+    assert "--save: /proc/nope cannot be written to" in call(data=data, save="/proc/nope")
+    call(model="nowhere.json", save=tmp_path / "checkpoints")
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_without_a_launcher(call, tmp_path, monkeypatch):

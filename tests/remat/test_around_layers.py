@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import types
+import warnings
 import weakref
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
 from tests.models import (
+    HIDDEN,
     LAYERS,
     Batch,
     Block,
@@ -332,6 +334,29 @@ def test_a_model_that_calls_checkpoint_without_memo() -> None:
         assert_same(step(other, BATCH), step(stocks[1], BATCH))
     assert handle.report()["layers"] == handle.report()["frames"] == 0
     assert_same(step(model, BATCH), step(stocks[0], BATCH))
+    handle.detach()
+
+
+def test_a_layer_that_checkpoints_a_module_of_no_model() -> None:
+    """It is called as the layer calls it, in the replay too, where no model is in its forward."""
+    torch.manual_seed(0)
+    outside = nn.Linear(HIDDEN, HIDDEN)
+
+    class Calls(Block):
+        def feed(self, x: torch.Tensor) -> torch.Tensor:
+            return super().feed(ds_memo.checkpoint(outside, x, preserve_rng_state=False))
+
+    class Stock(Block):
+        def feed(self, x: torch.Tensor) -> torch.Tensor:
+            return super().feed(outside(x))
+
+    model, stock = Toy(Calls), Toy(Stock)
+    stock.load_state_dict(model.state_dict())
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ds_memo.checkpoint was called outside")
+        for _ in range(2):
+            assert_same(step(model, BATCH), step(stock, BATCH))
     handle.detach()
 
 
