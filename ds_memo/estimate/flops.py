@@ -37,11 +37,6 @@ def peak_flops(device_name: str) -> float | None:
     return next((table[word] for word in words if word in table), None)
 
 
-def gpt_parameters(layers: int, hidden: int, vocab: int) -> int:
-    """Parameters of a GPT as the paper counts them: 12·n·h² + V·h (no biases, no norms, one embedding)."""
-    return 12 * layers * hidden**2 + vocab * hidden
-
-
 def sequence_flops(seq_length: int, parameters: int, layers: int, attention_width: int) -> float:
     """FLOPs to train on one sequence: 6·s·P for the matrices, 6·n·h·s² for causal attention.
 

@@ -57,10 +57,6 @@ class _Memory:
             self.requests.append((name, None))
             self.alive.remove(name)
 
-    def briefly(self, name: str, nbytes: float) -> None:
-        self.malloc(name, nbytes)
-        self.free(name)
-
 
 @dataclass(frozen=True)
 class Tape:

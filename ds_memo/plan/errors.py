@@ -54,10 +54,6 @@ class UnsafePickle(PlanError):
     """A pickle that wants to build something other than plain containers."""
 
 
-class CapacityBelowLowerBound(PlanError):
-    """No plan can fit: more bytes are alive at once than the capacity has."""
-
-
 class TooLarge(PlanError):
     """All sizes together reach 2^62: the solvers add them up in 64 bits."""
 

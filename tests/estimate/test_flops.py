@@ -2,7 +2,8 @@
 
 import pytest
 
-from ds_memo.estimate.flops import gpt_parameters, mfu, peak_flops, sequence_flops
+from ds_memo.estimate.flops import mfu, peak_flops, sequence_flops
+from tests.estimate.gpt import gpt_parameters
 
 
 @pytest.mark.parametrize(
