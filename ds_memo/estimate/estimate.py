@@ -206,6 +206,9 @@ def _on(question: Question, layout: Layout) -> Estimate:
         if layout.sp == largest < question.gpus:
             more = f"Ulysses ends at sp {largest} with {question.model.heads} heads on {question.gpus} GPUs: {more}"
         notes.append(f"{more}, not on {question.batch}")
+    if question.seq_length % layout.ranks:
+        padded = -(-question.seq_length // layout.ranks) * layout.ranks
+        notes.append(f"{question.seq_length} tokens do not split into {layout.ranks} equal parts: pad them to {padded}")
     answer = _memo(question, costs) if question.method == "memo" else _published(question, costs)
     return replace(answer, notes=tuple(notes))
 

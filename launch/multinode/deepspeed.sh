@@ -8,9 +8,14 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
+HOSTFILE=${HOSTFILE:-launch/multinode/hostfile}
+if [ ! -f "$HOSTFILE" ]; then  # DeepSpeed would train on this node alone
+    echo "error: no hostfile at $HOSTFILE; HOSTFILE names one, paths begin at $PWD" >&2
+    exit 2
+fi
 PLACE=()
 if [ -n "${NODE_RANK:-}" ]; then
     PLACE=(--no_ssh --node_rank "$NODE_RANK" --master_addr "${MASTER_ADDR:?the first node, as the others reach it}")
 fi
-exec "${PYTHON:-python}" -m deepspeed.launcher.runner --hostfile "${HOSTFILE:-launch/multinode/hostfile}" \
+exec "${PYTHON:-python}" -m deepspeed.launcher.runner --hostfile "$HOSTFILE" \
     --master_port "${MASTER_PORT:-29500}" "${PLACE[@]}" launch/train.py "$@"

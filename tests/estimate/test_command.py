@@ -67,6 +67,15 @@ def test_ulysses_ends_with_the_heads(capsys):
     assert got["layout"]["sp"] <= 32 and any("Ulysses ends at sp 32" in note for note in got["notes"])
 
 
+@pytest.mark.parametrize(
+    "tokens, noted", [(100_001, ["100001 tokens do not split into 8 equal parts: pad them to 100008"]), (100_008, [])]
+)
+def test_a_length_that_ranks_cannot_share(capsys, tokens, noted):
+    base = ("estimate", "--model", LLAMA, "--hardware", "h200", "--gpus", "8", "--sp", "8")
+    got = answer(capsys, "--seq-length", str(tokens), base=base)
+    assert [note for note in got["notes"] if "split" in note] == noted
+
+
 @pytest.mark.parametrize("gpus", [8, 64, 512, 4096])
 @pytest.mark.parametrize("tokens", ["64K", "4M", "64M"])
 def test_the_whole_scale_has_an_answer(capsys, gpus, tokens):
