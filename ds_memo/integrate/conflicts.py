@@ -56,14 +56,15 @@ def refuse_model(layers: list[tuple[str, nn.Module]]) -> None:
 
 
 def refuse_offload(function: Any) -> None:
-    """Refuse the checkpoint function of ``gradient_checkpointing_kwargs={"offload": True}`` (Transformers 5).
+    """Refuse the checkpoint function of ``gradient_checkpointing_kwargs={"offload": True}`` (Transformers 5; later versions of it
+    say activation for gradient).
 
     Raises:
         MemoError: it is that function.
     """
     while isinstance(function, partial):
         function = function.func
-    if getattr(function, "__qualname__", "").endswith("gradient_checkpointing_enable.<locals>.checkpoint_func"):
+    if getattr(function, "__qualname__", "").endswith("checkpointing_enable.<locals>.checkpoint_func"):
         raise MemoError('gradient_checkpointing_kwargs={"offload": True} does what memo does in another way; remove one')
 
 

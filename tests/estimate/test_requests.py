@@ -61,19 +61,19 @@ def per_token(config: dict, folder: Path) -> dict[str, float]:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     memo = attach_model(model, {"plan": {"enabled": False}, "host_memory_gib": 0.01}, device=torch.device("cpu"))
     try:
-        embeds = torch.randn(1, 512, 64, dtype=torch.bfloat16)
+        embeds = torch.randn(1, 1024, 64, dtype=torch.bfloat16)
         (call,) = layer_calls(memo.remat, model, (), {"inputs_embeds": embeds}, [0] * len(memo.layers), bool).values()
-        short, long = (measure(call, length, torch.device("cpu")) for length in (256, 512))
+        short, long = (measure(call, length, torch.device("cpu")) for length in (512, 1024))
     finally:
         memo.detach()
 
     def slope(name: str) -> float:
-        return (getattr(long, name) - getattr(short, name)) / 256
+        return (getattr(long, name) - getattr(short, name)) / 512
 
     return {
         **{name: slope(name) for name in ("working_bytes", "working_bytes_at_0", "working_bytes_without_attention")},
         **{name: slope(name) for name in ("forward_bytes", "forward_bytes_at_0", "plain_bytes")},
-        "kept": sum(output.rows * output.row_bytes for output in long.outputs) / 512,
+        "kept": sum(output.rows * output.row_bytes for output in long.outputs) / 1024,
     }
 
 
