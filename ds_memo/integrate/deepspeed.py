@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -140,6 +140,16 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
             running.monitor.write_events(memo.events(running.global_samples))
         return result
 
+    backward = engine.backward
+
+    @functools.wraps(backward)
+    def backward_and_explain(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return backward(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            memo.ran_out()
+            raise
+
     destroy = engine.destroy
 
     @functools.wraps(destroy)
@@ -148,8 +158,9 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
             memo.detach()
         return destroy(*args, **kwargs)
 
-    engine._take_model_step, engine.destroy = take_step_and_tell, detach_and_destroy
-    memo.on_detach(functools.partial(_give_methods_back, itself))  # attached models must not keep engines alive
+    replaced = {"_take_model_step": take_step_and_tell, "backward": backward_and_explain, "destroy": detach_and_destroy}
+    vars(engine).update(replaced)
+    memo.on_detach(functools.partial(_give_methods_back, itself, tuple(replaced)))  # attached models must keep no engine
     engine.memo = memo
     return memo
 
@@ -199,10 +210,10 @@ def _weakly(boundary: Callable[[], bool]) -> Callable[[], bool]:
     return ask
 
 
-def _give_methods_back(engine: weakref.ref) -> None:
+def _give_methods_back(engine: weakref.ref, replaced: Iterable[str]) -> None:
     if (target := engine()) is not None:
-        for name in ("_take_model_step", "destroy"):
-            target.__dict__.pop(name, None)
+        for name in replaced:
+            vars(target).pop(name, None)
 
 
 def _read_config(asked: dict[str, Any]) -> dict[str, Any]:

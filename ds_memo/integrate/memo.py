@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import time
 import warnings
 import weakref
@@ -24,6 +25,7 @@ from ds_memo.integrate.optimizers import watch_optimizers
 from ds_memo.integrate.speed import Speed, model_flops_utilization
 from ds_memo.integrate.takeover import Takeover, nothing
 from ds_memo.plan import Plan
+from ds_memo.profile.device_memory import device_seen
 from ds_memo.profile.lengths import shapes_of
 from ds_memo.profile.requests import Most
 from ds_memo.remat.checkpoint import SDPA, Layer, Remat, has_compiled
@@ -145,6 +147,9 @@ class Memo:
 
     def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.in_forward = False
+        # Without an output this one raised; with one, its caller may be at work on an error of before.
+        if output is None and module.training and isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
+            self.ran_out()
 
     def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not self.decisions.layers_known and not self.layers and self.engine.traffic.frames:
@@ -170,6 +175,17 @@ class Memo:
                 f"{type(module).__name__} ran a training forward and none of its {len(self.layers)} layers came through ds_memo: "
                 "it has no effect"
             )
+
+    def ran_out(self) -> None:
+        """The device refused memory that a training pass wanted: say what can be done."""
+        seen = device_seen(self.engine.device)
+        has = self.config.device_memory_gib or (seen["total"] / GIB if seen else None)
+        less = f"of less than {has:.4g}" if has else "that is smaller"
+        self.warn(
+            "a training pass ran out of device memory: head, loss, kernels and gaps between blocks took more than was left to "
+            f"them. A memo.device_memory_gib {less} leaves them more; where layers keep next to nothing already, shorter "
+            "sequences help, or more ranks to a sequence"
+        )
 
     # ---- optimizer steps
 

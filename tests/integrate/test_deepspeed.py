@@ -290,6 +290,27 @@ def test_an_engine_that_is_dropped_is_let_go() -> None:
     assert gone_after(ds_config(memo=MEMO)) == gone_after(ds_config())
 
 
+def test_a_backward_that_runs_out_says_what_to_do() -> None:
+    """Wherever in it; training goes on, and the engine gets its own method back."""
+
+    def full(gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine = start(ds_config(memo=MEMO))
+    train(engine, steps=1)
+    batch = Batch.random(2, 17)
+    output = engine(inputs_embeds=batch.embeds, labels=batch.labels)
+    output.logits.register_hook(full)
+    with (
+        pytest.warns(ds_memo.MemoWarning, match="a training pass ran out of device memory"),
+        pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"),
+    ):
+        engine.backward(output.loss)
+    assert train(engine, steps=1)
+    engine.memo.detach()
+    assert "backward" not in vars(engine)
+
+
 def test_monitors_are_told(tmp_path: Path) -> None:
     """DeepSpeed's CSV monitor gets one line per optimizer step."""
     engine = start(ds_config(memo=MEMO, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "run"}))

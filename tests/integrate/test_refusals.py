@@ -188,3 +188,30 @@ def test_a_leaked_frame_is_noticed(stock: Outcome, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(SwapEngine, "begin", lambda *args: kept.append(begin(*args)) or kept[-1])
     with pytest.raises(AssertionError, match="frames"):
         check(2, stock, 0.5, 0, analysed=True, buffers_only=False, twice=False)
+
+
+def said_of_memory(handle: Any) -> list[str]:
+    return [warning for warning in handle.report()["warnings"] if "ran out of device memory" in warning]
+
+
+@pytest.mark.parametrize("given, advice", [({}, "that is smaller"), ({"device_memory_gib": 0.5}, "of less than 0.5")])
+def test_a_forward_that_runs_out_says_what_to_do(given: dict[str, float], advice: str) -> None:
+    model = build("llama")
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1, "plan": {"enabled": False}, **given})
+    with pytest.warns(ds_memo.MemoWarning, match=f"ran out of device memory: .* A memo.device_memory_gib {advice} leaves"):
+        refused(model, 3, buffers_only=False)
+    assert len(said_of_memory(handle)) == 1
+    handle.detach()
+
+
+def test_other_errors_are_not_about_memory(stock: Outcome) -> None:
+    """Nor is a forward that works, whatever its caller has been through."""
+    handle = attached(model := build("llama"), 0.5)
+    with pytest.raises(AttributeError):
+        model(inputs_embeds="nothing of the kind", labels=BATCH.labels)
+    try:
+        raise torch.OutOfMemoryError(SAID)
+    except torch.OutOfMemoryError:
+        assert_same(step(model, BATCH), stock)
+    assert said_of_memory(handle) == []
+    handle.detach()
