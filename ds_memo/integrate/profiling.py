@@ -115,16 +115,18 @@ class Profiling:
         everybodys = everybody({kind: (call.length, call.can_shorten()) for kind, call in calls.items()})
         calls = {kind: call for kind, call in calls.items() if all(kind in theirs for theirs in everybodys)}
         method = self._config.profile.method
-        lengths = {}
+        lengths, longest = {}, {}
         for kind in calls:
             said, can_shorten = zip(*(theirs[kind] for theirs in everybodys), strict=True)
-            lengths[kind] = lengths_of(method, min(said), all(can_shorten))
+            longest[kind] = min(said)
+            lengths[kind] = lengths_of(method, longest[kind], all(can_shorten))
         return Asked(
             layers=self._layers,
             kinds=of_layers,
             calls=calls,
             method=method,
             lengths=lengths,
+            longest=longest,
             device=self._device,
             host_budget=self._slab.budget,
             attention=self._config.attention,

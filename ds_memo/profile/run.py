@@ -23,7 +23,7 @@ import torch
 
 import ds_memo
 from ds_memo.errors import MemoError
-from ds_memo.profile.agree import from_all_ranks, most_careful, together, world_size
+from ds_memo.profile.agree import Failed, from_all_ranks, most_careful, together, world_size
 from ds_memo.profile.bandwidth import CopyBench
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.device_memory import RESERVE, device_budget, device_seen
@@ -76,6 +76,7 @@ class Asked:
         calls: the first of each kind; kinds without one are not measured.
         method: fit, direct or unified.
         lengths: of each call, from lengths_of; the same on all ranks, whose layers may wait for each other.
+        longest: of each call, what all ranks have.
         host_budget: bytes of this rank.
     """
 
@@ -84,6 +85,7 @@ class Asked:
     calls: Mapping[int, LayerCall]
     method: str
     lengths: Mapping[int, tuple[int, ...]]
+    longest: Mapping[int, int]
     device: torch.device
     host_budget: int
     attention: str | None = None
@@ -205,22 +207,34 @@ def _measure_kind(
 ) -> LayerProfile:
     call, name = asked.calls[kind], asked.calls[kind].layer.name
     module = call.layer.module()
-    lengths, number = asked.lengths[kind], list(asked.calls).index(kind) + 1
+    lengths, longest, number = asked.lengths[kind], asked.longest[kind], list(asked.calls).index(kind) + 1
     kernel = asked.attention if asked.attention in SDPA else None  # a package's kernel is the model's own to call
     gathered = whole_bytes(module)
     do(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, RESERVE)))
-    samples: list[LayerSample] = []
-    with whole(module):
+
+    def measured(lengths: Sequence[int]) -> list[LayerSample]:
+        samples: list[LayerSample] = []
         for length in lengths:
             if asked.method == "unified" and len(samples) == 2:
                 short = LayerProfile(name, tuple(samples))
                 do(lambda short=short, length=length: _refuse_too_long(short, call.batch, length, asked.free()))
             sample = do(partial(measure, call, length, asked.device, kernel))
-            samples.append(replace(sample, **{name: getattr(sample, name) + gathered for name in DEVICE_BYTES}))
+            samples.append(replace(sample, **{of: getattr(sample, of) + gathered for of in DEVICE_BYTES}))
             told(
                 f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens, "
                 f"forward {sample.forward_s * 1e3:.3g} ms, backward {sample.backward_s * 1e3:.3g} ms"
             )
+        return samples
+
+    with whole(module):
+        try:
+            samples = measured(lengths)
+        except Failed as failed:  # a layer may know its length: DeepSpeed's Ulysses does, unless told that lengths vary
+            if asked.method != "fit" or lengths == (longest,):
+                raise
+            why = str(failed).partition("\n")[0]
+            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens ({why}); it is at {longest:,}")
+            samples = measured((longest,))
     return do(lambda: _profile(name, asked.method, samples, warn))
 
 

@@ -21,7 +21,7 @@ class Numbers(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         start = torch.randint(0, 97, (1,), generator=torch.Generator().manual_seed(index))
         tokens = (start + torch.arange(48)) % 97
-        return {"input_ids": tokens, "labels": tokens}
+        return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(48)}  # sequence parallelism asks for them
 
 
 def main() -> None:
