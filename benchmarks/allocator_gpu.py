@@ -107,7 +107,7 @@ def measure(
     for way, (expandable, planned) in WAYS.items():
         words = [f"--{name}={value}" for name, value in arguments.items() if name != "lengths"]
         words += ["--lengths", *map(str, lengths), f"--device={device.type}", "--planned" if planned else "--no-planned"]
-        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
+        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True" if expandable else ""}
         command = [sys.executable, "-m", "benchmarks.allocator_gpu", *words]
         root = Path(__file__).parents[1]
         limit = None if math.isinf(left()) else max(1.0, left())

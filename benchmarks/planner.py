@@ -82,7 +82,7 @@ def run_way(shape: Shape, way: str, lengths: list[int], device: torch.device, ho
     expandable, planned = WAYS[way]
     words = [f"--child={int(planned)}", f"--workload={shape.name}", f"--device={device.type}", f"--host-bytes={host_bytes}"]
     command = [sys.executable, "-m", "benchmarks.planner", *words, "--lengths", *map(str, lengths)]
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True" if expandable else ""}
     root = Path(__file__).parents[1]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=root, check=False)

@@ -8,7 +8,8 @@ the accumulation of gradients. Per such *kind* of pass:
        ▲                                                                                   │
        └───────────────────── two passes in a row did not fit the plan ◄───────────────────┘
 
-The third plan is the last: it is followed while it serves most requests, else the kind is left to torch's allocator.
+The third plan is the last: it is followed while it serves most requests, else the kind is left to torch's allocator. While a pass
+is profiled, that one splits no large block: the memory is full, and what splitting loses would be missing.
 
 Lengths: two profiled kinds that differ in one length and ask for the same in the same order are as good as one that was profiled
 twice, and every size is a line through theirs. The plan for a third length is made from these lines at once
@@ -36,6 +37,7 @@ from ds_memo.ops.allocator import MIN_BYTES, MISSES, NATIVE, Allocator, Request
 from ds_memo.plan import Plan, PlanError, plan_trace
 from ds_memo.plan.rescale import Lines, fit_sizes, rescale
 from ds_memo.plan.trace import UNIT
+from ds_memo.profile.device_memory import keep_blocks_whole
 from ds_memo.profile.lengths import Length, PassKind, Shapes, length_between
 from ds_memo.profile.requests import NEVER, Most, Place, RequestLog, most_in, read_log
 
@@ -95,6 +97,7 @@ def _end(allocator: Allocator, place: tuple[str, int]) -> None:
     allocator.reset()
     if not any(kind == place[0] for kind, _ in _owners):
         allocator.uninstall()
+        keep_blocks_whole(torch.device(*place), False)
 
 
 def _make_workspaces(device: torch.device) -> None:
@@ -192,12 +195,14 @@ class Addresses:
             self._allocator.follow(known.number)
         elif known.plans < _PLANS_PER_KIND:
             self._allocator.profile()
+        keep_blocks_whole(self._device, known.plan is None and known.plans < _PLANS_PER_KIND)
         self._allocator.phase("embed")
 
     def plain_pass_begins(self) -> None:
         """A training forward begins whose layers run as they are: torch's allocator serves it."""
         self._next_pass()
         self._kind = None
+        keep_blocks_whole(self._device, False)
 
     def forward_ended(self) -> None:
         self._good = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
@@ -14,6 +16,22 @@ LOSES_MORE = 1.25
 """What it loses in the passes after the first step, over what it lost in that."""
 UNSEEN = 0.50
 """The same as long as it has not been seen what head, loss and optimizer take: logits can be larger than all that layers keep."""
+
+
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_WHOLE = "max_split_size_mb:32"
+_blocks_are_whole = False
+
+
+def keep_blocks_whole(device: torch.device, on: bool) -> None:
+    """Have torch's allocator split no block of more than 32 MiB, so that it can give all that is free back to the device and ask
+    for another size: nothing is lost between blocks, at the price of more cudaMalloc. For passes whose addresses are not planned
+    yet. Does nothing on a CPU, and where the environment has settings of its own."""
+    global _blocks_are_whole
+    if device.type != "cuda" or on == _blocks_are_whole or any(map(os.environ.get, _SETTINGS)):
+        return
+    torch._C._accelerator_setAllocatorSettings(_WHOLE if on else "")  # torch.cuda's own is deprecated
+    _blocks_are_whole = on
 
 
 def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, reserve: float, lost: int = 0) -> int:
@@ -38,8 +56,9 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
 
 
 def lost_bytes(device: torch.device) -> int:
-    """The most that torch's allocator held beyond the most it was asked for, since the peaks were reset; 0 on a CPU."""
-    if device.type != "cuda":
+    """The most that torch's allocator held beyond the most it was asked for, since the peaks were reset; 0 on a CPU, and while
+    blocks are kept whole: it would have given back what it held."""
+    if device.type != "cuda" or _blocks_are_whole:
         return 0
     stats = torch.cuda.memory_stats(device)
     return stats["reserved_bytes.all.peak"] - stats["requested_bytes.all.peak"]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ds_memo
+from ds_memo.integrate import addresses
 from ds_memo.ops.allocator import MIN_BYTES, Allocator
 from ds_memo.ops.builder import AllocatorBuilder
 from tests.integrate.planned import BARE, BATCH, CONFIG, CPU, Counting, bit_equal, outcomes
@@ -46,9 +47,11 @@ def test_from_the_third_iteration_on_with_every_model(name: str, dtype: torch.dt
     check_bar(name, dtype)
 
 
-def test_plain_passes_between_planned_ones() -> None:
+def test_plain_passes_between_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where everything fits at one length and not at another: plain passes are not logged, and the others' plan waits for them.
-    As on CUDA the arena may have gone meanwhile."""
+    As on CUDA the arena may have gone meanwhile. In the passes that are logged, and in no others, blocks are kept whole."""
+    whole: list[bool] = []
+    monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
     model, long, short = build("llama"), BATCH, Batch.random(4, 16)
     with Counting(model, {"enabled": True, "device_memory_gib": 0.006}) as counting:
         optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.0), []
@@ -57,6 +60,7 @@ def test_plain_passes_between_planned_ones() -> None:
             step(model, batch)
             optimizer.step()
             seen.append((counting.handle.report()["checkpointing"], CPU.mode))
+            assert whole[-1] == (CPU.mode == "profile")
             if batch is short:
                 assert not CPU.requests()
                 counting.handle.release_arena()
@@ -65,6 +69,8 @@ def test_plain_passes_between_planned_ones() -> None:
         assert {mode for checkpointing, mode in seen if not checkpointing} == {"off"}
         assert seen[-1] == (True, "plan")
         counting.assert_followed()
+        whole.append(True)
+    assert not whole[-1]  # once detached
 
 
 def test_the_bar_notices_a_size_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 from ds_memo.profile import device_memory
-from ds_memo.profile.device_memory import GIB, RESERVE, UNSEEN, device_budget, device_seen, lost_bytes, states_to_come
+from ds_memo.profile.device_memory import (
+    GIB,
+    RESERVE,
+    UNSEEN,
+    device_budget,
+    device_seen,
+    keep_blocks_whole,
+    lost_bytes,
+    states_to_come,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -52,6 +61,35 @@ def test_what_the_allocator_lost_is_left_alone(card, monkeypatch):
     assert device_budget(CUDA, None, 0, RESERVE, lost_bytes(CUDA)) == 48 * GIB  # 58 that are free, less 8 and a quarter
     assert device_budget(CUDA, None, GIB, RESERVE, GIB) == int(58 * GIB * (1 - RESERVE)) - GIB
     assert device_budget(CUDA, None, 0, 0.0, 8 * GIB) == 58 * GIB  # what could be had at most
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """Of torch's allocator, as they are given to it."""
+    given = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    monkeypatch.setattr(device_memory, "_blocks_are_whole", False)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    return given
+
+
+def test_blocks_that_are_kept_whole_lose_nothing(settings, monkeypatch):
+    peaks = {"reserved_bytes.all.peak": 30 * GIB, "requested_bytes.all.peak": 22 * GIB}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: peaks)
+    for on, said, lost in ((True, ["max_split_size_mb:32"], 0), (True, [], 0), (False, [""], 8 * GIB), (False, [], 8 * GIB)):
+        keep_blocks_whole(CUDA, on)
+        assert (settings, lost_bytes(CUDA)) == (said, lost)
+        settings.clear()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_settings_of_the_users_own_stay(settings, monkeypatch, name):
+    monkeypatch.setenv(name, "expandable_segments:True")
+    keep_blocks_whole(CUDA, True)
+    monkeypatch.delenv(name)
+    keep_blocks_whole(CPU, True)
+    assert settings == [] and not device_memory._blocks_are_whole
 
 
 def test_a_process_that_is_limited_to_a_part_of_the_card(card, monkeypatch):
