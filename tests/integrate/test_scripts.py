@@ -123,6 +123,29 @@ class TestTrainer(DistributedTest):
         want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
         assert len(want) == 4 and got == pytest.approx(want, rel=1e-2)
 
+    @pytest.mark.parametrize("length", [pytest.param(48, marks=pytest.mark.slow), None], ids=["one length", "lengths vary"])
+    def test_accelerates_own_sequence_parallelism(
+        self, length: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """ParallelismConfig(sp_size=2), which sets DeepSpeed's Ulysses up by itself."""
+        given = {"SIZE": 2, "BACKEND": "deepspeed", "ATTN_IMPLEMENTATION": "sdpa", "SEQ_LENGTH_IS_VARIABLE": length is None}
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        for name, value in (given | ({"SEQ_LENGTH": length} if length else {})).items():
+            monkeypatch.setenv(f"PARALLELISM_CONFIG_SP_{name}", str(value))
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        for memo in (None, MEMO):
+            with monkeypatch.context() as once:  # DeepSpeed does it once in a process
+                for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP"):
+                    once.setattr(parallel_state_sp, name, None)
+                once.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", ALL_ATTENTION_FUNCTIONS["sdpa"])
+                words = trainer_words(tmp_path / str(bool(memo)), ds_config(tmp_path, 3, memo))
+                reports = run_here("trainer.py", words)
+        assert_worked(reports)
+        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
+        assert len(want) == 4 and got == pytest.approx(want, rel=1e-6)
+
     @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
     def test_the_same_losses_and_checkpoints_that_go_both_ways(self, stage: int, tmp_path: Path) -> None:
         stock, memo = ds_config(tmp_path, stage, None), ds_config(tmp_path, stage, MEMO)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from ds_memo.profile import run
+from ds_memo.profile.agree import Failed, alone
+from ds_memo.remat.checkpoint import Layer
 from tests.profile.samples import make_sample
 
 
@@ -45,3 +47,33 @@ def test_lengths_at_which_a_layer_keeps_fewer_tensors(fewer_at, used, told):
     assert tuple(sample.length for sample in profile.samples) == used
     profile.costs(1, 8192)
     assert [told in said for said in warned] == ([True] if told else [])
+
+
+@pytest.mark.parametrize(
+    "method, least, used", [("fit", 5000, [5000]), ("fit", 0, [1024, 2048]), ("fit", 9999, None), ("direct", 9999, None)]
+)
+def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, monkeypatch):
+    """As DeepSpeed's Ulysses, unless it is told that lengths vary."""
+    module, warned, ran = torch.nn.Linear(2, 2), [], []
+
+    def measure(call, length, *rest):
+        ran.append(length)
+        if length < least:
+            raise AssertionError(f"does not match\nthe required shape {least}")
+        return make_sample(length)
+
+    monkeypatch.setattr(run, "measure", measure)
+    call = types.SimpleNamespace(layer=Layer(0, "blocks.0", module), batch=1)
+    asked = types.SimpleNamespace(
+        calls={0: call}, method=method, lengths={0: (1024, 2048, 4096) if method == "fit" else (5000,)}, longest={0: 5000},
+        attention=None, device=torch.device("cpu"),
+    )  # fmt: skip
+    if used is None:
+        with pytest.raises(Failed, match="the required shape 9999"):
+            run._measure_kind(asked, 0, warned.append, str, alone)
+        assert ran == ([1024, 5000] if method == "fit" else [5000]) and len(warned) == (method == "fit")
+        return
+    profile = run._measure_kind(asked, 0, warned.append, str, alone)
+    assert [sample.length for sample in profile.samples] == used
+    said = "profile: blocks.0 cannot be measured at 1,024 tokens (AssertionError: does not match); it is at 5,000"
+    assert warned == ([said] if least else [])
