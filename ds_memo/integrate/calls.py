@@ -72,7 +72,7 @@ class Calls:
     def forward_ended(self, output: Any) -> None:
         calls = max(self._here.values(), default=0)
         self._see(Together(self.earlier + calls))
-        if tensors := [tensor for tensor in tensors_in(output) if tensor.requires_grad]:
+        if tensors := [tensor for tensor in tensors_in(output) if tensor.grad_fn]:  # a parameter would keep the hook for good
             forward = _Forward(calls)
             self._forwards.add(forward)
             register_multi_grad_hook(tensors, forward.backward_begins, mode="any")

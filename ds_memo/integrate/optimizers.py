@@ -21,7 +21,8 @@ def watch_optimizers(
     Returns:
         What ends it. It also ends with `who`: the hooks are torch's and keep nothing alive.
     """
-    mine: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+    """How many groups of parameters it has, and whether one of them is the model's."""
     target = weakref.ref(who)
 
     def told(say: Callable[[T], None]) -> Callable[..., None]:
@@ -29,10 +30,12 @@ def watch_optimizers(
             listener, module = target(), model()
             if listener is None or module is None:
                 return
-            if optimizer not in mine:
+            groups, mine = known.get(optimizer, (0, False))
+            if len(optimizer.param_groups) != groups:
                 own = set(map(id, module.parameters()))
-                mine[optimizer] = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-            if mine[optimizer]:
+                mine = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+                known[optimizer] = len(optimizer.param_groups), mine
+            if mine:
                 say(listener)
 
         return hook

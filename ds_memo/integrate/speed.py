@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ds_memo.estimate.flops import mfu, peak_flops
+from ds_memo.integrate.ranks import ranks_per_sequence
 from ds_memo.integrate.transformers import model_flops
 
 _STEPS = 20
@@ -48,9 +49,10 @@ def model_flops_utilization(
     """MFU of this rank; None where the model's FLOPs or the device's peak are not known.
 
     Args:
-        hidden: shape of the hidden states, (b, s, h).
+        hidden: shape of the hidden states, (b, s, h); where ranks share a sequence, of this one's part.
     """
     if tokens_per_s is None or model is None or len(hidden) != 3 or device.type != "cuda":
         return None
-    flops, peak = model_flops(model, hidden[1]), peak_flops(torch.cuda.get_device_name(device))
-    return mfu(flops * tokens_per_s / hidden[1], 1.0, 1, peak) if flops and peak else None
+    length = hidden[1] * ranks_per_sequence()
+    flops, peak = model_flops(model, length), peak_flops(torch.cuda.get_device_name(device))
+    return mfu(flops * tokens_per_s / length, 1.0, 1, peak) if flops and peak else None

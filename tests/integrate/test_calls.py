@@ -243,3 +243,16 @@ def test_functions_of_no_module(tmp_path: Path) -> None:
         assert_same(step(model, BATCH), want)
     assert handle.report()["binding"].startswith("layers not known")
     handle.detach()
+
+
+def test_a_parameter_that_is_handed_out() -> None:
+    """As CLIP's temperature: it outlives the forward, and so would what hangs on it."""
+    calls, scale = Calls(), nn.Parameter(torch.ones(()))
+    for _ in range(3):
+        calls.forward_begins()
+        output = torch.ones(2) * scale, scale
+        calls.forward_ended(output)
+        assert len(calls._forwards) == 1
+        output[0].sum().backward()
+        del output
+    assert not calls._forwards and not scale._backward_hooks and calls.most.forwards == 1

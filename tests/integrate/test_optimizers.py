@@ -51,6 +51,18 @@ def test_only_optimizers_of_the_model(made: str) -> None:
     assert len(listener.heard) == 4
 
 
+def test_parameters_that_come_later() -> None:
+    """A head first, then what is below it."""
+    model, head, listener = nn.Linear(2, 2), nn.Linear(2, 2), Listener()
+    watch(model, listener)
+    steps = optimizer(head)
+    steps.step()
+    assert listener.heard == []
+    steps.add_param_group({"params": model.parameters()})
+    steps.step()
+    assert listener.heard == ["begins", "ended"]
+
+
 def test_who_has_gone_hears_nothing_and_is_not_kept() -> None:
     model, listener = nn.Linear(2, 2), Listener()
     steps, heard = optimizer(model), listener.heard

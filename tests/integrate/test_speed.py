@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ds_memo.integrate import speed
 from ds_memo.integrate.speed import Speed, model_flops_utilization
 
 
@@ -45,3 +46,13 @@ def test_several_optimizers_step_once() -> None:
 @pytest.mark.parametrize("hidden", [(2, 8, 64), (0,)])
 def test_a_cpu_has_no_mfu(hidden: tuple[int, ...]) -> None:
     assert model_flops_utilization(torch.nn.Linear(2, 2), hidden, 100.0, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_attention_is_of_whole_sequences(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MFU is the same however many ranks share one: each has its part of the tokens, and of their FLOPs."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(speed, "ranks_per_sequence", lambda: ranks)
+    monkeypatch.setattr(speed, "model_flops", lambda model, length: length * (6e9 + length * 6e5))
+    got = model_flops_utilization(torch.nn.Linear(2, 2), (1, 65536 // ranks, 64), 1e4, torch.device("cuda"))
+    assert got == pytest.approx(1e4 * (6e9 + 65536 * 6e5) / 989e12)
