@@ -40,7 +40,7 @@ def _main(words: list[str]) -> int:
     chosen = next((w for w in words if w in VERBS), None)
     module = None
     for verb, (name, text) in VERBS.items():
-        sub = verbs.add_parser(verb, help=text, description=text.capitalize() + ".")
+        sub = verbs.add_parser(verb, help=text, description=text[0].upper() + text[1:] + ".")
         if verb == chosen:  # only this verb's module, and what it needs, is imported
             module = import_module(name)
             one_line_errors(sub)

@@ -12,7 +12,6 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
-from ds_memo.errors import MemoError
 from ds_memo.integrate.attach import attached
 from ds_memo.integrate.memo import Memo, module_of
 from ds_memo.integrate.names import replace_in_modules
@@ -47,11 +46,6 @@ def _checkpoint(stock: Callable[..., Any], fn: Callable[..., Any], /, *args: Any
     memos = [memo for memo in attached() if memo.in_forward]
     if len(memos) != 1:
         return stock(fn, *args, **kwargs)
-    if checkpointing.get_cuda_rng_tracker().get_states():
-        raise MemoError(
-            "deepspeed.checkpointing holds random states of its own (model_parallel_cuda_manual_seed was called), and memo does "
-            "not put them back for a replay: dropout would differ. Leave them out, or train without memo"
-        )
     return _as_deepspeed_does(_run(memos[0], fn, args, kwargs))
 
 

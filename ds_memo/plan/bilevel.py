@@ -114,17 +114,19 @@ def plan_trace(
     iterations = [trace] if isinstance(trace, Trace) else list(trace)
     trace = iterations[0]
     varying = set(varying_phases(iterations))
+    deaths = [{(t.birth_phase, t.k): t.death_phase for t in other.tensors()} for other in iterations[1:]]
     planned, left = [], []
     for t in trace.tensors():
+        last = max([t.death_phase, *(there.get((t.birth_phase, t.k), 0) for there in deaths)])
         if t.birth_phase in varying:
             left.append((t.id, t.size, f"phase {trace.phases[t.birth_phase].name} varies between iterations"))
         elif t.size == 0:
             left.append((t.id, 0, "empty"))
         elif t.size < min_bytes:
             left.append((t.id, t.size, f"smaller than {min_bytes} bytes"))
-        elif t.death_phase in varying:
-            # Where in a varying phase it dies is not known: it is kept to the phase's end.
-            planned.append(t._replace(death=trace.phases[t.death_phase].end))
+        elif last in varying or last > t.death_phase:
+            # Where in a varying phase it dies, or in another iteration, is not known: it is kept to the phase's end.
+            planned.append(t._replace(death=trace.phases[last].end, death_phase=last))
         else:
             planned.append(t)
     problem = Problem(tuple(_buffer(t) for t in planned))

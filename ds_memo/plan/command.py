@@ -43,7 +43,10 @@ def _seconds(text: str) -> float:
 
 
 def _layers(text: str) -> int:
-    return int(number(text, 1, 4096, "a whole number from 1 to 4096"))
+    value = number(text, 1, 4096, "a whole number from 1 to 4096")
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number from 1 to 4096")
+    return int(value)
 
 
 def _bytes(text: str) -> int:

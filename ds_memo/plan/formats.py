@@ -206,6 +206,8 @@ def plan_from_json(text: str, source: str = "plan") -> Plan:
         raise error(source, e.lineno, e.msg.lower(), "a plan as JSON") from None
     except RecursionError:
         raise MalformedInput(source, 0, "brackets within brackets without end", "a plan as JSON") from None
+    except ValueError as e:  # digits without end
+        raise MalformedInput(source, 0, str(e), "a plan as JSON") from None
     schema = data.pop("schema", None) if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise MalformedInput(source, 0, f"schema {schema!r}", f"{SCHEMA!r}: make the plan anew with ds-memo plan")
@@ -238,5 +240,6 @@ def _check_fields(plan: Plan) -> None:
                 raise ValueError(f"{name} {value!r}"[:80])
             if isinstance(value, (int, float)) and not -MAX_SIZE < value < MAX_SIZE:
                 raise ValueError(f"{name} {value!r}"[:80])
-    if not all(0 <= slot.phase < len(plan.phases) and slot.birth >= 0 for slot in plan.slots):
+    phases = range(len(plan.phases))
+    if not all(slot.phase in phases and slot.death_phase in phases and slot.birth >= 0 for slot in plan.slots):
         raise ValueError("a slot of a phase or time that is not there")

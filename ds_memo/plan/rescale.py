@@ -159,18 +159,19 @@ def _neighbours(plan: Plan) -> list[list[int]]:
 
 
 def _phases(plan: Plan, offsets: list[int], buffers: list[Buffer]) -> tuple[PhaseReport, ...]:
-    """The phases with the transient tensors' new bounds and extents; equal shapes are still equal."""
+    """The phases with the transient tensors' new bounds and extents. Phases that were equal may differ at another length."""
     inside: dict[int, list[int]] = defaultdict(list)
     for i, slot in enumerate(plan.slots):
         if slot.transient:
             inside[slot.phase].append(i)
-    bounds: dict[int, int] = {}
+    bounds: dict[tuple, int] = {}
     out = []
     for p, report in enumerate(plan.phases):
         mine = inside[p]
-        if report.shape not in bounds:
-            bounds[report.shape] = lower_bound([buffers[i] for i in mine])
-        bound = bounds[report.shape]
+        shape = report.shape, tuple(buffers[i].size for i in mine)
+        if shape not in bounds:
+            bounds[shape] = lower_bound([buffers[i] for i in mine])
+        bound = bounds[shape]
         low = min((offsets[i] for i in mine), default=0)
         extent = max((offsets[i] + buffers[i].size for i in mine), default=0) - low
         out.append(replace(report, peak=extent, lower_bound=bound, proven=extent == bound, method="rescaled", seconds=0.0))

@@ -135,6 +135,9 @@ def repeat_layer(trace: Trace, layers: int, like: int = 1) -> Trace:
     extra = layers - have
     if len(passes) < sum(1 for ph in trace.phases if LAYER_PASS.fullmatch(ph.name)):
         raise TracesDiffer("cannot repeat a layer of a trace with several passes over it (gradient accumulation)")
+    others = [phase.name for p, phase in enumerate(trace.phases) if p not in layer_of]
+    if len(set(others)) < len(others):
+        raise TracesDiffer("cannot repeat a layer of a trace that comes twice to a phase outside the layers")
     if not (0 < like < have - 1 and (like, "f") in passes and extra >= 0):
         raise TracesDiffer(f"cannot make {layers} layers by repeating layer {like} of {have}: it must lie between two others")
 

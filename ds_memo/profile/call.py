@@ -55,6 +55,11 @@ class LayerCall:
         """(batch, length, …) of the hidden states."""
         return (self.batch, self.length, *self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :])
 
+    def others(self) -> list[list[Any]]:
+        """Shapes and dtypes of the other tensors that it is given (a mask, an encoder's states), with "length" for that."""
+        tensors = (x for x in tree_leaves((self._args, self._kwargs)) if isinstance(x, torch.Tensor) and x is not self.hidden)
+        return [["length" if size == self.length else size for size in x.shape] + [str(x.dtype)] for x in tensors]
+
     @property
     def trains(self) -> bool:
         """Whether anything in it, or before it, wants a gradient: else it keeps nothing."""

@@ -107,6 +107,7 @@ class Asked:
             "batch": call.batch,
             "hidden": [*call.hidden.shape[2:]],
             "dtype": str(call.hidden.dtype),
+            "others": call.others(),
             "lengths": list(self.lengths[kind]),
         }
 
@@ -216,7 +217,8 @@ def _measure_kind(
         samples: list[LayerSample] = []
         for length in lengths:
             if asked.method == "unified" and len(samples) == 2:
-                short = LayerProfile(name, tuple(samples))
+                alike = len(samples[0].outputs) == len(samples[1].outputs)  # else experts that no token of the shorter visits
+                short = LayerProfile(name, tuple(samples if alike else samples[1:]))
                 do(lambda short=short, length=length: _refuse_too_long(short, call.batch, length, asked.free()))
             sample = do(partial(measure, call, length, asked.device, kernel))
             samples.append(replace(sample, **{of: getattr(sample, of) + gathered for of in DEVICE_BYTES}))

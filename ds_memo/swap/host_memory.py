@@ -54,8 +54,12 @@ def memlock_limit() -> int | None:
 
 
 def ranks_on_node() -> int:
-    """Ranks sharing this node's memory, as the launchers tell it (DeepSpeed and torchrun set LOCAL_WORLD_SIZE)."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
+    """Ranks sharing this node's memory, as the launchers tell it: torchrun, DeepSpeed's, Open MPI's, Intel's and MVAPICH's, and
+    Slurm's srun, whose word is taken for runs of several ranks alone (a shell inside an allocation has it too)."""
+    names = ["LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"]
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        names.append("SLURM_NTASKS_PER_NODE")
+    return max(1, int(next((said for name in names if (said := os.environ.get(name))), 1)))
 
 
 def _mem_available(root: Path) -> int:

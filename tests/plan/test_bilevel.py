@@ -95,6 +95,23 @@ def test_repeating_refuses_several_passes():
         repeat_layer(trace, 8)
 
 
+def test_repeating_refuses_a_phase_that_comes_twice():
+    """Its tensors would have the names of the first one's."""
+    layers = "".join(f"phase L{i}.f\nmalloc f{i} 1\n" for i in range(3))
+    with pytest.raises(TracesDiffer, match="comes twice to a phase outside the layers"):
+        repeat_layer(parse_trace(f"{layers}phase head\nmalloc p 9\nfree p\nphase head\nmalloc q 1\nfree q\n"), 3)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_tensor_that_dies_later_in_another_iteration(first):
+    """Whichever comes first: in a phase that varies, and in a later one."""
+    early = "phase L0.f\nmalloc a 1024\nphase L1.f\nmalloc x 512\nfree x\nfree a\nphase head\nmalloc b 1024\nfree b\nphase L1.b\n"
+    late = "phase L0.f\nmalloc a 1024\nphase L1.f\nmalloc x 1024\nfree x\nphase head\nmalloc b 1024\nfree b\nphase L1.b\nfree a\n"
+    traces = [parse_trace(early), parse_trace(late)]
+    plan = plan_trace([traces[first], traces[1 - first]])
+    assert {slot.id for slot in plan.slots} == {"a", "b"} and plan.peak == 2048
+
+
 def test_sizes_that_overflow_are_refused():
     with pytest.raises(TooLarge, match="less than 2\\^62"):
         plan_trace(parse_trace(f"malloc a {2**62}\n"))

@@ -99,6 +99,7 @@ def test_a_capacity_below_the_lower_bound_is_exit_code_1(capsys, problem, capaci
         (("plan", TRACE, "--solver", "magic"), "invalid choice"),
         (("plan", TRACE, "--layers", "2"), "cannot make 2 layers"),
         (("plan", TRACE, "--layers", "100000000"), "expected a whole number from 1 to 4096"),
+        (("plan", TRACE, "--layers", "6.7"), "expected a whole number from 1 to 4096"),
         (("plan", EXAMPLE, "--layers", "8"), "--layers and --min-bytes are for traces"),
         (("plan", TRACE, "-o", "/nonexistent/plan.json"), "cannot write"),
         (("show", EXAMPLE), "a plan as JSON"),

@@ -136,6 +136,7 @@ def test_bad_plans(change, error):
         *((("slots", 0, name), junk) for name in ("offset", "birth", "phase", "requested") for junk in ("a", None, -1, 10**30)),
         (("slots", 1, "offset"), 0),
         (("slots", 0, "phase"), 7),
+        (("slots", 0, "death_phase"), 7),
         (("slots", 0, "k"), 1.5),
         (("peak",), float("nan")),
         (("peak",), "1024"),
@@ -155,6 +156,11 @@ def test_a_plan_that_somebody_changed(where, junk):
     owner[where[-1]] = junk
     with pytest.raises(errors.MalformedInput):
         plan_from_json(json.dumps(data))
+
+
+def test_digits_without_end():
+    with pytest.raises(errors.MalformedInput, match="a plan as JSON"):
+        plan_from_json(f'{{"peak": {"9" * 5000}}}')
 
 
 def test_brackets_without_end():

@@ -89,3 +89,16 @@ def test_any_sizes_give_a_valid_plan_with_the_same_order(trace, data):
 def test_one_size_per_slot():
     with pytest.raises(TracesDiffer, match="2 sizes for 1 slots"):
         rescale(plan_trace(parse_trace("malloc a 1\n")), [1, 2])
+
+
+def test_phases_that_are_equal_at_one_length_only():
+    def trace(s):
+        return parse_trace(f"phase L0.f\nmalloc a {s * 512}\nfree a\nphase L1.f\nmalloc b {4096 * 512}\nfree b\n")
+
+    plan = plan_trace(trace(4096))
+    longer = rescale(plan, sizes_at(plan, fit_sizes(trace(4096), 4096, trace(8192), 8192), 16384))
+    assert plan.phases[0].shape == plan.phases[1].shape
+    assert [(phase.peak, phase.lower_bound, phase.proven) for phase in longer.phases] == [
+        (16384 * 512, 16384 * 512, True),
+        (4096 * 512, 4096 * 512, True),
+    ]

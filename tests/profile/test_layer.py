@@ -173,3 +173,15 @@ def test_a_layer_that_saves_nothing() -> None:
 
     with pytest.raises(ds_memo.MemoError, match=r"layer blocks\.0 has nothing to train"):
         measure(call(Nothing()), LENGTH, CPU)
+
+
+def test_what_else_a_layer_is_given_is_part_of_the_key() -> None:
+    """An encoder's length, a mask: what is kept, and how long it takes, depend on them."""
+    states = torch.randn(BATCH, LENGTH, HIDDEN)
+
+    def others(*args: torch.Tensor, **kwargs: torch.Tensor) -> list:
+        return LayerCall(Layer(0, "blocks.0", None), Block(), (states, *args), kwargs).others()
+
+    assert others() == []
+    assert others(torch.randn(BATCH, 100, HIDDEN)) != others(torch.randn(BATCH, 4000, HIDDEN))
+    assert others(position_ids=torch.arange(LENGTH)[None]) == [[1, "length", "torch.int64"]]

@@ -77,3 +77,17 @@ def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, mo
     assert [sample.length for sample in profile.samples] == used
     said = "profile: blocks.0 cannot be measured at 1,024 tokens (AssertionError: does not match); it is at 5,000"
     assert warned == ([said] if least else [])
+
+
+def test_unified_where_the_shortest_keeps_fewer_tensors(monkeypatch):
+    """Experts that no token visits: the next one tells what the full length needs."""
+    short = make_sample(1024)
+    samples = iter([replace(short, outputs=short.outputs[:-1]), make_sample(2048), make_sample(8192)])
+    monkeypatch.setattr(run, "measure", lambda *args: next(samples))
+    call = types.SimpleNamespace(layer=Layer(0, "blocks.0", torch.nn.Linear(2, 2)), batch=1)
+    asked = types.SimpleNamespace(
+        calls={0: call}, method="unified", lengths={0: (1024, 2048, 8192)}, longest={0: 8192}, attention=None,
+        device=torch.device("cpu"), free=lambda: 1 << 40,
+    )  # fmt: skip
+    profile = run._measure_kind(asked, 0, print, str, alone)
+    assert [sample.length for sample in profile.samples] == [8192]

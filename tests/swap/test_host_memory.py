@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -177,10 +178,14 @@ def test_what_others_may_still_take_is_not_free(hundred_gib_free, ranks, expecte
         ({"LOCAL_WORLD_SIZE": "8", "LOCAL_SIZE": "4"}, 8),
         ({"LOCAL_WORLD_SIZE": ""}, 1),
         ({"LOCAL_WORLD_SIZE": "0"}, 1),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 8),
+        ({"MPI_LOCALNRANKS": "8", "LOCAL_SIZE": "4"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "8", "WORLD_SIZE": "16"}, 8),
+        ({"SLURM_NTASKS_PER_NODE": "8"}, 1),  # a shell inside an allocation
     ],
 )
 def test_ranks_on_the_node(monkeypatch, environment, expected):
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+    for name in [name for name in os.environ if name.startswith(("LOCAL_", "WORLD_SIZE", "OMPI_", "MPI_", "MV2_", "SLURM_"))]:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
