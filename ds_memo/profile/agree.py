@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_memo.errors import MemoError
-from ds_memo.profile.sample import DEVICE_BYTES, Profile
+from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, Profile
 
 T = TypeVar("T")
 PATIENCE_S = 600.0
@@ -145,23 +145,29 @@ def most_careful(profiles: Sequence[Profile]) -> Profile:
 
     Times are rank 0's: ranks wait for each other in every step, so a slower one slows all.
     """
-    first = profiles[0]
-    most: dict[tuple[int, int, int], dict[str, int]] = defaultdict(lambda: dict.fromkeys(DEVICE_BYTES, 0))
-    for profile in profiles:
-        for number, kind in enumerate(profile.kinds):
-            for sample in kind.samples:
-                needs = most[number, sample.batch, sample.length]
-                needs.update({name: max(needs[name], getattr(sample, name)) for name in DEVICE_BYTES})
-    kinds = [
-        replace(kind, samples=tuple(replace(s, **most[number, s.batch, s.length]) for s in kind.samples))
-        for number, kind in enumerate(first.kinds)
-    ]
+    first, kinds = profiles[0], []
+    for number, kind in enumerate(first.kinds):
+        samples = []
+        for sample in kind.samples:
+            needs = [_needs(profile.kinds[number], sample.batch, sample.length) for profile in profiles]
+            samples.append(replace(sample, **dict(zip(DEVICE_BYTES, map(max, zip(*needs, strict=True)), strict=True))))
+        kinds.append(replace(kind, samples=tuple(samples)))
     return replace(
         first,
         kinds=tuple(kinds),
         d2h_bytes_per_s=min(profile.d2h_bytes_per_s for profile in profiles),
         h2d_bytes_per_s=min(profile.h2d_bytes_per_s for profile in profiles),
     )
+
+
+def _needs(kind: LayerProfile, batch: int, length: int) -> list[int]:
+    """DEVICE_BYTES there: as measured or, on a rank that has measured at other lengths, by its lines."""
+    for sample in kind.samples:
+        if (sample.batch, sample.length) == (batch, length):
+            return [getattr(sample, name) for name in DEVICE_BYTES]
+    at = kind.costs(batch, length)
+    whole, at_0, without = at.working, at.working_at_0, at.working_without_attention
+    return [whole.backward, at_0.backward, without.backward, whole.forward, at_0.forward]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -41,12 +41,14 @@ def test_the_most_careful_answer_wins() -> None:
         assert from_json(agreed.to_json()) == agreed
 
 
-def test_samples_of_other_lengths_are_not_mixed() -> None:
-    """A rank whose lines were not trusted has the longer two samples."""
-    trusted, not_trusted = make_profile(lengths=(1024, 2048), working=100), make_profile(lengths=(2048, 4096), working=300)
-    first, second = most_careful([trusted, not_trusted]).kinds[0].samples
-    assert first == trusted.kinds[0].samples[0]
-    assert second.working_bytes == not_trusted.kinds[0].samples[0].working_bytes
+@pytest.mark.parametrize("lengths", [(2048, 4096), (4096,)])
+def test_a_rank_that_has_measured_at_other_lengths_counts_by_its_lines(lengths: tuple[int, ...]) -> None:
+    """One whose lines were not trusted has the longer two samples, or the longest alone."""
+    trusted, not_trusted = make_profile(lengths=(1024, 2048), working=100), make_profile(lengths=lengths, working=300)
+    for sample in most_careful([trusted, not_trusted]).kinds[0].samples:
+        theirs = not_trusted.kinds[0].costs(sample.batch, sample.length)
+        assert sample.working_bytes == theirs.working.backward > trusted.kinds[0].samples[-1].working_bytes / 2
+        assert sample.forward_bytes_at_0 == theirs.working_at_0.forward
 
 
 def test_alone() -> None:
