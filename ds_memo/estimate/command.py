@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--batch", type=count, default=1, metavar="N", help="sequences per optimizer step (default: 1)")
     how = parser.add_argument_group("how")
     how.add_argument("--method", choices=METHODS, default="memo", help="default: memo, this project; paper: MEMO as published")
-    how.add_argument("--zero", type=int, choices=range(4), metavar="0-3", help="ZeRO stage (default: 3; 1 with --tp, --cp or paper)")
+    how.add_argument("--zero", type=int, choices=range(4), metavar="0-3", help="ZeRO stage (default: 3; --tp, --cp, paper: 1)")
     how.add_argument("--sp", type=count, metavar="N", help="Ulysses sequence parallelism (default: the fastest that fits)")
     how.add_argument("--tp", type=count, metavar="N", help="tensor parallelism")
     how.add_argument("--cp", type=count, metavar="N", help="context parallelism (ring attention)")
