@@ -136,29 +136,36 @@ class Autopilot:
         return self._looks.as_measured(shapes)
 
     def _learn(self, calls: dict[int, LayerCall]) -> None:
-        """Profile the layers among these that no pass before has called."""
-        if self._learns and (names := self._profiling.later(self._looks.kinds, calls, with_others=self._meets_in_layers)):
-            self.changes.append(f"profiled {', '.join(names)}, which no pass before has called")
+        """Profile the layers among these that no pass before has called, or only with far fewer tokens."""
+        if self._learns and (learned := self._profiling.later(self._looks.kinds, calls, with_others=self._meets_in_layers)):
+            self.changes += learned
             self._latest = None  # it knows nothing of them
+            self._chosen.clear()
 
     def _choose_alone(self, shapes: HiddenShapes | None, look: Callable[[], HiddenShapes]) -> Chosen | None:
-        shapes = shapes or look()
+        shapes = look() if self._must_look(shapes) else shapes
         return self._solved(shapes, self._may_be_plain) if any(shapes) else None
 
-    def _choose_together(self, shapes: HiddenShapes | None, look: Callable[[], HiddenShapes]) -> Chosen | None:
+    def _must_look(self, shapes: HiddenShapes | None) -> bool:
+        return not shapes or (self._learns and self._profiling.outgrown(shapes))
+
+    def _choose_together(
+        self, shapes: HiddenShapes | None, look: Callable[[], HiddenShapes], looked: bool = False
+    ) -> Chosen | None:
         """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer; where each has other
         experts, they trade tokens there. So, whatever lengths they have, a rank must not look into a forward alone, and they
         replay the same layers: all, unless they agree on which are plain."""
         plain, nothing_fits = 0, None
-        if shapes and any(shapes):
+        looks = not looked and self._must_look(shapes)
+        if not looks and any(shapes):
             try:
                 plain = _digest(self._solved(shapes, self._may_be_plain).places.plain)
             except NothingFits as error:
                 nothing_fits = error
-        mine = (shapes is None, plain, -plain, nothing_fits is not None)
+        mine = (looks, plain, -plain, nothing_fits is not None)
         looks, most, minus_least, fails = greatest(mine, self._device)
         if looks:
-            return self._choose_together(look(), look)
+            return self._choose_together(look(), look, looked=True)
         if fails:
             self._refuse_together(nothing_fits)
         return self._solved(shapes, may_be_plain=self._may_be_plain and most == -minus_least) if any(shapes) else None

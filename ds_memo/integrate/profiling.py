@@ -1,8 +1,9 @@
 """Profiling: the profile of one model, from the cache or measured.
 
 first pass   all ranks together: of every kind of layer that all of them call
-later        of kinds that come with a later batch (an image after text), or to some ranks only: by each rank itself; by all
-             together where ranks meet in layers, for there they come together
+later        of kinds that come with a later batch (an image after text), or to some ranks only, and once more of kinds that
+             were measured in a batch too short to tell of longer ones: by each rank itself; by all together where ranks meet in
+             layers, for there they come together
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from ds_memo.profile import cache
 from ds_memo.profile.agree import Failed, alone, from_all_ranks, most_careful, refuse_differences, together
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.kinds import layer_in_words
-from ds_memo.profile.run import Asked, lengths_of, measure_kinds, take_profile, worth_measuring
+from ds_memo.profile.lengths import HiddenShapes
+from ds_memo.profile.run import SHORTEST, Asked, lengths_of, measure_kinds, take_profile, worth_measuring
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer
 from ds_memo.swap.slab import HostSlab
 
 _TRIES = 3
 """To measure a kind that comes later: the device may be full at the moment."""
+_TRIES_AGAIN = 8
+"""To measure one again: another rank's batch may be short, too."""
 
 
 class Profiling:
@@ -55,6 +59,8 @@ class Profiling:
         self._warn = warn
         self._failures: Counter[int] = Counter()
         """Of kinds that came later."""
+        self._again: Counter[int] = Counter()
+        """How often kinds were measured once more."""
 
     def first(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall]) -> None:
         """Of the first pass. All ranks call this together.
@@ -82,33 +88,56 @@ class Profiling:
                 cache.store(folder, self.profile, self._warn)
         self.kinds += asked.calls
 
+    def outgrown(self, shapes: HiddenShapes) -> bool:
+        """Whether these hidden states have far more tokens than a kind was measured with: of few, most is overhead."""
+        return any(shape is not None and self._too_short(number, shape[1]) for number, shape in enumerate(shapes))
+
+    def _too_short(self, number: int, length: int) -> bool:
+        known = self.profile.kinds[number]
+        longest = (known.check or known.samples[-1]).length
+        return longest < SHORTEST and length > 2 * longest and self._again[self.kinds[number]] < _TRIES_AGAIN
+
     def later(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], with_others: bool) -> list[str]:
-        """Of a pass with kinds that the profile lacks; what can be learned of them is in it then.
+        """Of a pass with kinds that the profile lacks, or knows of shorter batches; what can be learned is in it then.
 
         Args:
             with_others: all ranks call this together.
 
         Returns:
-            What was measured: classes.
+            What was measured, in words.
         """
-        unknown = {kind for kind in of_layers if kind not in self.kinds and self._failures[kind] < _TRIES}
-        if not unknown:  # on all ranks: they have learned the same, and no pass needs to ask
-            return []
-        new = {kind: call for kind, call in worth_measuring(self._layers, of_layers, calls).items() if kind in unknown}
         everybody, do = (from_all_ranks, together) if with_others else (_only_me, alone)
-        everything, learned = self._asked(of_layers, new, everybody), []
+        unknown = {kind for kind in of_layers if kind not in self.kinds and self._failures[kind] < _TRIES}
+        grown = {kind for number, kind in enumerate(self.kinds) if kind in calls and self._too_short(number, calls[kind].length)}
+        short = set().union(*everybody(grown))
+        if not unknown | short:  # on all ranks: they have learned the same
+            return []
+        new = {k: call for k, call in worth_measuring(self._layers, of_layers, calls).items() if k in unknown | short}
+        everything, learned, again = self._asked(of_layers, new, everybody), [], []
         for kind, call in everything.calls.items():
+            if kind in short and not self._too_short(self.kinds.index(kind), everything.longest[kind]):  # a rank has few tokens
+                continue
             asked, name = replace(everything, calls={kind: call}), type(call.layer.module()).__name__
             try:
                 mine = replace(self.profile, kinds=measure_kinds(asked, self._warn, do=do), layers=asked.numbers())
             except Failed as failed:
+                if kind in short:  # what is known of it is on the safe side
+                    continue
                 self._failures[kind] += 1
                 self._warn(f"{name}: cannot be profiled ({failed}), and is fully recomputed")
                 continue
-            self.profile = self.profile.beside(most_careful(everybody(mine)))
+            careful = most_careful(everybody(mine))
+            if kind in short:
+                kinds = list(self.profile.kinds)
+                kinds[self.kinds.index(kind)] = careful.kinds[0]
+                self.profile = replace(self.profile, kinds=tuple(kinds))
+                again.append(f"measured {name} again, with {everything.longest[kind]:,} tokens: the first batches were short")
+                continue
+            self.profile = self.profile.beside(careful)
             self.kinds.append(kind)
             learned.append(name)
-        return learned
+        self._again.update(short)
+        return [*([f"profiled {', '.join(learned)}, which no pass before has called"] if learned else []), *again]
 
     def _asked(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], everybody: Callable[[Any], list[Any]]) -> Asked:
         """What all of them call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 import ds_memo
-from ds_memo.integrate import autopilot
+from ds_memo.integrate import autopilot, profiling
 from ds_memo.integrate.stalls import Window
+from ds_memo.profile import run
 from ds_memo.solve.homes import Homes, judged
 from ds_memo.solve.places import place
 from ds_memo.solve.refusals import NothingFits
@@ -190,3 +192,26 @@ class TestUnevenRanks(DistributedTest):
         engine = start(2, device_memory_gib=ONLY_SHORT)
         train(engine, [LONG + (number // 3 if dist.get_rank() else 0) for number in range(16)])
         assert mixed == [bool(dist.get_rank())] * 3
+
+
+class TestShortFirst(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [1, 3])
+    def test_layers_are_measured_again_once_batches_are_long(self, stage: int, tmp_path: Path) -> None:
+        """By each rank itself, or where they meet in layers once all of them have long batches."""
+        run.SHORTEST = profiling.SHORTEST = 128
+        lengths = [[16, 240, 16, 240, 240, 16], [16, 16, 240, 240, 16, 240]][dist.get_rank()]
+        want = train(start(stage), lengths)
+        engine = start(stage, plan={"enabled": False, "cache_dir": str(tmp_path)}, device_memory_gib=0.05)
+        measured, step = [], engine.step
+
+        def step_and_look() -> None:
+            step()
+            measured.append(sum("again, with 240 tokens" in change for change in engine.memo.report()["profile"]["changes"]))
+
+        engine.step = step_and_look
+        assert train(engine, lengths) == pytest.approx(want, rel=1e-5)
+        alone = [0, 1, 1, 1, 1, 1] if dist.get_rank() == 0 else [0, 0, 1, 1, 1, 1]
+        assert measured == ([0, 0, 0, 1, 1, 1] if stage == 3 else alone), measured
+        engine.memo.detach()
