@@ -182,6 +182,6 @@ def test_what_else_a_layer_is_given_is_part_of_the_key() -> None:
     def others(*args: torch.Tensor, **kwargs: torch.Tensor) -> list:
         return LayerCall(Layer(0, "blocks.0", None), Block(), (states, *args), kwargs).others()
 
-    assert others() == []
+    assert others() == others(cu_seqlens=torch.tensor([0, 5, LENGTH])) == []
     assert others(torch.randn(BATCH, 100, HIDDEN)) != others(torch.randn(BATCH, 4000, HIDDEN))
     assert others(position_ids=torch.arange(LENGTH)[None]) == [[1, "length", "torch.int64"]]
