@@ -51,6 +51,9 @@ _MISFITS = 3
 """Plans made from those of other lengths that may fail, more than do not, until no more are made for a while."""
 _PAUSE = 50
 """New kinds until one is made again: in a long run even a few misfits come together once."""
+_PATIENCE = 4
+"""Iterations without a plan in which torch's allocator keeps blocks whole: for requests that never repeat it would have to ask
+for new ones each time."""
 _SPARE = 2 * UNIT
 """Bytes that sizes on those lines may be off by: padding inside a tensor to some multiple is no line."""
 
@@ -141,6 +144,8 @@ class Addresses:
         """Of the running pass."""
         self._numbers = 0
         self._misfits = self._passed_over = 0
+        self._waited = 0
+        """Iterations that began without a plan since one that followed one."""
         self._good = False
         """Whether the running pass got to the end of its forward, and of its backward if it began one."""
         self._in_backward = False
@@ -195,7 +200,8 @@ class Addresses:
             self._allocator.follow(known.number)
         elif known.plans < _PLANS_PER_KIND:
             self._allocator.profile()
-        keep_blocks_whole(self._device, known.plan is None and known.plans < _PLANS_PER_KIND)
+        self._waited = 0 if known.plan is not None else self._waited + first
+        keep_blocks_whole(self._device, self._allocator.mode == "profile" and self._waited <= _PATIENCE)
         self._allocator.phase("embed")
 
     def plain_pass_begins(self) -> None:

@@ -355,7 +355,9 @@ class Uneven(Toy):
         return types.SimpleNamespace(loss=out.loss + sum(s[0] for s in scratch), logits=out.logits)
 
 
-def test_requests_that_never_repeat_are_left_alone() -> None:
+def test_requests_that_never_repeat_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: list[bool] = []
+    monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
     torch.manual_seed(0)
     model = Uneven()
     want = outcomes(model, BARE, lambda m, _: step(m, BATCH), 1)[0]
@@ -363,6 +365,7 @@ def test_requests_that_never_repeat_are_left_alone() -> None:
         for _ in range(6):
             bit_equal(step(model, BATCH), want)
         assert counting.counts()[0] == 0 and counting.report()["plans"] == 0
+        assert whole == [True] * 4 + [False] * 2
 
 
 def test_a_second_model_is_not_planned() -> None:
