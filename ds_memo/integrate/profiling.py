@@ -30,10 +30,8 @@ from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer
 from ds_memo.swap.slab import HostSlab
 
-_TRIES = 3
-"""To measure a kind that comes later: the device may be full at the moment."""
-_TRIES_AGAIN = 8
-"""To measure one again: another rank's batch may be short, too."""
+_TRIES = 8
+"""To measure a kind later: the device may be full at the moment, and another rank's batch short."""
 
 
 class Profiling:
@@ -57,10 +55,8 @@ class Profiling:
         self._slab = slab
         self._device = device
         self._warn = warn
-        self._failures: Counter[int] = Counter()
-        """Of kinds that came later."""
-        self._again: Counter[int] = Counter()
-        """How often kinds were measured once more."""
+        self._tries: Counter[int] = Counter()
+        """Of kinds, later."""
 
     def first(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall]) -> None:
         """Of the first pass. All ranks call this together.
@@ -95,7 +91,7 @@ class Profiling:
     def _too_short(self, number: int, length: int) -> bool:
         known = self.profile.kinds[number]
         longest = (known.check or known.samples[-1]).length
-        return longest < SHORTEST and length > 2 * longest and self._again[self.kinds[number]] < _TRIES_AGAIN
+        return longest < SHORTEST and length > 2 * longest and self._tries[self.kinds[number]] < _TRIES
 
     def later(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], with_others: bool) -> list[str]:
         """Of a pass with kinds that the profile lacks, or knows of shorter batches; what can be learned is in it then.
@@ -107,7 +103,7 @@ class Profiling:
             What was measured, in words.
         """
         everybody, do = (from_all_ranks, together) if with_others else (_only_me, alone)
-        unknown = {kind for kind in of_layers if kind not in self.kinds and self._failures[kind] < _TRIES}
+        unknown = {kind for kind in of_layers if kind not in self.kinds and self._tries[kind] < _TRIES}
         grown = {kind for number, kind in enumerate(self.kinds) if kind in calls and self._too_short(number, calls[kind].length)}
         short = set().union(*everybody(grown))
         if not unknown | short:  # on all ranks: they have learned the same
@@ -115,28 +111,26 @@ class Profiling:
         new = {k: call for k, call in worth_measuring(self._layers, of_layers, calls).items() if k in unknown | short}
         everything, learned, again = self._asked(of_layers, new, everybody), [], []
         for kind, call in everything.calls.items():
-            if kind in short and not self._too_short(self.kinds.index(kind), everything.longest[kind]):  # a rank has few tokens
+            if kind in short and not self._too_short(self.kinds.index(kind), everything.full[kind]):  # a rank has few tokens
                 continue
             asked, name = replace(everything, calls={kind: call}), type(call.layer.module()).__name__
             try:
                 mine = replace(self.profile, kinds=measure_kinds(asked, self._warn, do=do), layers=asked.numbers())
             except Failed as failed:
-                if kind in short:  # what is known of it is on the safe side
-                    continue
-                self._failures[kind] += 1
-                self._warn(f"{name}: cannot be profiled ({failed}), and is fully recomputed")
+                instead = "what it took with few tokens is scaled" if kind in short else "it is fully recomputed"
+                self._warn(f"{name}: cannot be profiled ({failed}), and {instead}")
                 continue
             careful = most_careful(everybody(mine))
             if kind in short:
                 kinds = list(self.profile.kinds)
                 kinds[self.kinds.index(kind)] = careful.kinds[0]
                 self.profile = replace(self.profile, kinds=tuple(kinds))
-                again.append(f"measured {name} again, with {everything.longest[kind]:,} tokens: the first batches were short")
+                again.append(f"measured {name} again, with {everything.full[kind]:,} tokens: the first batches were short")
                 continue
             self.profile = self.profile.beside(careful)
             self.kinds.append(kind)
             learned.append(name)
-        self._again.update(short)
+        self._tries.update(short | everything.calls.keys())
         return [*([f"profiled {', '.join(learned)}, which no pass before has called"] if learned else []), *again]
 
     def _asked(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], everybody: Callable[[Any], list[Any]]) -> Asked:
@@ -144,18 +138,18 @@ class Profiling:
         everybodys = everybody({kind: (call.length, call.can_shorten()) for kind, call in calls.items()})
         calls = {kind: call for kind, call in calls.items() if all(kind in theirs for theirs in everybodys)}
         method = self._config.profile.method
-        lengths, longest = {}, {}
+        lengths, full = {}, {}
         for kind in calls:
             said, can_shorten = zip(*(theirs[kind] for theirs in everybodys), strict=True)
-            longest[kind] = min(said)
-            lengths[kind] = lengths_of(method, longest[kind], all(can_shorten))
+            full[kind] = min(said)
+            lengths[kind] = lengths_of(method, full[kind], all(can_shorten))
         return Asked(
             layers=self._layers,
             kinds=of_layers,
             calls=calls,
             method=method,
             lengths=lengths,
-            longest=longest,
+            full=full,
             device=self._device,
             host_budget=self._slab.budget,
             attention=self._config.attention,

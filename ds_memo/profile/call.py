@@ -57,7 +57,7 @@ class LayerCall:
 
     def others(self) -> list[list[Any]]:
         """Shapes and dtypes of the other tensors that it is given (a mask, an encoder's states), with "length" for that. Not of
-        lists, as the ends of documents: each batch has another number of them."""
+        vectors, as the ends of documents: each batch has another number of them."""
         tensors = (x for x in tree_leaves((self._args, self._kwargs)) if isinstance(x, torch.Tensor) and x is not self.hidden)
         return [["length" if n == self.length else n for n in x.shape] + [str(x.dtype)] for x in tensors if x.dim() > 1]
 

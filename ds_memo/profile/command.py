@@ -95,7 +95,7 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
             calls=calls,
             method=args.method,
             lengths=dict.fromkeys(calls, lengths),
-            longest={kind: call.length for kind, call in calls.items()},
+            full={kind: call.length for kind, call in calls.items()},
             device=device,
             host_budget=memo.slab.budget,
         )

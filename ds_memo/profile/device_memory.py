@@ -26,7 +26,11 @@ _blocks_are_whole = False
 def keep_blocks_whole(device: torch.device, on: bool) -> None:
     """Have torch's allocator split no block of more than 32 MiB, so that it can give all that is free back to the device and ask
     for another size: nothing is lost between blocks, at the price of more cudaMalloc. For passes whose addresses are not planned
-    yet. Does nothing on a CPU, and where the environment has settings of its own."""
+    yet.
+
+    Does nothing on a CPU, and where the environment has settings of its own (PyTorch: "Optimizing memory usage with
+    PYTORCH_CUDA_ALLOC_CONF"). Settings made at run time are lost.
+    """
     global _blocks_are_whole
     if device.type != "cuda" or on == _blocks_are_whole or any(map(os.environ.get, _SETTINGS)):
         return

@@ -76,7 +76,7 @@ class Asked:
         calls: the first of each kind; kinds without one are not measured.
         method: fit, direct or unified.
         lengths: of each call, from lengths_of; the same on all ranks, whose layers may wait for each other.
-        longest: of each call, what all ranks have.
+        full: of each call its full length, the least of all ranks.
         host_budget: bytes of this rank.
     """
 
@@ -85,7 +85,7 @@ class Asked:
     calls: Mapping[int, LayerCall]
     method: str
     lengths: Mapping[int, tuple[int, ...]]
-    longest: Mapping[int, int]
+    full: Mapping[int, int]
     device: torch.device
     host_budget: int
     attention: str | None = None
@@ -208,7 +208,7 @@ def _measure_kind(
 ) -> LayerProfile:
     call, name = asked.calls[kind], asked.calls[kind].layer.name
     module = call.layer.module()
-    lengths, longest, number = asked.lengths[kind], asked.longest[kind], list(asked.calls).index(kind) + 1
+    lengths, full, number = asked.lengths[kind], asked.full[kind], list(asked.calls).index(kind) + 1
     kernel = asked.attention if asked.attention in SDPA else None  # a package's kernel is the model's own to call
     gathered = whole_bytes(module)
     do(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, RESERVE)))
@@ -232,11 +232,11 @@ def _measure_kind(
         try:
             samples = measured(lengths)
         except Failed as failed:  # a layer may know its length: DeepSpeed's Ulysses does, unless told that lengths vary
-            if asked.method != "fit" or lengths == (longest,):
+            if asked.method != "fit" or lengths == (full,):
                 raise
             why = str(failed).partition("\n")[0]
-            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens ({why}); it is at {longest:,}")
-            samples = measured((longest,))
+            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens ({why}); it is at {full:,}")
+            samples = measured((full,))
     return do(lambda: _profile(name, asked.method, samples, warn))
 
 

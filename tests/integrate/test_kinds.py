@@ -163,6 +163,7 @@ def test_a_kind_that_comes_later_and_cannot_be_profiled(why: str, tmp_path: Path
     stock = copy.deepcopy(model)
     handle = attached(model, tmp_path)
     tried = []
+    monkeypatch.setattr(profiling, "_TRIES", 3)  # of five kinds of passes that come with images
     if why == "it fails":
         monkeypatch.setattr(profiling, "measure_kinds", lambda asked, *_, do: do(lambda: tried.append(asked) or 1 / 0))
     else:
@@ -173,8 +174,8 @@ def test_a_kind_that_comes_later_and_cannot_be_profiled(why: str, tmp_path: Path
     said = handle.report()["warnings"]
     assert said[-1].startswith("CLIPEncoderLayer trains, and none was called")
     if why == "it fails":
-        assert len(tried) == profiling._TRIES
-        assert said[0] == "CLIPEncoderLayer: cannot be profiled (ZeroDivisionError: division by zero), and is fully recomputed"
+        assert len(tried) == 3
+        assert said[0] == "CLIPEncoderLayer: cannot be profiled (ZeroDivisionError: division by zero), and it is fully recomputed"
     assert len(said) == 1 + bool(tried)
     assert handle.autopilot.profile.layers == (None, None, None, 0, 0, 0)
     handle.detach()

@@ -75,5 +75,6 @@ def test_what_cannot_be_measured_again_stays_as_it_is(tmp_path: Path, monkeypatc
     for _ in range(10):
         assert_same(step(model, LONG), step(stock, LONG))
     assert working(handle) == before and not measured_again(handle)
+    assert any("what it took with few tokens is scaled" in warning for warning in handle.report()["warnings"])
     assert len(tried) == 2 * 8  # at a short length and its own
     handle.detach()
