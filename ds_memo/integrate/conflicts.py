@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -67,20 +66,6 @@ def refuse_offload(function: Any) -> None:
         function = function.func
     if getattr(function, "__qualname__", "").endswith("checkpointing_enable.<locals>.checkpoint_func"):
         raise MemoError('gradient_checkpointing_kwargs={"offload": True} does what memo does in another way; remove one')
-
-
-def refuse_random_states() -> None:
-    """Refuse the random states that DeepSpeed's, and Megatron's, tensor-parallel layers draw their dropout from.
-
-    Raises:
-        MemoError: there are some; a replay would draw other numbers.
-    """
-    checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
-    if checkpointing is not None and checkpointing.get_cuda_rng_tracker().get_states():
-        raise MemoError(
-            "deepspeed.checkpointing holds random states of its own (model_parallel_cuda_manual_seed was called), and memo does "
-            "not put them back for a replay: dropout would differ. Leave them out, or train without memo"
-        )
 
 
 def refuse_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

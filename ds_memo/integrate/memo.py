@@ -124,7 +124,6 @@ class Memo:
         self.in_forward = True
         training = module.training and torch.is_grad_enabled()
         if training:
-            conflicts.refuse_random_states()
             self.engine.settle()
             self._takeover.hold()
             if self._takeover.uncompile() or (not self._passes and has_compiled(module)):

@@ -15,6 +15,7 @@ from ds_memo.errors import MemoError
 from ds_memo.profile.whole import whole
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
+from ds_memo.remat.random_states import forked
 
 _WHOLE = (torch.int32, torch.int64)
 _STATISTICS = 1 << 20
@@ -178,9 +179,8 @@ def layer_calls(
             outputs[key] = _run_once(call, partial(fn, *args, **kwargs))
         return outputs[key]
 
-    devices = [remat.engine.device] if remat.engine.device.type == "cuda" else []
     try:
-        with remat.instead(catch), torch.random.fork_rng(devices=devices), beside_the_training(model):
+        with remat.instead(catch), forked(remat.engine.device), beside_the_training(model):
             model.forward(*args, **kwargs)
     except _Enough:
         pass

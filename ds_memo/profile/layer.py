@@ -24,6 +24,7 @@ from ds_memo.profile.live import bytes_made
 from ds_memo.profile.sample import LayerSample
 from ds_memo.remat import keep
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
+from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.solve.costs import Output
 from ds_memo.swap.engine import SwapEngine
@@ -43,9 +44,8 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
     Raises:
         MemoError: it saves nothing for a backward.
     """
-    indices = [device] if device.type == "cuda" else []
     with (
-        torch.random.fork_rng(devices=indices),
+        forked(device),
         torch.enable_grad(),
         beside_the_training(call.layer.module()),
         _without_hooks(call.layer.parameters),

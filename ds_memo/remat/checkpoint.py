@@ -21,6 +21,7 @@ from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work
 from ds_memo.remat.inputs import Stays, lift_keywords, pack_followed, pack_watched, unpack
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
+from ds_memo.remat.random_states import as_now
 from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
@@ -280,6 +281,8 @@ def _checkpoint(
 
     Up to torch 2.11 the public function leaves the forward's contexts entered when `fn` raises, until the traceback is dropped.
     """
+    if preserve_rng_state:
+        again = as_now(again)
     generator = _checkpoint_without_reentrant_generator(again, preserve_rng_state, context_fn, "default", False, True, *args)
     next(generator)
     try:

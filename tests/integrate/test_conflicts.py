@@ -196,21 +196,3 @@ def test_keys_and_values_given_in_training(wrapped: bool) -> None:
         model(input_ids=ids[:, 9:], past_key_values=cache)
     assert model(input_ids=ids, past_key_values=None).logits.requires_grad
     handle.detach()
-
-
-def test_random_states_of_deepspeeds_own() -> None:
-    """Whichever way the layers are found: dropout under them would be another in the replay, and gradients wrong in silence."""
-    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
-
-    handle = ds_memo.attach(model := build("plain"), {"alpha": 0.5, "resident_layers": 1})
-    tracker, batch = get_cuda_rng_tracker(), Batch.random(2, 17)
-    tracker.states_["model-parallel-rng"] = torch.get_rng_state()
-    try:
-        with pytest.raises(ds_memo.MemoError, match="model_parallel_cuda_manual_seed was called"):
-            step(model, batch)
-        model.eval()
-        model(batch.embeds, batch.labels)
-    finally:
-        tracker.reset()
-    step(model.train(), batch)
-    handle.detach()

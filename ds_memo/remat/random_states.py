@@ -1,0 +1,64 @@
+"""Random states: PyTorch's own, and those from which tensor-parallel layers of DeepSpeed and Megatron draw their dropout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ds_memo.errors import MemoError
+
+_MODULES = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
+"""Each has one tracker: a dict of named states that ``tracker.fork()`` draws from."""
+
+
+@contextmanager
+def forked(device: torch.device) -> Iterator[None]:
+    """What is drawn meanwhile, on this device or the host, leaves no trace."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _named_kept():
+        yield
+
+
+def as_now(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, which draws from the named states as they are now whenever it is called, and leaves them as they are then.
+    PyTorch's own states are up to its checkpoint.
+
+    Raises:
+        MemoError: states that cannot be put back.
+    """
+    states = _named()
+    if not states:
+        return fn
+
+    def run(*args: Any) -> Any:
+        with _named_kept():
+            for tracker, named in states:
+                tracker.set_states(dict(named))  # fork() writes to what it is given
+            return fn(*args)
+
+    return run
+
+
+@contextmanager
+def _named_kept() -> Iterator[None]:
+    states = _named()
+    try:
+        yield
+    finally:
+        for tracker, named in states:
+            tracker.set_states(named)
+
+
+def _named() -> list[tuple[Any, dict[str, torch.Tensor]]]:
+    trackers = [getattr(sys.modules.get(module), "_CUDA_RNG_STATE_TRACKER", None) for module in _MODULES]
+    states = [(tracker, named) for tracker in trackers if tracker is not None and (named := tracker.get_states())]
+    for _, named in states:
+        if not all(isinstance(state, torch.Tensor) for state in named.values()):
+            raise MemoError(
+                "Megatron's random states are generators here (use_cudagraphable_rng), which memo does not put back for a "
+                "replay: dropout would differ. Switch that off, or train without memo"
+            )
+    return states
