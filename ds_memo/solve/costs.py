@@ -8,10 +8,11 @@ run        all layers, both bandwidths, both budgets
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -51,9 +52,9 @@ class Working:
     """In its replay and backward, beside its own frame."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerCosts:
-    """One layer at one length."""
+    """One layer at one length. Layers that are alike are the same object, and none equals another."""
 
     outputs: tuple[Output, ...]
     """In the order in which they are born."""
@@ -128,7 +129,7 @@ class RunCosts:
     """A whole run at one length: the solver's input."""
 
     layers: tuple[LayerCosts, ...]
-    """In the order of the forward. Layers that are alike should be the same object."""
+    """In the order of the forward."""
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
     """Of this rank while all ranks of the node copy at once."""
@@ -149,22 +150,14 @@ class RunCosts:
     @cached_property
     def kinds(self) -> tuple[list[LayerCosts], np.ndarray]:
         """The layers that differ, and of each layer which of them it is."""
-        known = {id(layer): layer for layer in self.layers}
-        numbers = {key: number for number, key in enumerate(known)}
-        return list(known.values()), np.array([numbers[id(layer)] for layer in self.layers])
+        numbers: dict[LayerCosts, int] = {}
+        of_layers = [numbers.setdefault(layer, len(numbers)) for layer in self.layers]
+        return list(numbers), np.array(of_layers)
 
 
 def host_bytes(layers: Iterable[LayerCosts], alpha: float) -> int:
     """Bytes of the host blocks of these swapped layers."""
-    return sum(count * layer.host_bytes(alpha) for layer, count in counted(layers))
-
-
-def counted(layers: Iterable[LayerCosts]) -> list[tuple[LayerCosts, int]]:
-    """Those that differ, and how many of each there are."""
-    counts: dict[int, list[Any]] = {}
-    for layer in layers:
-        counts.setdefault(id(layer), [layer, 0])[1] += 1
-    return [(layer, count) for layer, count in counts.values()]
+    return sum(count * layer.host_bytes(alpha) for layer, count in Counter(layers).items())
 
 
 def _up(nbytes: int, multiple: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from ds_memo.solve.costs import LayerCosts, RunCosts, counted, host_bytes
+from ds_memo.solve.costs import LayerCosts, RunCosts, host_bytes
 from ds_memo.solve.places import DROPPED, HOMES, STAYS, Home, Places
 
 ALPHA_STEPS = 10_000
@@ -60,7 +62,7 @@ def swapped_bytes(run: RunCosts, places: Places, alpha: float) -> int:
 
 def host_cap(layers: Sequence[LayerCosts], budget: int) -> float:
     """The largest alpha, in steps of 1 / 10 000, at which the blocks of these swapped layers fit; below 0: none does."""
-    kinds = counted(layers)
+    kinds = Counter(layers).items()
 
     def fits(steps: int) -> bool:
         return sum(count * layer.host_bytes(steps / ALPHA_STEPS) for layer, count in kinds) <= budget
@@ -83,8 +85,13 @@ def most_that_fit(high: int, fits: Callable[[int], bool]) -> int:
 def _on_device(run: RunCosts, codes: np.ndarray, alpha: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each layer the bytes of its frame while that is on the device, and what its forward and its backward need besides."""
     layers, kinds = run.kinds
-    table = np.array([[_with_home(layer, home, alpha) for home in HOMES] for layer in layers], np.int64)
-    return tuple(table[kinds, codes].T)
+    return tuple(np.stack([_by_home(layer, alpha > 0) for layer in layers])[kinds, codes].T)
+
+
+@lru_cache(maxsize=1 << 8)
+def _by_home(layer: LayerCosts, splits: bool) -> np.ndarray:
+    """By the code of a home, where swapped layers keep some rows of GEMM outputs, or none."""
+    return np.array([_with_home(layer, home, float(splits)) for home in HOMES], np.int64)
 
 
 def _with_home(layer: LayerCosts, home: Home, alpha: float) -> tuple[int, int, int]:

@@ -44,10 +44,10 @@ class Schedule:
 
     def __init__(self, run: RunCosts, places: Places) -> None:
         self.head_s = run.head_s
-        legs: dict[tuple[int, Home], Leg] = {}
+        legs: dict[tuple[LayerCosts, Home], Leg] = {}
         self.legs = []
         for layer, home in zip(run.layers, places.homes(len(run.layers)), strict=True):
-            key = id(layer), home
+            key = layer, home
             if key not in legs:
                 legs[key] = Leg.of(layer, run, home)
             self.legs.append(legs[key])
