@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from ds_memo.integrate import addresses
+from ds_memo.integrate import plans
 from tests.integrate.planned import BARE, BATCH, Counting, bit_equal, outcomes
 from tests.models import Batch, build, step
 
@@ -72,7 +72,7 @@ def test_lengths_at_which_tensors_come_into_sight() -> None:
 
 def test_lengths_whose_requests_are_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Misses in three passes, then no more plans are made from other lengths for a while; the values are right all along."""
-    monkeypatch.setattr(addresses, "_PAUSE", 3)
+    monkeypatch.setattr(plans, "_PAUSE", 3)
     model = build("plain")
     for block in model.blocks:
         block.norm1.register_forward_pre_hook(lambda module, args: torch.empty(args[0].shape[1] ** 3).numel() and None)
@@ -104,11 +104,11 @@ def test_a_batch_cut_in_half() -> None:
 
 
 def test_few_kinds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_KINDS", 2)
+    monkeypatch.setattr(plans, "_KINDS", 2)
     model = build("plain")
     with Counting(model) as counting:
         for length in (64, 64, 96, 96, 128, 128, 128):
             counting.counts()
             step(model, Batch.random(4, length))
         counting.assert_followed()
-        assert len(counting.handle.addresses._known) == 2
+        assert len(counting.handle.addresses._plans.known) == 2
