@@ -142,7 +142,7 @@ class Profiling:
         for kind in calls:
             said, can_shorten = zip(*(theirs[kind] for theirs in everybodys), strict=True)
             full[kind] = min(said)
-            lengths[kind] = lengths_of(method, full[kind], all(can_shorten))
+            lengths[kind] = lengths_of(method, full[kind], calls[kind].width, all(can_shorten))
         return Asked(
             layers=self._layers,
             kinds=of_layers,

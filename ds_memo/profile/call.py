@@ -52,6 +52,11 @@ class LayerCall:
         return self.hidden.shape[1] if self.hidden.dim() > 2 else self.hidden.shape[0]
 
     @property
+    def width(self) -> int:
+        """Of the hidden states."""
+        return self.hidden.shape[-1]
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """(batch, length, …) of the hidden states."""
         return (self.batch, self.length, *self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :])

@@ -84,7 +84,8 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
         section["host_memory_gib"] = args.host_memory_gib
     memo = attach_model(model, section, device=device)
     try:
-        lengths = lengths_of(args.method, args.seq_length, can_shorten=True)
+        width = model.config.get_text_config().hidden_size
+        lengths = lengths_of(args.method, args.seq_length, width, can_shorten=True)
         kinds = kinds_of(memo.layers)
         calls = _calls(memo.remat, model, kinds, args.batch, lengths[-1], device)
         if len(lengths) > 1 and not all(call.can_shorten() for call in calls.values()):  # this length is the batch, too

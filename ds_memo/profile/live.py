@@ -138,12 +138,21 @@ class AllocatedBytes:
 
     def __enter__(self) -> AllocatedBytes:
         gc.collect()  # a graph that waits in a circle would be freed inside
+        _let_backward_go(self._device)
         self.reset_peak()
         self._before = self._requested("current")
         return self
 
     def __exit__(self, *error) -> None:
         pass
+
+
+def _let_backward_go(device: torch.device) -> None:
+    """Autograd's thread lets go of what it made in a backward a moment after that has returned: when another one runs there, it
+    has."""
+    with torch.enable_grad():
+        x = torch.ones((), device=device, requires_grad=True)
+        torch.autograd.grad(x * 1, x)
 
 
 def bytes_made(device: torch.device) -> LiveBytes | AllocatedBytes:

@@ -38,20 +38,24 @@ from ds_memo.swap.protocol import D2H, H2D
 T = TypeVar("T")
 LONGEST = 1 << 14
 """Tokens of the longest sequence that `fit` runs; kernels are as fast as they get long before."""
+WIDTHS = 4
+"""Or as many tokens as so many times the width of the hidden states, if that is more. Up to some two widths most of what a layer
+holds at once are gradients of weights (7B: as measured at 4 to 16 Ki tokens), and the longest two samples must be beyond."""
 SHORTEST = 1 << 11
 """Tokens; below a check of this length a fit would measure nothing but overhead, so `direct` is used."""
 WAKING_S = 0.3
 """Seconds of work before the first measurement on a GPU."""
 
 
-def lengths_of(method: str, length: int, can_shorten: bool) -> tuple[int, ...]:
+def lengths_of(method: str, length: int, width: int, can_shorten: bool) -> tuple[int, ...]:
     """The lengths to measure at, shortest first: one, or two and a check.
 
     Args:
         length: of the run, on this rank.
+        width: of the hidden states.
         can_shorten: whether a layer can be called with less.
     """
-    check = min(LONGEST, 1 << (length.bit_length() - 1))
+    check = min(max(LONGEST, 1 << (WIDTHS * width - 1).bit_length()), 1 << (length.bit_length() - 1))
     if method == "direct" or not can_shorten or check < SHORTEST:
         return (length,)
     return check // 4, check // 2, check if method == "fit" else length

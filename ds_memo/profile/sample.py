@@ -1,7 +1,9 @@
 """What is measured of a run, as plain data: samples of layers at a few lengths, bandwidths, and the JSON file they make.
 
-Every byte count of a layer is a + b·t in its tokens t, and so is every time but attention's, which is b·t + c·t·s for t tokens in
-sequences of s. Two samples give the lines; a third, longer one checks them. One sample gives lines through the origin. No torch.
+What a layer keeps is a + b·t bytes in its tokens t, and so is every time but attention's, which is b·t + c·t·s for t tokens
+in sequences of s. Two samples give the lines; a third, longer one checks them. One sample gives lines through the origin.
+What a layer holds at once on its way is the most of many such lines (with few tokens gradients of weights rule, with many
+activations), so the longest two samples give it. No torch.
 """
 
 from __future__ import annotations
@@ -106,8 +108,10 @@ class LayerProfile:
         def nbytes(of: Callable[[LayerSample], float]) -> int:
             return max(0, round(line(of)))
 
-        def working(forward: str, backward: str) -> Working:
-            return Working(*(math.ceil(line(lambda sample, n=name: float(getattr(sample, n)))) for name in (forward, backward)))
+        longest = [*self.samples, *([self.check] if self.check else [])][-2:]
+
+        def working(*names: str) -> Working:
+            return Working(*(math.ceil(_line([(s.tokens, getattr(s, name)) for s in longest], tokens)) for name in names))
 
         attention_s = attention(lambda sample: sample.attention_s)
         rest_s = line(lambda sample: sample.forward_s - sample.attention_s)

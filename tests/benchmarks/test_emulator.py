@@ -30,7 +30,7 @@ def steps(capfd: pytest.CaptureFixture[str], memo: dict[str, Any], length: int =
     [
         ({"alpha": 0.5, "resident_layers": 2}, 16384),
         ({"device_memory_gib": 16, "host_memory_gib": 32}, 32768),
-        ({"device_memory_gib": 16, "host_memory_gib": 2}, 32768),
+        ({"device_memory_gib": 16, "host_memory_gib": 2}, 40960),
     ],
     ids=["configured", "solved", "small host"],
 )
@@ -41,7 +41,7 @@ def test_a_planned_step_asks_cuda_for_nothing(memo: dict[str, Any], length: int,
     assert before["mallocs"] == last["mallocs"] == 0
     assert last["reserved"] <= 1.02 * last["requested"]
     if last["predicted"]:
-        assert last["predicted"] == pytest.approx(last["arena"], rel=0.05)
+        assert last["predicted"] == pytest.approx(last["arena"], rel=0.02)
 
 
 def test_without_a_plan_more_is_reserved(capfd: pytest.CaptureFixture[str]) -> None:

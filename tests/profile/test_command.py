@@ -75,6 +75,7 @@ def test_from_a_config_to_an_estimate(tmp_path):
 def test_a_fit_runs_short_lengths_only(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "SHORTEST", 64)
     monkeypatch.setattr(run, "LONGEST", 128)
+    monkeypatch.setattr(run, "WIDTHS", 1)
     seen = []
     real = run.measure
     monkeypatch.setattr(

@@ -77,8 +77,21 @@ def test_ranks_that_share_a_sequence_attend_to_all_of_it() -> None:
     assert shared.forward_s - shared.attention_s == pytest.approx(alone.forward_s - alone.attention_s)
     assert shared.outputs == alone.outputs
     profile = dataclasses.replace(make_profile(), ranks_per_sequence=2)
-    assert profile.costs([(1, 4096)], 0, 0).layers[0] == make_profile().kinds[0].costs(1, 4096)
-    assert profile.costs([(1, 4096)], 0, 0, ranks_per_sequence=16).layers[0] == shared
+    as_it_was, with_more = (profile.costs([(1, 4096)], 0, 0, ranks).layers[0] for ranks in (None, 16))
+    assert dataclasses.asdict(as_it_was) == dataclasses.asdict(make_profile().kinds[0].costs(1, 4096))
+    assert dataclasses.asdict(with_more) == dataclasses.asdict(shared)
+
+
+def test_what_is_held_at_once_follows_the_longest_two_samples() -> None:
+    """The most of two lines: gradients of weights and a little for each token, or activations alone."""
+
+    def held(tokens: int) -> int:
+        return max(12 * HIDDEN**2 + 11 * HIDDEN * tokens, 15 * HIDDEN * tokens)
+
+    short, middle, long = (dataclasses.replace(make_sample(n), working_bytes=held(n)) for n in (HIDDEN, 4 * HIDDEN, 8 * HIDDEN))
+    length = 100 * HIDDEN
+    assert LayerProfile("", (short, middle), long).costs(1, length).working.backward == held(length)
+    assert LayerProfile("", (short, middle)).costs(1, length).working.backward < 0.95 * held(length)
 
 
 # ---- the check
