@@ -142,6 +142,11 @@ def beside_the_training(module: nn.Module | None) -> Iterator[None]:
             part._buffers[name] = buffer
 
 
+def _copied(value: Any) -> Any:
+    """What a forward may change in place."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
 class _Enough(Exception):
     """Ends a forward of which enough was seen."""
 
@@ -157,7 +162,8 @@ def layer_calls(
     """The first call of each kind of layer in a forward, caught on its way in, in the order in which they come.
 
     The first layer of a kind runs once more, for those behind it: without a graph, its parameters gathered where ZeRO-3 has them
-    in pieces. The next ones of that kind give the same output again. No random number is drawn for good.
+    in pieces. The next ones of that kind give the same output again. No random number is drawn for good, and what the model is
+    called with stays as it is.
 
     Args:
         kinds: of each layer, see ds_memo.profile.kinds.
@@ -186,7 +192,7 @@ def layer_calls(
 
     try:
         with remat.instead(catch), forked(remat.engine.device), beside_the_training(model):
-            model.forward(*args, **kwargs)
+            model.forward(*tree_map(_copied, args), **tree_map(_copied, kwargs))
     except _Enough:
         pass
     if not calls:

@@ -1,12 +1,14 @@
-"""Random states: PyTorch's own, and those from which tensor-parallel layers of DeepSpeed and Megatron draw their dropout."""
+"""Random states: PyTorch's, Python's and NumPy's, and those that tensor-parallel layers of DeepSpeed and Megatron draw from."""
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from ds_memo.errors import MemoError
@@ -18,8 +20,13 @@ _MODULES = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatro
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
     """What is drawn meanwhile, on this device or the host, leaves no trace."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _named_kept():
-        yield
+    pythons, numpys = random.getstate(), np.random.get_state()  # Whisper masks its input by the latter
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _named_kept():
+            yield
+    finally:
+        random.setstate(pythons)
+        np.random.set_state(numpys)
 
 
 def as_now(fn: Callable[..., Any]) -> Callable[..., Any]:

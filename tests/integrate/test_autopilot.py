@@ -5,16 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import json
 import re
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import ds_memo
 from ds_memo.integrate import autopilot, stalls
@@ -26,7 +22,7 @@ from ds_memo.solve.places import Places, spread
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.swap import slab
 from ds_memo.swap.streams import ThreadStreams
-from tests.models import HIDDEN, LAYERS, VOCAB, Batch, Outcome, Toy, assert_same, build, compare_with_stock, gradients, step
+from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
 
 GIB = 1 << 30
 LENGTH = 300
@@ -34,10 +30,7 @@ BATCH = Batch.random(2, LENGTH)
 PLENTY, NONE = 1.0, 1e-6
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    yield tmp_path / "ds_memo" / "profiles"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def attached(model: Any, **memo: Any) -> Any:
@@ -242,106 +235,6 @@ def test_another_length_is_solved_without_measuring(costs: Any, monkeypatch: pyt
     assert measured == [LENGTH]
     assert seen == {True, False}  # the short ones fit
     handle.detach()
-
-
-@pytest.mark.parametrize("device_memory_gib", [0.01, PLENTY])
-def test_a_checkpoint_around_the_whole_model(device_memory_gib: float) -> None:
-    """The profile is taken inside of it, in the first pass, and must not look like the forward's work."""
-
-    def drive(model: Any, number: int) -> Outcome:
-        embeds = BATCH.embeds.clone().requires_grad_()
-        loss = checkpoint(lambda x: model(inputs_embeds=x, labels=BATCH.labels).loss, embeds, use_reentrant=False)
-        loss.backward()
-        return Outcome(loss.detach(), gradients(model))
-
-    compare_with_stock(
-        build("llama"), drive, {"enabled": True, "device_memory_gib": device_memory_gib, "plan": {"enabled": False}}
-    )
-
-
-def test_statistics_before_the_layers_do_not_see_the_profile() -> None:
-    class Normed(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = torch.nn.BatchNorm1d(HIDDEN)
-
-        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
-            return super().forward(self.norm(inputs_embeds.flatten(0, 1)).view_as(inputs_embeds), labels)
-
-    model = Normed()
-    handle = attached(model)
-    step(model, BATCH)
-    assert handle.report()["profile"] is not None
-    assert model.norm.num_batches_tracked == 1
-    handle.detach()
-
-
-def test_nothing_is_left_of_the_measuring() -> None:
-    model = build("llama")
-    handle = attached(model)
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    handle._choose(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert handle.decisions.chosen is not None
-    assert (handle.slab.used, handle.engine.traffic.frames) == (0, 0)
-    handle.detach()
-
-
-# ---- the cache
-
-
-def profiled(model: Any = None) -> dict[str, Any]:
-    model = model or build("llama")
-    handle = attached(model)
-    step(model, BATCH)
-    report = handle.report()
-    handle.detach()
-    return report
-
-
-def test_the_second_start_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not profiled()["profile"]["from_cache"]
-    monkeypatch.setattr("ds_memo.profile.run.measure", lambda *args: pytest.fail("measured"))
-    monkeypatch.setattr("ds_memo.profile.run.CopyBench", lambda *args: pytest.fail("copied"))
-    assert profiled()["profile"]["from_cache"]
-
-
-@pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
-def test_another_run_measures_for_itself() -> None:
-    profiled()
-    assert not profiled(build("plain"))["profile"]["from_cache"]
-    assert not profiled(build("llama").double())["profile"]["from_cache"]
-    assert profiled()["profile"]["from_cache"]
-
-
-@pytest.mark.parametrize(
-    "damage, says",
-    [
-        (lambda text: text[: len(text) // 2], "no JSON"),
-        (lambda text: text.replace('"format": 2', '"format": 0'), "not of format 2"),
-        (lambda text: json.dumps({**json.loads(text), "key": {"layers": 7}}), "another run"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)  # each kind of damage is in tests/profile/test_sample.py
-            for case in [
-                (lambda text: text.replace('"forward_s": ', '"forward_s": -'), "negative"),
-                (lambda text: text.replace('"forward_s"', '"forwards"'), "fields"),
-                (lambda text: json.dumps({**json.loads(text), "layers": [99]}), "fit together"),
-                (lambda text: "", "no JSON"),
-            ]
-        ),
-    ],
-    ids=["truncated", "other version", "other model", "negative", "fields", "layers", "empty"],
-)
-def test_a_bad_file_is_ignored_with_a_warning(own_cache: Path, damage: Any, says: str) -> None:
-    profiled()
-    (file,) = own_cache.iterdir()
-    file.write_text(damage(file.read_text()))
-    with pytest.warns(ds_memo.MemoWarning, match=f"is not used: .*{says}.*measuring again"):
-        report = profiled()
-    assert not report["profile"]["from_cache"]
-    assert profiled()["profile"]["from_cache"]  # it was written anew
 
 
 # ---- between steps

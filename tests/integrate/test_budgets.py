@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,7 @@ from ds_memo.solve.homes import solve
 from ds_memo.solve.memory import device_bytes
 from tests.models import build
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def trained(memory_gib: float, steps: int = 6, **memo: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,7 @@ GIB = 1 << 30
 BATCH = Batch.random(2, 60)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def attached(monkeypatch: pytest.MonkeyPatch, model: Any, alpha: float, **places: set[int]) -> Any:
