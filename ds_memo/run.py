@@ -22,6 +22,7 @@ from types import CodeType, ModuleType, TracebackType
 from ds_memo.integrate.install import WATCHED, install
 
 USAGE = "usage: python -m ds_memo.run [-m MODULE | SCRIPT] ARGS"
+OTHERS = ". Processes that it started itself are not under memo: docs/integrations.md has other ways to start"
 _LAUNCHERS_FLAGS = ("--local_rank", "--local-rank")
 
 
@@ -97,7 +98,7 @@ def tell_if_idle() -> None:
     ours = sys.modules.get("ds_memo.integrate.deepspeed")
     if ours is None or not ours.initialized:
         why = "never imported DeepSpeed" if WATCHED not in sys.modules else "never called deepspeed.initialize"
-        print(f"ds_memo.run: the script {why}, so memo had no effect", file=sys.stderr)
+        print(f"ds_memo.run: the script {why}, so memo had no effect{OTHERS}", file=sys.stderr)
 
 
 def _without_our_frames(stock: Callable[..., None]) -> Callable[..., None]:

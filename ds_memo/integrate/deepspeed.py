@@ -26,11 +26,17 @@ from ds_memo.integrate.attach import attach_model, check_residents, refuse_attac
 from ds_memo.integrate.layers import find_layers
 from ds_memo.integrate.memo import Memo
 from ds_memo.integrate.names import Taken, other_holders, replace_in_modules, restore
+from ds_memo.profile import agree
 
 NO_SECTION = (
-    f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": {{"enabled": true}}'
+    f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": '
+    '{"enabled": true} to the JSON (that of Accelerate names one by deepspeed_config_file) or the dict'
 )
 NOT_ENABLED = f'this engine runs without memo: the "{SECTION}" section does not say "enabled": true'
+LATE = (
+    "rank {} waits in ds_memo.initialize, and ranks {} have not come there for {:g} s. Do they run under ds_memo? Where a script "
+    "starts its ranks by itself (Lightning, mp.spawn), start it with torchrun -m ds_memo.run, or call ds_memo.install() in it"
+)
 TOO_LATE = (
     "ds_memo.install() came after deepspeed.initialize was kept by {}: engines made through that run without memo. Call "
     "install() before, or make engines with deepspeed.initialize"
@@ -119,6 +125,8 @@ def give_initialize_back() -> None:
 def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo:
     """Attach the model of a ready engine and follow the engine's steps."""
     _refuse_pipelines(engine)
+    if late := agree.late():
+        warnings.warn(LATE.format(torch.distributed.get_rank(), late, agree.ARRIVAL_S), MemoWarning, stacklevel=3)
     checkpointing.redirect()
     take_from_engine(engine.module)
     memo = attach_model(engine.module, config, config.layers, device=engine.device, of_engine=True)

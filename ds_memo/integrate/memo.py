@@ -67,7 +67,8 @@ class Memo:
         if promised and config.host_memory_gib is None:
             self.warn(
                 f"other attached models of this process may still take {promised / GIB:.3g} GiB of host memory, which leaves "
-                f"{budget / GIB:.3g} to this one. Set memo.host_memory_gib of each to share it in another way"
+                f"{budget / GIB:.3g} to this one. Set memo.host_memory_gib of each to share it in another way. Of one that is "
+                "done engine.destroy() gives it back (of a Trainer trainer.model_wrapped.destroy()), or handle.detach()"
             )
         self.slab = HostSlab(budget, pinned, node_of(device))
         self.engine = SwapEngine(streams_for(device), self.slab, device)

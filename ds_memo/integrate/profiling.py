@@ -89,8 +89,7 @@ class Profiling:
         return any(shape is not None and self._too_short(number, shape[1]) for number, shape in enumerate(shapes))
 
     def _too_short(self, number: int, length: int) -> bool:
-        known = self.profile.kinds[number]
-        longest = (known.check or known.samples[-1]).length
+        longest = self.profile.kinds[number].taken[-1].length
         return longest < SHORTEST and length > 2 * longest and self._tries[self.kinds[number]] < _TRIES
 
     def later(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], with_others: bool) -> list[str]:

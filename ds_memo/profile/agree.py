@@ -27,6 +27,8 @@ PATIENCE_S = 600.0
 """How long a rank that is well waits for what the others have to say."""
 GRACE_S = 60.0
 """How long a rank that failed does: those who do not answer by then are waiting for it themselves."""
+ARRIVAL_S = 60.0
+"""After which a rank says who has not come to a place where it waits for all."""
 _meetings = itertools.count()
 
 
@@ -97,6 +99,24 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def late() -> list[int]:
+    """Ranks that have not come here after ARRIVAL_S; all ranks must call this together, and some may not know of it."""
+    if world_size() == 1:
+        return []
+    store, meeting = _get_default_store(), next(_meetings)
+    keys = [_key(meeting, rank) for rank in range(world_size())]
+    store.set(keys[dist.get_rank()], "")
+    try:
+        store.wait(keys, timedelta(seconds=ARRIVAL_S))
+    except RuntimeError:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
+def _key(meeting: int, rank: int) -> str:
+    return f"ds_memo/{meeting}/{rank}"
+
+
 def _say(problem: str) -> list[str]:
     """What every rank has to say; "" is nothing."""
     if world_size() == 1:
@@ -104,12 +124,12 @@ def _say(problem: str) -> list[str]:
     store, me, meeting = _get_default_store(), dist.get_rank(), next(_meetings)
     said: list[str] = []
     try:
-        store.set(f"ds_memo/{meeting}/{me}", problem)
+        store.set(_key(meeting, me), problem)
         for other in range(world_size()):
-            key = f"ds_memo/{meeting}/{other}"
+            key = _key(meeting, other)
             store.wait([key], timedelta(seconds=GRACE_S if problem else PATIENCE_S))
             said.append(store.get(key).decode())
-        store.delete_key(f"ds_memo/{meeting - 1}/{me}")  # everybody is here, so everybody has read it
+        store.delete_key(_key(meeting - 1, me))  # everybody is here, so everybody has read it
     except RuntimeError as silence:
         if problem:
             raise MemoError(
@@ -148,10 +168,11 @@ def most_careful(profiles: Sequence[Profile]) -> Profile:
     first, kinds = profiles[0], []
     for number, kind in enumerate(first.kinds):
         samples = []
-        for sample in kind.samples:
+        for sample in kind.taken:
             needs = [_needs(profile.kinds[number], sample.batch, sample.length) for profile in profiles]
             samples.append(replace(sample, **dict(zip(DEVICE_BYTES, map(max, zip(*needs, strict=True)), strict=True))))
-        kinds.append(replace(kind, samples=tuple(samples)))
+        count = len(kind.samples)
+        kinds.append(replace(kind, samples=tuple(samples[:count]), check=samples[count] if kind.check else None))
     return replace(
         first,
         kinds=tuple(kinds),
@@ -162,7 +183,7 @@ def most_careful(profiles: Sequence[Profile]) -> Profile:
 
 def _needs(kind: LayerProfile, batch: int, length: int) -> list[int]:
     """DEVICE_BYTES there: as measured or, on a rank that has measured at other lengths, by its lines."""
-    for sample in kind.samples:
+    for sample in kind.taken:
         if (sample.batch, sample.length) == (batch, length):
             return [getattr(sample, name) for name in DEVICE_BYTES]
     at = kind.costs(batch, length)

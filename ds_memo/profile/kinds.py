@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections import Counter, defaultdict
@@ -53,11 +54,12 @@ def layer_in_words(layer: Layer) -> str:
 
 
 def settings_digest(layer: Layer) -> str:
-    """Of everything else that can be seen to change what the layer does: heads, experts per token, windows, attention kernels."""
+    """Of everything else that can be seen to change what the layer does: heads, experts per token, windows, attention kernels,
+    forwards that were replaced (Liger's, TiledMLP)."""
     module = layer.module()
     if module is None:
         return ""
-    seen = [re.sub(r"0x[0-9a-f]+", "", repr(module)), sorted(_settings(module).items()), *_configs(module)]
+    seen = [re.sub(r"0x[0-9a-f]+", "", repr(module)), sorted(_settings(module).items()), *_configs(module), _code(module)]
     return hashlib.sha256(json.dumps(seen, sort_keys=True, default=repr).encode()).hexdigest()[:20]
 
 
@@ -76,6 +78,17 @@ def _settings(module: nn.Module | None) -> dict[str, Any]:
         and not name.startswith(("_", "ds_"))  # what PyTorch and DeepSpeed count
         and name not in (*_NUMBERS, *_PASSING)
     }
+
+
+def _code(module: nn.Module) -> str:
+    """Of all forwards in it."""
+    digest = hashlib.sha256()
+    for part in module.modules():
+        forward = getattr(part.forward, "plain", part.forward)  # a layer's own is behind ds_memo's
+        forward = inspect.unwrap(getattr(forward, "__func__", forward))
+        digest.update(f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}".encode())
+        digest.update(getattr(getattr(forward, "__code__", None), "co_code", b""))
+    return digest.hexdigest()
 
 
 def _configs(module: nn.Module) -> list[dict[str, Any]]:

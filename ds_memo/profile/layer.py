@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -48,10 +48,9 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
         forked(device),
         torch.enable_grad(),
         beside_the_training(call.layer.module()),
-        _without_hooks(call.layer.parameters),
+        _own_parameters(call.layer.module()) as trained,
     ):
         fn, args, inputs = call.at(length)
-        trained = [parameter for parameter in call.layer.parameters if parameter.requires_grad]
         bench = _Bench(call.layer, fn, args, [*inputs, *trained], device, attention)
         try:
             plain = bench.timed(Setting(checkpointed=False))
@@ -91,16 +90,23 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
 
 
 @contextmanager
-def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """autograd.grad calls the hooks that a parameter's gradient is given to; one that reduces it waits for other ranks."""
-    held = [(hooks, dict(hooks)) for parameter in parameters if (hooks := parameter._backward_hooks)]
-    for hooks, _ in held:
-        hooks.clear()
+def _own_parameters(module: nn.Module | None) -> Iterator[list[nn.Parameter]]:
+    """Others of the same values in place of those that are trained. A backward that runs another one inside, as DeepSpeed's
+    TiledMLP, adds to gradients by itself and calls all hooks that parameters have, and one that reduces waits for other ranks."""
+    held = ((part, name, own) for part in (module.modules() if module else ()) for name, own in part._parameters.items())
+    owners = [(part, name, own) for part, name, own in held if own is not None and own.requires_grad]
+    others: dict[nn.Parameter, nn.Parameter] = {}
+    for _, _, own in owners:
+        if own not in others:
+            others[own] = nn.Parameter(own.detach())
+            vars(others[own]).update(vars(own))
     try:
-        yield
+        for part, name, own in owners:
+            part._parameters[name] = others[own]
+        yield list(others.values())
     finally:
-        for hooks, before in held:
-            hooks.update(before)
+        for part, name, own in owners:
+            part._parameters[name] = own
 
 
 class _Fixed:

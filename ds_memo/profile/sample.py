@@ -90,6 +90,11 @@ class LayerProfile:
     check: LayerSample | None = None
     """A longer one that the lines through `samples` were held against."""
 
+    @property
+    def taken(self) -> tuple[LayerSample, ...]:
+        """All of them, the longest last."""
+        return self.samples if self.check is None else (*self.samples, self.check)
+
     def costs(self, batch: int, length: int, spread: float = 1.0) -> LayerCosts:
         """The layer at any length.
 
@@ -108,7 +113,7 @@ class LayerProfile:
         def nbytes(of: Callable[[LayerSample], float]) -> int:
             return max(0, round(line(of)))
 
-        longest = [*self.samples, *([self.check] if self.check else [])][-2:]
+        longest = self.taken[-2:]
 
         def working(*names: str) -> Working:
             return Working(*(math.ceil(_line([(s.tokens, getattr(s, name)) for s in longest], tokens)) for name in names))
@@ -140,7 +145,7 @@ class LayerProfile:
         """How far the check is from the lines: of the seconds relatively, infinitely if a size differs by over 1 %."""
         if self.check is None:
             return 0.0
-        if len({len(sample.outputs) for sample in (*self.samples, self.check)}) > 1:
+        if len({len(sample.outputs) for sample in self.taken}) > 1:
             return math.inf
         here = self.costs(self.check.batch, self.check.length)
         kept = sum(output.nbytes for output in self.check.outputs)
@@ -253,7 +258,7 @@ def _sample(data: dict[str, Any]) -> LayerSample:
 
 
 def _check(profile: Profile) -> None:
-    samples = [sample for kind in profile.kinds for sample in (*kind.samples, *([kind.check] if kind.check else []))]
+    samples = [sample for kind in profile.kinds for sample in kind.taken]
     numbers = [getattr(sample, f.name) for sample in samples for f in fields(LayerSample) if f.name != "outputs"]
     outputs = [output for sample in samples for output in sample.outputs]
     numbers += [value for output in outputs for value in (output.rows, output.row_bytes, output.born)]

@@ -141,8 +141,8 @@ class Remat:
             return fn(*args, **kwargs)
         if inside_a_checkpoint():  # which runs it again whatever is kept, and must see the same twice
             self.warn(
-                "the model calls torch.utils.checkpoint around its layers, so they are recomputed and ds_memo has no part in it. "
-                "Leave that checkpoint out, or call ds_memo.checkpoint in its place"
+                "the model calls torch.utils.checkpoint, or its own, around its layers, so they are recomputed and ds_memo has "
+                "no part in it. Leave that checkpoint out, or call ds_memo.checkpoint or deepspeed.checkpointing.checkpoint"
             )
             return fn(*args, **kwargs)
         fn, args, keywords, again = lift_keywords(fn, args, kwargs)
@@ -335,7 +335,8 @@ def _reasons(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
         seen = f"{recipe.softmax} was (attention that materialises its scores)" if recipe.softmax else "nor a softmax"
         yield (
             f"no attention kernel was seen in it, {seen}, so its attention, if any, runs a second time in each backward. "
-            'Use attn_implementation="sdpa" or a flash-attn package, and no 4-D attention mask'
+            'Use attn_implementation="sdpa" or a flash-attn package, and no 4-D attention mask. Where that is in use, PyTorch '
+            "found no kernel for this call: a mask that needs a gradient (T5), or dropout on a CPU"
         )
 
 

@@ -35,9 +35,11 @@ def under_a_checkpoint() -> bool:
 
 
 def inside_a_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint, not reentrant, runs what runs now, for the first time or again."""
+    """Whether torch.utils.checkpoint runs what runs now, for the first time or again. Of a reentrant one, as Megatron's own is,
+    only the second can be seen: it is in a backward."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    within = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return within or torch._C._current_graph_task_id() != -1
 
 
 @functools.cache

@@ -127,6 +127,24 @@ def test_leaf_modules_of_zero_3(tmp_path: Path) -> None:
     engine.memo.detach()
 
 
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
+def test_tiled_mlps(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's TiledMLP adds to gradients inside a backward, and its hooks count them: a profile must give it others."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return TiledMLP.apply(stock, self, x, 3, list(self.parameters()))
+
+    stock = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    want = train(start(ds_config(stage)))
+    engine = start(ds_config(stage, memo={"enabled": True, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}))
+    assert train(engine) == pytest.approx(want, rel=1e-5)
+    assert engine.memo.report()["profile"] is not None
+    engine.memo.detach()
+
+
 def test_the_signature_is_deepspeeds() -> None:
     assert inspect.signature(ds_memo.initialize) == inspect.signature(deepspeed.initialize)
     assert ds_memo.initialize.__name__ == "initialize"

@@ -15,7 +15,7 @@ from torch import nn
 import ds_memo
 from ds_memo.integrate import autopilot, profiling
 from ds_memo.integrate.stalls import Window
-from ds_memo.profile import run
+from ds_memo.profile import agree, run
 from ds_memo.solve.homes import Homes, judged
 from ds_memo.solve.places import place
 from ds_memo.solve.refusals import NothingFits
@@ -192,6 +192,27 @@ class TestUnevenRanks(DistributedTest):
         engine = start(2, device_memory_gib=ONLY_SHORT)
         train(engine, [LONG + (number // 3 if dist.get_rank() else 0) for number in range(16)])
         assert mixed == [bool(dist.get_rank())] * 3
+
+
+class TestMissingRanks(DistributedTest):
+    world_size = 2
+
+    def test_a_rank_that_does_not_run_under_memo_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It would be waited for, and nobody would know why."""
+        monkeypatch.setattr(agree, "ARRIVAL_S", 0.5)
+        if dist.get_rank() == 1:
+            start(2)
+            dist.all_reduce(torch.tensor(0))  # so that the other one goes on
+        else:
+            with pytest.warns(
+                ds_memo.MemoWarning, match=r"waits in ds_memo.initialize, and ranks \[1\] have not come there for 0.5 s"
+            ):
+                start(2, alpha=0.5)
+
+    def test_nobody_is_missed_who_comes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(agree, "ARRIVAL_S", 30.0)
+        engine = start(2, alpha=0.5)
+        assert agree.late() == [] == engine.memo.report()["warnings"]
 
 
 class TestShortFirst(DistributedTest):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import ds_memo
 from ds_memo.profile.kinds import kinds_of, settings_digest
 from ds_memo.remat.checkpoint import Layer
 from tests.models import Block, build
@@ -68,6 +69,28 @@ def test_what_shapes_do_not_tell(name: str, more: dict[str, Any]) -> None:
         return settings_digest(layers_of([model.model.layers[1]])[0])
 
     assert digest() == digest() != digest(**more)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_forward_that_was_replaced(attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TiledMLP and Liger are brought in."""
+    model = build("plain")
+
+    def digest() -> str:
+        handle = ds_memo.attach(model, {"alpha": 0.5}) if attached else None
+        found = settings_digest(layers_of([model.blocks[1]])[0])
+        if handle:
+            handle.detach()
+        return found
+
+    before = digest()
+    assert digest() == before
+    stock = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: torch.cat([stock(self, half) for half in x.chunk(2)]))
+    assert digest() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(type(model.blocks[1]), "forward", lambda self, x: x + self.feed(x))
+    assert digest() != before
 
 
 def test_where_a_model_was_read_from_does_not_matter() -> None:

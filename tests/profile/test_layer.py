@@ -118,6 +118,44 @@ def test_nothing_is_left() -> None:
     assert count.live == 0
 
 
+class Tiled(torch.autograd.Function):
+    """As DeepSpeed's TiledMLP: a backward with backwards in it, which add to the gradients of parameters by themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([run(part) for part in x.chunk(2, dim=1)], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        for part, of_part in zip(x.chunk(2, dim=1), grad.chunk(2, dim=1), strict=True):
+            with torch.enable_grad():
+                out = ctx.run(part)
+            torch.autograd.backward(out, of_part)
+        return None, x.grad, *[None] * (len(ctx.needs_input_grad) - 2)
+
+
+class TiledFeed(Block):
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        return Tiled.apply(super().feed, x, *self.up.parameters(), *self.down.parameters())
+
+
+def test_a_backward_that_adds_to_gradients_by_itself() -> None:
+    module, reduced = TiledFeed(), []
+    before = dict(module.named_parameters())
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: reduced.append(parameter))
+    measure(call(module), LENGTH, CPU)
+    assert all(parameter.grad is None for parameter in module.parameters()) and not reduced
+    assert {name: id(parameter) for name, parameter in module.named_parameters()} == {n: id(p) for n, p in before.items()}
+    module(call(module).hidden).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters()) and len(reduced) >= len(before)
+
+
 class Counts(Block):
     """Running statistics, some of which no op says that it writes, and one that is bound anew."""
 
