@@ -156,8 +156,14 @@ class Outcome:
 
     loss: torch.Tensor
     grads: dict[str, torch.Tensor | None]
-    generator: torch.Tensor = field(default_factory=torch.get_rng_state)
-    """The generator's state after the step."""
+    generator: torch.Tensor = field(default_factory=lambda: generators())
+    """The generators' states after the step."""
+
+
+def generators() -> torch.Tensor:
+    """States of the CPU's and, where it is in use, CUDA's."""
+    on_device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return torch.cat([torch.get_rng_state(), *on_device])
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:

@@ -302,6 +302,10 @@ class PlannedAllocator final : public caching::CUDAAllocator {
   }
   c10::DataPtr allocateWithAddress(size_t size, void* address) override { return native_->allocateWithAddress(size, address); }
 #endif
+#if DS_MEMO_TORCH >= 215
+  bool supportsUserMetadata() override { return native_->supportsUserMetadata(); }
+  void annotateMemory(const void* data, const std::string& metadata) override { native_->annotateMemory(data, metadata); }
+#endif
 
  private:
   // What `ask` gets from the native allocator. Where that has no room, an arena that nothing lives in goes back to it first:

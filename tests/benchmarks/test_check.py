@@ -44,12 +44,11 @@ def test_a_model_that_breaks_takes_no_other_with_it(monkeypatch):
     import torch
 
     from benchmarks import check
-    from tests import models
 
-    def breaks(**more):
+    def breaks(dtype):
         raise RuntimeError("cuDNN: No execution plans support the graph")
 
-    monkeypatch.setattr(models, "MODELS", {"broken": breaks, "plain": models.MODELS["plain"]})
+    monkeypatch.setattr(check, "MODELS", {"broken": breaks, "plain": check.MODELS["plain"]})
     found = check.gradients(torch.device("cpu"), torch.float32, alphas=(0.5,), residents=(2,))
     assert found["failures"] == ["broken: RuntimeError: cuDNN: No execution plans support the graph"]
     assert found["models"]["plain"]["failures"] == []
@@ -59,9 +58,8 @@ def test_an_error_in_a_setting_names_it(monkeypatch):
     import torch
 
     from benchmarks import check
-    from tests import models
 
-    monkeypatch.setattr(models, "MODELS", {"plain": models.MODELS["plain"]})
+    monkeypatch.setattr(check, "MODELS", {"plain": check.MODELS["plain"]})
     monkeypatch.setattr(check.models, "assert_same", lambda *args: 1 / 0)
     (failure,) = check.gradients(torch.device("cpu"), torch.float32, alphas=(0.5,), residents=(2,))["failures"]
     assert failure == "plain: RuntimeError: alpha 0.5 resident 2: ZeroDivisionError: division by zero"
