@@ -148,11 +148,11 @@ class AllocatedBytes:
 
 
 def _let_backward_go(device: torch.device) -> None:
-    """Autograd's thread lets go of what it made in a backward a moment after that has returned: when another one runs there, it
-    has."""
+    """Autograd's thread lets go of what it made in a backward a moment after that has returned: when another, of no bytes, runs
+    there, it has."""
     with torch.enable_grad():
-        x = torch.ones((), device=device, requires_grad=True)
-        torch.autograd.grad(x * 1, x)
+        x = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(x * 1, x, x.detach())
 
 
 def bytes_made(device: torch.device) -> LiveBytes | AllocatedBytes:
