@@ -4,6 +4,7 @@
     accelerate launch --use_deepspeed --deepspeed_config_file ds.json -m ds_memo.run train.py ARGS
     torchrun -m ds_memo.run train.py ARGS
     python -m ds_memo.run -m package.train ARGS        # a module, as `python -m` would
+    torchrun -m ds_memo.run --memo '{"enabled": true}' train.py ARGS    # the section, for DeepSpeed configurations without one
 
 The script runs as ``__main__`` with its own arguments and is none the wiser; every ``deepspeed.initialize`` in it, or in the
 libraries it uses, obeys the "memo" section of its DeepSpeed JSON.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import io
+import json
 import os
 import runpy
 import sys
@@ -21,7 +23,7 @@ from types import CodeType, ModuleType, TracebackType
 
 from ds_memo.integrate.install import WATCHED, install
 
-USAGE = "usage: python -m ds_memo.run [-m MODULE | SCRIPT] ARGS"
+USAGE = "usage: python -m ds_memo.run [--memo JSON] [-m MODULE | SCRIPT] ARGS"
 OTHERS = ". Processes that it started itself are not under memo: docs/integrations.md has other ways to start"
 _LAUNCHERS_FLAGS = ("--local_rank", "--local-rank")
 
@@ -33,6 +35,9 @@ def main() -> None:
     while words and words[0].partition("=")[0] in _LAUNCHERS_FLAGS:
         taken = 1 if "=" in words[0] else 2
         flags, words = flags + words[:taken], words[taken:]
+    memo = None
+    if words and words[0].partition("=")[0] == "--memo":
+        memo, words = (words[0].partition("=")[2], words[1:]) if "=" in words[0] else ("".join(words[1:2]), words[2:])
     as_module = words[:1] == ["-m"]
     words = words[as_module:]
     if not words or (words[0].startswith("-") and not as_module):
@@ -41,7 +46,11 @@ def main() -> None:
         sys.exit(0 if asked else 2)
     target, arguments = words[0], [*flags, *words[1:]]
     sys.excepthook = _without_our_frames(sys.excepthook)
-    install()
+    try:
+        install(None if memo is None else json.loads(memo))
+    except ValueError as error:  # MemoConfigError is one
+        print(f"ds_memo.run: --memo {memo!r}: {error}", file=sys.stderr)
+        sys.exit(2)
     try:
         if as_module:
             run_module(target, arguments)

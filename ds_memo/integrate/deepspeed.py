@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.errors import MemoError, MemoWarning
-from ds_memo.integrate import checkpointing, conflicts, kernels, ulysses
+from ds_memo.integrate import checkpointing, conflicts, install, kernels, ulysses
 from ds_memo.integrate.attach import attach_model, check_residents, refuse_attached, take_from_engine
 from ds_memo.integrate.layers import find_layers
 from ds_memo.integrate.memo import Memo
@@ -30,7 +30,8 @@ from ds_memo.profile import agree
 
 NO_SECTION = (
     f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": '
-    '{"enabled": true} to the JSON (that of Accelerate names one by deepspeed_config_file) or the dict'
+    '{"enabled": true} to the JSON (that of Accelerate names one by deepspeed_config_file) or the dict, or start with '
+    "ds_memo.run --memo JSON"
 )
 NOT_ENABLED = f'this engine runs without memo: the "{SECTION}" section does not say "enabled": true'
 LATE = (
@@ -67,6 +68,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     call = inspect.signature(stock).bind(*args, **kwargs)
     asked = call.arguments
     section = _read_config(asked)
+    if _replaced and install.section is not None:
+        section = {SECTION: install.section, **section}
     config = memo_config(section.get(SECTION, {}))
     ranks = ulysses.size_in(section)
     if asked.get("model") is None:  # DeepSpeed itself has something to say

@@ -10,17 +10,32 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import Any
+
+from ds_memo.config import memo_config
 
 WATCHED = "deepspeed"
+section: Mapping[str, Any] | None = None
+"""The "memo" section of engines whose configuration has none."""
 
 
-def install() -> None:
+def install(memo: Mapping[str, Any] | None = None) -> None:
     """Let every later ``deepspeed.initialize`` obey the "memo" section of its config, as ``ds_memo.initialize`` does.
 
-    Call it before the trainer is made; a second call does nothing. If DeepSpeed is not imported yet, it happens when it is.
+    Call it before the trainer is made; a second call does nothing more. If DeepSpeed is not imported yet, it happens when it is.
+
+    Args:
+        memo: the section for configurations that have none, because a script makes them by itself, say.
+
+    Raises:
+        MemoConfigError: a value in `memo` is refused.
     """
+    global section
+    if memo is not None:
+        memo_config(memo)
+        section = memo
     if WATCHED in sys.modules and not _is_loading(sys.modules[WATCHED]):
         _install_now()
     elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
@@ -29,6 +44,8 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undo install(). Engines that were made meanwhile stay as they are."""
+    global section
+    section = None
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
     if "ds_memo.integrate.deepspeed" in sys.modules:
         sys.modules["ds_memo.integrate.deepspeed"].give_initialize_back()

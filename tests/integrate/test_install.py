@@ -153,6 +153,27 @@ def test_a_config_without_the_section_is_told(installed: None) -> None:
         start(ds_config(memo={"enabled": False}))  # asked for
 
 
+def test_a_section_for_configs_that_have_none() -> None:
+    """As of scripts that make theirs by themselves; one of their own counts."""
+    ds_memo.install(MEMO)
+    try:
+        engine = start(ds_config())
+        assert engine.memo.report()["alpha"] == MEMO["alpha"]
+        engine.memo.detach()
+        assert not hasattr(start(ds_config(memo={"enabled": False})), "memo")
+        with pytest.raises(ds_memo.MemoConfigError, match=r"memo\.alpha"):
+            ds_memo.install({"alpha": 1.7})
+        assert hasattr(start(ds_config()), "memo")
+    finally:
+        uninstall()
+    ds_memo.install()
+    try:
+        with pytest.warns(ds_memo.MemoWarning, match='has no "memo" section'):
+            start(ds_config())
+    finally:
+        uninstall()
+
+
 def test_a_first_step_without_effect_is_told(installed: None) -> None:
     engine = start(ds_config(memo={**MEMO, "resident_layers": LAYERS}))
     with pytest.warns(ds_memo.MemoWarning, match="the first step moved no bytes, for 4 of 4 layers are resident"):
