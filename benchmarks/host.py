@@ -22,7 +22,7 @@ BESIDE = 16 * GIB
 """What is needed beside a host budget."""
 
 
-def budget(host_gib: float | None, device: torch.device, enough_gib: float = 64.0) -> int:
+def budget(host_gib: float | None, device: torch.device, enough_gib: float = 48.0) -> int:
     """Bytes of host memory that rivals may use. Trials on a CPU take what there is.
 
     Args:

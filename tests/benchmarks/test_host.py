@@ -62,7 +62,7 @@ def test_memory_that_is_refused_ends_the_growth():
     assert host.grow(32 * GIB, lambda: 8 * GIB, lambda: 8 * GIB, use, pytest.fail) == 8 * GIB
 
 
-@pytest.mark.parametrize("device, gib, wanted", [("cuda", None, 80 * GIB), ("cuda", 32, 48 * GIB), ("cpu", None, None)])
+@pytest.mark.parametrize("device, gib, wanted", [("cuda", None, 64 * GIB), ("cuda", 32, 48 * GIB), ("cpu", None, None)])
 def test_budgets_look_at_a_machine_that_has_grown(device, gib, wanted, monkeypatch):
     grown = []
     monkeypatch.setattr(host, "grow", grown.append)
