@@ -106,29 +106,6 @@ class Run:
         return 1 if self.failures else 0
 
 
-def write(verb: str, device: torch.device, found: dict[str, Any], out: str | None, details: Path | None = None) -> int:
-    """Write <verb>-<device>-<time>.json, bring the table up to date where it lies beside it, and return the exit status.
-
-    Args:
-        details: a folder that goes into <verb>-<device>-<time>.tar.gz.
-    """
-    here = environment(device)
-    stamp = here["time"].replace(":", "").replace("-", "")[:15]
-    path = folder(out) / f"{verb}-{device.type}-{stamp}.json"
-    if details is not None and any(details.iterdir()):
-        archive = path.with_suffix(".tar.gz")
-        found = found | {"details": archive.name, "details_left_out": pack(details, archive)}
-    path.write_text(json.dumps(plain({"verb": verb, "environment": here, **found}), indent=1, allow_nan=False) + "\n")
-    say(f"written to {path}")
-    if path.parent == FOLDER:
-        from benchmarks.table import update
-
-        update()
-    failures = found.get("failures", [])
-    say("\n".join(failures) if failures else f"{verb}: no failures")
-    return 1 if failures else 0
-
-
 def pack(details: Path, archive: Path, most: int = ARCHIVE_MOST) -> list[str]:
     """Small files first, as far as there is room: traces are what is large. The names of the others."""
     left_out = []
