@@ -20,6 +20,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -180,7 +181,7 @@ def longest(probes: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def search_apart(
-    shape: Shape, rival: str, budget: Budget, seconds: float, device_bytes: int, folder: Path, lengths: Sequence[int] = ()
+    shape: Shape, rival: str, budget: Budget, seconds: float, device_bytes: int, lengths: Sequence[int] = ()
 ) -> tuple[list[dict[str, Any]], str | None]:
     """The search in a process of its own, which may run out of anything; what it said until then counts.
 
@@ -192,8 +193,8 @@ def search_apart(
     command = [sys.executable, "-m", "benchmarks.capacity", *(f"--{name}={value}" for name, value in arguments.items())]
     if lengths:
         command += ["--lengths", *map(str, lengths)]
-    log, root = folder / "capacity-child.log", Path(__file__).parents[1]
-    with log.open("w+") as err:
+    root = Path(__file__).parents[1]
+    with tempfile.TemporaryFile("w+") as err:
         try:
             done = subprocess.run(
                 command,
@@ -211,7 +212,6 @@ def search_apart(
         err.seek(0)
         if why and why.startswith("exit"):
             why += f": {err.read()[-500:]}"
-    log.unlink()
     probes = []
     for line in out.splitlines():
         if line.startswith("{") and line.endswith("}"):  # the last one may be cut
@@ -229,7 +229,7 @@ def measure(
     """
     jobs = [(rival, host) for rival in rivals for host in budgets]
     rows: list[dict[str, Any]] = []
-    before, folder = list(run.found["claims"]), run.path.parent
+    before = list(run.found["claims"])
     kept = KEPT * (until - run.seconds()) if PLANNED in rivals else 0.0
     for number, (rival, host) in enumerate(jobs):
         left = until - kept - run.seconds()
@@ -248,7 +248,7 @@ def measure(
             continue
         share = left if number == len(jobs) - 1 else left / 2
         name = f"capacity: {rival} at {host / GIB:.3g} GiB"
-        search = run.attempt(name, search_apart, shape, rival, replace(budget, host_bytes=host), share, device_bytes, folder)
+        search = run.attempt(name, search_apart, shape, rival, replace(budget, host_bytes=host), share, device_bytes)
         probes, why = search or ([], "it broke")
         best = longest(probes)
         fails = min((found["length"] for found in probes if not found["fits"]), default=None)
@@ -267,7 +267,7 @@ def measure(
         lengths, name = lengths_to_compare(ours, rows), f"capacity: {PLANNED} where the rivals end"
         results.say(f"    host {ours['host_bytes'] / GIB:6.3g} GiB  {PLANNED} at {', '.join(map(str, lengths))} tokens")
         here = replace(budget, host_bytes=ours["host_bytes"])
-        search = run.attempt(name, search_apart, shape, PLANNED, here, seconds, device_bytes, folder, lengths)
+        search = run.attempt(name, search_apart, shape, PLANNED, here, seconds, device_bytes, lengths)
         ours["at_rivals"], why = search or ([], None)
         if why and why.startswith("exit"):
             run.failures.append(f"{name}: {why}")

@@ -54,7 +54,7 @@ def test_a_length_that_fits_until_addresses_are_planned_does_not_fit(monkeypatch
 def test_ours_and_the_best_have_their_time_first(monkeypatch, tmp_path):
     clock, seen = 0.0, []
 
-    def search(shape, rival, budget, seconds, device_bytes, folder, lengths=()):
+    def search(shape, rival, budget, seconds, device_bytes, lengths=()):
         nonlocal clock
         seen.append((rival, budget.host_bytes, seconds, *lengths))
         clock += 60
