@@ -72,15 +72,15 @@ def summary(data: dict[str, Any]) -> str:
 
 
 def _points(runs: list[dict[str, Any]]) -> list[str]:
-    latest: dict[tuple[str, int, int], dict[str, Any]] = {}
+    latest: dict[tuple[str, int, int, tuple[str, ...]], dict[str, Any]] = {}  # other rivals are another comparison
     for run in runs:
         for point in run.get("points", ()):
-            latest[point["workload"], point["length"], point["host_budget"]] = point
+            latest[point["workload"], point["length"], point["host_budget"], tuple(sorted(point["rivals"]))] = point
     rivals = list(dict.fromkeys(name for point in latest.values() for name in point["rivals"]))
     lines = ["Median milliseconds of a step:", ""]
     lines.append(f"| workload | tokens | host GiB | {' | '.join(rivals)} | predicted |")
     lines.append("|---" * (len(rivals) + 4) + "|")
-    for (workload, length, host), point in sorted(latest.items()):
+    for (workload, length, host, _), point in sorted(latest.items()):
         cells = [_step(point["rivals"].get(name)) for name in rivals]
         predicted = point.get("predicted", {}).get("step_s")
         cells.append("–" if predicted is None else f"{predicted * 1e3:,.0f}")
