@@ -6,6 +6,9 @@ bash benchmarks/gpu.sh all [--budget-s 420] [--device cuda|cpu] [--out DIR]
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 
@@ -15,6 +18,25 @@ LIMIT_S = 480
 VERBS = ("check", "speed", "capacity", "planner")
 
 
+def end_with_children() -> None:
+    """SIGTERM unwinds what runs."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def run(command: list[str], seconds: float) -> int:
+    """The exit status of a command, 124 if it took too long. None of its children outlives it, whatever ends this process but
+    SIGKILL: one that did would hold the GPU."""
+    verb = subprocess.Popen(command, start_new_session=True)
+    try:
+        return verb.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(verb.pid, signal.SIGKILL)  # also where the verb itself has ended
+        verb.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser("gpu.sh all", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
@@ -22,6 +44,7 @@ def main() -> int:
     parser.add_argument("--out", help="folder for the results; absent: $OUT, else benchmarks/results")
     options = parser.parse_args()
     device = results.device_or_exit(options.device, "all")
+    end_with_children()
     folder = results.folder(options.out)
     status = {}
     for verb in VERBS:
@@ -30,12 +53,9 @@ def main() -> int:
         command = [sys.executable, "-m", f"benchmarks.{verb}", "--device", device.type, "--out", str(out)]
         if verb != "check":
             command += ["--budget-s", str(options.budget_s)]
-        try:
-            status[verb] = subprocess.run(command, timeout=LIMIT_S, check=False).returncode
-        except subprocess.TimeoutExpired:
-            status[verb] = 124
+        status[verb] = run(command, LIMIT_S)
     results.say("\n".join(f"{verb:9s} {'ok' if code == 0 else f'exit {code}'}" for verb, code in status.items()))
-    return max(status.values())
+    return max(map(abs, status.values()))
 
 
 if __name__ == "__main__":

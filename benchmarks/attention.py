@@ -93,7 +93,7 @@ def picked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
 def measure(device: torch.device, lengths: list[int], heads: int = HEADS) -> dict[str, Any]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     able, out = kernels(device)
-    points, claims = [], []
+    points, claims, failures = [], [], []
     for length in lengths:
         q, k, v = (torch.randn(1, length, heads, HEAD, device=device, dtype=dtype).transpose(1, 2) for _ in range(3))
         for x in (q, k, v):
@@ -113,7 +113,11 @@ def measure(device: torch.device, lengths: list[int], heads: int = HEADS) -> dic
                     f"    attention {length:7d} {name:14s} forward {row['forward_tflops']:8.3g} TFLOP/s, "
                     f"backward {row['backward_tflops']:8.3g}"
                 )
-        mine = picked(q.detach().requires_grad_(), k, v)
+        try:
+            mine = picked(q.detach().requires_grad_(), k, v)
+        except Exception as error:
+            mine = None
+            failures.append(f"attention {length}: what PyTorch picks breaks: {type(error).__name__}: {str(error)[:200]}")
         point = {"length": length, "heads": heads, "head": HEAD, "kernels": rows, "picked": mine}
         ran = {name: row["both_s"] for name, row in rows.items() if "both_s" in row and name in ("cudnn", "flash")}
         if mine in ran:
@@ -121,7 +125,7 @@ def measure(device: torch.device, lengths: list[int], heads: int = HEADS) -> dic
             held = value <= 1 + CLOSE
             claims.append({"claim": f"{mine} is picked at {length}, time / best", "value": value, "bar": 1 + CLOSE, "held": held})
         points.append(point)
-    return {"points": points, "not_importable": out, "claims": claims}
+    return {"points": points, "not_importable": out, "claims": claims, "failures": failures}
 
 
 def _once(kernel: Kernel, qkv: tuple[torch.Tensor, ...], row: dict[str, Any], warm: bool) -> None:
@@ -130,8 +134,8 @@ def _once(kernel: Kernel, qkv: tuple[torch.Tensor, ...], row: dict[str, Any], wa
         forward = seconds(lambda: made.append(kernel(*qkv)), qkv[0].device)
         gradient = torch.ones_like(made[0])
         backward = seconds(lambda: torch.autograd.grad(made[0], qkv, gradient), qkv[0].device)
-    except (RuntimeError, ImportError, TypeError) as error:  # no such kernel for this device, dtype or version
-        row["out"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    except Exception as error:  # no such kernel for this device, dtype or version, and packages fail in their own ways
+        row["out"] = f"{type(error).__name__}: {str(error)[:200]}"
         return
     if not warm:
         row["forward_s"].append(forward)
@@ -142,6 +146,10 @@ def lengths_for(device: torch.device) -> list[int]:
     return [n * 1024 for n in (16, 32, 64, 128)] if device.type == "cuda" else [128, 256]
 
 
+def heads_for(device: torch.device) -> int:
+    return HEADS if device.type == "cuda" else 2
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
@@ -149,8 +157,11 @@ def main() -> int:
     parser.add_argument("--out")
     options = parser.parse_args()
     device = results.device_or_exit(options.device, "attention")
-    found = measure(device, options.lengths or lengths_for(device), HEADS if device.type == "cuda" else 2)
-    return results.write("attention", device, found, options.out)
+    run = results.Run("attention", device, options.out, vars(options))
+    found = measure(device, options.lengths or lengths_for(device), heads_for(device))
+    run.failures += found.pop("failures")
+    run.found |= found
+    return run.finish()
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import argparse
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,21 @@ from typing import Any
 import torch
 
 from benchmarks import results
-from benchmarks.rivals import GIB, OURS, RIVALS, SWAPPING, Budget
+from benchmarks.results import unmeasured
+from benchmarks.rivals import GIB, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, paper
 from benchmarks.speed import add_common, make_budget
 from benchmarks.timing import Memory, Trainer, clear, does_not_fit, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes
 
 CLOSE = 1 / 16
-BEST = (OURS[-1], "hf_offload", "deepspeed", "checkpoint")
+BEST = (PLANNED, "hf_offload", "deepspeed", "checkpoint")
 """Searched by default, as the time holds them."""
 ALL = (*dict.fromkeys((*BEST, *OURS, *(name for name in RIVALS if name not in ("paper, expandable", SWAPPING)))),)
 """What the time does not hold is dropped from the end."""
-NO_TIME = "no time left"
+EQUALLY_FAST = 1.03
+"""Of step times that are measured once each."""
+KEPT = 1 / 4
+"""Of the time, for steps of ours at the lengths that the rivals reach."""
 
 
 class OverBudget(MemoryError):
@@ -104,7 +108,10 @@ def probe(shape: Shape, length: int, rival_name: str, budget: Budget, model: tor
     found: dict[str, Any] = {"length": length, "steps": warm_up + 1}
     try:
         trainer = Trainer(model, batch(shape, length, device))
-        with rival.on(model, replace(budget, ranks=shape.ranks)) as installed:
+        budget = replace(budget, ranks=shape.ranks)
+        if rival.install is paper:  # its program asks for it
+            budget = replace(budget, layer_forward_s=trainer.layer_forward_s(shape.layers))
+        with rival.on(model, budget) as installed:
             memory = Memory(device)
             for _ in range(warm_up):
                 trainer.step(installed)
@@ -131,8 +138,14 @@ def _within(found: dict[str, Any], budget: Budget) -> None:
         raise OverBudget(f"{pinned} bytes of host memory pinned, {budget.host_bytes} allowed")
 
 
-def search_here(shape: Shape, rival: str, budget: Budget, tell: Callable[[dict[str, Any]], None]) -> None:
-    """The child's part: one rival, one line of JSON per length."""
+def search_here(
+    shape: Shape, rival: str, budget: Budget, tell: Callable[[dict[str, Any]], None], lengths: Sequence[int] = ()
+) -> None:
+    """The child's part: one rival, one line of JSON per length.
+
+    Args:
+        lengths: tried in full, instead of a search.
+    """
     device, cuda = budget.device, budget.device.type == "cuda"
     if cuda:
         whole = torch.cuda.get_device_properties(device).total_memory
@@ -140,18 +153,21 @@ def search_here(shape: Shape, rival: str, budget: Budget, tell: Callable[[dict[s
         use_expandable(RIVALS[rival].expandable, device)
     model = build(shape, device, torch.bfloat16 if cuda else torch.float32)
     grain = (1024 if cuda else 8) * shape.ranks
-    trial = Trainer(model, batch(shape, grain, device))  # the libraries load, and the paper's program gets its time
-    forward = trial.layer_forward_s(shape.layers) / grain
+    Trainer(model, batch(shape, grain, device)).step(Installed())  # the libraries load
     search = Search(grain, start=8 * grain, most=1 << 22)
     warm_up = RIVALS[rival].warm_up
 
     def tried(length: int, steps: int) -> bool:
-        found = probe(shape, length, rival, replace(budget, layer_forward_s=forward * length), model, steps)
+        found = probe(shape, length, rival, budget, model, steps)
         search.learn(length, found["fits"])
         tell(found)
         return found["fits"]
 
-    while True:
+    if lengths:
+        tried(search.start, min(1, warm_up))  # as a search begins: layers are profiled where there is room
+    for length in lengths:
+        tried(length, warm_up)
+    while not lengths:
         for length in search.lengths():
             tried(length, min(1, warm_up))
         if not search.longest or warm_up <= 1 or tried(search.longest, warm_up):
@@ -165,7 +181,7 @@ def longest(probes: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def search_apart(
-    shape: Shape, rival: str, budget: Budget, seconds: float, device_bytes: int, folder: Path
+    shape: Shape, rival: str, budget: Budget, seconds: float, device_bytes: int, lengths: Sequence[int] = ()
 ) -> tuple[list[dict[str, Any]], str | None]:
     """The search in a process of its own, which may run out of anything; what it said until then counts.
 
@@ -175,8 +191,10 @@ def search_apart(
     arguments = {"child": rival, "workload": shape.name, "device": budget.device.type, "bandwidth": budget.bandwidth}
     arguments |= {"host-bytes": budget.host_bytes, "device-bytes": device_bytes}
     command = [sys.executable, "-m", "benchmarks.capacity", *(f"--{name}={value}" for name, value in arguments.items())]
-    log, root = folder / "capacity-child.log", Path(__file__).parents[1]
-    with log.open("w+") as err:
+    if lengths:
+        command += ["--lengths", *map(str, lengths)]
+    root = Path(__file__).parents[1]
+    with tempfile.TemporaryFile("w+") as err:
         try:
             done = subprocess.run(
                 command,
@@ -189,12 +207,11 @@ def search_apart(
             )
             out, why = done.stdout, None if done.returncode == 0 else f"exit {done.returncode}"
         except subprocess.TimeoutExpired as late:
-            out, why = late.stdout or "", f"{NO_TIME} after {seconds:.0f} s"
+            out, why = late.stdout or "", f"{results.NO_TIME} after {seconds:.0f} s"
             out = out.decode() if isinstance(out, bytes) else out
         err.seek(0)
         if why and why.startswith("exit"):
             why += f": {err.read()[-500:]}"
-    log.unlink()
     probes = []
     for line in out.splitlines():
         if line.startswith("{") and line.endswith("}"):  # the last one may be cut
@@ -203,65 +220,103 @@ def search_apart(
 
 
 def measure(
-    shape: Shape, rivals: list[str], budgets: list[int], budget: Budget, device_bytes: int, budget_s: float, folder: Path
-) -> dict[str, Any]:
-    """Every rival at every host budget, one rival after the other, as far as the time goes."""
-    begin = time.perf_counter()
+    run: results.Run, shape: Shape, rivals: list[str], budgets: list[int], budget: Budget, device_bytes: int, until: float
+) -> None:
+    """Every rival at every host budget, one rival after the other, as far as the time goes; then ours at their lengths.
+
+    Args:
+        until: seconds since the run began.
+    """
     jobs = [(rival, host) for rival in rivals for host in budgets]
-    rows, dropped, failures = [], [], []
+    rows: list[dict[str, Any]] = []
+    before = list(run.found["claims"])
+    kept = KEPT * (until - run.seconds()) if PLANNED in rivals else 0.0
     for number, (rival, host) in enumerate(jobs):
-        left = budget_s - (time.perf_counter() - begin)
+        left = until - kept - run.seconds()
         if left < 10:
-            dropped += [{"workload": shape.name, "rival": name, "host_bytes": bytes_} for name, bytes_ in jobs[number:]]
+            run.found["dropped"] += [
+                {"workload": shape.name, "rival": name, "host_bytes": bytes_} for name, bytes_ in jobs[number:]
+            ]
             results.say(f"dropped for time: {', '.join(f'{name} at {bytes_ / GIB:.3g} GiB' for name, bytes_ in jobs[number:])}")
             break
-        row = {"workload": shape.name, "rival": rival, "host_bytes": host, "device_bytes": device_bytes}
+        row: dict[str, Any] = {"workload": shape.name, "rival": rival, "host_bytes": host, "device_bytes": device_bytes}
+        row |= {"longest": None, "ended_early": None, "probes": []}
+        rows.append(row)
+        run.found["rivals"].append(row)
         if (missing := RIVALS[rival].missing()) is not None:
-            rows.append(row | {"longest": None, "why": missing, "probes": []})
+            row["why"] = missing
             continue
         share = left if number == len(jobs) - 1 else left / 2
-        probes, why = search_apart(shape, rival, replace(budget, host_bytes=host), share, device_bytes, folder)
+        name = f"capacity: {rival} at {host / GIB:.3g} GiB"
+        search = run.attempt(name, search_apart, shape, rival, replace(budget, host_bytes=host), share, device_bytes)
+        probes, why = search or ([], "it broke")
         best = longest(probes)
         fails = min((found["length"] for found in probes if not found["fits"]), default=None)
         row |= {"longest": best and best["length"], "fails_at": fails, "step_s": best and best["step_s"]}
-        rows.append(row | {"ended_early": why, "probes": probes})
+        row |= {"ended_early": why, "probes": probes}
         if why and why.startswith("exit"):
-            failures.append(f"capacity: {rival} at {host / GIB:.3g} GiB: {why}")
+            run.failures.append(f"{name}: {why}")
+        run.save(claims=before + claims(rows))
         text = f"{best['length']} tokens, {best['step_s']:.3g} s a step" if best else "no length fits"
         results.say(f"    host {host / GIB:6.3g} GiB  {rival:22s} {text}{f' ({why[:60]})' if why else ''}")
-    return {
-        "rivals": rows,
-        "dropped": dropped,
-        "failures": failures,
-        "claims": claims(rows),
-        "seconds": time.perf_counter() - begin,
-    }
+    compared = [row for row in rows if row["rival"] == PLANNED and lengths_to_compare(row, rows)]
+    for number, ours in enumerate(compared):
+        seconds = (until - run.seconds()) / (len(compared) - number)
+        if seconds < 10:
+            break
+        lengths, name = lengths_to_compare(ours, rows), f"capacity: {PLANNED} where the rivals end"
+        results.say(f"    host {ours['host_bytes'] / GIB:6.3g} GiB  {PLANNED} at {', '.join(map(str, lengths))} tokens")
+        here = replace(budget, host_bytes=ours["host_bytes"])
+        search = run.attempt(name, search_apart, shape, PLANNED, here, seconds, device_bytes, lengths)
+        ours["at_rivals"], why = search or ([], None)
+        if why and why.startswith("exit"):
+            run.failures.append(f"{name}: {why}")
+        run.save(claims=before + claims(rows))
+    results.say_claims(run.found["claims"][len(before) :])
+
+
+def lengths_to_compare(ours: dict[str, Any], rows: list[dict[str, Any]]) -> list[int]:
+    """Where each rival ends at the host budget of ours, if ours goes as far; the longest first."""
+    ends = {row["longest"] for row in rows if row["host_bytes"] == ours["host_bytes"] and row["rival"] not in OURS}
+    return sorted((length for length in ends if length and length <= (ours["longest"] or 0)), reverse=True)
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At each host budget: ours against the longest of the others.
+    """At each host budget: ours, planned, against the longest of the others, and how fast it is where each of them ends.
 
-    A search that was cut off is at its length *or more*: ours then claims nothing, and another's speaks only if that is beyond
-    ours already; else it is named as unfinished.
+    A search that was cut off is at its length *or more*: ours then claims nothing, which is a bar missed, and another's speaks
+    only if that is beyond ours already; else it is named as unfinished.
     """
     found = []
     for host in dict.fromkeys(row["host_bytes"] for row in rows):
-        fits = {row["rival"]: row for row in rows if row["host_bytes"] == host and row["longest"]}
-        ours = next((fits[name] for name in reversed(OURS) if name in fits), None)  # planned is what a user gets
-        if ours is None or ours["ended_early"]:
+        here = {row["rival"]: row for row in rows if row["host_bytes"] == host}
+        others = [row for name, row in here.items() if name not in OURS and row["longest"]]
+        if not others or (ours := here.get(PLANNED)) is None:
             continue
-        others = [row for name, row in fits.items() if name not in OURS]
-        known = [row for row in others if not row["ended_early"] or row["longest"] > ours["longest"]]
-        if not known:
+        at = f"host {host / GIB:.3g} GiB"
+        if ours["ended_early"] or not ours["longest"]:
+            why = f"cut off: {ours['ended_early']}" if ours["ended_early"] else ours.get("why", "no length fits")
+            found.append(unmeasured(f"longest / longest of the rivals, {at}", f"{PLANNED}: {why}"))
             continue
-        best = max(known, key=lambda row: row["longest"])
-        value = ours["longest"] / best["longest"]
-        name = f"longest / longest of the rivals ({best['rival']}), host {host / GIB:.3g} GiB"
-        unfinished = [row["rival"] for row in others if row not in known]
-        found.append(
-            {"claim": name, "value": value, "bar": 1.0, "held": value >= 1.0, "close_to": CLOSE, "unfinished": unfinished}
-        )
+        if known := [row for row in others if not row["ended_early"] or row["longest"] > ours["longest"]]:
+            best = max(known, key=lambda row: row["longest"])
+            value, unfinished = ours["longest"] / best["longest"], [row["rival"] for row in others if row not in known]
+            claim = {"claim": f"longest / longest of the rivals ({best['rival']}), {at}", "value": value, "bar": 1.0}
+            found.append(claim | {"held": value >= 1.0, "close_to": CLOSE, "unfinished": unfinished})
+        found += [_equally_fast(ours, row, at) for row in others if row["longest"] <= ours["longest"]]
     return found
+
+
+def _equally_fast(ours: dict[str, Any], other: dict[str, Any], at: str) -> dict[str, Any]:
+    """Step times where the other one ends, both as they stay: ours with planned addresses."""
+    name = f"step / step of {other['rival']} at {other['longest']} tokens, {at}"
+    probes = {found["length"]: found for found in ours.get("at_rivals", ())}
+    if (probe := probes.get(other["longest"])) is None:
+        return unmeasured(name, results.NO_TIME)
+    if not probe["fits"]:
+        return unmeasured(name, probe["why"])
+    value = probe["step_s"] / other["step_s"]
+    return {"claim": name, "value": value, "bar": EQUALLY_FAST, "held": value <= EQUALLY_FAST}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -272,32 +327,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--host-gibs", type=float, nargs="+", help="host budgets, one after the other; absent: 32 and 2")
     for hidden in ("child", "workload"):
         parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
+    parser.add_argument("--lengths", type=int, nargs="+", default=(), help=argparse.SUPPRESS)
     for hidden in ("host-bytes", "device-bytes"):
         parser.add_argument(f"--{hidden}", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--bandwidth", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    device = results.device_or_exit(options.device, "capacity")
     if options.child:
+        device = torch.device(options.device)
         budget = Budget(device, options.host_bytes, options.device_bytes, bandwidth=options.bandwidth)
-        search_here(shapes(device)[options.workload], options.child, budget, lambda found: print(json.dumps(found), flush=True))
+        shape = shapes(device)[options.workload]
+        search_here(shape, options.child, budget, lambda found: print(json.dumps(found), flush=True), options.lengths)
         return 0
+    device = results.device_or_exit(options.device, "capacity")
     cuda = device.type == "cuda"
     device_gib = options.device_gib or (16.0 if cuda else 0.004)
     hosts = options.host_gibs or ([options.host_gib] if options.host_gib else [32.0, 2.0] if cuda else [0.5, 0.001])
-    found: dict[str, Any] = {"rivals": [], "dropped": [], "failures": [], "claims": [], "seconds": 0.0}
     names = options.workloads or ["gpt7b"]
     rivals = list(ALL if "all" in options.rivals else options.rivals)
-    begin = time.perf_counter()
-    budget = make_budget(device, max(hosts))  # the machine may have to grow first
-    seconds = (options.budget_s - (time.perf_counter() - begin)) / len(names)
-    for name in names:
+    run = results.Run("capacity", device, options.out, vars(options))
+    run.found |= {"rivals": [], "dropped": [], "claims": []}
+    budget = make_budget(run, device, max(hosts))  # the machine may have to grow first
+    budgets, device_bytes = [int(gib * GIB) for gib in hosts], int(device_gib * GIB)
+    for number, name in enumerate(names):
         results.say(f"{name}: {device_gib:.3g} GiB of device memory")
-        budgets = [int(gib * GIB) for gib in hosts]
-        part = measure(shapes(device)[name], rivals, budgets, budget, int(device_gib * GIB), seconds, results.folder(options.out))
-        for key, value in part.items():
-            found[key] += value
-    results.say_claims(found["claims"])
-    return results.write("capacity", device, found | {"settings": vars(options)}, options.out)
+        until = run.seconds() + (options.budget_s - run.seconds()) / (len(names) - number)
+        run.attempt(name, measure, run, shapes(device)[name], rivals, budgets, budget, device_bytes, until)
+    return run.finish()
 
 
 if __name__ == "__main__":

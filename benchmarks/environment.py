@@ -19,7 +19,10 @@ def environment(device: torch.device) -> dict[str, Any]:
     def version(name: str) -> str | None:
         if importlib.util.find_spec(name) is None:
             return None
-        return getattr(importlib.import_module(name), "__version__", "present")
+        try:
+            return getattr(importlib.import_module(name), "__version__", "present")
+        except Exception as error:  # a package built for another torch fails in its own ways
+            return f"{type(error).__name__}: {str(error)[:120]}"
 
     git = shutil.which("git")
     commit = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout if git else ""

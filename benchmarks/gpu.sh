@@ -11,6 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-$(command -v python3 || command -v python)}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 case "${1:-}" in
-    check | speed | capacity | planner | all | table) verb=$1 && shift && exec "$PYTHON" -m "benchmarks.$verb" "$@" ;;
+    check | speed | capacity | planner | all) exec "$PYTHON" -m benchmarks.preflight "$@" ;;
+    table) shift && exec "$PYTHON" -m benchmarks.table "$@" ;;
     *) sed -n '2,8p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
 esac

@@ -16,17 +16,20 @@ PATIENCE_S = 2.0
 """How long a machine is waited for until its memory counts as all there is."""
 IDLE_S = 15.0
 """One that has not grown for so long, while its memory was being used, does not grow: a large one takes minutes to half fill."""
-EVERYTHING = 1 << 62
+MOST_S = 40.0
+"""How long a machine may grow: the time that one is lent for is short."""
 BESIDE = 16 * GIB
 """What is needed beside a host budget."""
 
 
-def budget(host_gib: float | None, device: torch.device) -> int:
-    """Bytes of host memory that rivals may use; None: all there can be. Trials on a CPU take what there is."""
-    if host_gib is not None:
-        grow(int(host_gib * GIB) + (BESIDE if device.type == "cuda" else 0))
-    elif device.type == "cuda":
-        grow(EVERYTHING)
+def budget(host_gib: float | None, device: torch.device, enough_gib: float = 48.0) -> int:
+    """Bytes of host memory that rivals may use. Trials on a CPU take what there is.
+
+    Args:
+        host_gib: at most; None: what is there, once the machine has grown to `enough_gib` and what is needed beside.
+    """
+    if device.type == "cuda":
+        grow(int((host_gib or enough_gib) * GIB) + BESIDE)
     return budget_bytes(host_gib, 1, locked=False)
 
 
@@ -51,14 +54,18 @@ def grow(
     wait: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Use memory, step by step, as long as the machine is smaller than `wanted` and grows; give it back.
+    """Use memory, step by step, as long as the machine is smaller than `wanted` and grows, for MOST_S at most; give it back.
 
     Returns:
         Bytes that the machine has then. One that has them already, or does not grow, is left as it is.
     """
-    held, most, grew = [], free() // 2, clock()
-    while (before := total()) < wanted and (step := min(STEP, free() // 2) >> 20 << 20) >= 1 << 24:
-        held.append(use(step))
+    held, most, begin = [], free() // 2, clock()
+    grew = begin
+    while (before := total()) < wanted and (step := min(STEP, free() // 2) >> 20 << 20) >= 1 << 24 and clock() - begin < MOST_S:
+        try:
+            held.append(use(step))
+        except (OSError, MemoryError):  # it is as large as it gets
+            break
         for _ in range(10):
             if total() > before:
                 grew = clock()

@@ -21,7 +21,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +30,18 @@ import torch
 from benchmarks import host as host_memory
 from benchmarks import results
 from benchmarks.rivals import GIB, RIVALS, SWAPPING, Budget
-from benchmarks.speed import add_common, arena
-from benchmarks.timing import Trainer, homes, timed
+from benchmarks.speed import add_common
+from benchmarks.timing import Trainer, arena, homes, timed
 from benchmarks.workloads import Shape, batch, build, shapes
 
-WAYS = {"native": (False, False), "expandable segments": (True, False), "planned": (False, True), "both": (True, True)}
-"""Expandable segments, planned addresses."""
+WAYS = {"native": (False, False), "planned": (False, True), "expandable segments": (True, False), "both": (True, True)}
+"""Expandable segments, planned addresses; those that the bars compare come first."""
+LEAST_S = 20.0
+"""With less, no way is begun: a process has to load its libraries and to train until addresses are planned."""
 BAR = 1.02
 STEPS = 4
+ENOUGH_GIB = 32.0
+"""Of host memory, where there is no more."""
 WARM_UP = 5
 
 
@@ -87,7 +90,7 @@ def run_way(shape: Shape, way: str, lengths: list[int], device: torch.device, ho
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=root, check=False)
     except subprocess.TimeoutExpired:
-        return {"error": f"no time left after {seconds:.0f} s"}
+        return {"error": f"{results.NO_TIME} after {seconds:.0f} s"}
     if done.returncode:
         return {"error": f"exit {done.returncode}: {done.stderr[-1500:]}"}
     return json.loads(done.stdout.splitlines()[-1])
@@ -95,44 +98,60 @@ def run_way(shape: Shape, way: str, lengths: list[int], device: torch.device, ho
 
 def claims(ways: dict[str, dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """The bars that planned addresses have to meet; counts and bytes, and no claim without a device that counts them."""
-    found = []
-    planned, native = ways.get("planned", {}), ways.get("native", {})
-    if "cuda_mallocs_per_step" not in planned or not arena(planned["report"]):
+    found: list[dict[str, Any]] = []
+    planned, native = ways.get("planned", {"error": results.NO_TIME}), ways.get("native", {"error": results.NO_TIME})
+    mallocs, reserved = f"cudaMalloc and cudaFree a step, {where}", f"reserved / requested without a plan, {where}"
+    if "error" in planned:
+        return [results.unmeasured(name, f"planned did not run: {planned['error']}") for name in (mallocs, reserved)]
+    if "cuda_mallocs_per_step" not in planned:
         return found
+    if not arena(planned["report"]):
+        return [results.unmeasured(name, "no addresses were planned") for name in (mallocs, reserved)]
     calls = planned["cuda_mallocs_per_step"] + planned["cuda_frees_per_step"]
-    found.append({"claim": f"cudaMalloc and cudaFree a step, {where}", "value": calls, "bar": 0, "held": calls == 0})
-    if "report" in native and homes(native["report"]) == homes(planned["report"]):
-        over = planned["device_reserved_peak"] / native["device_peak"]
-        found.append({"claim": f"reserved / requested without a plan, {where}", "value": over, "bar": BAR, "held": over <= BAR})
-    return found
+    found.append({"claim": mallocs, "value": calls, "bar": 0, "held": calls == 0})
+    if "error" in native:
+        return [*found, results.unmeasured(reserved, f"native did not run: {native['error']}")]
+    if homes(native["report"]) != homes(planned["report"]):
+        return [*found, results.unmeasured(reserved, "the two processes chose other homes, so their bytes cannot be compared")]
+    over = planned["device_reserved_peak"] / native["device_peak"]
+    return [*found, {"claim": reserved, "value": over, "bar": BAR, "held": over <= BAR}]
 
 
-def measure(names: list[str], device: torch.device, host_bytes: int, budget_s: float) -> dict[str, Any]:
-    begin = time.perf_counter()
+def measure(run: results.Run, names: list[str], device: torch.device, host_bytes: int, budget_s: float) -> None:
+    """Every way of every workload and kind, as far as the time goes.
+
+    Args:
+        budget_s: seconds since the run began.
+    """
     jobs = [(name, kind) for name in names for kind in ("fixed length", "three lengths")]
-    runs, dropped, failures = [], [], []
-    for number, (name, kind) in enumerate(jobs):
-        left = budget_s - (time.perf_counter() - begin)
-        if left < 20:
-            dropped += [{"workload": other, "kind": other_kind} for other, other_kind in jobs[number:]]
-            results.say(f"dropped for time: {', '.join(f'{other}, {other_kind}' for other, other_kind in jobs[number:])}")
-            break
+    runs, dropped = [], []
+    run.found |= {"runs": runs, "dropped": dropped}
+    for name, kind in jobs:
+        if budget_s - run.seconds() < LEAST_S:
+            dropped.append({"workload": name, "kind": kind})
+            results.say(f"{name}, {kind}: dropped, {max(0.0, budget_s - run.seconds()):.0f} s are left")
+            continue
         shape = shapes(device)[name]
         lengths = lengths_of(shape, device.type == "cuda")[kind]
         results.say(f"{name}, {kind}: {', '.join(map(str, lengths))} tokens")
         ways: dict[str, dict[str, Any]] = {}
+        runs.append({"workload": name, "kind": kind, "lengths": lengths, "ways": ways})
         for way in WAYS:
-            left = budget_s - (time.perf_counter() - begin)
-            ways[way] = row = run_way(shape, way, lengths, device, host_bytes, max(20.0, left))
-            results.say(f"    {way:20s} {_line(row)}")
-            if "error" in row:
-                failures += [f"planner: {name}, {kind}, {way}: {row['error']}"] if row["error"].startswith("exit") else []
-            elif WAYS[way][1] and not row.get("hits"):
-                failures.append(f"planner: {name}, {kind}, {way}: no request got a planned address")
-        found = claims(ways, f"{name}, {kind}")
-        results.say_claims(found)
-        runs.append({"workload": name, "kind": kind, "lengths": lengths, "ways": ways, "claims": found})
-    return {"runs": runs, "dropped": dropped, "failures": failures, "seconds": time.perf_counter() - begin}
+            left = budget_s - run.seconds()
+            if left < LEAST_S:
+                ways[way] = {"error": results.NO_TIME}
+            else:
+                part = f"planner: {name}, {kind}, {way}"
+                row = run.attempt(part, run_way, shape, way, lengths, device, host_bytes, left) or {"error": "it broke"}
+                ways[way] = row
+                if row.get("error", "").startswith("exit"):
+                    run.failures.append(f"{part}: {row['error']}")
+                elif "error" not in row and WAYS[way][1] and not row.get("hits"):
+                    run.failures.append(f"{part}: no request got a planned address")
+            results.say(f"    {way:20s} {_line(ways[way])}")
+            runs[-1]["claims"] = claims(ways, f"{name}, {kind}")
+            run.save()
+        results.say_claims(runs[-1]["claims"])
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -155,16 +174,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workload", help=argparse.SUPPRESS)
     parser.add_argument("--host-bytes", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    device = results.device_or_exit(options.device, "planner")
     if options.child is not None:
+        device = torch.device(options.device)
         shape = shapes(device)[options.workload]
         print(json.dumps(train(shape, bool(options.child), options.lengths, device, options.host_bytes)))
         return 0
+    device = results.device_or_exit(options.device, "planner")
     names = options.workloads or ["gpt7b", "llama8b", "ulysses8"]
-    begin = time.perf_counter()
-    host = host_memory.budget(options.host_gib, device)
-    found = measure(names, device, host, options.budget_s - (time.perf_counter() - begin))
-    return results.write("planner", device, found | {"settings": vars(options)}, options.out)
+    run = results.Run("planner", device, options.out, vars(options))
+    host = run.attempt("host memory", host_memory.budget, options.host_gib, device, ENOUGH_GIB) or 0
+    run.attempt("planner", measure, run, names, device, host, options.budget_s)
+    return run.finish()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,10 @@ import math
 import os
 import sys
 import tarfile
+import time
+import traceback
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,7 @@ import torch
 from benchmarks.environment import environment
 
 FOLDER = Path(__file__).parent / "results"
-
-
+NO_TIME = "no time left"
 ARCHIVE_MOST = 12 << 20
 """Bytes of details: what comes back from a lent machine is limited."""
 
@@ -51,27 +53,57 @@ def folder(out: str | None) -> Path:
     return found
 
 
-def write(verb: str, device: torch.device, found: dict[str, Any], out: str | None, details: Path | None = None) -> int:
-    """Write <verb>-<device>-<time>.json, bring the table up to date where it lies beside it, and return the exit status.
+class Run:
+    """One run of a verb. Its file is there from the beginning, marked "unfinished", and is brought up to date after every part:
+    a run that is ended from outside leaves what it has."""
 
-    Args:
-        details: a folder that goes into <verb>-<device>-<time>.tar.gz.
-    """
-    here = environment(device)
-    stamp = here["time"].replace(":", "").replace("-", "")[:15]
-    path = folder(out) / f"{verb}-{device.type}-{stamp}.json"
-    if details is not None and any(details.iterdir()):
-        archive = path.with_suffix(".tar.gz")
-        found = found | {"details": archive.name, "details_left_out": pack(details, archive)}
-    path.write_text(json.dumps(plain({"verb": verb, "environment": here, **found}), indent=1, allow_nan=False) + "\n")
-    say(f"written to {path}")
-    if path.parent == FOLDER:
-        from benchmarks.table import update
+    def __init__(self, verb: str, device: torch.device, out: str | None, settings: dict[str, Any] | None = None) -> None:
+        here = environment(device)
+        stamp = here["time"].replace(":", "").replace("-", "")[:15]
+        self.path = folder(out) / f"{verb}-{device.type}-{stamp}.json"
+        self.failures: list[str] = []
+        self.found: dict[str, Any] = {"verb": verb, "environment": here, "settings": settings, "failures": self.failures}
+        self._begin = time.perf_counter()
+        self.save()
 
-        update()
-    failures = found.get("failures", [])
-    say("\n".join(failures) if failures else f"{verb}: no failures")
-    return 1 if failures else 0
+    def seconds(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def save(self, unfinished: bool = True, **parts: Any) -> None:
+        """Add parts and write the file; one that is read meanwhile is whole."""
+        self.found |= {**parts, "seconds": self.seconds()}
+        said = plain(self.found | ({"unfinished": True} if unfinished else {}))
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text(json.dumps(said, indent=1, allow_nan=False) + "\n")
+        beside.replace(self.path)
+
+    def attempt(self, name: str, part: Callable[..., Any], *arguments: Any) -> Any:
+        """What a part found; None where it broke, which is a failure and no end."""
+        try:
+            return part(*arguments)
+        except Exception as error:
+            traceback.print_exc()
+            self.failures.append(f"{name}: {type(error).__name__}: {str(error)[:500]}")
+            return None
+
+    def finish(self, details: Path | None = None) -> int:
+        """Write the last word, bring the table up to date where it lies beside it, and return the exit status.
+
+        Args:
+            details: a folder that goes into an archive of the file's name.
+        """
+        if details is not None and any(details.iterdir()):
+            archive = self.path.with_suffix(".tar.gz")
+            if (left_out := self.attempt("details", pack, details, archive)) is not None:
+                self.found |= {"details": archive.name, "details_left_out": left_out}
+        self.save(unfinished=False)
+        say(f"written to {self.path}")
+        if self.path.parent == FOLDER:
+            from benchmarks.table import update
+
+            update()
+        say("\n".join(self.failures) if self.failures else f"{self.found['verb']}: no failures")
+        return 1 if self.failures else 0
 
 
 def pack(details: Path, archive: Path, most: int = ARCHIVE_MOST) -> list[str]:
@@ -87,8 +119,16 @@ def pack(details: Path, archive: Path, most: int = ARCHIVE_MOST) -> list[str]:
     return left_out
 
 
+def unmeasured(claim: str, why: str) -> dict[str, Any]:
+    """A bar that nothing was measured for: not held, and named in the table."""
+    return {"claim": claim, "value": None, "bar": None, "held": False, "why": why.strip().split("\n")[-1][:200]}
+
+
 def say_claims(claims: list[dict[str, Any]]) -> None:
     for claim in claims:
+        if claim["value"] is None:
+            say(f"      MISSED {claim['claim']}: {claim['why']}")
+            continue
         margin = f", {claim['margin']:.2g} more is noise" if "margin" in claim else ""
         verdict = "held  " if claim["held"] else "MISSED"
         say(f"      {verdict} {claim['claim']}: {claim['value']:.4g} (bar {claim['bar']:g}{margin})")

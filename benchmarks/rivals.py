@@ -163,7 +163,7 @@ def memo(model: nn.Module, budget: Budget, planned: bool = False, **config: Any)
         handle.detach()
 
 
-_PLANNED = 4
+_UNTIL_PLANNED = 4
 """Steps until addresses are planned: one after which ds_memo solves again, two alike to profile, one that plans and lets go of
 what torch's allocator held. (Seen in the emulator, at every length. Where a GPU takes longer, samples are taken again.)"""
 
@@ -187,7 +187,7 @@ RIVALS = {
             "paper, planned",
             "the same with planned addresses, by ds_memo's planner",
             paper,
-            warm_up=_PLANNED,
+            warm_up=_UNTIL_PLANNED,
             settings={"planned": True},
         ),
         Rival("ds_memo", "ds_memo, PyTorch's allocator", memo, warm_up=3, needs="deepspeed"),
@@ -203,7 +203,7 @@ RIVALS = {
             "ds_memo, planned",
             "ds_memo, planned addresses",
             memo,
-            warm_up=_PLANNED,
+            warm_up=_UNTIL_PLANNED,
             needs="deepspeed",
             settings={"planned": True},
         ),
@@ -211,13 +211,15 @@ RIVALS = {
             "ds_memo, swapping",
             "ds_memo, planned addresses, two resident layers even where more would fit",
             memo,
-            warm_up=_PLANNED,
+            warm_up=_UNTIL_PLANNED,
             needs="deepspeed",
             settings={"planned": True, "resident_layers": 2},
         ),
     )
 }
-OURS = ("ds_memo", "ds_memo, expandable", "ds_memo, planned")
-"""With its own solution; the last is what a user gets."""
+PLANNED = "ds_memo, planned"
+"""What a user gets."""
+OURS = ("ds_memo", "ds_memo, expandable", PLANNED)
+"""With its own solution."""
 SWAPPING = "ds_memo, swapping"
 INPUT_OFFLOAD = ("deepspeed", "hf_offload")

@@ -54,12 +54,16 @@ def summary(data: dict[str, Any]) -> str:
     """One cell."""
     failures = data.get("failures", [])
     verdict = f"{len(failures)} failures" if failures else "no failures"
+    if data.get("unfinished"):
+        verdict = f"ended from outside, {verdict} until then"
     parts = [data, *data.get("points", ()), *data.get("runs", ())]
     held = [claim for part in parts for claim in part.get("claims", ())]
     if held:
         verdict += f", {sum(claim['held'] for claim in held)} of {len(held)} bars held"
         if noisy := sum(claim["held"] and "margin" in claim and claim["value"] > claim["bar"] for claim in held):
             verdict += f" ({noisy} within noise)"
+    if nothing := [f"{claim['claim']} ({claim['why']})" for claim in held if "why" in claim]:
+        verdict += f"; not measured: {', '.join(nothing)}".replace("|", "/")
     points, dropped = (
         ", ".join(f"{point['workload']} {_short(point['length'])}" for point in data.get(key, ()) if "length" in point)
         for key in ("points", "dropped")
@@ -68,15 +72,15 @@ def summary(data: dict[str, Any]) -> str:
 
 
 def _points(runs: list[dict[str, Any]]) -> list[str]:
-    latest: dict[tuple[str, int, int], dict[str, Any]] = {}
+    latest: dict[tuple[str, int, int, tuple[str, ...]], dict[str, Any]] = {}  # other rivals are another comparison
     for run in runs:
-        for point in run["points"]:
-            latest[point["workload"], point["length"], point["host_budget"]] = point
+        for point in run.get("points", ()):
+            latest[point["workload"], point["length"], point["host_budget"], tuple(sorted(point["rivals"]))] = point
     rivals = list(dict.fromkeys(name for point in latest.values() for name in point["rivals"]))
     lines = ["Median milliseconds of a step:", ""]
     lines.append(f"| workload | tokens | host GiB | {' | '.join(rivals)} | predicted |")
     lines.append("|---" * (len(rivals) + 4) + "|")
-    for (workload, length, host), point in sorted(latest.items()):
+    for (workload, length, host, _), point in sorted(latest.items()):
         cells = [_step(point["rivals"].get(name)) for name in rivals]
         predicted = point.get("predicted", {}).get("step_s")
         cells.append("–" if predicted is None else f"{predicted * 1e3:,.0f}")
@@ -86,7 +90,7 @@ def _points(runs: list[dict[str, Any]]) -> list[str]:
 
 def _kernels(runs: list[dict[str, Any]]) -> list[str]:
     """Attention at each length, of the latest run that has it; the one that ds_memo picks by itself is marked."""
-    points = next((run["attention"]["points"] for run in reversed(runs) if run.get("attention")), [])
+    points = next((run["attention"]["points"] for run in reversed(runs) if (run.get("attention") or {}).get("points")), [])
     if not points:
         return []
     names = list(dict.fromkeys(name for point in points for name in point["kernels"]))
@@ -105,7 +109,7 @@ def _kernels(runs: list[dict[str, Any]]) -> list[str]:
 def _longest(runs: list[dict[str, Any]]) -> list[str]:
     lines = ["Longest trainable length:", "", "| workload | device GiB | host GiB | rival | tokens | step s |", "|---" * 6 + "|"]
     for run in runs:
-        for row in run["rivals"]:
+        for row in run.get("rivals", ()):
             what = (
                 row["workload"],
                 f"{row['device_bytes'] / (1 << 30):.0f}",

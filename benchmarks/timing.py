@@ -114,6 +114,11 @@ def homes(report: dict[str, Any]) -> tuple[Any, ...]:
     return report.get("checkpointing"), report.get("alpha"), *layers
 
 
+def arena(report: dict[str, Any]) -> int:
+    """Bytes of planned addresses; 0: there are none, as where ds_memo is plain training."""
+    return (report.get("plan") or {}).get("arena") or 0
+
+
 def setting(report: dict[str, Any]) -> tuple[Any, ...]:
     """All that its speed and bytes depend on: homes, which ds_memo may lower while it trains, and addresses."""
     profile, plan = report.get("profile") or {}, report.get("plan") or {}

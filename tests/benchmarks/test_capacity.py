@@ -1,13 +1,13 @@
 """The search for the longest length: how it goes down, when it ends, what it may claim."""
 
+import contextlib
 import json
-import types
 
 import pytest
 import torch
 
-from benchmarks import capacity, speed
-from benchmarks.rivals import GIB, RIVALS, Budget
+from benchmarks import capacity, results, speed
+from benchmarks.rivals import GIB, RIVALS, Budget, Installed
 
 CPU = torch.device("cpu")
 
@@ -53,19 +53,68 @@ def test_a_length_that_fits_until_addresses_are_planned_does_not_fit(monkeypatch
 
 def test_ours_and_the_best_have_their_time_first(monkeypatch, tmp_path):
     clock, seen = 0.0, []
-    monkeypatch.setattr(capacity, "time", types.SimpleNamespace(perf_counter=lambda: clock))
 
-    def search(shape, rival, budget, seconds, device_bytes, folder):
+    def search(shape, rival, budget, seconds, device_bytes, lengths=()):
         nonlocal clock
-        seen.append((rival, budget.host_bytes, seconds))
+        seen.append((rival, budget.host_bytes, seconds, *lengths))
         clock += 60
         return [{"length": 8, "fits": True, "step_s": 1.0}], None
 
     monkeypatch.setattr(capacity, "search_apart", search)
     shape, rivals = speed.shapes(CPU)["gpt7b"], ["ds_memo, planned", "checkpoint"]
-    found = capacity.measure(shape, rivals, [2, 1], Budget(CPU, GIB), GIB, 240, tmp_path)
-    assert seen == [(rivals[0], 2, 120), (rivals[0], 1, 90), (rivals[1], 2, 60), (rivals[1], 1, 60)]
-    assert found["dropped"] == []
+    run = results.Run("capacity", CPU, str(tmp_path))
+    run.found |= {"rivals": [], "dropped": [], "claims": []}
+    monkeypatch.setattr(run, "seconds", lambda: clock)
+    capacity.measure(run, shape, rivals, [2, 1], Budget(CPU, GIB), GIB, 360)
+    ours, other = rivals
+    assert seen[:4] == [(ours, 2, 135), (ours, 1, 105), (other, 2, 75), (other, 1, 90)]
+    assert seen[4:] == [(ours, 2, 60, 8), (ours, 1, 60, 8)]  # as fast where the other one ends?
+    assert run.found["dropped"] == [] and len(run.found["claims"]) == 4
+    assert all(claim["held"] for claim in run.found["claims"])
+
+
+def test_every_search_is_in_the_file_before_the_next_one(monkeypatch, tmp_path):
+    run = results.Run("capacity", CPU, str(tmp_path))
+    run.found |= {"rivals": [], "dropped": [], "claims": []}
+    seen = []
+
+    def search(shape, rival, *more):
+        seen.append(json.loads(run.path.read_text()))
+        if rival == "deepspeed":
+            raise OSError("no process")
+        return [{"length": 8, "fits": True, "step_s": 1.0}], None
+
+    monkeypatch.setattr(capacity, "search_apart", search)
+    rivals = ["checkpoint", "deepspeed", "hf_offload"]
+    capacity.measure(run, speed.shapes(CPU)["gpt7b"], rivals, [GIB], Budget(CPU, GIB), GIB, 1000)
+    assert [len(said.get("rivals", ())) for said in seen] == [0, 1, 2] and all(said["unfinished"] for said in seen)
+    assert run.failures == ["capacity: deepspeed at 1 GiB: OSError: no process"]
+    assert [row["longest"] for row in run.found["rivals"]] == [8, None, 8]
+    assert run.finish() == 1 and "unfinished" not in json.loads(run.path.read_text())
+
+
+@pytest.mark.parametrize("rival", ["paper", "paper, planned"])
+def test_the_papers_program_gets_the_time_of_a_layer_at_the_length_that_is_tried(rival, monkeypatch):
+    """Attention grows with the square of the length."""
+    timed, given = [], []
+    monkeypatch.setattr(capacity.Trainer, "layer_forward_s", lambda trainer, layers: float(trainer.ids.numel() ** 2))
+
+    @contextlib.contextmanager
+    def on(self, model, budget):
+        given.append(budget.layer_forward_s)
+        yield Installed()
+
+    monkeypatch.setattr(type(RIVALS[rival]), "on", on)
+    shape = speed.shapes(CPU)["gpt7b"]
+    budget = Budget(CPU, GIB, device_bytes=int(0.0008 * GIB))
+    capacity.search_here(shape, rival, budget, timed.append)
+    assert given == [found["length"] ** 2 for found in timed] and len(set(given)) > 2
+
+
+def test_lengths_that_are_asked_for_are_tried_in_full():
+    found = []
+    capacity.search_here(speed.shapes(CPU)["gpt7b"], "checkpoint", Budget(CPU, GIB, GIB), found.append, [24, 16])
+    assert [(probe["length"], probe["fits"], probe["steps"]) for probe in found] == [(64, True, 2), (24, True, 2), (16, True, 2)]
 
 
 def test_checkpointing_trains_longer_than_nothing_in_the_same_bytes():
@@ -91,14 +140,15 @@ def test_capacity_runs_each_rival_in_a_process(tmp_path):
 
 
 def found_length(rival, longest, early=None):
-    return {"rival": rival, "longest": longest, "host_bytes": GIB, "ended_early": early}
+    return {"rival": rival, "longest": longest, "host_bytes": GIB, "ended_early": early, "step_s": 1.0}
 
 
 def test_a_search_that_was_cut_off_claims_no_more_than_it_knows():
     ours, late = found_length("ds_memo, planned", 512), "no time left after 9 s"
-    (claim,) = capacity.claims([ours, found_length("checkpoint", 1024), found_length("deepspeed", 64, late)])
+    claim, *_ = capacity.claims([ours, found_length("checkpoint", 1024), found_length("deepspeed", 64, late)])
     assert not claim["held"] and claim["value"] == 0.5 and claim["unfinished"] == ["deepspeed"]
-    assert capacity.claims([ours, found_length("checkpoint", 64, late)]) == []
+    assert not any("longest" in claim["claim"] for claim in capacity.claims([ours, found_length("checkpoint", 64, late)]))
     (claim,) = capacity.claims([ours, found_length("checkpoint", 1024, late)])  # as long at least
     assert not claim["held"]
-    assert capacity.claims([ours | {"ended_early": late}, found_length("checkpoint", 64)]) == []
+    (claim,) = capacity.claims([ours | {"ended_early": late}, found_length("checkpoint", 64)])
+    assert not claim["held"] and claim["value"] is None and "cut off: no time left after 9 s" in claim["why"]

@@ -38,11 +38,31 @@ def test_a_large_machine_that_does_not_grow_is_left_soon():
         nonlocal clock
         clock += seconds
 
-    host.grow(host.EVERYTHING, lambda: 1024 * GIB, lambda: 1000 * GIB - sum(used), use, wait, lambda: clock)
+    host.grow(1 << 62, lambda: 1024 * GIB, lambda: 1000 * GIB - sum(used), use, wait, lambda: clock)
     assert host.IDLE_S < clock < host.IDLE_S + 5
 
 
-@pytest.mark.parametrize("device, gib, wanted", [("cuda", None, host.EVERYTHING), ("cuda", 32, 48 * GIB), ("cpu", None, None)])
+def test_a_machine_that_grows_slowly_has_no_more_than_its_time():
+    clock, size = 0.0, 8 * GIB
+
+    def use(nbytes):
+        nonlocal clock, size
+        clock += 15
+        size += nbytes
+        return range(nbytes)
+
+    grown = host.grow(1 << 62, lambda: size, lambda: 64 * GIB, use, pytest.fail, lambda: clock)
+    assert grown == size and host.MOST_S <= clock < host.MOST_S + 15
+
+
+def test_memory_that_is_refused_ends_the_growth():
+    def use(nbytes):
+        raise OSError("Cannot allocate memory")
+
+    assert host.grow(32 * GIB, lambda: 8 * GIB, lambda: 8 * GIB, use, pytest.fail) == 8 * GIB
+
+
+@pytest.mark.parametrize("device, gib, wanted", [("cuda", None, 64 * GIB), ("cuda", 32, 48 * GIB), ("cpu", None, None)])
 def test_budgets_look_at_a_machine_that_has_grown(device, gib, wanted, monkeypatch):
     grown = []
     monkeypatch.setattr(host, "grow", grown.append)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import paper_memo, workloads
+from benchmarks.noise import distance
 from benchmarks.rivals import RIVALS, Budget, Installed
-from benchmarks.speed import distance
 from benchmarks.timing import Trainer
 
 CPU = torch.device("cpu")

@@ -45,6 +45,15 @@ def test_the_table_is_made_from_cuda_results_only(tmp_path):
     assert "| gpt7b | 64K | 64 | 2,500 | does not fit | 2,000 |" in text
 
 
+def test_a_run_with_other_rivals_does_not_hide_the_one_before():
+    point = RESULT["points"][0]
+    others = RESULT | {"points": [point | {"rivals": {"none": {"median_s": 2.4}, "deepspeed": {"median_s": 3.0}}}]}
+    again = RESULT | {"points": [point | {"rivals": {"none": {"median_s": 2.3}, "paper": {"median_s": 2.9}}}]}
+    text = table.render([("a.json", RESULT), ("b.json", others), ("c.json", again)])
+    assert "| gpt7b | 64K | 64 | 2,400 | – | 3,000 | 2,000 |" in text
+    assert "| gpt7b | 64K | 64 | 2,300 | 2,900 | – | 2,000 |" in text and "2,500" not in text
+
+
 def test_the_table_of_attention_kernels():
     kernels = {"cudnn": {"forward_tflops": 600.4, "backward_tflops": 500.0}, "flash": {"out": "RuntimeError: none"}}
     run = RESULT | {"attention": {"points": [{"length": 16384, "kernels": kernels, "picked": "cudnn"}]}}
@@ -75,6 +84,28 @@ def test_bars_that_only_noise_lets_hold_are_counted_apart():
     assert table.summary({"verb": "speed", "claims": held}) == "no failures, 2 of 2 bars held (1 within noise)"
 
 
+def test_bars_that_nothing_was_measured_for_are_named():
+    claims = [
+        {"held": True, "value": 0.9, "bar": 1.0},
+        results.unmeasured("reserved / requested", "other homes | in two processes"),
+    ]
+    text = table.summary({"verb": "planner", "runs": [{"claims": claims}]})
+    assert text == "no failures, 1 of 2 bars held; not measured: reserved / requested (other homes / in two processes)"
+
+
+def test_a_run_that_was_ended_leaves_what_it_had(tmp_path):
+    run = results.Run("speed", CPU, str(tmp_path), {"lengths": None})
+    assert run.attempt("attention", lambda: 1 / 0) is None
+    run.save(points=[{"workload": "gpt7b", "length": 1024, "claims": [{"held": True}]}])
+    (path,) = tmp_path.iterdir()
+    found = json.loads(path.read_text())
+    assert found["environment"]["torch"] == torch.__version__ and found["failures"][0].startswith("attention: ZeroDivisionError")
+    assert table.summary(found) == "gpt7b 1K; ended from outside, 1 failures until then, 1 of 1 bars held"
+    assert run.finish() == 1
+    assert list(tmp_path.iterdir()) == [path] and "unfinished" not in json.loads(path.read_text())
+    assert table.render([("speed.json", {"verb": "speed", "environment": found["environment"], "unfinished": True})])
+
+
 def test_details_go_into_one_archive_as_far_as_there_is_room(tmp_path):
     made = tmp_path / "made"
     made.mkdir()
@@ -84,7 +115,7 @@ def test_details_go_into_one_archive_as_far_as_there_is_room(tmp_path):
     assert results.pack(made, tmp_path / "some.tar.gz", most=1000) == ["large.trace.json"]
     with tarfile.open(tmp_path / "some.tar.gz") as details:
         assert details.getnames() == ["profile.json"]
-    assert results.write("speed", CPU, {}, str(tmp_path), made) == 0
+    assert results.Run("speed", CPU, str(tmp_path)).finish(made) == 0
     (path,) = tmp_path.glob("speed-cpu-*.json")
     assert (tmp_path / json.loads(path.read_text())["details"]).exists()
 

@@ -1,0 +1,236 @@
+"""One point of `speed`: every rival at one length of a workload, in turns, and what is looked at once beside them.
+
+A rival is put on the model, warmed up, timed, taken off, and the next has its turn. All are warmed up by as many steps, and every
+other turn goes through them backwards: a card that is held to a power limit is slower when it is warm.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks import results, streams
+from benchmarks.noise import distance, noise
+from benchmarks.predict import hardware_of, predict
+from benchmarks.rivals import GIB, INPUT_OFFLOAD, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, Rival
+from benchmarks.timing import Memory, Trainer, arena, clear, does_not_fit, homes, timed, use_expandable
+from benchmarks.workloads import Shape, batch, step_flops, tokens_of
+
+WARM_UP = max(rival.warm_up for rival in RIVALS.values())
+"""Steps of every rival before it is timed."""
+NEEDED = (PLANNED, "none", "checkpoint", *INPUT_OFFLOAD, SWAPPING)
+"""Those that the bars name."""
+URGENT = (*NEEDED, "checkpoint+attention", "paper, planned", "paper")
+"""In this order, and then the others: what a point cannot do without comes before its time is over."""
+
+
+def run_point(
+    model: nn.Module,
+    shape: Shape,
+    length: int,
+    rivals: list[Rival],
+    budget: Budget,
+    visits: tuple[int, int],
+    compare: bool,
+    folder: Path,
+    until: float = math.inf,
+    tell: Callable[[dict[str, Any]], Any] = lambda point: None,
+) -> dict[str, Any]:
+    """One point: raw samples, memory and reports of every rival.
+
+    Args:
+        visits: how often each rival has its turn, and how many steps are timed then.
+        compare: the gradients too.
+        folder: for the profile, the trace and the picture of the streams.
+        until: no turn begins later, by time.perf_counter().
+        tell: called with the point after every turn of a rival.
+    """
+    trainer = Trainer(model, batch(shape, length, budget.device))
+    budget = replace(budget, ranks=shape.ranks, layer_forward_s=trainer.layer_forward_s(shape.layers))
+    rivals = sorted(rivals, key=urgency)
+    rows: dict[str, dict[str, Any]] = {rival.name: {"samples_s": [], "turns_s": []} for rival in rivals}
+    point: dict[str, Any] = {"workload": shape.name, "length": length, "rows_of_this_rank": tokens_of(shape, length)}
+    point |= {"rivals": rows, "failures": [], "layers": shape.layers}
+    point |= {"layer_forward_s": budget.layer_forward_s, "host_budget": budget.host_bytes}
+
+    def part(name: str, work: Callable[[], Any]) -> None:
+        """One that breaks takes no rival's numbers with it."""
+        if time.perf_counter() >= until:
+            point[name] = {"skipped": "no time left"}
+            return
+        try:
+            use_expandable(False, budget.device)
+            point[name] = work()
+        except Exception as error:
+            traceback.print_exc()
+            point[name] = {"skipped": f"{type(error).__name__}: {str(error)[:300]}"}
+            point["failures"].append(f"{shape.name} {length}: {name}: {point[name]['skipped']}")
+        clear(budget.device)
+
+    if any(rival.name in OURS and rival.missing() is None for rival in rivals):  # before anything is timed
+        part("predicted", lambda: predict(trainer, shape, length, budget, folder, hardware_of(budget.device)))
+    turns, steps = visits
+    try:
+        for turn in range(turns):
+            taking = held(rivals, rows, until - time.perf_counter())
+            for rival in taking[::-1] if turn % 2 else taking:
+                if broke := _turn(trainer, rival, budget, rows, steps, until):
+                    point["failures"].append(f"{shape.name} {length}: {rival.name} broke: {broke}")
+                _sum_up(rows[rival.name], step_flops(shape, length))
+                tell(point)
+            if turn == 0 and compare:
+                part("gradients", lambda: gradients(trainer, rivals, budget, rows))
+        swaps = [rival for rival in rivals if rival.name in (*OURS, SWAPPING) and rows[rival.name]["samples_s"]]
+        if swaps:
+            seen = max(swaps, key=lambda rival: rival.name == SWAPPING)
+            part("streams", lambda: watch_streams(trainer, seen, budget, folder, f"{shape.name}-{length}"))
+        use_expandable(False, budget.device)
+    except Exception as error:  # not even what comes after a turn works: the device is lost, the numbers are not
+        traceback.print_exc()
+        point["failures"].append(f"{shape.name} {length}: {type(error).__name__}: {str(error)[:500]}")
+    return point
+
+
+def _sum_up(row: dict[str, Any], flops: float) -> None:
+    """One that broke in a later turn has samples, and no median."""
+    row.pop("median_s", None), row.pop("tflops", None)
+    if row["samples_s"] and "out" not in row:
+        row["median_s"] = statistics.median(row["samples_s"])
+        row["tflops"] = flops / row["median_s"] / 1e12
+
+
+def urgency(rival: Rival) -> int:
+    return URGENT.index(rival.name) if rival.name in URGENT else len(URGENT)
+
+
+def held(rivals: list[Rival], rows: dict[str, dict[str, Any]], left: float) -> list[Rival]:
+    """The first of them that have a turn in the seconds that are left, by what their turns took before."""
+    found = []
+    for rival in (rival for rival in rivals if "out" not in rows[rival.name]):
+        left -= max(rows[rival.name]["turns_s"], default=0.0)
+        if left < 0:
+            break
+        found.append(rival)
+    return found
+
+
+def _turn(
+    trainer: Trainer, rival: Rival, budget: Budget, rows: dict[str, dict[str, Any]], steps: int, until: float
+) -> str | None:
+    """Put a rival on the model, time it, take it off; what becomes of it is in its row.
+
+    Returns:
+        What broke, if it was not for want of memory.
+    """
+    row = rows[rival.name]
+    if "out" in row:
+        return None
+    begin = time.perf_counter()
+    if begin + max(row["turns_s"], default=0.0) > until:
+        if not row["turns_s"]:
+            row["out"] = "not tried: no time left"
+        return None
+    if (missing := rival.missing() or _too_much_host(rival, rows, budget)) is not None:
+        row["out"] = missing
+        return None
+    broke = None
+    use_expandable(rival.expandable, budget.device)
+    try:
+        with rival.on(trainer.model, budget) as installed:
+            _visit(trainer, installed, steps, row, first=not row["turns_s"])
+    except Exception as error:  # one that breaks takes no other's numbers with it
+        row["out"] = f"{type(error).__name__}: {str(error)[:300]}"
+        if not does_not_fit(error):
+            traceback.print_exc()
+            broke = row["out"]
+    for parameter in trainer.model.parameters():  # whatever a failed step left
+        parameter.grad.zero_()
+    clear(budget.device)
+    row["turns_s"].append(time.perf_counter() - begin)
+    return broke
+
+
+def watch_streams(trainer: Trainer, rival: Rival, budget: Budget, folder: Path, name: str) -> dict[str, Any]:
+    """One step as the profiler sees it."""
+    path = folder / f"streams-{name}.json"
+    with rival.on(trainer.model, budget) as installed:
+        for _ in range(rival.warm_up):
+            trainer.step(installed)
+        spans = streams.record(lambda: trainer.step(installed), budget.device, path.with_suffix(".trace.json"))
+    clear(budget.device)
+    streams.save(spans, f"{name}: {rival.says}", path)
+    return streams.analyse(spans)
+
+
+def _visit(trainer: Trainer, installed: Installed, steps: int, row: dict[str, Any], first: bool) -> None:
+    device, unplanned = trainer.ids.device, {}
+    for _ in range(WARM_UP):
+        memory = Memory(device)
+        trainer.step(installed)
+        if first and device.type == "cuda" and not arena(report := installed.report()):
+            unplanned[homes(report)] = memory.read(1, lambda: None)["device_peak"]
+
+    def warm_up() -> None:
+        for _ in range(WARM_UP):
+            trainer.step(installed)
+
+    block = timed(installed, device, lambda: [trainer.seconds(installed) for _ in range(steps)], warm_up)
+    row["samples_s"] += block.samples_s
+    if block.dropped_s:
+        row["dropped_s"] = row.get("dropped_s", []) + block.dropped_s
+    if not block.settled:
+        row["unsettled"] = True
+    if not first:
+        return
+    row["memory"] = block.memory.read(steps, lambda: trainer.step(installed))
+    if arena(block.after) and (needed := unplanned.get(homes(block.after))):
+        row["memory"]["unplanned_peak"] = needed
+    if "stall_s" in block.after:
+        stalls = {name: seconds - block.before["stall_s"][name] for name, seconds in block.after["stall_s"].items()}
+        row["stall_s_per_step"] = {name: seconds / steps for name, seconds in stalls.items()}
+    row["report"] = results.plain(block.after)
+
+
+def _too_much_host(rival: Rival, rows: dict[str, dict[str, Any]], budget: Budget) -> str | None:
+    """PyTorch's own offloading knows no budget, and a host that is full kills the whole run."""
+    saved = rows.get("none", {}).get("memory", {}).get("device_peak")
+    if rival.name != "save_on_cpu" or budget.device.type != "cuda":
+        return None
+    if saved is None or saved > 0.8 * budget.host_bytes:
+        known = "more than the device holds" if saved is None else f"{saved / GIB:.3g} GiB"
+        return f"not tried: {known} to save, {budget.host_bytes / GIB:.3g} GiB of host memory"
+    return None
+
+
+def gradients(trainer: Trainer, rivals: list[Rival], budget: Budget, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Every rival's gradients, once it is warm, against no checkpointing; the bar: the same model with GEMMs in other orders."""
+    try:
+        loss, want = trainer.gradients(Installed())
+        bar = noise(lambda: trainer.gradients(Installed())[1], want, next(trainer.model.parameters()).dtype)
+    except (RuntimeError, MemoryError) as error:
+        if not does_not_fit(error):
+            raise
+        return {"skipped": f"no checkpointing does not fit: {str(error)[:200]}"}
+    found: dict[str, Any] = {"bar": bar, "rivals": {}, "failures": []}
+    for rival in rivals:
+        if "out" in rows[rival.name] or rival.name == "none":
+            continue
+        with rival.on(trainer.model, budget) as installed:
+            for _ in range(rival.warm_up):  # layers are analysed, addresses planned
+                trainer.step(installed)
+            got_loss, got = trainer.gradients(installed)
+        worst = max(distance(got, want).items(), key=lambda item: item[1])
+        found["rivals"][rival.name] = {"worst": worst[1], "of": worst[0], "loss_equal": bool(torch.equal(loss, got_loss))}
+        if not worst[1] <= bar:
+            found["failures"].append(f"gradients: {rival.name} is off by {worst[1]:.2e} at {worst[0]}, bar {bar:.2e}")
+        clear(budget.device)
+    return found

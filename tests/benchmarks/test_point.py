@@ -1,0 +1,265 @@
+"""One point of speed, predictions and streams, tried on a CPU at tiny sizes."""
+
+import contextlib
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import point, predict, speed, streams, timing
+from benchmarks.rivals import GIB, RIVALS, Budget
+from benchmarks.streams import Span
+from ds_memo.errors import MemoError
+
+CPU = torch.device("cpu")
+
+
+def test_a_rival_that_runs_out_of_memory_is_written_down(tmp_path):
+    shape = speed.shapes(CPU)["gpt7b"]
+    model = speed.build(shape, CPU, torch.float32)
+    rivals = [RIVALS["none"], RIVALS["paper"]]
+    found = point.run_point(model, shape, 48, rivals, Budget(CPU, 4096), visits=(2, 2), compare=True, folder=tmp_path)
+    assert "host memory" in found["rivals"]["paper"]["out"]
+    assert "median_s" in found["rivals"]["none"]
+
+
+def test_a_rival_that_breaks_takes_no_other_with_it(tmp_path):
+    @contextlib.contextmanager
+    def breaks(model, budget):
+        raise ValueError("no such kernel")
+        yield
+
+    shape = speed.shapes(CPU)["gpt7b"]
+    model = speed.build(shape, CPU, torch.float32)
+    rivals = [replace(RIVALS["none"], name="broken", install=breaks), RIVALS["none"]]
+    found = point.run_point(model, shape, 48, rivals, Budget(CPU, 1 << 30), visits=(2, 2), compare=False, folder=tmp_path)
+    assert found["failures"] == ["gpt7b 48: broken broke: ValueError: no such kernel"]
+    assert "median_s" in found["rivals"]["none"] and "median_s" not in found["rivals"]["broken"]
+
+
+@pytest.mark.parametrize(
+    ("error", "so"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),  # cudaHostAlloc
+        (MemoError("host memory: frame 3 needs 2 GiB"), True),
+        (MemoError("device memory: frame 3 needs a buffer of 2 GiB to come back"), True),
+        (MemoError("frame 3 cannot go from 'away' to 'done'"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_not_fitting(error, so):
+    assert timing.does_not_fit(error) is so
+
+
+def test_wrong_gradients_are_a_failure():
+    """The negative control of the harness: a rival that halves a gradient."""
+    from benchmarks.rivals import Installed, Rival
+    from benchmarks.timing import Trainer
+
+    @contextlib.contextmanager
+    def halves(model, budget):
+        parameter = next(iter(model.parameters()))
+        hook = parameter.register_hook(lambda grad: grad / 2)
+        yield Installed()
+        hook.remove()
+
+    shape = speed.shapes(CPU)["gpt7b"]
+    trainer = Trainer(speed.build(shape, CPU, torch.float32), point.batch(shape, 48, CPU))
+    found = point.gradients(trainer, [Rival("halves", "", halves)], Budget(CPU, GIB), {"halves": {}})
+    assert len(found["failures"]) == 1 and "halves" in found["failures"][0]
+
+
+class Reports:
+    """A rival that reports one setting after the other, the last one for ever."""
+
+    def __init__(self, *changes):
+        self.changes, self.steps = changes, 0
+
+    def report(self):
+        changes = self.changes[: self.steps + 1]
+        return {"alpha": 1.0, "profile": {"changes": [c for c in changes if c]}, "stall_s": {"d2h": 0.0}, "plan": None}
+
+    def take(self):
+        self.steps += 1
+        return [float(self.steps)]
+
+
+def test_samples_of_a_setting_that_changed_are_dropped():
+    rival = Reports(None, "alpha lowered")
+    block = timing.timed(rival, CPU, rival.take, warm_up=rival.take)
+    assert block.samples_s == [3.0] and block.dropped_s == [1.0] and block.settled
+    rival = Reports(*range(1, 9))
+    block = timing.timed(rival, CPU, rival.take, warm_up=rival.take)
+    assert block.samples_s == [5.0] and block.dropped_s == [1.0, 3.0] and not block.settled
+
+
+def test_a_point_says_what_was_dropped(tmp_path):
+    rival = Reports(*[None] * (point.WARM_UP + 1), "alpha lowered")
+
+    @contextlib.contextmanager
+    def install(model, budget):
+        @contextlib.contextmanager
+        def around():
+            yield
+            rival.steps += 1
+
+        yield point.Installed(around=around, report=rival.report)
+
+    shape = speed.shapes(CPU)["gpt7b"]
+    model = speed.build(shape, CPU, torch.float32)
+    changing = replace(RIVALS["none"], name="changing", install=install)
+    found = point.run_point(model, shape, 48, [changing], Budget(CPU, 1 << 30), visits=(2, 2), compare=False, folder=tmp_path)
+    row = found["rivals"]["changing"]
+    assert len(row["dropped_s"]) == 2 and len(row["samples_s"]) == 2 * 2 and "unsettled" not in row
+
+
+def test_a_point_whose_time_is_over_keeps_what_it_has(tmp_path, monkeypatch):
+    """Ours and what it is compared with have their turn first; a turn that would end too late does not begin."""
+    clock, order = 0.0, []
+    monkeypatch.setattr(point, "time", types.SimpleNamespace(perf_counter=lambda: clock))
+
+    def rival(name, takes_s):
+        @contextlib.contextmanager
+        def install(model, budget):
+            nonlocal clock
+            order.append(name)
+            yield point.Installed()
+            clock += takes_s
+
+        return replace(RIVALS["none"], name=name, install=install)
+
+    rivals = [rival("paper", 1), rival("save_on_cpu", 90), rival("none", 1), rival("last", 1), rival("hf_offload", 10)]
+    shape, budget = speed.shapes(CPU)["gpt7b"], Budget(CPU, 1 << 30)
+    model = speed.build(shape, CPU, torch.float32)
+    found = point.run_point(model, shape, 48, rivals, budget, visits=(2, 2), compare=False, folder=tmp_path, until=101)
+    assert order == ["none", "hf_offload", "paper", "save_on_cpu"]
+    rows = found["rivals"]
+    assert rows["last"]["out"] == "not tried: no time left" and "median_s" not in rows["last"]
+    assert all("median_s" in rows[name] for name in order) and found["failures"] == []
+    order.clear()
+    clock = 0.0
+    found = point.run_point(model, shape, 48, rivals[:4:2], budget, visits=(2, 2), compare=False, folder=tmp_path, until=2.5)
+    assert order == ["none", "paper"]  # a second turn of either would end at 3
+
+
+def counting(name, order, steps):
+    @contextlib.contextmanager
+    def install(model, budget):
+        order.append(name)
+
+        @contextlib.contextmanager
+        def around():
+            steps[name] = steps.get(name, 0) + 1
+            yield
+
+        yield point.Installed(around=around)
+
+    warm_up = {"ds_memo, planned": 4, "paper": 2}.get(name, 1)
+    return replace(RIVALS["none"], name=name, install=install, warm_up=warm_up)
+
+
+def test_rivals_are_warmed_up_alike_and_every_other_turn_goes_backwards(tmp_path, monkeypatch):
+    """On a card that is held to a power limit the first one would have a cool card every time."""
+    order, steps = [], {}
+    names = ["paper", "checkpoint", "none"]
+    shape = speed.shapes(CPU)["gpt7b"]
+    model = speed.build(shape, CPU, torch.float32)
+    rivals = [counting(name, order, steps) for name in names]
+    told = []
+
+    def tell(found):
+        told.append(sum("median_s" in row for row in found["rivals"].values()))
+
+    budget = Budget(CPU, 1 << 30)
+    found = point.run_point(model, shape, 48, rivals, budget, visits=(3, 2), compare=False, folder=tmp_path, tell=tell)
+    there = ["none", "checkpoint", "paper"]
+    assert order == [*there, *there[::-1], *there]
+    assert set(steps.values()) == {3 * (point.WARM_UP + 2) + 1}  # and one whose memory is counted
+    assert all(len(row["samples_s"]) == 6 for row in found["rivals"].values())
+    assert told == [1, 2, 3, 3, 3, 3, 3, 3, 3]
+
+
+def test_a_later_turn_is_for_those_that_are_needed(tmp_path):
+    rows = {name: {"turns_s": [10.0]} for name in "abcd"} | {"b": {"turns_s": [50.0], "out": "OutOfMemoryError"}}
+    rivals = [replace(RIVALS["none"], name=name) for name in "abcd"]
+    assert [rival.name for rival in point.held(rivals, rows, 25.0)] == ["a", "c"]
+
+
+def test_a_device_that_is_lost_takes_no_numbers_with_it(tmp_path, monkeypatch):
+    order = []
+    shape = speed.shapes(CPU)["gpt7b"]
+    model = speed.build(shape, CPU, torch.float32)
+    rivals = [counting(name, order, {}) for name in ("none", "checkpoint")]
+
+    def clear(device):
+        if order[-1:] == ["checkpoint"]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(point, "clear", clear)
+    found = point.run_point(model, shape, 48, rivals, Budget(CPU, 1 << 30), visits=(1, 2), compare=False, folder=tmp_path)
+    assert "median_s" in found["rivals"]["none"]
+    assert found["failures"] == ["gpt7b 48: RuntimeError: CUDA error: an illegal memory access was encountered"]
+
+
+def test_a_part_that_breaks_takes_no_rival_with_it(tmp_path, monkeypatch):
+    shape = speed.shapes(CPU)["gpt7b"]
+    model = speed.build(shape, CPU, torch.float32)
+    monkeypatch.setattr(point, "gradients", lambda *args: 1 / 0)
+    found = point.run_point(
+        model, shape, 48, [RIVALS["none"]], Budget(CPU, 1 << 30), visits=(2, 2), compare=True, folder=tmp_path
+    )
+    assert found["failures"] == ["gpt7b 48: gradients: ZeroDivisionError: division by zero"]
+    assert "median_s" in found["rivals"]["none"]
+
+
+def test_streams_say_what_is_hidden():
+    spans = [Span("compute", 0, 4), Span("compute", 3, 6), Span("compute", 8, 10), Span("d2h", 1, 3), Span("h2d", 5, 9)]
+    found = streams.analyse(spans)
+    assert found["span_s"] == 10 and found["compute_share"] == 0.8
+    assert found["hidden_share"] == {"d2h": 1.0, "h2d": 0.5}
+
+
+def test_streams_of_a_cuda_trace():
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 4},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 1, "dur": 2},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 2, "dur": 2},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9},
+    ]
+    assert [span.stream for span in streams.spans_of(events)] == ["compute", "d2h", "h2d"]
+
+
+@pytest.mark.parametrize("workload, length", [("gpt7b", 96), ("ulysses8", 192)])
+def test_the_prediction_comes_from_the_solver_and_from_the_estimator(workload, length, tmp_path):
+    shape = speed.shapes(CPU)[workload]
+    trainer = timing.Trainer(speed.build(shape, CPU, torch.float32), point.batch(shape, length, CPU))
+    found = predict.predict(trainer, shape, length, Budget(CPU, GIB, cache_dir=str(tmp_path)), tmp_path, hardware="h200")
+    assert found["solver"]["layers_s"] > 0
+    assert "why" not in found, found
+    assert found["step_s"] > 0 and found["estimate"]["status"] == "ok"
+    assert (tmp_path / f"profile-{workload}-{length}.json").exists()
+    assert found["estimate"]["layout"]["sp"] == shape.ranks
+
+
+def test_the_solver_is_asked_when_its_answer_stays(tmp_path, monkeypatch):
+    """The first step holds back half of the device."""
+    answers, steps = [(0.0, 2), (0.5, 3), (0.5, 3), (1.0, 4)], []
+
+    @contextlib.contextmanager
+    def install(model, budget):
+        def report():
+            alpha, residents = answers[len(steps) - 1]
+            return {"alpha": alpha, "resident_layers": residents, "residents": [*range(residents)]} | dict.fromkeys(
+                ("binding", "predicted")
+            )
+
+        yield point.Installed(report=report, profile=lambda: types.SimpleNamespace(to_json=lambda: "{}"))
+
+    monkeypatch.setitem(RIVALS, "ds_memo", replace(RIVALS["none"], name="ds_memo", install=install))
+    shape = speed.shapes(CPU)["gpt7b"]
+    trainer = types.SimpleNamespace(model=None, step=steps.append)
+    found = predict.predict(trainer, shape, 48, Budget(CPU, GIB), tmp_path, hardware=None)
+    assert found["alpha"] == 0.5 and found["resident_layers"] == 3 and found["steps_until_settled"] == len(steps) == 3
