@@ -180,7 +180,11 @@ def test_wrong_calls(tmp_path: Path) -> None:
         assert code == 2 and err == "usage: python -m ds_memo.run [--memo JSON] [-m MODULE | SCRIPT] ARGS\n"
     code, out, _ = python("-m", "ds_memo.run", "--help", cwd=tmp_path)
     assert code == 0 and "deepspeed --module ds_memo.run train.py ARGS" in out
-    for given, says in (("{", "Expecting property name"), ('{"alpha": 1.7}', "memo.alpha: got 1.7"), ("7", "must be a JSON object")):
+    for given, says in (
+        ("{", "Expecting property name"),
+        ('{"alpha": 1.7}', "memo.alpha: got 1.7"),
+        ("7", "must be a JSON object"),
+    ):
         code, _, err = python("-m", "ds_memo.run", f"--memo={given}", "missing.py", cwd=tmp_path)
         assert code == 2 and err.startswith(f"ds_memo.run: --memo {given!r}: ") and says in err and len(err.splitlines()) == 1
     code, _, err = python("-m", "ds_memo.run", "missing.py", cwd=tmp_path)
