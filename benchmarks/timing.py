@@ -32,6 +32,7 @@ class Trainer:
 
     def __init__(self, model: nn.Module, ids: torch.Tensor) -> None:
         self.model, self.ids = model, ids
+        model.zero_grad()  # another Trainer's: taken from those one by one, large blocks would be split
         clear(ids.device)  # and cuBLAS has its workspaces before there are activations that they could lie between
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=ids.is_cuda)
         for parameter in model.parameters():

@@ -121,10 +121,14 @@ class Addresses:
         self._stats = self._at_start = self._allocator.stats()
         self.claimed = True
 
-    # ---- what the run says; once claimed
+    # ---- what the run says
+
+    def profile_begins(self) -> None:
+        """Layers are about to be measured, before the first pass: what that leaves behind would be split."""
+        keep_blocks_whole(self._device, True)
 
     def pass_begins(self, shapes: Shapes, last_layer: int, last: bool, settings: Any = None) -> None:
-        """A training forward begins.
+        """A training forward begins; once claimed.
 
         Args:
             shapes: of its inputs.
@@ -148,8 +152,9 @@ class Addresses:
 
     def plain_pass_begins(self) -> None:
         """A training forward begins whose layers run as they are: torch's allocator serves it."""
-        self._next_pass()
-        self._kind = None
+        if self.claimed:
+            self._next_pass()
+            self._kind = None
         keep_blocks_whole(self._device, False)
 
     def forward_ended(self) -> None:
@@ -181,7 +186,8 @@ class Addresses:
 
     def leave_phase(self) -> None:
         """What follows is none of the plan's business: an evaluation, say."""
-        self._allocator.phase(None)
+        if self.claimed:
+            self._allocator.phase(None)
 
     def head_bytes(self, hidden_bytes: int) -> Most | None:
         """What head and loss held in the latest pass beside the layers; None: that was not logged.
@@ -233,6 +239,8 @@ class Addresses:
         if self.claimed:
             _owners.pop(self._place, None)
             self._end()
+        elif not any(kind == self._device.type for kind, _ in _owners):
+            keep_blocks_whole(self._device, False)
 
     # ---- inside
 

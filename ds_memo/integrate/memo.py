@@ -132,7 +132,7 @@ class Memo:
             self._choose(module, args, kwargs)
         if training and not self.decisions.plain:
             self._plan_pass(args, kwargs)
-        elif self.addresses and self.addresses.claimed:
+        elif self.addresses:
             if training:
                 self.addresses.plain_pass_begins()
             else:
@@ -144,6 +144,8 @@ class Memo:
         self.decisions.follow(None)
         if self.autopilot and self.decisions.layers_known:
             self.calls.forward_begins()
+            if self.addresses and self.autopilot.profile is None:
+                self.addresses.profile_begins()
             self.decisions.follow(self.autopilot.choose(shapes_of(args, kwargs), model, args, kwargs, self.calls))
 
     def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:

@@ -19,8 +19,8 @@ UNSEEN = 0.50
 
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_WHOLE = "max_split_size_mb:32"
-_blocks_are_whole = False
+_WHOLE_MIB = 32
+_asked = _blocks_are_whole = False
 
 
 def keep_blocks_whole(device: torch.device, on: bool) -> None:
@@ -28,14 +28,25 @@ def keep_blocks_whole(device: torch.device, on: bool) -> None:
     for another size: nothing is lost between blocks, at the price of more cudaMalloc. For passes whose addresses are not planned
     yet.
 
-    Does nothing on a CPU, and where the environment has settings of its own (PyTorch: "Optimizing memory usage with
-    PYTORCH_CUDA_ALLOC_CONF"). Settings made at run time are lost.
+    Does nothing on a CPU, where the environment has settings of its own (PyTorch: "Optimizing memory usage with
+    PYTORCH_CUDA_ALLOC_CONF"), and where such a block is split already. Settings made at run time are lost.
     """
-    global _blocks_are_whole
-    if device.type != "cuda" or on == _blocks_are_whole or any(map(os.environ.get, _SETTINGS)):
+    global _asked, _blocks_are_whole
+    if device.type != "cuda" or on == _asked or any(map(os.environ.get, _SETTINGS)):
         return
-    torch._C._accelerator_setAllocatorSettings(_WHOLE if on else "")  # torch.cuda's own is deprecated
+    _asked = on
+    if on == _blocks_are_whole or (on and _some_are_split()):
+        return
+    settings = f"max_split_size_mb:{_WHOLE_MIB}" if on else ""
+    torch._C._accelerator_setAllocatorSettings(settings)  # torch.cuda's own is deprecated
     _blocks_are_whole = on
+
+
+def _some_are_split() -> bool:
+    """With that setting torch takes cached blocks of this size for whole segments: of one that was split before it would give a
+    part back to the device, an error or worse (release_available_cached_blocks in c10/cuda/CUDACachingAllocator.cpp)."""
+    torch.cuda.empty_cache()
+    return any(s["total_size"] >= _WHOLE_MIB << 20 and len(s["blocks"]) > 1 for s in torch.cuda.memory_snapshot())
 
 
 def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, reserve: float, lost: int = 0) -> int:

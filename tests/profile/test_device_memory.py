@@ -69,6 +69,8 @@ def settings(monkeypatch):
     given = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
     monkeypatch.setattr(device_memory, "_blocks_are_whole", False)
+    monkeypatch.setattr(device_memory, "_asked", False)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     return given
@@ -90,6 +92,21 @@ def test_settings_of_the_users_own_stay(settings, monkeypatch, name):
     monkeypatch.delenv(name)
     keep_blocks_whole(CPU, True)
     assert settings == [] and not device_memory._blocks_are_whole
+
+
+@pytest.mark.parametrize("mib, blocks, split", [(96, 2, True), (96, 1, False), (20, 2, False)])
+def test_where_a_large_block_is_split_already(settings, monkeypatch, mib, blocks, split):
+    """Torch would give a part of its segment back to the device."""
+    segments = [{"total_size": 64 << 20, "blocks": [0]}, {"total_size": mib << 20, "blocks": [0] * blocks}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    keep_blocks_whole(CUDA, True)
+    assert bool(settings) is not split and device_memory._blocks_are_whole is not split
+    segments.clear()
+    keep_blocks_whole(CUDA, True)  # asked once
+    assert device_memory._blocks_are_whole is not split
+    keep_blocks_whole(CUDA, False)
+    keep_blocks_whole(CUDA, True)
+    assert device_memory._blocks_are_whole
 
 
 def test_a_process_that_is_limited_to_a_part_of_the_card(card, monkeypatch):
