@@ -93,7 +93,8 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
 def _own_parameters(module: nn.Module | None) -> Iterator[list[nn.Parameter]]:
     """Others of the same values in place of those that are trained. A backward that runs another one inside, as DeepSpeed's
     TiledMLP, adds to gradients by itself and calls all hooks that parameters have, and one that reduces waits for other ranks."""
-    held = ((part, name, own) for part in (module.modules() if module else ()) for name, own in part._parameters.items())
+    parts = module.modules() if module is not None else ()
+    held = ((part, name, own) for part in parts for name, own in part._parameters.items())
     owners = [(part, name, own) for part, name, own in held if own is not None and own.requires_grad]
     others: dict[nn.Parameter, nn.Parameter] = {}
     for _, _, own in owners:
