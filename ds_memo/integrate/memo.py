@@ -144,7 +144,7 @@ class Memo:
         self.decisions.follow(None)
         if self.autopilot and self.decisions.layers_known:
             self.calls.forward_begins()
-            if self.addresses and self.autopilot.profile is None:
+            if self.addresses and self.autopilot.profile is None and not self.autopilot.gave_up:
                 self.addresses.profile_begins()
             self.decisions.follow(self.autopilot.choose(shapes_of(args, kwargs), model, args, kwargs, self.calls))
 
@@ -279,6 +279,7 @@ class Memo:
             try:
                 self.addresses.claim()
             except (MemoError, RuntimeError) as error:
+                self.addresses.close()
                 self.addresses = None
                 if self.autopilot:
                     self.autopilot.sees_head = False

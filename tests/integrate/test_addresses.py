@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -366,6 +367,36 @@ def test_requests_that_never_repeat_are_left_alone(monkeypatch: pytest.MonkeyPat
             bit_equal(step(model, BATCH), want)
         assert counting.counts()[0] == 0 and counting.report()["plans"] == 0
         assert whole == [True] * 4 + [False] * 2
+
+
+def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time that is asked anew the device's cache is emptied: not in every pass of a run without a profile."""
+    whole: list[bool] = []
+    monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
+    model = build("llama")
+    handle = ds_memo.attach(model, {"plan": {"cache_dir": str(tmp_path)}})
+    handle.autopilot.gave_up = True
+    for _ in range(6):
+        step(model, BATCH)
+    assert handle.report()["profile"] is None and handle.report()["plan"]["hits"] > 0
+    assert whole == [True] * 2 + [False] * 4
+    handle.detach()
+
+
+def test_addresses_that_cannot_be_had_leave_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: list[bool] = []
+    monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
+
+    def fails(self: Any) -> None:
+        raise RuntimeError("no such op")
+
+    monkeypatch.setattr(addresses.Addresses, "claim", fails)
+    model = build("llama")
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    with pytest.warns(ds_memo.MemoWarning, match="memory addresses are not planned: no such op"):
+        step(model, BATCH)
+    assert whole == [False]
+    handle.detach()
 
 
 def test_a_second_model_is_not_planned() -> None:
