@@ -66,11 +66,11 @@ def without_values() -> None:
 
     from ds_memo.profile import device_memory
     from ds_memo.remat import recipe
-    from ds_memo.swap import host_memory, slab
+    from ds_memo.swap import host_memory, segments
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
     recipe.Seen.note_unseen_writes = lambda seen: None
-    slab._touch = lambda segment: None
+    segments.touch = lambda segment: None
     for module in (device_memory, host_memory):
         module.available_bytes = lambda *_, **__: HOST_GIB << 30
 

@@ -71,8 +71,9 @@ class Autopilot:
         self._device = remat.engine.device
         self._warn = warn
         self._has_engine = has_engine
-        self._chosen: dict[tuple[HiddenShapes, Together, bool], Chosen] = {}
-        """By the shapes of the hidden states, what there is together, and whether the pass may do without checkpointing."""
+        self._chosen: dict[tuple[HiddenShapes, Together, int, bool], Chosen] = {}
+        """By the shapes of the hidden states, what there is together, the host's bytes, and whether the pass may do without
+        checkpointing."""
         self._profiling = Profiling(config, layers, self._slab, self._device, warn)
         self._looks = Looks(remat, layers, self._profiling.kinds)
         self._together = Together()
@@ -107,9 +108,8 @@ class Autopilot:
             MemoError: ranks are configured differently.
             NothingFits: no setting keeps the budgets.
         """
-        if self._slab.refused is not None and (held := self._budgets.host_refused()) is not None:
-            self.changes.append(f"host budget lowered to {held / GIB:.4g} GiB: the system refused more")
-            self._chosen.clear()
+        if (why := self._budgets.host_lowered()) is not None:
+            self.changes.append(why)
         if self.gave_up or (self.profile is None and not self._start(kind, model, args, kwargs)):
             return None
         self._expect(calls)
@@ -183,7 +183,7 @@ class Autopilot:
         return self._stepped or not self.sees_head
 
     def _solved(self, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
-        key = (shapes, self._together, may_be_plain)
+        key = (shapes, self._together, self._budgets.host_at_hand, may_be_plain)
         known = self._chosen.get(key)
         if known is None:
             while len(self._chosen) >= REMEMBERED:

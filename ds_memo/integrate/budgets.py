@@ -20,6 +20,7 @@ from ds_memo.profile.lengths import HiddenShapes
 from ds_memo.profile.requests import Most
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import RunCosts
+from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
 
 
@@ -83,18 +84,27 @@ class Budgets:
         if None not in everybodys:
             self._head_bytes_per_token, self._backward_bytes = map(max, zip(*everybodys, strict=True))
 
-    def host_refused(self) -> int | None:
-        """Once the system has refused memory below the budget, what it gave is the budget; None: that is no news."""
+    def host_lowered(self) -> str | None:
+        """Since this was asked last, in words: the system refused memory, or other models have their part."""
         held, self._slab.refused = self._slab.refused, None
-        if held is None or held >= self.host:
+        found = {"other models' passes wait for their backward at the same time": self._slab.budget}
+        if held is not None:
+            found["the system refused more"] = held
+        why = min(found, key=found.get)
+        if found[why] >= self.host:
             return None
-        self.host = held
-        return held
+        self.host = found[why]
+        return f"host budget lowered to {self.host / GIB:.4g} GiB: {why}"
+
+    @property
+    def host_at_hand(self) -> int:
+        """Of the host's bytes, what the pass that begins may have."""
+        return min(self.host, self._slab.at_hand)
 
     def costs(self, profile: Profile, shapes: HiddenShapes, together: Together) -> RunCosts:
         """What comes before a backward, of layers whose hidden states have these shapes, within these budgets."""
         at = [shape and shape[:2] for shape in shapes]
         tokens = math.prod(profile.last(at)) * together.forwards
         head = math.ceil((self._head_bytes_per_token or 0.0) * tokens) + self._backward_bytes
-        run = profile.costs(at, self.host, self.device)
+        run = profile.costs(at, self.host_at_hand, self.device)
         return replace(run, layers=run.layers * together.calls, head_bytes=head, backward_bytes=self._backward_bytes)

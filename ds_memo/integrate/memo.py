@@ -33,8 +33,8 @@ from ds_memo.remat.modes import inside_a_layer
 from ds_memo.show.report import Report
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_memory import GIB, budget_bytes, ranks_on_node
-from ds_memo.swap.numa import node_of
-from ds_memo.swap.slab import HostSlab, memlock_binds, promised_bytes
+from ds_memo.swap.segments import memlock_binds
+from ds_memo.swap.slab import HostSlab, promised_bytes, shared_pool
 from ds_memo.swap.streams import streams_for
 
 
@@ -61,16 +61,16 @@ class Memo:
         """An engine attached the model; else a person did, with ds_memo.attach."""
         self._on_last_micro_batch: Callable[[], bool] = lambda: False
         self._after_first_step: Callable[[Memo], None] = nothing
-        pinned = device.type == "cuda"
-        promised = promised_bytes()
-        budget = budget_bytes(config.host_memory_gib, ranks_on_node(), pinned and memlock_binds(), promised)
+        pool = shared_pool(config.host_memory_gib, device)
+        promised, locked = promised_bytes(pool), pool.pinned and memlock_binds()
+        budget = budget_bytes(config.host_memory_gib, ranks_on_node(), locked, promised, pool.size)
         if promised and config.host_memory_gib is None:
             self.warn(
-                f"other attached models of this process may still take {promised / GIB:.3g} GiB of host memory, which leaves "
-                f"{budget / GIB:.3g} to this one. Set memo.host_memory_gib of each to share it in another way. Of one that is "
-                "done engine.destroy() gives it back (of a Trainer trainer.model_wrapped.destroy()), or handle.detach()"
+                f"attached models of this process with a memo.host_memory_gib may still take {promised / GIB:.3g} GiB, and leave "
+                f"{budget / GIB:.3g} GiB of host memory to this one. Give all the same, or none, and they share it. Of one that "
+                "is done engine.destroy() gives it back (of a Trainer trainer.model_wrapped.destroy()), or handle.detach()"
             )
-        self.slab = HostSlab(budget, pinned, node_of(device))
+        self.slab = HostSlab(budget, pool)
         self.engine = SwapEngine(streams_for(device), self.slab, device)
         self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
         self._by_module = weakref.WeakKeyDictionary(
@@ -126,6 +126,7 @@ class Memo:
         training = module.training and torch.is_grad_enabled()
         if training:
             self.engine.settle()
+            self.slab.pass_begins()
             self._takeover.hold()
             if self._takeover.uncompile() or (not self._passes and has_compiled(module)):
                 self.warn(conflicts.UNCOMPILED)
@@ -355,7 +356,7 @@ class Memo:
                 "budget": self.slab.budget,
                 "slab": self.slab.size,
                 "peak_used": self.slab.peak_used,
-                "numa_node": self.slab.node.number if self.slab.node else None,
+                "numa_node": self.slab.pool.node.number if self.slab.pool.node else None,
             },
             stall_s=self.engine.streams.stall_s(),
             step_s=step_s,

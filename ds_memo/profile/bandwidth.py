@@ -13,7 +13,9 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.numa import node_of
-from ds_memo.swap.slab import PAGE, Block, HostSlab
+from ds_memo.swap.pool import HostPool
+from ds_memo.swap.segments import PAGE
+from ds_memo.swap.slab import Block, HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, streams_for
 
 CHUNK = 1 << 26
@@ -38,7 +40,7 @@ class CopyBench:
 
     def __init__(self, device: torch.device, pinned: bool, budget: int, chunk: int = CHUNK) -> None:
         self._device = device
-        self._slab = HostSlab(max(PAGE, min(chunk, budget) // PAGE * PAGE), pinned, node_of(device))
+        self._slab = HostSlab(max(PAGE, min(chunk, budget) // PAGE * PAGE), HostPool(pinned, node_of(device)))
         self._block = _largest(self._slab)
         self.chunk = self._block.nbytes
         try:

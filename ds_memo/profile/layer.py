@@ -29,6 +29,7 @@ from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.solve.costs import Output
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
+from ds_memo.swap.pool import HostPool
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import streams_for
 
@@ -149,7 +150,7 @@ class _Bench:
         self._fn, self._args, self._leaves = fn, args, leaves
         self._device = device
         self._policy = _Fixed()
-        self._engine = _Watched(streams_for(device), HostSlab(0, pinned=False), device)
+        self._engine = _Watched(streams_for(device), HostSlab(0, HostPool(pinned=False)), device)
         self._remat = Remat(self._engine, self._policy, lambda message: None, attention)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 ALIGN = 256
 """Bytes; a kept tensor begins on a multiple of it (ds_memo.swap.frame)."""
 PAGE = mmap.PAGESIZE
-"""Bytes; a frame's host block is whole pages (ds_memo.swap.slab)."""
+"""Bytes; a frame's host block is whole pages (ds_memo.swap.pool)."""
 
 OutputKind = Literal["input", "attention", "choice", "gemm"]
 

@@ -67,6 +67,7 @@ class SwapEngine:
         self._ahead: Callable[[], Frame | None] = lambda: None  # reloaded before anyone asked
         self._graves: deque[tuple[Any, ...]] = deque()
         self._closed = False
+        slab.clear = weakref.WeakMethod(self._clear_graves)
 
     # ---- forward
 
@@ -290,7 +291,10 @@ class SwapEngine:
 
     def _clear_graves(self) -> None:
         while self._graves:
-            block, state, sent, back, _device, _slots = self._graves.popleft()
+            try:
+                block, state, sent, back, _device, _slots = self._graves.popleft()
+            except IndexError:  # whoever else lends from the pool, on another thread, was faster
+                return
             if state in ("recording", "swapping"):
                 self.streams.wait(COMPUTE, sent or self.streams.mark(D2H))
             elif state == "returning":

@@ -17,20 +17,21 @@ _NO_LIMIT = 1 << 62
 """cgroup v1 writes "no limit" as the largest multiple of a page."""
 
 
-def available_bytes(locked: bool, root: Path = Path("/")) -> int:
+def available_bytes(locked: bool, root: Path = Path("/"), held: int = 0) -> int:
     """Bytes that could still be taken without meeting a limit.
 
     Args:
         locked: RLIMIT_MEMLOCK counts too.
         root: where /proc and /sys are looked for.
+        held: bytes that were taken already, and are there to be had: they count as free.
     """
-    limits = [_mem_available(root), *(group.room for group in _cgroups(root))]
+    limits = [held + _mem_available(root), *(held + group.room for group in _cgroups(root))]
     if locked and (limit := memlock_limit()) is not None:
         limits.append(limit)
     return max(0, min(limits))
 
 
-def budget_bytes(host_memory_gib: float | None, ranks_on_node: int, locked: bool, promised: int = 0) -> int:
+def budget_bytes(host_memory_gib: float | None, ranks_on_node: int, locked: bool, promised: int = 0, held: int = 0) -> int:
     """Bytes that this rank may take: an equal share of the configured or, if absent, of the free memory less a reserve.
 
     Args:
@@ -38,8 +39,9 @@ def budget_bytes(host_memory_gib: float | None, ranks_on_node: int, locked: bool
         locked: RLIMIT_MEMLOCK counts too.
         promised: bytes that are free now, but that other models of this process, and so of each rank, may still take. What is
             configured is not lowered by them.
+        held: bytes that each rank holds already, of what is to be budgeted.
     """
-    free = available_bytes(locked)
+    free = available_bytes(locked, held=held * ranks_on_node)
     if host_memory_gib is None:
         node = max(0, free - promised * ranks_on_node) * (1 - RESERVE)
     else:

@@ -59,7 +59,7 @@ class ThreadStreams:
         for thread in self._threads:
             thread.start()
         # The threads know the queues only, so an abandoned object still ends them.
-        self._stop = weakref.finalize(self, _stop, self._queues, self._copies)
+        self._stop = weakref.finalize(self, _stop, self._queues, self._copies, self._threads)
         _alive.add(self)
 
     @staticmethod
@@ -134,10 +134,27 @@ def _copy_all(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         dst.copy_(src)
 
 
-def _stop(queues: dict[str, queue.SimpleQueue], copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
+_ending: list[threading.Thread] = []
+"""Threads with copies still to do, of streams that are closed or were let go."""
+
+
+def _stop(
+    queues: dict[str, queue.SimpleQueue],
+    copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]],
+    threads: list[threading.Thread],
+) -> None:
+    _ending[:] = [*filter(threading.Thread.is_alive, _ending), *threads]
     for stream, work in queues.items():
         work.put((_copy_all, copies[stream]))
         work.put(None)
+
+
+def finish_abandoned() -> None:
+    """Wait for the copies of streams that nobody has closed."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    while _ending:
+        _ending.pop().join()
 
 
 class _CudaEvent(torch.cuda.Event):

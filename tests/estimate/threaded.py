@@ -19,6 +19,7 @@ from ds_memo.solve.costs import LayerCosts, Output, RunCosts
 from ds_memo.solve.places import Places
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Layout
+from ds_memo.swap.pool import HostPool
 from ds_memo.swap.protocol import COMPUTE, D2H, H2D
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import ThreadStreams
@@ -132,7 +133,7 @@ def measured_events(
     """Run it; events from the start of the step, and the streams."""
     run, alpha = configuration.run, configuration.alpha
     streams = ThrottledStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
-    engine = engine_class(streams, HostSlab(1 << 22, pinned=False), torch.device("cpu"))
+    engine = engine_class(streams, HostSlab(1 << 22, HostPool(pinned=False)), torch.device("cpu"))
     events = streams.events
     start = now = time.perf_counter()
 

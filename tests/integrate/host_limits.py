@@ -20,7 +20,7 @@ import torch
 
 import ds_memo
 from ds_memo.integrate import memo as memos
-from ds_memo.swap import host_memory, slab
+from ds_memo.swap import host_memory, pool, segments
 from tests.models import Batch, build, step
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def be_bound_by_limits() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def mlock(segment: slab.Segment) -> None:
+def mlock(segment: segments.Segment) -> None:
     if libc.mlock(ctypes.c_void_p(segment.memory.data_ptr()), ctypes.c_size_t(segment.nbytes)):
         raise ds_memo.MemoError(f"mlock refused {segment.nbytes} bytes: {os.strerror(ctypes.get_errno())}")
 
@@ -53,12 +53,13 @@ def locked_by_kernel() -> int:
 
 def lock_as_cuda_would(look: bool) -> None:
     """The slab of a CPU is not locked; here it is, past the same lines that ask CUDA to."""
-    slab._pin = mlock
+    segments.pin = mlock
     torch.cuda.synchronize = lambda *args: None
-    real = slab.HostSlab.__init__
-    slab.HostSlab.__init__ = lambda self, budget, pinned, *rest: real(self, budget, True, *rest)
+    real = pool.HostPool.__init__
+    pool.HostPool.__init__ = lambda self, pinned, *rest: real(self, True, *rest)
+    torch.cuda.current_stream = lambda *args: None
     budget = host_memory.budget_bytes
-    memos.budget_bytes = lambda gib, ranks, _, promised: budget(gib, ranks, look and slab.memlock_binds(), promised)
+    memos.budget_bytes = lambda gib, ranks, _, *rest: budget(gib, ranks, look and segments.memlock_binds(), *rest)
 
 
 def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> dict[str, Any]:

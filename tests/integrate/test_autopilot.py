@@ -20,7 +20,7 @@ from ds_memo.solve.homes import solve
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.places import Places, spread
 from ds_memo.solve.refusals import NothingFits
-from ds_memo.swap import slab
+from ds_memo.swap import segments
 from ds_memo.swap.streams import ThreadStreams
 from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
 
@@ -309,7 +309,7 @@ class Refusing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
         self.left = nth
-        real = slab.mmap.mmap
+        real = segments.mmap.mmap
 
         def mmap(*args: Any, **kwargs: Any) -> Any:
             self.left -= 1
@@ -317,7 +317,7 @@ class Refusing:
                 raise OSError(12, "Cannot allocate memory")
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(slab.mmap, "mmap", mmap)
+        monkeypatch.setattr(segments.mmap, "mmap", mmap)
 
 
 @pytest.mark.parametrize("nth", range(LAYERS))
@@ -330,13 +330,13 @@ def test_a_failure_at_every_slab_request(monkeypatch: pytest.MonkeyPatch, nth: i
     if analysed:
         step(model, BATCH)
         handle.engine._clear_graves()
-        handle.slab.close()  # or its blocks are lent again
+        handle.slab.pool.release()  # or its blocks are lent again
     with monkeypatch.context() as patch:
         Refusing(patch, nth)
         assert re.search(r"host memory: frame .* needs .* the system refused", refused(model))
     handle.engine._clear_graves()
-    assert (handle.slab.used, handle.slab.size) == (0, sum(free.nbytes for free in handle.slab._free))
-    assert len(handle.slab._free) == nth
+    assert (handle.slab.used, handle.slab.size) == (0, sum(free.nbytes for free in handle.slab.pool._free))
+    assert len(handle.slab.pool._free) == nth
     model.zero_grad()
     assert_same(step(model, BATCH), step(stock, BATCH))
     handle.detach()

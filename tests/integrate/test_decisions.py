@@ -9,6 +9,7 @@ from ds_memo.errors import MemoError
 from ds_memo.integrate.calls import Calls
 from ds_memo.integrate.decisions import FULL_RECOMPUTE, Decisions
 from ds_memo.remat.checkpoint import Layer, Setting
+from ds_memo.swap.pool import HostPool
 from ds_memo.swap.slab import HostSlab
 
 WHOLE, ROWS = 1 << 20, 1 << 22
@@ -16,7 +17,9 @@ WHOLE, ROWS = 1 << 20, 1 << 22
 
 def decide(layers: int = 4, budget: int = 1 << 30, **config: object) -> tuple[Decisions, list[Layer]]:
     them = [Layer(index, f"layer {index}", None) for index in range(layers)]
-    return Decisions(MemoConfig(enabled=True, **config), them, HostSlab(budget, pinned=False), Calls(), pytest.fail), them
+    return Decisions(
+        MemoConfig(enabled=True, **config), them, HostSlab(budget, HostPool(pinned=False)), Calls(), pytest.fail
+    ), them
 
 
 def test_as_configured() -> None:

@@ -221,9 +221,10 @@ def test_a_destroyed_engine_gives_everything_back(stage: int) -> None:
         model = build("llama")
         losses = train(first := start(config, model=model), steps=1)
         first.destroy()
-        losses += train(second := start(config, model=model), steps=1)
         if hasattr(first, "memo"):
             assert first.memo.slab.size == 0
+        losses += train(second := start(config, model=model), steps=1)
+        if hasattr(first, "memo"):
             assert second.memo.addresses.claimed and second.memo.report()["warnings"] == []
         second.destroy()
         return losses

@@ -23,6 +23,7 @@ from ds_memo.ops.allocator import NATIVE, Allocator
 from ds_memo.profile.live import LiveBytes, bytes_made
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Layout
+from ds_memo.swap.pool import HostPool
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams
 from tests.ops.rig import Rig, same
@@ -465,7 +466,7 @@ def a_planned_block_has_an_ipc_handle() -> None:
 def a_frame_goes_to_the_host_and_back() -> None:
     """Every copy behind an event of the stream that made or freed its memory, through host memory that is locked."""
     device = torch.device("cuda", torch.cuda.current_device())
-    slab, streams = HostSlab(64 * MIB, pinned=True), CudaStreams(device)
+    slab, streams = HostSlab(64 * MIB, HostPool(pinned=True)), CudaStreams(device)
     engine = SwapEngine(streams, slab, device)
     tensors = [write(torch.empty(4, MIB, dtype=torch.uint8, device=device), value) for value in (3, 5)]
     layout = Layout()

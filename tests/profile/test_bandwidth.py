@@ -15,10 +15,10 @@ from ds_memo.errors import MemoError
 from ds_memo.profile import bandwidth
 from ds_memo.profile.bandwidth import CopyBench, measure_bandwidth
 from ds_memo.profile.live import LiveBytes
-from ds_memo.swap import slab
+from ds_memo.swap import segments, slab
 from ds_memo.swap.numa import Node
 from ds_memo.swap.protocol import D2H, H2D
-from ds_memo.swap.slab import PAGE
+from ds_memo.swap.segments import PAGE
 from ds_memo.swap.streams import ThreadStreams
 
 CPU = torch.device("cpu")
@@ -50,16 +50,16 @@ def test_it_lies_where_the_slab_of_training_does(monkeypatch):
     monkeypatch.setattr(bandwidth, "node_of", lambda device: nodes.append(device) or node)
     bench = CopyBench(CPU, pinned=False, budget=1 << 30, chunk=PAGE)
     bench.close()
-    assert bench._slab.node is node and nodes == [CPU]
+    assert bench._slab.pool.node is node and nodes == [CPU]
 
 
 def test_a_block_that_the_system_refuses_is_halved(monkeypatch):
-    real = slab._map
-    monkeypatch.setattr(slab, "_map", lambda n: real(n) if n <= 1 << 18 else _no())
+    real = segments.map_pages
+    monkeypatch.setattr(segments, "map_pages", lambda n: real(n) if n <= 1 << 18 else _no())
     bench = CopyBench(CPU, pinned=False, budget=1 << 30, chunk=1 << 20)
     assert bench.chunk == 1 << 18
     bench.close()
-    monkeypatch.setattr(slab, "_map", lambda n: _no())
+    monkeypatch.setattr(segments, "map_pages", lambda n: _no())
     with pytest.raises(MemoError, match="the bandwidth measurement needs"):
         CopyBench(CPU, pinned=False, budget=1 << 30)
 

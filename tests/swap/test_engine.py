@@ -14,7 +14,9 @@ import torch
 from ds_memo.errors import MemoError
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Layout
-from ds_memo.swap.slab import PAGE, HostSlab
+from ds_memo.swap.pool import HostPool
+from ds_memo.swap.segments import PAGE
+from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, ThreadStreams
 from tests.swap.delayed import DelayedStreams
 from tests.swap.ordered import Immediate
@@ -50,7 +52,7 @@ class Rig:
     pages: int = 1000
 
     def __post_init__(self) -> None:
-        self.slab = HostSlab(self.pages * PAGE, pinned=False)
+        self.slab = HostSlab(self.pages * PAGE, HostPool(pinned=False))
         if hasattr(self.streams, "watch"):
             self.streams.watch(self.slab)
         self.engine = SwapEngine(self.streams, self.slab, CPU)

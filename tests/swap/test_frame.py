@@ -9,7 +9,9 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.frame import ALIGN, Frame, Kept, Layout, check_unchanged, dense_order
-from ds_memo.swap.slab import Block, Range, Segment
+from ds_memo.swap.pool import Range
+from ds_memo.swap.segments import Segment
+from ds_memo.swap.slab import Block
 from tests.swap.crumbs import crumbled
 
 LEGAL = {

@@ -141,7 +141,7 @@ def test_unlimited_locked_memory(tmp_path, unlimited):
 
 @pytest.fixture
 def hundred_gib_free(monkeypatch):
-    monkeypatch.setattr(host_memory, "available_bytes", lambda pinned: 100 * GIB)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda pinned, held=0: 100 * GIB + held)
 
 
 @pytest.mark.parametrize(

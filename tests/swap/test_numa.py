@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_memo.swap import numa, slab
+from ds_memo.swap import numa, segments
 from ds_memo.swap.numa import Node, node_of, node_of_pci, on
-from ds_memo.swap.slab import PAGE, HostSlab
+from ds_memo.swap.pool import HostPool
+from ds_memo.swap.segments import PAGE
+from ds_memo.swap.slab import HostSlab
 
 CPUS = sorted(os.sched_getaffinity(0))
 needs_two_cpus = pytest.mark.skipif(len(CPUS) < 2, reason="one CPU: running elsewhere cannot be seen")
@@ -91,9 +93,10 @@ def test_only_this_thread_moves_and_only_for_a_while():
 @needs_two_cpus
 def test_blocks_are_pinned_from_there(monkeypatch):
     where = []
-    monkeypatch.setattr(slab, "_pin", lambda block: where.append(os.sched_getaffinity(0)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(segments, "pin", lambda block: where.append(os.sched_getaffinity(0)))
     for node in (Node(1, frozenset({CPUS[-1]})), None):
-        host = HostSlab(4 * PAGE, pinned=True, node=node)
+        host = HostSlab(4 * PAGE, HostPool(pinned=True, node=node))
         host.give(host.take(PAGE, "a layer"))
     assert where == [{CPUS[-1]}, set(CPUS)]
     assert os.sched_getaffinity(0) == set(CPUS)

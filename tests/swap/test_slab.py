@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import random
 import re
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_memo.errors import MemoError
-from ds_memo.swap import slab as slab_module
+from ds_memo.swap import segments
 from ds_memo.swap.host_memory import GIB
-from ds_memo.swap.slab import _TOUCHED_APART, Block, HostSlab, Segment, _map, _touch, promised_bytes
-
-PAGE = mmap.PAGESIZE
+from ds_memo.swap.pool import HostPool
+from ds_memo.swap.segments import PAGE, Segment, map_pages
+from ds_memo.swap.slab import Block, HostSlab
 
 
 def slab(pages: int = 100) -> HostSlab:
-    return HostSlab(pages * PAGE, pinned=False)
+    return HostSlab(pages * PAGE, HostPool(pinned=False))
 
 
 def fill(block: Block, value: int) -> None:
@@ -39,14 +37,15 @@ def addresses(block: Block) -> list[tuple[int, int]]:
 
 
 class System:
-    """What the slab asks of the system, in place of `_map` and `_pin`: it counts, and gives `limit` bytes at most."""
+    """What the slab asks of the system, in place of `map_pages` and `pin`: it counts, and gives `limit` bytes at most."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int = 1 << 62) -> None:
         self.limit = limit
         self.mapped = self.pinned = self.synchronized = 0
         self._segments: list[weakref.ref[Segment]] = []
-        monkeypatch.setattr(slab_module, "_map", self._map)
-        monkeypatch.setattr(slab_module, "_pin", self._pin)
+        monkeypatch.setattr(segments, "map_pages", self._map)
+        monkeypatch.setattr(segments, "pin", self._pin)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
         monkeypatch.setattr(torch.cuda, "synchronize", self._synchronize)
 
     @property
@@ -58,7 +57,7 @@ class System:
         if sum(self.held) + nbytes > self.limit:
             raise MemoError("no more")
         self.mapped += nbytes
-        segment = _map(nbytes)
+        segment = map_pages(nbytes)
         self._segments.append(weakref.ref(segment))
         return segment
 
@@ -155,13 +154,12 @@ def test_peak_used_remembers():
 
 def test_the_whole_budget_can_be_lent():
     host = slab(10)
-    host.take(4 * PAGE, "x")
-    host.take(6 * PAGE, "y")
-    assert host.size == host.budget
+    lent = [host.take(4 * PAGE, "x"), host.take(6 * PAGE, "y")]
+    assert sum(block.nbytes for block in lent) == host.size == host.budget
 
 
 def test_too_little_says_who_needs_what_in_gib():
-    host = HostSlab(3 * GIB, pinned=False)
+    host = HostSlab(3 * GIB, HostPool(pinned=False))
     host.take(2 * GIB, "frame model.layers.0")  # mapped, never touched
     with pytest.raises(MemoError) as caught:
         host.take(int(1.5 * GIB), "frame model.layers.1")
@@ -191,23 +189,6 @@ def test_closing_with_a_lent_block_raises():
     assert host.size == 0
 
 
-def test_what_open_slabs_may_still_take_is_promised(monkeypatch):
-    monkeypatch.setattr(slab_module, "_open", weakref.WeakSet())
-    host, other, dropped = slab(10), slab(5), slab(3)
-    assert promised_bytes() == 18 * PAGE
-    dropped.itself = dropped
-    del dropped
-    assert promised_bytes() == 15 * PAGE
-    block = host.take(4 * PAGE, "x")
-    assert promised_bytes() == 11 * PAGE
-    host.give(block)
-    assert promised_bytes() == 11 * PAGE, "it is still held"
-    host.budget = 2 * PAGE
-    assert promised_bytes() == 5 * PAGE, "a lower budget takes nothing from the others'"
-    other.close()
-    assert promised_bytes() == 0
-
-
 # ---- any order of any lengths
 
 STEPS = st.lists(st.tuples(st.sampled_from(["take", "take", "give"]), st.integers(1, 40 * PAGE)), max_size=60)
@@ -218,7 +199,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["take", "take", "give"]), st.integer
 def test_whatever_fits_the_budget_is_lent_and_no_more_is_held(budget, steps):
     with pytest.MonkeyPatch.context() as patch:
         system = System(patch, limit=budget)
-        host = HostSlab(budget, pinned=True)
+        host = HostSlab(budget, HostPool(pinned=True))
         lent: list[tuple[int, Block]] = []
         for number, (what, amount) in enumerate(steps):
             if what == "give" and lent:
@@ -227,14 +208,14 @@ def test_whatever_fits_the_budget_is_lent_and_no_more_is_held(budget, steps):
                 host.give(block)
                 del block
             elif what == "take":
-                pages, free = -(-amount // PAGE) * PAGE, len(host._free)
+                pages, free = -(-amount // PAGE) * PAGE, len(host.pool._free)
                 if host.used + pages > budget:
                     with pytest.raises(MemoError, match="GiB are left"):
                         host.take(amount, "x")
                 else:
                     block = host.take(amount, "x")
                     assert block.nbytes == pages and all(begin % PAGE == 0 for begin, _ in addresses(block))
-                    assert len(host._free) <= free, "more than one range was cut"
+                    assert len(host.pool._free) <= free, "more than one range was cut"
                     fill(block, number % 251)
                     lent.append((number % 251, block))
                     del block
@@ -244,14 +225,14 @@ def test_whatever_fits_the_budget_is_lent_and_no_more_is_held(budget, steps):
         for value, block in lent:
             assert values(block) == [value], "two blocks overlap"
             host.give(block)
-        assert all(free.nbytes == free.segment.nbytes for free in host._free), "free neighbours were not made one"
+        assert all(free.nbytes == free.segment.nbytes for free in host.pool._free), "free neighbours were not made one"
 
 
 @pytest.mark.parametrize("lengths", ["random", "growing slowly"])
 def test_lengths_that_change_do_not_lock_anew(monkeypatch, lengths):
     """Frames of so many pages in a stack, as training takes and gives them."""
     system = System(monkeypatch)
-    host, frames = HostSlab(1 << 40, pinned=True), 8
+    host, frames = HostSlab(1 << 40, HostPool(pinned=True)), 8
     draw = random.Random(0)
     pieces, step_bytes = [], []
     for step in range(120):
@@ -270,7 +251,7 @@ def test_lengths_that_change_do_not_lock_anew(monkeypatch, lengths):
 def test_what_is_replaced_was_synchronized_with(monkeypatch):
     """A copy may still read the idle segments that a new one takes the place of."""
     system = System(monkeypatch)
-    host = HostSlab(1 << 40, pinned=True)
+    host = HostSlab(1 << 40, HostPool(pinned=True))
     for block in [host.take(PAGE, "short") for _ in range(5)]:
         host.give(block)
     del block
@@ -332,31 +313,3 @@ def test_what_is_lent_does_not_go_with_a_lower_budget(monkeypatch):
     host, system, blocks = lowered(monkeypatch, kept=1)
     blocks.append(host.take(PAGE, "y"))
     assert host.used == host.size == sum(system.held) == 5 * PAGE
-
-
-def memory_map(segment: Segment) -> dict[str, str]:
-    """What the kernel says of a segment's mapping."""
-    address, found, inside = segment.memory.data_ptr(), {}, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if " " in name:  # the head of a mapping: its addresses
-            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
-            inside = begin <= address < end
-        elif inside:
-            found[name] = value.strip()
-    return found
-
-
-def test_pages_are_there_before_they_are_locked():
-    """All of them, and in a last part that is none of the threads' size; locking would bring them one after the other."""
-    block = _map(2 * _TOUCHED_APART + PAGE)
-    block.memory[PAGE] = 1
-    before = int(memory_map(block)["Rss"].split()[0]) << 10
-    _touch(block)
-    after = int(memory_map(block)["Rss"].split()[0]) << 10
-    assert before < block.nbytes / 2 and after >= block.nbytes
-
-
-def test_a_fork_does_not_copy_blocks():
-    """The kernel copies private pages that a device holds at once, and data loaders fork."""
-    assert "dc" in memory_map(_map(PAGE))["VmFlags"].split()

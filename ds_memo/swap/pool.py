@@ -1,0 +1,202 @@
+"""The pool of host memory that slabs lend from: those of a process's models one after the other, or side by side.
+
+Host memory is locked for the device once and used again by frames of any length. Locking runs at a few GB/s, so neither lengths
+that change from batch to batch nor models that take turns (an actor and its critic) must lock anew: a frame that fits no free
+range gets several. Never PyTorch's pinned pool, which rounds every block up to a power of two.
+
+    segment   mapped and locked in one go; begins and ends on a page, as everything here does
+    range     a part of a segment: a piece of a block that is lent, or free; free neighbours become one
+
+What keeps the pieces few: a frame takes the smallest free range that is enough, or else the largest ones, and cuts only the
+last. So it makes one border at most, which goes once both its sides are free, at the end of a step at the latest. And a new
+segment takes the place of idle ones that are no larger, so lengths that grow slowly do not make ever more of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.swap import segments
+from ds_memo.swap.host_memory import GIB
+from ds_memo.swap.numa import Node, on
+from ds_memo.swap.segments import Segment
+from ds_memo.swap.streams import finish_abandoned
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes `begin` to `end` of a segment: whole pages."""
+
+    segment: Segment
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return self.segment.memory[self.begin : self.end]
+
+
+class HostPool:
+    """Lends ranges. Never holds more than was lent at most at once.
+
+    Args:
+        pinned: lock the memory for CUDA (cudaHostRegister).
+        node: the NUMA node that pinned memory should lie on; absent: wherever the thread happens to run.
+    """
+
+    def __init__(self, pinned: bool, node: Node | None = None) -> None:
+        self.pinned = pinned
+        self.node = node
+        self.size = 0
+        """Bytes held now, lent or free."""
+        self.used = 0
+        """Bytes lent now, in whole pages."""
+        self._free: list[Range] = []
+        self.lost: deque[Mapping[int, Sequence[Range]]] = deque()
+        """Nobody will give these back: what a slab had lent that is there no more, with its model."""
+        self._lock = Lock()
+        self._stream: torch.cuda.Stream | None = None
+        """Compute's, that borrowed last."""
+
+    def lend(self, nbytes: int, limit: int, wanted_by: str) -> list[Range]:
+        """So many bytes, which are whole pages. Only what free memory lacks is mapped.
+
+        Args:
+            limit: what is held beyond it is given back, as far as it lies idle.
+
+        Raises:
+            Refused: the system refuses. Nothing that is lent has changed.
+        """
+        with self._lock:
+            self._take_lost_back()
+            if self.pinned and (stream := torch.cuda.current_stream()) != self._stream:
+                if self._stream is not None:  # what its copies still read and write, no event of this stream orders
+                    torch.cuda.synchronize()
+                self._stream = stream
+            if self.size > limit:
+                self._shrink(self.size - limit)
+            if (missing := self.used + nbytes - self.size) > 0:
+                self._grow(missing, wanted_by)
+            self.used += nbytes
+            return self._cut(nbytes)
+
+    def take_back(self, pieces: Sequence[Range]) -> None:
+        """All copies from and to them must be ordered before whatever the next borrower issues on the same stream."""
+        with self._lock:
+            self._free_again(pieces)
+
+    def take_lost_back(self) -> None:
+        """What a lend takes into account by itself."""
+        with self._lock:
+            self._take_lost_back()
+
+    def release(self) -> None:
+        """Give everything that lies idle back to the system."""
+        with self._lock:
+            self._take_lost_back()
+            self._release(self._idle())
+
+    def _take_lost_back(self) -> None:
+        if self.lost:
+            finish_abandoned()  # no event tells of its copies
+        while self.lost:
+            for pieces in self.lost.popleft().values():
+                self._free_again(pieces)
+
+    def _free_again(self, pieces: Sequence[Range]) -> None:
+        for piece in pieces:
+            self.used -= piece.nbytes
+            begin, end = piece.begin, piece.end
+            for free in [free for free in self._free if free.segment is piece.segment]:
+                if begin == free.end or free.begin == end:
+                    self._free.remove(free)
+                    begin, end = min(begin, free.begin), max(end, free.end)
+            self._free.append(Range(piece.segment, begin, end))
+
+    def _cut(self, nbytes: int) -> list[Range]:
+        """Free ranges of so many bytes together, as few as will do: the largest first, the last the smallest that is enough."""
+        ranges = sorted(self._free, key=_size)
+        pieces = []
+        while nbytes:
+            found = ranges.pop(min(bisect_left(ranges, nbytes, key=_size), len(ranges) - 1))
+            self._free.remove(found)
+            piece = Range(found.segment, found.begin, min(found.end, found.begin + nbytes))
+            if piece.end < found.end:
+                self._free.append(Range(found.segment, piece.end, found.end))
+            pieces.append(piece)
+            nbytes -= piece.nbytes
+        return pieces
+
+    def _grow(self, missing: int, wanted_by: str) -> None:
+        held = self.size
+        nbytes = missing + self._swallow(missing)
+        try:
+            segment = segments.map_pages(nbytes)
+            if self.pinned:
+                with on(self.node):
+                    segments.touch(segment)
+                    segments.pin(segment)
+        except MemoError as error:
+            raise Refused(f"host memory: {wanted_by} needs {missing / GIB:.3g} GiB more; {error}", held) from error
+        self.size += nbytes
+        self._free.append(Range(segment, 0, nbytes))
+
+    def _swallow(self, nbytes: int) -> int:
+        """Give those idle segments back that a new one of so many bytes takes the place of; returns their bytes.
+
+        None is larger than the new bytes and the segments before it together. So a byte that is locked anew lies in a segment at
+        least twice as large as before: that happens a few times at most.
+        """
+        going, grown = [], nbytes
+        for idle in self._idle():
+            if idle.nbytes > grown:
+                break
+            going.append(idle)
+            grown += idle.nbytes
+        self._release(going)
+        return grown - nbytes
+
+    def _shrink(self, beyond: int) -> None:
+        """Give idle segments back, of so many bytes at least: a budget was lowered."""
+        going = []
+        for idle in self._idle():
+            if beyond > 0:
+                going.append(idle)
+                beyond -= idle.nbytes
+        self._release(going)
+
+    def _idle(self) -> list[Range]:
+        """Segments of which nothing is lent, the smallest first."""
+        return sorted((free for free in self._free if free.nbytes == free.segment.nbytes), key=_size)
+
+    def _release(self, idle: list[Range]) -> None:
+        """Their locks and mappings end with the last reference: whoever calls must not hold any."""
+        if idle and self.pinned:
+            torch.cuda.synchronize()  # a copy from them may still be under way
+        for segment in idle:
+            self._free.remove(segment)
+            self.size -= segment.nbytes
+
+
+class Refused(MemoError):
+    """By the system, though the budget allowed it."""
+
+    def __init__(self, message: str, held: int) -> None:
+        super().__init__(message)
+        self.held = held
+        """Bytes that the pool held then: what the system does give."""
+
+
+def _size(part: Range) -> int:
+    return part.nbytes

@@ -1,0 +1,73 @@
+"""Models of one process share the host: all of it in turns, a part each where their passes wait for a backward together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_memo
+from ds_memo.profile import run
+from ds_memo.swap.host_memory import GIB
+from tests.models import Batch, assert_same_grads, build, gradients
+
+BATCH = Batch.random(4, 128)
+
+
+@pytest.fixture
+def models(
+    own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[list[nn.Module], list[nn.Module], list[Any]]]:
+    """An actor and a critic, their stock twins, their handles; the host holds what one of them wants to swap, and no more."""
+    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # copies hide
+    actors = [build("llama"), build("gpt2")]
+    stocks = [copy.deepcopy(model) for model in actors]
+    section = {"resident_layers": 0, "host_memory_gib": HOST / GIB, "plan": {"enabled": False}}
+    handles = [ds_memo.attach(model, section) for model in actors]
+    yield actors, stocks, handles
+    for handle in handles:
+        handle.detach()
+
+
+HOST = 3 << 20
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+
+
+def test_models_that_take_turns_each_have_the_whole_host(models):
+    actors, stocks, handles = models
+    for _ in range(3):
+        for model, stock in zip(actors, stocks, strict=True):
+            loss_of(model).backward()
+            loss_of(stock).backward()
+            assert_same_grads(gradients(model), gradients(stock))
+    for handle in handles:
+        report = handle.report()
+        assert report["host"]["budget"] == HOST and report["profile"]["changes"] == [] and report["warnings"] == []
+        assert HOST / 2 < report["host"]["peak_used"] <= HOST
+        assert report["alpha"] > 0
+    assert handles[0].slab.size == max(handle.slab.peak_used for handle in handles)
+
+
+def test_passes_that_wait_together_have_a_part_each(models):
+    actors, stocks, handles = models
+    held = []
+    for _ in range(4):
+        (loss_of(actors[0]) + loss_of(actors[1])).backward()
+        held.append([handle.slab.peak_used for handle in handles])
+        for model, stock in zip(actors, stocks, strict=True):
+            loss_of(stock).backward()
+            assert_same_grads(gradients(model), gradients(stock))
+    assert held[0][1] == 0, "the first model had taken more than its part"
+    for handle in handles:
+        report = handle.report()
+        assert report["host"]["budget"] == HOST // 2
+        assert any("other models' passes wait for their backward at the same time" in c for c in report["profile"]["changes"])
+        assert report["predicted"]["host_bytes"] <= HOST // 2
+    assert 0 < handles[1].slab.peak_used <= HOST // 2 and handles[0].slab.size <= HOST

@@ -1,0 +1,179 @@
+"""Slabs of one pool: all of it in turns, a part each where they lend at the same time."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.swap import slab as slab_module
+from ds_memo.swap import streams
+from ds_memo.swap.pool import HostPool
+from ds_memo.swap.segments import PAGE
+from ds_memo.swap.slab import HostSlab, promised_bytes, shared_pool
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    monkeypatch.setattr(slab_module, "_open", weakref.WeakSet())
+    monkeypatch.setattr(slab_module, "_pools", weakref.WeakValueDictionary())
+
+
+def two(first: int = 10, second: int = 10) -> tuple[HostSlab, HostSlab]:
+    """Slabs of one pool, with budgets of so many pages."""
+    pool = HostPool(pinned=False)
+    return HostSlab(first * PAGE, pool), HostSlab(second * PAGE, pool)
+
+
+def test_in_turns_each_has_everything_and_nothing_is_mapped_anew():
+    slabs = two()
+    found = []
+    for slab in slabs * 3:
+        slab.pass_begins()
+        block = slab.take(10 * PAGE, "x")
+        found.append(block.views(0, PAGE)[0].data_ptr())
+        assert slab.at_hand == 10 * PAGE
+        slab.give(block)
+    assert len(set(found)) == 1 and slabs[0].size == slabs[1].size == 10 * PAGE
+    assert [slab.budget for slab in slabs] == [10 * PAGE] * 2
+    assert [slab.peak_used for slab in slabs] == [10 * PAGE] * 2
+
+
+def test_together_each_has_its_part_from_then_on():
+    first, second = two()
+    first.pass_begins()
+    block = first.take(8 * PAGE, "x")
+    second.pass_begins()
+    assert (first.budget, second.budget) == (5 * PAGE, 5 * PAGE)
+    assert second.at_hand == 0, "the first still holds more than its part"
+    with pytest.raises(MemoError, match=r"needs .* GiB, .* GiB are left beside .* GiB that other models hold"):
+        second.take(3 * PAGE, "y")
+    first.give(block)
+    assert second.at_hand == 5 * PAGE
+    blocks = [slab.take(5 * PAGE, "x") for slab in (first, second)]
+    assert first.size == 10 * PAGE
+    for slab, block in zip((first, second), blocks, strict=True):
+        with pytest.raises(MemoError, match=r"0 of .* GiB are left"):
+            slab.take(1, "y")
+        slab.give(block)
+
+
+def test_one_that_never_lends_has_no_part():
+    """A reference model, which is only evaluated."""
+    pool = HostPool(pinned=False)
+    first, second, _reference = (HostSlab(10 * PAGE, pool) for _ in range(3))
+    block = first.take(PAGE, "x")
+    second.pass_begins()
+    assert [first.budget, second.budget] == [5 * PAGE] * 2
+    assert block.nbytes == PAGE
+
+
+def test_a_third_has_its_part_too():
+    pool = HostPool(pinned=False)
+    slabs = [HostSlab(12 * PAGE, pool) for _ in range(3)]
+    blocks = []
+    for slab in slabs:
+        slab.pass_begins()
+        blocks.append(slab.take(PAGE, "x"))
+    assert [slab.budget for slab in slabs] == [4 * PAGE] * 3
+
+
+def test_the_limit_is_of_all_together():
+    """Whoever does not say that a pass begins."""
+    first, second = two(10, 8)
+    blocks = [first.take(PAGE, "x") for _ in range(2)], second.take(8 * PAGE, "y")
+    with pytest.raises(MemoError, match="GiB are left"):
+        first.take(PAGE, "z")
+    del blocks
+
+
+def test_a_closed_slab_leaves_what_is_held_to_the_others():
+    first, second = two()
+    first.give(first.take(6 * PAGE, "x"))
+    first.close()
+    assert second.size == 6 * PAGE
+    second.give(second.take(6 * PAGE, "y"))
+    assert second.size == 6 * PAGE
+    second.close()
+    assert second.size == 0
+
+
+def test_a_refusal_is_told_to_all(monkeypatch):
+    first, second = two()
+    first.give(first.take(3 * PAGE, "x"))
+    monkeypatch.setattr("ds_memo.swap.segments.map_pages", lambda nbytes: (_ for _ in ()).throw(MemoError("no more")))
+    with pytest.raises(MemoError, match="no more"):
+        second.take(5 * PAGE, "y")
+    assert first.refused == second.refused == 3 * PAGE
+    assert (first.budget, second.budget) == (10 * PAGE, 10 * PAGE)
+
+
+def test_what_a_model_that_was_let_go_held_is_lent_again(monkeypatch):
+    """Not before the copies of its streams are over."""
+    finished = []
+    real = streams.finish_abandoned
+    monkeypatch.setattr("ds_memo.swap.pool.finish_abandoned", lambda: finished.append(1) or real())
+    first, second = two()
+    block = first.take(10 * PAGE, "x")
+    first.itself = first, block
+    del first, block
+    assert second.pool.used == 10 * PAGE and not finished
+    second.pass_begins()
+    assert second.budget == 10 * PAGE and finished == [1]
+    assert second.take(10 * PAGE, "y").nbytes == second.size == second.pool.used
+
+
+def test_copies_that_nobody_waits_for_end_before_memory_is_lent_again():
+    there = streams.ThreadStreams()
+    slow = torch.zeros(1)
+    there._queues[streams.D2H].put((time.sleep, 0.2))
+    there.copy(streams.D2H, slow, torch.ones(1))
+    del there
+    streams.finish_abandoned()
+    assert slow.item() == 1
+
+
+def test_what_other_pools_may_still_take_is_promised():
+    host, other, dropped, mine = (HostSlab(pages * PAGE, HostPool(pinned=False)) for pages in (10, 5, 3, 7))
+    assert promised_bytes(mine.pool) == 18 * PAGE
+    dropped.itself = dropped
+    del dropped
+    assert promised_bytes(mine.pool) == 15 * PAGE
+    block = host.take(4 * PAGE, "x")
+    assert promised_bytes(mine.pool) == 11 * PAGE
+    host.give(block)
+    assert promised_bytes(mine.pool) == 11 * PAGE, "it is still held"
+    HostSlab(12 * PAGE, host.pool)
+    host.budget = 2 * PAGE
+    assert promised_bytes(mine.pool) == 5 * PAGE, "a lower budget takes nothing from the others'"
+    other.close()
+    assert promised_bytes(mine.pool) == 0
+
+
+def test_a_pool_is_shared_by_models_of_one_setting_on_one_device():
+    pool = shared_pool(None, CPU)
+    assert shared_pool(None, CPU) is pool
+    assert shared_pool(8.0, CPU) is not pool and shared_pool(None, torch.device("meta")) is not pool
+
+
+def test_another_compute_stream_waits_for_everything(monkeypatch):
+    """No event of it comes behind the copies that the last borrower's stream has ordered."""
+    calls: list[str] = []
+    stream = ["one"]
+    monkeypatch.setattr("ds_memo.swap.segments.pin", lambda segment: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
+    slab = HostSlab(10 * PAGE, HostPool(pinned=True))
+    slab.give(slab.take(PAGE, "x"))
+    slab.give(slab.take(PAGE, "x"))
+    assert calls == []
+    stream[0] = "another"
+    slab.give(slab.take(PAGE, "x"))
+    assert calls == ["waited"]
