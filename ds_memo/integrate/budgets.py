@@ -103,8 +103,8 @@ class Budgets:
 
     def costs(self, profile: Profile, shapes: HiddenShapes, together: Together) -> RunCosts:
         """What comes before a backward, of layers whose hidden states have these shapes, within these budgets."""
-        at = [shape and shape[:2] for shape in shapes]
-        tokens = math.prod(profile.last(at)) * together.forwards
+        at = [shape and (shape.batch, shape.length, shape.source) for shape in shapes]
+        tokens = math.prod(profile.last(at)[:2]) * together.forwards
         head = math.ceil((self._head_bytes_per_token or 0.0) * tokens) + self._backward_bytes
         run = profile.costs(at, self.host_at_hand, self.device)
         return replace(run, layers=run.layers * together.calls, head_bytes=head, backward_bytes=self._backward_bytes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ds_memo.profile.lengths import HiddenShapes
+from ds_memo.profile.lengths import HiddenShape, HiddenShapes
 from ds_memo.remat.checkpoint import FULL_RECOMPUTE, Setting
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import Homes
@@ -27,8 +27,8 @@ class Chosen:
     layers: int
     """Of the model."""
     shapes: HiddenShapes
-    shape: tuple[int, ...]
-    """Of the hidden states that come into the last layer: (batch, length, hidden)."""
+    shape: HiddenShape
+    """Of what comes into the last layer."""
 
     def number(self, call: int) -> int:
         """Of a call that was solved for, its number among all: first one call of each layer, then the second of each, …"""

@@ -14,7 +14,7 @@ from ds_memo.integrate.ranks import is_experts
 from ds_memo.profile.agree import world_size
 from ds_memo.profile.call import LayerCall, layer_calls
 from ds_memo.profile.kinds import kinds_of
-from ds_memo.profile.lengths import HiddenShapes, Shapes, hidden_shape
+from ds_memo.profile.lengths import HiddenShape, HiddenShapes, Shapes, hidden_shape
 from ds_memo.remat.checkpoint import Layer, Remat
 
 REMEMBERED = 64
@@ -38,9 +38,9 @@ class Looks:
         self._measured = measured
         self._last = 0
         """The kind that comes last in a forward."""
-        self._first: tuple[Shapes, dict[int, tuple[int, ...]]] = ((), {})
+        self._first: tuple[Shapes, dict[int, HiddenShape]] = ((), {})
         """Of the pass that was profiled, hidden states by the kind of layer."""
-        self._seen: dict[Shapes, dict[int, tuple[int, ...]]] = {}
+        self._seen: dict[Shapes, dict[int, HiddenShape]] = {}
         """What only a look could tell."""
 
     def first(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[int, LayerCall]:
@@ -87,14 +87,14 @@ class Looks:
             self._last = list(calls)[-1]
         return calls
 
-    def saw(self, kind: Shapes, calls: dict[int, LayerCall]) -> dict[int, tuple[int, ...]]:
+    def saw(self, kind: Shapes, calls: dict[int, LayerCall]) -> dict[int, HiddenShape]:
         """Remember a pass of this kind: the shapes of hidden states, by the kind of layer."""
         while len(self._seen) >= REMEMBERED:
             del self._seen[next(iter(self._seen))]
         self._seen[kind] = {number: call.shape for number, call in calls.items()}
         return self._seen[kind]
 
-    def as_measured(self, shapes: Mapping[int, tuple[int, ...]]) -> HiddenShapes:
+    def as_measured(self, shapes: Mapping[int, HiddenShape]) -> HiddenShapes:
         """In the order of the profile."""
         return tuple(map(shapes.get, self._measured))
 

@@ -380,7 +380,8 @@ class Memo:
     def _hidden_shape(self) -> tuple[int, ...]:
         """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""
         if self.decisions.chosen is not None:
-            return self.decisions.chosen.shape
+            shape = self.decisions.chosen.shape
+            return (shape.batch, shape.length, *shape.rest)
         inputs = (kept for layer in self.layers if layer.latest for kept in layer.latest.inputs if kept)
         kept = next(inputs, None)
         return kept.shape if kept else (0,)

@@ -85,12 +85,15 @@ class Profiling:
         self.kinds += asked.calls
 
     def outgrown(self, shapes: HiddenShapes) -> bool:
-        """Whether these hidden states have far more tokens than a kind was measured with: of few, most is overhead."""
-        return any(shape is not None and self._too_short(number, shape[1]) for number, shape in enumerate(shapes))
+        """Whether these hidden states, or an encoder's beside them, have far more tokens than a kind was measured with: of few,
+        most is overhead. Where both had as many, what is whose could not be told."""
+        return any(shape and self._outgrown(number, shape.length, shape.source) for number, shape in enumerate(shapes))
 
-    def _too_short(self, number: int, length: int) -> bool:
-        longest = self.profile.kinds[number].taken[-1].length
-        return longest < SHORTEST and length > 2 * longest and self._tries[self.kinds[number]] < _TRIES
+    def _outgrown(self, number: int, length: int, source: int) -> bool:
+        longest = self.profile.kinds[number].taken[-1]
+        both = (longest.length, length), (longest.source, source)
+        short = any(seen < SHORTEST and now > 2 * seen for seen, now in both)
+        return short and self._tries[self.kinds[number]] < _TRIES
 
     def later(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], with_others: bool) -> list[str]:
         """Of a pass with kinds that the profile lacks, or knows of shorter batches; what can be learned is in it then.
@@ -103,45 +106,49 @@ class Profiling:
         """
         everybody, do = (from_all_ranks, together) if with_others else (_only_me, alone)
         unknown = {kind for kind in of_layers if kind not in self.kinds and self._tries[kind] < _TRIES}
-        grown = {kind for number, kind in enumerate(self.kinds) if kind in calls and self._too_short(number, calls[kind].length)}
-        short = set().union(*everybody(grown))
-        if not unknown | short:  # on all ranks: they have learned the same
+        called = [(number, kind) for number, kind in enumerate(self.kinds) if kind in calls]
+        outgrown = {kind for number, kind in called if self._outgrown(number, calls[kind].length, calls[kind].source)}
+        grown = set().union(*everybody(outgrown))
+        if not unknown | grown:  # on all ranks: they have learned the same
             return []
-        new = {k: call for k, call in worth_measuring(self._layers, of_layers, calls).items() if k in unknown | short}
+        new = {k: call for k, call in worth_measuring(self._layers, of_layers, calls).items() if k in unknown | grown}
         everything, learned, again = self._asked(of_layers, new, everybody), [], []
         for kind, call in everything.calls.items():
-            if kind in short and not self._too_short(self.kinds.index(kind), everything.full[kind]):  # a rank has few tokens
+            full, source = everything.full[kind], everything.sources[kind]
+            if kind in grown and not self._outgrown(self.kinds.index(kind), full, source):  # of all ranks together
                 continue
             asked, name = replace(everything, calls={kind: call}), type(call.layer.module()).__name__
             try:
                 mine = replace(self.profile, kinds=measure_kinds(asked, self._warn, do=do), layers=asked.numbers())
             except Failed as failed:
-                instead = "what it took with few tokens is scaled" if kind in short else "it is fully recomputed"
+                instead = "what it took before is scaled" if kind in grown else "it is fully recomputed"
                 self._warn(f"{name}: cannot be profiled ({failed}), and {instead}")
                 continue
             careful = most_careful(everybody(mine))
-            if kind in short:
+            if kind in grown:
                 kinds = list(self.profile.kinds)
                 kinds[self.kinds.index(kind)] = careful.kinds[0]
                 self.profile = replace(self.profile, kinds=tuple(kinds))
-                again.append(f"measured {name} again, with {everything.full[kind]:,} tokens: the first batches were short")
+                beside = f" beside {source:,}" if source else ""
+                again.append(f"measured {name} again, with {full:,} tokens{beside}: the first batches told too little")
                 continue
             self.profile = self.profile.beside(careful)
             self.kinds.append(kind)
             learned.append(name)
-        self._tries.update(short | everything.calls.keys())
+        self._tries.update(grown | everything.calls.keys())
         return [*([f"profiled {', '.join(learned)}, which no pass before has called"] if learned else []), *again]
 
     def _asked(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], everybody: Callable[[Any], list[Any]]) -> Asked:
         """What all of them call."""
-        everybodys = everybody({kind: (call.length, call.can_shorten()) for kind, call in calls.items()})
+        everybodys = everybody({kind: (call.length, call.can_shorten(), call.source) for kind, call in calls.items()})
         calls = {kind: call for kind, call in calls.items() if all(kind in theirs for theirs in everybodys)}
         method = self._config.profile.method
-        lengths, full = {}, {}
-        for kind in calls:
-            said, can_shorten = zip(*(theirs[kind] for theirs in everybodys), strict=True)
+        lengths, full, sources = {}, {}, {}
+        for kind, call in calls.items():
+            said, can_shorten, beside = zip(*(theirs[kind] for theirs in everybodys), strict=True)
             full[kind] = min(said)
-            lengths[kind] = lengths_of(method, full[kind], calls[kind].width, all(can_shorten))
+            lengths[kind] = lengths_of(method, full[kind], call.width, all(can_shorten))
+            sources[kind] = lengths_of(method, min(beside), call.width, True)[-1] if min(beside) and all(can_shorten) else 0
         return Asked(
             layers=self._layers,
             kinds=of_layers,
@@ -149,6 +156,7 @@ class Profiling:
             method=method,
             lengths=lengths,
             full=full,
+            sources=sources,
             device=self._device,
             host_budget=self._slab.budget,
             attention=self._config.attention,

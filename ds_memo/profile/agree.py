@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_memo.errors import MemoError
-from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, Profile
+from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
 
 T = TypeVar("T")
 PATIENCE_S = 600.0
@@ -167,12 +167,13 @@ def most_careful(profiles: Sequence[Profile]) -> Profile:
     """
     first, kinds = profiles[0], []
     for number, kind in enumerate(first.kinds):
-        samples = []
-        for sample in kind.taken:
-            needs = [_needs(profile.kinds[number], sample.batch, sample.length) for profile in profiles]
-            samples.append(replace(sample, **dict(zip(DEVICE_BYTES, map(max, zip(*needs, strict=True)), strict=True))))
-        count = len(kind.samples)
-        kinds.append(replace(kind, samples=tuple(samples[:count]), check=samples[count] if kind.check else None))
+
+        def careful(sample: LayerSample | None, number: int = number) -> LayerSample | None:
+            needs = [_needs(profile.kinds[number], sample) for profile in profiles] if sample else []
+            return sample and replace(sample, **dict(zip(DEVICE_BYTES, map(max, zip(*needs, strict=True)), strict=True)))
+
+        samples = tuple(map(careful, kind.samples))
+        kinds.append(replace(kind, samples=samples, check=careful(kind.check), half_source=careful(kind.half_source)))
     return replace(
         first,
         kinds=tuple(kinds),
@@ -181,12 +182,13 @@ def most_careful(profiles: Sequence[Profile]) -> Profile:
     )
 
 
-def _needs(kind: LayerProfile, batch: int, length: int) -> list[int]:
+def _needs(kind: LayerProfile, there: LayerSample) -> list[int]:
     """DEVICE_BYTES there: as measured or, on a rank that has measured at other lengths, by its lines."""
-    for sample in kind.taken:
-        if (sample.batch, sample.length) == (batch, length):
+    where = there.batch, there.length, there.source
+    for sample in (*kind.taken, *filter(None, [kind.half_source])):
+        if (sample.batch, sample.length, sample.source) == where:
             return [getattr(sample, name) for name in DEVICE_BYTES]
-    at = kind.costs(batch, length)
+    at = kind.costs(*where)
     whole, at_0, without = at.working, at.working_at_0, at.working_without_attention
     return [whole.backward, at_0.backward, without.backward, whole.forward, at_0.forward]
 

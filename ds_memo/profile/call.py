@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_memo.errors import MemoError
+from ds_memo.profile.lengths import HiddenShape
 from ds_memo.profile.whole import whole
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
@@ -57,21 +58,33 @@ class LayerCall:
         return self.hidden.shape[-1]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """(batch, length, …) of the hidden states."""
-        return (self.batch, self.length, *self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :])
+    def source(self) -> int:
+        """Length of the other states that it attends to: of the same batch, and no narrower than half (no rotary tables); 0:
+        there are none, or they are as long as the hidden states."""
+        if self.hidden.dim() < 3:
+            return 0
+        states = (x for x in self._others() if x.dim() == self.hidden.dim() and x.is_floating_point())
+        states = (x for x in states if x.shape[0] == self.batch and 2 * x.shape[-1] >= self.width)
+        return next((x.shape[1] for x in states if x.shape[1] != self.length), 0)
+
+    @property
+    def shape(self) -> HiddenShape:
+        rest = self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :]
+        return HiddenShape(self.batch, self.length, tuple(rest), self.source)
 
     def others(self) -> list[list[Any]]:
-        """Shapes and dtypes of the other tensors that it is given (a mask, an encoder's states), with "length" for that. Not of
-        vectors, as the ends of documents: each batch has another number of them."""
-        tensors = (x for x in tree_leaves((self._args, self._kwargs)) if isinstance(x, torch.Tensor) and x is not self.hidden)
-        return [["length" if n == self.length else n for n in x.shape] + [str(x.dtype)] for x in tensors if x.dim() > 1]
+        """Shapes and dtypes of the other tensors that it is given (a mask, an encoder's states), with "length" and "source" for
+        those. Not of vectors, as the ends of documents: each batch has another number of them."""
+        names = {self.source: "source", self.length: "length"}
+        return [[names.get(n, n) for n in x.shape] + [str(x.dtype)] for x in self._others() if x.dim() > 1]
+
+    def _others(self) -> Iterator[torch.Tensor]:
+        return (x for x in tree_leaves((self._args, self._kwargs)) if isinstance(x, torch.Tensor) and x is not self.hidden)
 
     @property
     def trains(self) -> bool:
         """Whether anything in it, or before it, wants a gradient: else it keeps nothing."""
-        inputs = (x for x in tree_leaves((self._args, self._kwargs)) if isinstance(x, torch.Tensor))
-        return any(x.requires_grad for x in (*inputs, *self.layer.parameters))
+        return any(x.requires_grad for x in (self.hidden, *self._others(), *self.layer.parameters))
 
     def can_shorten(self) -> bool:
         """Whether it can be told from the batch, and no argument says where documents end: then cutting it is safe."""
@@ -84,24 +97,30 @@ class LayerCall:
         first, last = value[[0, -1]].tolist()
         return first == 0 and last >= self.length
 
-    def _dims_of_length(self, tensor: torch.Tensor) -> list[int]:
+    def _dims_of(self, length: int, tensor: torch.Tensor) -> list[int]:
         """Models as wide as a sequence is long are no rarity: the hidden size is none of them."""
         hidden = self.hidden.shape
         states = tensor.dim() == len(hidden) and tensor.shape[-1] == hidden[-1]
-        return [dim for dim, size in enumerate(tensor.shape[:-1] if states else tensor.shape) if size == self.length]
+        return [dim for dim, size in enumerate(tensor.shape[:-1] if states else tensor.shape) if size == length]
 
-    def at(self, length: int) -> tuple[Callable[..., Any], tuple, list[torch.Tensor]]:
+    def at(self, length: int, source: int = 0) -> tuple[Callable[..., Any], tuple, list[torch.Tensor]]:
         """The call with every tensor cut to `length`, cut off from its graph; and those that want a gradient, the hidden states
-        first."""
+        first.
+
+        Args:
+            source: cut to this where they have the length of that; 0: they stay as they are.
+        """
         made: dict[int, torch.Tensor] = {}
+        cuts = [(self.length, length), *([(self.source, source)] if source else [])]
 
         def cut(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             if id(value) not in made:
                 short = value.detach()
-                for dim in self._dims_of_length(short):
-                    short = short.narrow(dim, 0, min(length, self.length))
+                for whole_length, part in cuts:
+                    for dim in self._dims_of(whole_length, value):
+                        short = short.narrow(dim, 0, min(part, whole_length))
                 short = short.contiguous()
                 made[id(value)] = short.clone() if short.data_ptr() == value.data_ptr() else short
                 made[id(value)].requires_grad_(value.requires_grad)

@@ -36,11 +36,12 @@ from ds_memo.swap.streams import streams_for
 REPEATS = 3
 
 
-def measure(call: LayerCall, length: int, device: torch.device, attention: str | None = None) -> LayerSample:
+def measure(call: LayerCall, length: int, device: torch.device, attention: str | None = None, source: int = 0) -> LayerSample:
     """One layer at one length, which must not be longer than it was called with.
 
     Args:
         attention: as the "memo" section's.
+        source: tokens of each sequence that it attends to beside its own; 0: as it was called.
 
     Raises:
         MemoError: it saves nothing for a backward.
@@ -51,7 +52,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
         beside_the_training(call.layer.module()),
         _own_parameters(call.layer.module()) as trained,
     ):
-        fn, args, inputs = call.at(length)
+        fn, args, inputs = call.at(length, source)
         bench = _Bench(call.layer, fn, args, [*inputs, *trained], device, attention)
         try:
             plain = bench.timed(Setting(checkpointed=False))
@@ -69,6 +70,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
             return LayerSample(
                 batch=call.batch,
                 length=length,
+                source=source or call.source,
                 forward_s=forward_s,
                 attention_s=min(forward_s, watch.attention_s),
                 backward_s=backward_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,20 @@ from torch.utils._pytree import tree_leaves
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shape and dtype of every tensor that a model is called with."""
 
-HiddenShapes = tuple[tuple[int, ...] | None, ...]
-"""Of hidden states, (batch, length, …), by the kind of layer that they come into; None: it is not called."""
+
+class HiddenShape(NamedTuple):
+    """Of the hidden states that come into a layer."""
+
+    batch: int
+    length: int
+    rest: tuple[int, ...] = ()
+    """Their width, as a rule."""
+    source: int = 0
+    """Tokens of each sequence that the layer attends to beside its own, an encoder's; 0: none, or as many as its own."""
+
+
+HiddenShapes = tuple[HiddenShape | None, ...]
+"""By the kind of layer; None: it is not called."""
 
 
 class PassKind(NamedTuple):
@@ -49,23 +61,32 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in tree_leaves(list(inside.values())) if isinstance(value, torch.Tensor))
 
 
-def hidden_shape(shapes: Shapes, hidden: tuple[int, ...], others: Shapes) -> tuple[int, ...] | None:
+def hidden_shape(shapes: Shapes, hidden: HiddenShape, others: Shapes) -> HiddenShape | None:
     """The hidden states of a model that is called with `others`, without calling it.
 
     Args:
-        shapes: what it was called with when they were `hidden`: (batch, length, …).
+        shapes: what it was called with when they were `hidden`.
 
     Returns:
-        Batch and length from where they stood then, or the length alone, of rows that are one batch (an image's patches); None:
-        they stood nowhere, or no longer agree.
+        Batch and length from where they stood then, or the length alone, of rows that are one batch (an image's patches). The
+        source as well; one that stood nowhere stays as it was. None: they stood nowhere, or no longer agree.
     """
     if [len(shape) for shape, _ in shapes] != [len(shape) for shape, _ in others]:
         return None
     pairs = [(here, there) for (here, _), (there, _) in zip(shapes, others, strict=True)]
-    found = {there[:2] for here, there in pairs if here[:2] == hidden[:2]}
-    if hidden[0] == 1:
-        found |= {(1, there[0]) for here, there in pairs if here[:1] == hidden[1:2]}
-    return (*found.pop(), *hidden[2:]) if len(found) == 1 else None
+    found = _stands(pairs, hidden.batch, hidden.length)
+    sources = {length for _, length in _stands(pairs, hidden.batch, hidden.source)} or {hidden.source}
+    if len(found) != 1 or len(sources) != 1:
+        return None
+    return HiddenShape(*found.pop(), hidden.rest, sources.pop())
+
+
+def _stands(pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], batch: int, length: int) -> set[tuple[int, ...]]:
+    """What stands now where this batch and length stood."""
+    found = {there[:2] for here, there in pairs if here[:2] == (batch, length)}
+    if batch == 1:
+        found |= {(1, there[0]) for here, there in pairs if here[:1] == (length,)}
+    return found
 
 
 def length_between(here: PassKind, there: PassKind) -> Length | None:

@@ -81,6 +81,7 @@ class Asked:
         method: fit, direct or unified.
         lengths: of each call, from lengths_of; the same on all ranks, whose layers may wait for each other.
         full: of each call its full length, the least of all ranks.
+        sources: of each call, the length of the states beside its own to measure with; 0: it has none, or not on all ranks.
         host_budget: bytes of this rank.
     """
 
@@ -90,6 +91,7 @@ class Asked:
     method: str
     lengths: Mapping[int, tuple[int, ...]]
     full: Mapping[int, int]
+    sources: Mapping[int, int]
     device: torch.device
     host_budget: int
     attention: str | None = None
@@ -212,36 +214,42 @@ def _measure_kind(
 ) -> LayerProfile:
     call, name = asked.calls[kind], asked.calls[kind].layer.name
     module = call.layer.module()
-    lengths, full, number = asked.lengths[kind], asked.full[kind], list(asked.calls).index(kind) + 1
+    lengths, full, source = asked.lengths[kind], asked.full[kind], asked.sources[kind]
+    number = list(asked.calls).index(kind) + 1
     kernel = asked.attention if asked.attention in SDPA else None  # a package's kernel is the model's own to call
     gathered = whole_bytes(module)
     do(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, RESERVE)))
 
-    def measured(lengths: Sequence[int]) -> list[LayerSample]:
+    def measured(lengths: Sequence[int], source: int) -> list[LayerSample]:
         samples: list[LayerSample] = []
         for length in lengths:
             if asked.method == "unified" and len(samples) == 2:
                 alike = len(samples[0].outputs) == len(samples[1].outputs)  # else experts that no token of the shorter visits
                 short = LayerProfile(name, tuple(samples if alike else samples[1:]))
                 do(lambda short=short, length=length: _refuse_too_long(short, call.batch, length, asked.free()))
-            sample = do(partial(measure, call, length, asked.device, kernel))
+            sample = do(partial(measure, call, length, asked.device, kernel, source))
             samples.append(replace(sample, **{of: getattr(sample, of) + gathered for of in DEVICE_BYTES}))
             told(
-                f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens, "
+                f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens"
+                f"{f' beside {source:,}' if source else ''}, "
                 f"forward {sample.forward_s * 1e3:.3g} ms, backward {sample.backward_s * 1e3:.3g} ms"
             )
         return samples
 
     with whole(module):
         try:
-            samples = measured(lengths)
+            samples = measured(lengths, source)
+            half = measured(lengths[-1:], source // 2) if source > 1 else []
         except Failed as failed:  # a layer may know its length: DeepSpeed's Ulysses does, unless told that lengths vary
-            if asked.method != "fit" or lengths == (full,):
+            if not source and (asked.method != "fit" or lengths == (full,)):
                 raise
             why = str(failed).partition("\n")[0]
-            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens ({why}); it is at {full:,}")
-            samples = measured((full,))
-    return do(lambda: _profile(name, asked.method, samples, warn))
+            beside = f" beside {source:,}" if source else ""
+            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens{beside} ({why}); it is at {full:,}")
+            samples, half = measured((full,), 0), []
+    profile = do(lambda: _profile(name, asked.method, samples, warn))
+    # Where it keeps other tensors then, what a token of the source takes is not known.
+    return replace(profile, half_source=half[0]) if half and len(half[0].outputs) == len(profile.taken[-1].outputs) else profile
 
 
 def _profile(name: str, method: str, samples: list[LayerSample], warn: Callable[[str], None]) -> LayerProfile:

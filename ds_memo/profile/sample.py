@@ -2,6 +2,8 @@
 
 What a layer keeps is a + b·t bytes in its tokens t, and so is every time but attention's, which is b·t + c·t·s for t tokens
 in sequences of s. Two samples give the lines; a third, longer one checks them. One sample gives lines through the origin.
+Layers that attend to an encoder's states also keep and take something for each token of those, as one more sample with half of
+them tells.
 What a layer holds at once on its way is the most of many such lines (with few tokens gradients of weights rule, with many
 activations), so the longest two samples give it. No torch.
 """
@@ -12,12 +14,13 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, get_args
 
 from ds_memo.errors import MemoError
 from ds_memo.solve.costs import LayerCosts, Output, OutputKind, RunCosts, Working
 
-FORMAT = 2
+FORMAT = 3
 DEVICE_BYTES = (
     "working_bytes",
     "working_bytes_at_0",
@@ -42,6 +45,8 @@ class LayerSample:
     batch: int
     length: int
     """Tokens of each sequence on this rank."""
+    source: int
+    """Tokens of each sequence that the layer attends to beside its own, an encoder's; 0: none, or as many as its own."""
     forward_s: float
     attention_s: float
     """Of the forward, in attention kernels."""
@@ -79,6 +84,9 @@ class LayerSample:
         return self.batch * self.length
 
 
+Measured = Callable[[LayerSample], float]
+
+
 @dataclass(frozen=True)
 class LayerProfile:
     """One kind of layer at several lengths."""
@@ -89,34 +97,44 @@ class LayerProfile:
     """Shortest first."""
     check: LayerSample | None = None
     """A longer one that the lines through `samples` were held against."""
+    half_source: LayerSample | None = None
+    """As the longest, with half of its source; None: there is none, or it was not measured apart."""
 
     @property
     def taken(self) -> tuple[LayerSample, ...]:
         """All of them, the longest last."""
         return self.samples if self.check is None else (*self.samples, self.check)
 
-    def costs(self, batch: int, length: int, spread: float = 1.0) -> LayerCosts:
+    def costs(self, batch: int, length: int, source: int = 0, spread: float = 1.0) -> LayerCosts:
         """The layer at any length.
 
         Args:
+            source: tokens of each sequence that it attends to beside its own; 0: as many as its own.
             spread: how many times more ranks share a sequence than did in the profile. Under Ulysses a rank has all tokens of
                 some heads in attention, and some tokens of all heads elsewhere: attention's c·t·s is of the whole sequence.
         """
-        tokens = batch * length
+        tokens, beside = batch * length, batch * (source or length)
+        pairs = tokens * (source or length)
 
-        def line(of: Callable[[LayerSample], float]) -> float:
-            return _line([(sample.tokens, of(sample)) for sample in self.samples], tokens)
+        def line(of: Measured, samples: Sequence[LayerSample] = self.samples) -> float:
+            each = self._for_each(of, lambda sample: sample.batch * sample.source)
+            own = [(s.tokens, max(0.0, of(s) - each * s.batch * s.source)) for s in samples]
+            return _line(own, tokens) + each * beside
 
-        def attention(of: Callable[[LayerSample], float]) -> float:
-            return _attention([(sample.tokens, sample.length, of(sample)) for sample in self.samples], tokens, spread * length)
+        def attention(of: Measured) -> float:
+            each = self._for_each(of, lambda sample: sample.tokens * sample.source)
+            own = [(s.tokens, s.length, max(0.0, of(s) - each * s.tokens * s.source)) for s in self.samples]
+            return _attention(own, tokens, spread * length) + each * pairs
 
-        def nbytes(of: Callable[[LayerSample], float]) -> int:
-            return max(0, round(line(of)))
+        def nbytes(of: Measured) -> int:
+            return round(line(of))
 
-        longest = self.taken[-2:]
-
-        def working(*names: str) -> Working:
-            return Working(*(math.ceil(_line([(s.tokens, getattr(s, name)) for s in longest], tokens)) for name in names))
+        def held(name: str, *frame: OutputKind) -> int:
+            if self.half_source is None:
+                return math.ceil(line(lambda sample: getattr(sample, name), self.taken[-2:]))
+            samples = (*self.taken, self.half_source)
+            rays = [(s.tokens, s.batch * s.source, getattr(s, name) + _nbytes(s.outputs, frame)) for s in samples]
+            return max(0, math.ceil(_at_most(rays, tokens, beside)) - _nbytes(outputs, frame))
 
         attention_s = attention(lambda sample: sample.attention_s)
         rest_s = line(lambda sample: sample.forward_s - sample.attention_s)
@@ -128,6 +146,7 @@ class LayerProfile:
                 rows, row_bytes = 1, nbytes(lambda sample, i=index: sample.outputs[i].nbytes)
             outputs.append(Output(output.kind, rows, row_bytes, min(1.0, max(0.0, output.born))))
         backward_s = line(lambda sample: sample.backward_s - sample.attention_backward_s)
+        at_0 = held("forward_bytes_at_0")
         return LayerCosts(
             outputs=tuple(outputs),
             forward_s=rest_s + attention_s,
@@ -136,10 +155,15 @@ class LayerProfile:
             gemm_s=line(lambda sample: sample.gemm_s),
             attention_s=attention_s,
             plain_bytes=nbytes(lambda sample: sample.plain_bytes),
-            working=working("forward_bytes", "working_bytes"),
-            working_at_0=working("forward_bytes_at_0", "working_bytes_at_0"),
-            working_without_attention=working("forward_bytes_at_0", "working_bytes_without_attention"),
+            working=Working(held("forward_bytes"), held("working_bytes", *_OUTPUT_KINDS)),
+            working_at_0=Working(at_0, held("working_bytes_at_0", "input", "attention", "choice")),
+            working_without_attention=Working(at_0, held("working_bytes_without_attention", "input", "choice")),
         )
+
+    def _for_each(self, of: Measured, size: Measured) -> float:
+        """What `of` grows by with each of what the source has more of, by this size; 0 where that was not measured apart."""
+        whole, half = self.taken[-1], self.half_source
+        return max(0.0, of(whole) - of(half)) / (size(whole) - size(half)) if half else 0.0
 
     def off(self) -> float:
         """How far the check is from the lines: of the seconds relatively, infinitely if a size differs by over 1 %."""
@@ -147,7 +171,7 @@ class LayerProfile:
             return 0.0
         if len({len(sample.outputs) for sample in self.taken}) > 1:
             return math.inf
-        here = self.costs(self.check.batch, self.check.length)
+        here = self.costs(self.check.batch, self.check.length, self.check.source)
         kept = sum(output.nbytes for output in self.check.outputs)
         if [output.kind for output in here.outputs] != [output.kind for output in self.check.outputs]:
             return math.inf
@@ -194,7 +218,7 @@ class Profile:
 
     def costs(
         self,
-        at: Sequence[tuple[int, int] | None],
+        at: Sequence[tuple[int, ...] | None],
         host_budget: int,
         device_budget: int,
         ranks_per_sequence: int | None = None,
@@ -202,11 +226,11 @@ class Profile:
         """The layers that are called, at any length of a rank's share, for the solver.
 
         Args:
-            at: by kind, sequences and tokens of each; None: it is not called.
+            at: by kind, sequences and tokens of each, and of those that it attends to; None: it is not called.
             ranks_per_sequence: of the run; absent: as measured.
         """
         spread = (ranks_per_sequence or self.ranks_per_sequence) / self.ranks_per_sequence
-        kinds = [here and kind.costs(*here, spread) for kind, here in zip(self.kinds, at, strict=True)]
+        kinds = [here and kind.costs(*here, spread=spread) for kind, here in zip(self.kinds, at, strict=True)]
         return RunCosts(
             layers=tuple(kinds[self.layers[index]] for index in self.called(at)),
             d2h_bytes_per_s=self.d2h_bytes_per_s,
@@ -249,8 +273,9 @@ def from_json(text: str) -> Profile:
 
 
 def _layer_profile(data: dict[str, Any]) -> LayerProfile:
-    check = data["check"]
-    return LayerProfile(data["name"], tuple(map(_sample, data["samples"])), None if check is None else _sample(check))
+    samples = tuple(map(_sample, data["samples"]))
+    check, half = (None if data[name] is None else _sample(data[name]) for name in ("check", "half_source"))
+    return LayerProfile(data["name"], samples, check, half)
 
 
 def _sample(data: dict[str, Any]) -> LayerSample:
@@ -258,7 +283,8 @@ def _sample(data: dict[str, Any]) -> LayerSample:
 
 
 def _check(profile: Profile) -> None:
-    samples = [sample for kind in profile.kinds for sample in kind.taken]
+    halves = [(kind.taken[-1], kind.half_source) for kind in profile.kinds if kind.taken and kind.half_source]
+    samples = [*(sample for kind in profile.kinds for sample in kind.taken), *(half for _, half in halves)]
     numbers = [getattr(sample, f.name) for sample in samples for f in fields(LayerSample) if f.name != "outputs"]
     outputs = [output for sample in samples for output in sample.outputs]
     numbers += [value for output in outputs for value in (output.rows, output.row_bytes, output.born)]
@@ -282,6 +308,7 @@ def _check(profile: Profile) -> None:
         and all(kind is None or (type(kind) is int and 0 <= kind < len(profile.kinds)) for kind in profile.layers)
         and all(kind.samples and len({len(s.outputs) for s in kind.samples}) == 1 for kind in profile.kinds)
         and all(sample.batch > 0 and sample.length > 0 for sample in samples)
+        and all(half.source < whole.source and len(half.outputs) == len(whole.outputs) for whole, half in halves)
         and all(output.kind in _OUTPUT_KINDS for output in outputs)
     )
     if not ok:
@@ -295,6 +322,24 @@ def _line(points: Sequence[tuple[float, float]], x: float) -> float:
     if not 0 <= slope <= y2 / x2:
         slope = y2 / x2
     return max(0.0, y2 + slope * (x - x2))
+
+
+def _at_most(rays: Sequence[tuple[float, float, float]], x: float, y: float) -> float:
+    """The most that a maximum of lines in x and y can be that is so much on these rays (x, y, value), which go from y to x.
+
+    A sum of two of them, each so many times, is no less there than the value of the sum.
+    """
+    if x * rays[0][1] <= rays[0][0] * y:
+        return rays[0][2] * y / rays[0][1]
+    for (x1, y1, z1), (x2, y2, z2) in pairwise(rays):
+        if x * y2 <= x2 * y:
+            area = x2 * y1 - x1 * y2
+            return (z1 * (x2 * y - x * y2) + z2 * (x * y1 - x1 * y)) / area
+    return rays[-1][2] * x / rays[-1][0]
+
+
+def _nbytes(outputs: Sequence[Output], kinds: Sequence[OutputKind]) -> int:
+    return sum(output.nbytes for output in outputs if output.kind in kinds)
 
 
 def _attention(points: Sequence[tuple[float, float, float]], tokens: float, length: float) -> float:

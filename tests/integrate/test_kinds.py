@@ -36,10 +36,15 @@ def vision_and_text() -> nn.Module:
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=eye, text_config=text, image_token_index=IMAGE)).train()
 
 
-def encoder_and_decoder(dropout: float = 0.0) -> nn.Module:
+def encoder_and_decoder(dropout: float = 0.0, positions: int = 256) -> nn.Module:
     from transformers import BartConfig, BartForConditionalGeneration
 
-    sizes = {"d_model": HIDDEN, "encoder_ffn_dim": 2 * HIDDEN, "decoder_ffn_dim": 2 * HIDDEN, "max_position_embeddings": 256}
+    sizes = {
+        "d_model": HIDDEN,
+        "encoder_ffn_dim": 2 * HIDDEN,
+        "decoder_ffn_dim": 2 * HIDDEN,
+        "max_position_embeddings": positions,
+    }
     layers = {"encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     torch.manual_seed(0)
     return BartForConditionalGeneration(BartConfig(vocab_size=VOCAB, dropout=dropout, **sizes, **layers)).train()

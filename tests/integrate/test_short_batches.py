@@ -46,7 +46,7 @@ def test_a_short_first_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     step(model, SHORT)
     far_off = working(handle)
     assert_same(step(model, LONG), step(stock, LONG))
-    assert measured_again(handle) == ["measured LlamaDecoderLayer again, with 512 tokens: the first batches were short"]
+    assert measured_again(handle) == ["measured LlamaDecoderLayer again, with 512 tokens: the first batches told too little"]
     assert far_off > 2 * fresh and working(handle) == pytest.approx(fresh, rel=0.01)
     for batch in (SHORT, LONG, SHORT):
         step(model, batch)
@@ -75,6 +75,6 @@ def test_what_cannot_be_measured_again_stays_as_it_is(tmp_path: Path, monkeypatc
     for _ in range(10):
         assert_same(step(model, LONG), step(stock, LONG))
     assert working(handle) == before and not measured_again(handle)
-    assert any("what it took with few tokens is scaled" in warning for warning in handle.report()["warnings"])
+    assert any("what it took before is scaled" in warning for warning in handle.report()["warnings"])
     assert len(tried) == 2 * 8  # at a short length and its own
     handle.detach()

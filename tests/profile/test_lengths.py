@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_memo.profile.lengths import Length, PassKind, hidden_shape, length_between, shapes_of
+from ds_memo.profile.lengths import HiddenShape, Length, PassKind, hidden_shape, length_between, shapes_of
 
 
 def kind(*shapes: tuple[int, ...], first: bool = True) -> PassKind:
@@ -31,7 +31,8 @@ def test_no_single_length() -> None:
 
 def test_hidden_states_stand_where_they_stood() -> None:
     def found(first: PassKind, hidden: tuple[int, ...], then: PassKind) -> tuple[int, ...] | None:
-        return hidden_shape(first.shapes, hidden, then.shapes)
+        shape = hidden_shape(first.shapes, HiddenShape(*hidden[:2], hidden[2:]), then.shapes)
+        return shape and (*shape[:2], *shape.rest)
 
     assert found(kind((2, 8), (2, 8)), (2, 8, 64), kind((3, 16), (3, 16))) == (3, 16, 64)
     assert found(kind((2, 8, 64), (8,)), (2, 8, 64), kind((2, 9, 64), (9,))) == (2, 9, 64)
@@ -39,3 +40,14 @@ def test_hidden_states_stand_where_they_stood() -> None:
     assert found(kind((2, 8), (2, 8)), (2, 8, 64), kind((2, 16), (2, 12))) is None
     assert found(kind((2, 8)), (2, 8, 64), kind((2, 16), (2, 16))) is None
     assert found(kind((2, 8)), (2, 8, 64), kind((16,))) is None
+
+
+def test_a_source_stands_where_it_stood() -> None:
+    first = kind((2, 30), (2, 8)).shapes
+    decoder = HiddenShape(2, 8, (64,), source=30)
+    assert hidden_shape(first, decoder, kind((3, 40), (3, 16)).shapes) == HiddenShape(3, 16, (64,), 40)
+    assert hidden_shape(first, decoder, kind((3, 16), (3, 16)).shapes) == HiddenShape(3, 16, (64,), 16)
+    three = kind((2, 30), (2, 30), (2, 8)).shapes
+    assert hidden_shape(three, decoder, kind((2, 40), (2, 50), (2, 8)).shapes) is None, "which of them?"
+    frames = kind((2, 80, 60), (2, 8)).shapes  # of sound, from which the encoder makes half as many states
+    assert hidden_shape(frames, decoder, kind((2, 80, 60), (2, 16)).shapes) == HiddenShape(2, 16, (64,), 30)
