@@ -22,6 +22,11 @@ UNCOMPILED = (
     "kept or swapped; everything else is compiled as asked"
 )
 
+OFFLOADED = (
+    "activations are offloaded around this model, too (TRL's activation_offloading, torch's save_on_cpu): gradients are right, "
+    "but whatever layers keep without checkpointing goes to the host whole, beside memo's own copies. Leave it out"
+)
+
 
 def refuse_config(config: Mapping[str, Any]) -> None:
     """Refuse sections of the DeepSpeed JSON that do memo's work in another way.
@@ -66,6 +71,12 @@ def refuse_offload(function: Any) -> None:
         function = function.func
     if getattr(function, "__qualname__", "").endswith("checkpointing_enable.<locals>.checkpoint_func"):
         raise MemoError('gradient_checkpointing_kwargs={"offload": True} does what memo does in another way; remove one')
+
+
+def is_offloaded() -> bool:
+    """Whether saved tensors of what runs now go to the host by hooks: TRL's and Axolotl's OffloadActivations, save_on_cpu."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and any(name in getattr(hooks[0], "__qualname__", "") for name in ("Offload", "save_on_cpu"))
 
 
 def refuse_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

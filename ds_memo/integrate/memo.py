@@ -128,6 +128,8 @@ class Memo:
             self.engine.settle()
             self.slab.pass_begins()
             self._takeover.hold()
+            if not self._passes and conflicts.is_offloaded():
+                self.warn(conflicts.OFFLOADED)
             if self._takeover.uncompile() or (not self._passes and has_compiled(module)):
                 self.warn(conflicts.UNCOMPILED)
             self._choose(module, args, kwargs)

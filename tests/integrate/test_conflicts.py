@@ -105,6 +105,34 @@ def test_gradient_checkpointing_of_any_kind_is_taken_over(options: dict[str, Any
     handle.detach()
 
 
+class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
+    """As TRL's (trl/models/activation_offloading.py): its hooks are functions inside of __init__."""
+
+    def __init__(self) -> None:
+        def pack_tensor(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone()
+
+        super().__init__(pack_tensor, lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("around", [OffloadActivations, torch.autograd.graph.save_on_cpu])
+def test_offloading_around_the_model(around: Callable[[], Any]) -> None:
+    model, batch = build("llama"), Batch.random(2, 16)
+    stock = copy.deepcopy(model)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    with pytest.warns(ds_memo.MemoWarning, match="activations are offloaded around this model, too"), around():
+        assert_same(step(model, batch), step(stock, batch))
+    handle.detach()
+
+
+def test_other_hooks_around_the_model_are_no_offloading() -> None:
+    handle = ds_memo.attach(model := build("llama"), {"alpha": 0.5, "resident_layers": 1})
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        step(model, Batch.random(2, 16))
+    assert not handle.report()["warnings"]
+    handle.detach()
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_use_cache_in_training(name: str) -> None:
     """Transformers drops the cache under gradient checkpointing, and says so; it would hold every layer's keys and values."""
