@@ -82,7 +82,6 @@ def random_run(seed: int, most_kinds: int = 3, n: int | None = None) -> RunCosts
         draw.uniform(0.05, 3) * per_second,
         int(draw.uniform(0.0, 1.2) * frames),
         int(draw.uniform(0.0, 1.2) * frames) + 2 * max(layer.frame_bytes for layer in layers),
-        draw.randint(0, 10**4),
-        draw.choice([0.0, draw.random()]),
-        draw.choice([0.0, draw.random()]),
+        working_bytes=draw.randint(0, 10**4),
+        head_s=draw.choice([0.0, draw.random()]),
     )
