@@ -8,8 +8,8 @@ from dataclasses import replace
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.estimate import OK, OOHM, Estimate, Question, estimate
 
-GRAIN = 16
-"""The longest length is found to one part in 2 · GRAIN of itself, or to the sequence's share of 1 Ki tokens."""
+GRAIN = 32
+"""The longest length is found to one part in GRAIN of itself, or to 1 Ki tokens."""
 KI = 1024
 _MOST_GPUS = 1 << 16
 
@@ -30,7 +30,7 @@ def longest(question: Question) -> tuple[Estimate | None, Estimate]:
         if high > 1 << 24:
             raise EstimateError("no sequence length is too long for this")
         beyond = at(high)
-    while high - low > max(1, low // (2 * GRAIN)):
+    while high - low > max(1, low // GRAIN):
         middle = (low + high) // 2
         tried = at(middle)
         if tried.status == OK:
