@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-from ds_memo.arguments import number, write_whole
+from ds_memo.arguments import number, whole, write_whole
 from ds_memo.plan.bilevel import Plan, plan_trace
 from ds_memo.plan.dsa import lower_bound
 from ds_memo.plan.errors import PlanError
@@ -44,20 +44,11 @@ def _seconds(text: str) -> float:
 
 
 def _layers(text: str) -> int:
-    value = number(text, 1, 4096, "a whole number from 1 to 4096")
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number from 1 to 4096")
-    return int(value)
+    return whole(text, 1, 4096, "a whole number from 1 to 4096")
 
 
 def _bytes(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected bytes, 0 to 2^63 - 1")
-    return value
+    return whole(text, 0, 2**63 - 1, "bytes, 0 to 2^63 - 1")
 
 
 def run(args: argparse.Namespace) -> int:
