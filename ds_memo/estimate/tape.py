@@ -7,7 +7,8 @@ saved. ds_memo keeps some outputs beside this, and a replay makes the others aga
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 INPUT, GRADIENT = "input", "gradient"
@@ -67,16 +68,24 @@ class Tape:
     @property
     def saved_bytes(self) -> float:
         """What autograd saves of a token."""
-        sizes = {op.name: op.nbytes for op in self.ops} | {INPUT: self.ops[-1].nbytes}
-        saved = {name for op in self.ops for name in op.saves}
-        return sum(sizes[name] for name in saved) + sum(op.inner for op in self.ops)
+        sizes = self._sizes
+        return sum(sizes[name] for name in self.saved) + sum(op.inner for op in self.ops)
+
+    @property
+    def saved(self) -> set[str]:
+        """What some op saves of what it reads and makes."""
+        return {name for op in self.ops for name in op.saves}
+
+    @property
+    def _sizes(self) -> dict[str, float]:
+        return {op.name: op.nbytes for op in self.ops} | {INPUT: self.ops[-1].nbytes}
 
     def forward(self, kept: Collection[str], grad: bool = False) -> list[tuple[str, float | None]]:
         """The forward's requests: under ds_memo, with names that it keeps; or as it is, when autograd saves (`grad`)."""
         memory = _Memory()
         stay = {*kept, self.ops[-1].name}
         if grad:
-            stay |= {name for op in self.ops for name in op.saves}
+            stay |= self.saved
         self._run(memory, self.ops, stay, (), keeps_inner=grad)
         return memory.requests
 
@@ -88,12 +97,9 @@ class Tape:
             replays: what autograd would have saved is made again; otherwise it is there already, and counts for nothing.
         """
         memory = _Memory()
-        savers: dict[str, int] = {}
-        for op in self.ops:
-            for name in op.saves:
-                savers[name] = savers.get(name, 0) + 1
-        sizes = {op.name: op.nbytes for op in self.ops} | {INPUT: self.ops[-1].nbytes}
-        holders: dict[str, int] = {}  # of the memory of a gradient
+        savers = Counter(name for op in self.ops for name in op.saves)
+        sizes = self._sizes
+        holders: Counter[str] = Counter()  # of the memory of a gradient
         gradients = {self.ops[-1].name: GRADIENT}
         pending = replays
         for op in reversed(self.ops):
@@ -106,10 +112,8 @@ class Tape:
             memory.malloc(f"{op.name}.back", op.back)
             for name in () if op.no_gradient else op.reads:
                 mine = gradient if op.adds else f"d.{name}.{op.name}"
-                if op.adds:
-                    holders[mine] = holders.get(mine, 0) + 1
-                else:
-                    holders[mine] = 1
+                holders[mine] += 1
+                if not op.adds:
                     memory.malloc(mine, dict(op.views).get(name, sizes[name]))
                 if name in gradients:
                     before, total = gradients[name], f"d.{name}.sum.{op.name}"
@@ -152,7 +156,7 @@ class Tape:
                     memory.free(name)
 
 
-def _release(memory: _Memory, holders: dict[str, int], gradient: str) -> None:
+def _release(memory: _Memory, holders: Counter[str], gradient: str) -> None:
     """One reader less; the gradient that the layer began with is the caller's."""
     if gradient == GRADIENT:
         return
@@ -163,16 +167,13 @@ def _release(memory: _Memory, holders: dict[str, int], gradient: str) -> None:
 
 def most_alive(requests: Sequence[tuple[str, float | None]]) -> float:
     """The most bytes at once."""
-    return max((total for total in _running(requests)), default=0.0)
-
-
-def _running(requests: Sequence[tuple[str, float | None]]) -> Iterator[float]:
     sizes: dict[str, float] = {}
-    total = 0.0
+    total = most = 0.0
     for name, nbytes in requests:
         if nbytes is None:
             total -= sizes.pop(name)
         else:
             sizes[name] = nbytes
             total += nbytes
-        yield total
+        most = max(most, total)
+    return most
