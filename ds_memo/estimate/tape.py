@@ -80,13 +80,10 @@ class Tape:
     def _sizes(self) -> dict[str, float]:
         return {op.name: op.nbytes for op in self.ops} | {INPUT: self.ops[-1].nbytes}
 
-    def forward(self, kept: Collection[str], grad: bool = False) -> list[tuple[str, float | None]]:
-        """The forward's requests: under ds_memo, with names that it keeps; or as it is, when autograd saves (`grad`)."""
+    def forward(self, kept: Collection[str]) -> list[tuple[str, float | None]]:
+        """The forward's requests under ds_memo, which keeps these; autograd saves nothing."""
         memory = _Memory()
-        stay = {*kept, self.ops[-1].name}
-        if grad:
-            stay |= self.saved
-        self._run(memory, self.ops, stay, (), keeps_inner=grad)
+        self._run(memory, self.ops, {*kept, self.ops[-1].name}, (), keeps_inner=False)
         return memory.requests
 
     def backward(self, given: Collection[str], replays: bool = True) -> list[tuple[str, float | None]]:
@@ -141,16 +138,14 @@ class Tape:
     def _run(self, memory: _Memory, ops: Sequence[Op], stay: Collection[str], given: Collection[str], keeps_inner: bool) -> None:
         last_read = {name: i for i, op in enumerate(ops) for name in (*op.reads, *op.holds)}
         for i, op in enumerate(ops):
+            memory.malloc(f"{op.name}.inner", op.inner)
             if op.name not in given:
-                memory.malloc(f"{op.name}.inner", op.inner)
                 memory.malloc(f"{op.name}.temporary", op.temporary if keeps_inner else op.temporary - op.inner)
                 if op.name in stay or op.name in last_read:
                     memory.malloc(op.name, op.nbytes)
                 memory.free(f"{op.name}.temporary")
                 if not keeps_inner:
                     memory.free(f"{op.name}.inner")
-            elif op.inner and keeps_inner:
-                memory.malloc(f"{op.name}.inner", op.inner)
             for name in (*op.reads, *op.holds):
                 if name not in stay and last_read[name] == i:
                     memory.free(name)
