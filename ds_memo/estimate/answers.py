@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ds_memo.estimate.errors import EstimateError
@@ -65,15 +65,9 @@ def _misses(answer: Estimate) -> float:
     return answer.host_bytes / answer.question.ranks_on_node if answer.status == OOHM else answer.device_total
 
 
-def sweep(question: Question, lengths: Iterable[int], methods: Iterable[str]) -> Iterator[Estimate]:
+def sweep(question: Question, lengths: Sequence[int], methods: Sequence[str]) -> list[Estimate]:
     """One answer per length and method."""
-    lengths = list(lengths)
-    for method in methods:
-        mine = replace(question, method=method)
-        if method not in ("memo", "paper"):
-            mine = replace(mine, alpha=None)
-        for length in lengths:
-            yield estimate(replace(mine, seq_length=length))
+    return [estimate(replace(question, method=method, seq_length=length)) for method in methods for length in lengths]
 
 
 def _counts(node: int, most: int) -> Iterator[int]:
