@@ -37,7 +37,6 @@ GIB = 2**30
 METHODS = ("memo", "paper", "full_recompute", "full_swap", "none")
 PLANNED = ("memo", "paper", "full_swap")
 """Methods that bring the memory planner along."""
-_WORKING = ("working", "working_at_0", "working_without_attention")
 OK, OOM, OOHM = "ok", "oom", "oohm"
 _MOST_BYTES = 1 << 60
 """The solver counts in 64 bits."""
@@ -269,8 +268,9 @@ def _memo(question: Question, costs: Costs) -> Estimate:
 
 def _frames(run: RunCosts, places: Places, alpha: float) -> int:
     """Of the device, what layers keep there and reload: the peak without what comes and goes inside a layer."""
-    bare = {id(layer): replace(layer, **dict.fromkeys(_WORKING, Working())) for layer in run.layers}
-    return device_bytes(replace(run, layers=tuple(bare[id(layer)] for layer in run.layers), working_bytes=0), places, alpha)
+    nothing = dict.fromkeys(("working", "working_at_0", "working_without_attention"), Working())
+    bare = {layer: replace(layer, **nothing) for layer in run.layers}
+    return device_bytes(replace(run, layers=tuple(bare[layer] for layer in run.layers), working_bytes=0), places, alpha)
 
 
 def _measured(profile: Profile, costs: Costs) -> RunCosts:
