@@ -31,6 +31,7 @@ import torch
 
 import ds_memo
 from benchmarks import results
+from benchmarks.timing import served
 from benchmarks.workloads import batch, build, gpt_shape, loss_of
 
 BAR = 1.02
@@ -73,10 +74,7 @@ def train(device: torch.device, planned: bool, hidden: int, layers: int, lengths
             "requested": after["requested_bytes.all.peak"],
         }
     if planned:
-        row["hits"] = plan["hits"] - plan_before["hits"]
-        row["misses"] = {
-            name: n - plan_before["misses"][name] for name, n in plan["misses"].items() if n > plan_before["misses"][name]
-        }
+        row |= served(plan_before, plan)
     handle.detach()
     return row
 
