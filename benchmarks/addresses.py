@@ -18,6 +18,7 @@ import argparse
 import copy
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ds_memo
+from benchmarks.timing import served
 from ds_memo.integrate.memo import Memo
 from ds_memo.plan import plan_trace
 from ds_memo.plan.simulate import simulate
-from ds_memo.plan.trace import Phase, Trace
+from ds_memo.plan.trace import Phase, Trace, rounded
 from ds_memo.profile.requests import RequestLog
 
 BAR, ITERATIONS, TOKENS = 0.99, 6, (2, 512)
@@ -62,8 +64,8 @@ def train(model: nn.Module, handle: Memo) -> list[dict[str, Any]]:
         after = handle.report()["plan"]
         counts = {}
         if before and after:
-            counts = {name: count - before["misses"][name] for name, count in after["misses"].items()}
-            counts = {"hit": after["hits"] - before["hits"], **{name: count for name, count in counts.items() if count}}
+            between = served(before, after)
+            counts = {"hit": between["hits"], **between["misses"]}
         rows.append({"loss": loss.item(), "grads": grads, "counts": counts})
     return rows
 
@@ -72,17 +74,17 @@ def with_fixed_regions(log: RequestLog, trace: Trace, layers: list[Any]) -> int:
     """Bytes of a plan in which kept outputs and reload buffers of every second layer share one fixed region."""
     names = [visit.phase for visit in log.visits]
     buffers = {layer.latest.layout.buffer_bytes for layer in layers}
-    inside: dict[str, int] = {}
-    kept: dict[str, int] = {}
+    inside: set[str] = set()
+    kept: Counter[str] = Counter()
     for v, visit in enumerate(log.visits):
         layer, way = visit.phase[1:].split(".") if visit.phase.startswith("L") else ("0", "")
         for k, (size, death) in enumerate(zip(visit.sizes, log.deaths[v], strict=True)):
             dies_in = names[death[0]] if death[0] < len(names) else ""
             if way == "f" and dies_in == f"L{int(layer) + 2}.f":  # let go when the layer after the next begins
-                inside[f"{v}:{k}"] = size
-                kept[visit.phase] = kept.get(visit.phase, 0) + -(-size // 512) * 512
+                inside.add(f"{v}:{k}")
+                kept[visit.phase] += rounded(size)
             elif way == "b" and size in buffers:
-                inside[f"{v}:{k}"] = size
+                inside.add(f"{v}:{k}")
                 kept[f"reload {visit.phase}"] = size
     requests, phases = [], []
     for phase in trace.phases:

@@ -19,7 +19,6 @@ import argparse
 import ctypes
 import json
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 
 from ds_memo.ops.allocator import NATIVE, Allocator
+from ds_memo.plan.native import compiler
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
 NEIGHBOURS = (1, 100)
@@ -41,10 +41,9 @@ BARS = {"off": 1.3, **{f"hit among {n}": 1.0 for n in NEIGHBOURS}}
 def pairs_of(folder: Path, device: torch.device) -> Any:
     """The timed loop, compiled: a function of a size and a number of pairs."""
     torch_folder, out = Path(torch.__file__).parent, folder / "pairs.so"
-    compiler = shutil.which("c++") or sys.exit("allocator: no C++ compiler (install g++)")
     source = Path(__file__).with_name("allocator_pairs.cpp")
     libraries = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"]
-    command = [compiler, "-O3", "-std=c++20", "-shared", "-fPIC", source, *libraries, "-o", out]
+    command = [*compiler(), "-O3", "-std=c++20", "-shared", "-fPIC", source, *libraries, "-o", out]
     subprocess.run(list(map(str, command)), check=True)
     function = ctypes.CDLL(str(out)).nanoseconds_per_pair
     function.restype, function.argtypes = ctypes.c_double, [ctypes.c_int, ctypes.c_size_t, ctypes.c_int]

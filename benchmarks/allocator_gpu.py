@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import ds_memo
 from benchmarks import results
-from benchmarks.workloads import born_as
+from benchmarks.timing import served
+from benchmarks.workloads import batch, build, gpt_shape, loss_of
 
 BAR = 1.02
 WAYS = {"native": (False, False), "expandable segments": (True, False), "planned": (False, True), "both": (True, True)}
@@ -43,28 +43,16 @@ STEPS_TO_A_PLAN = 4
 def train(device: torch.device, planned: bool, hidden: int, layers: int, lengths: list[int], steps: int) -> dict[str, Any]:
     """One process's part."""
     cuda = device.type == "cuda"
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        vocab_size=512,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=max(1, hidden // 128),
-        max_position_embeddings=max(lengths),
-        rotary_pct=1.0,
-        use_parallel_residual=False,
-        hidden_act="gelu_pytorch_tanh",
-    )
-    with torch.device(device), born_as(torch.bfloat16 if cuda else torch.float32):
-        model = GPTNeoXForCausalLM(config).train()
-        batches = [torch.randint(0, 512, (1, length)) for length in lengths]
+    shape = gpt_shape(layers, hidden, max(1, hidden // 128), tuple(lengths))
+    model = build(shape, device, torch.bfloat16 if cuda else torch.float32)
+    batches = [batch(shape, length, device) for length in lengths]
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": min(2, layers), "plan": {"enabled": planned}})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step(ids: torch.Tensor) -> float:
         begin = time.perf_counter()
         optimizer.zero_grad()
-        model(input_ids=ids, use_cache=False, logits_to_keep=16).logits.float().square().mean().backward()
+        loss_of(model, ids).backward()
         optimizer.step()
         if cuda:
             torch.cuda.synchronize()
@@ -86,10 +74,7 @@ def train(device: torch.device, planned: bool, hidden: int, layers: int, lengths
             "requested": after["requested_bytes.all.peak"],
         }
     if planned:
-        row["hits"] = plan["hits"] - plan_before["hits"]
-        row["misses"] = {
-            name: n - plan_before["misses"][name] for name, n in plan["misses"].items() if n > plan_before["misses"][name]
-        }
+        row |= served(plan_before, plan)
     handle.detach()
     return row
 

@@ -72,11 +72,7 @@ class Search:
 
     def lengths(self) -> Iterator[int]:
         """What to try next; :meth:`learn` must be told before the next one is asked for."""
-        while True:
-            length = self._next()
-            if length is None:
-                return
-            yield length
+        return iter(self._next, None)
 
     def learn(self, length: int, fits: bool) -> None:
         """The latest word on a length counts."""

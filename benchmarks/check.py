@@ -43,13 +43,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import ds_memo
 from benchmarks import allocator, allocator_gpu, attention, host, memory, overhead, results
 from benchmarks.environment import environment
 from benchmarks.noise import distance, noise
 from benchmarks.timing import clear
+from benchmarks.workloads import batch, build, gpt_shape, loss_of
 from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.numa import node_of
 from ds_memo.swap.pool import HostPool
@@ -78,9 +78,9 @@ def gradients(
     """Every model, alpha and number of residents; loss and generator must be equal to the bit."""
     failures: list[str] = []
     rows = {}
-    for name, build in MODELS.items():
+    for name, make in MODELS.items():
         try:
-            rows[name] = row = _gradients_of(name, build(dtype).to(device), dtype, list(itertools.product(alphas, residents)))
+            rows[name] = row = _gradients_of(name, make(dtype).to(device), dtype, list(itertools.product(alphas, residents)))
         except Exception as error:  # a kernel that one model cannot have says nothing of the others
             traceback.print_exc()
             rows[name] = row = {"failures": [f"{name}: {type(error).__name__}: {str(error)[:500]}"]}
@@ -279,20 +279,8 @@ def attempt(name: str, part: Callable[[], Any], left: Callable[[], float]) -> An
 
 def step_time(device: torch.device, dtype: torch.dtype, hidden: int, heads: int, tokens: int, layers: int = 4) -> dict[str, Any]:
     """Median seconds of a step, variants in turn, with peak device memory where CUDA counts it."""
-    config = GPTNeoXConfig(
-        vocab_size=512,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        max_position_embeddings=tokens,
-        rotary_pct=1.0,
-        use_parallel_residual=False,
-        hidden_act="gelu_pytorch_tanh",
-    )
-    with torch.device(device):
-        model: nn.Module = GPTNeoXForCausalLM(config).to(dtype).train()
-    ids = torch.randint(0, 512, (1, tokens), device=device)
+    shape = gpt_shape(layers, hidden, heads, (tokens,))
+    model, ids = build(shape, device, dtype), batch(shape, tokens, device)
     variants = {"no checkpointing": None, "torch checkpoint": "torch", "alpha 0": 0.0, "alpha 0.5": 0.5, "alpha 1": 1.0}
     samples: dict[str, list[float]] = {name: [] for name in variants}
     peaks, stalls = {}, {}
@@ -328,7 +316,7 @@ def _step(model: nn.Module, ids: torch.Tensor) -> float:
         torch.cuda.synchronize()
     begin = time.perf_counter()
     model.zero_grad(set_to_none=True)
-    model(input_ids=ids, use_cache=False, logits_to_keep=16).logits.float().square().mean().backward()
+    loss_of(model, ids).backward()
     if ids.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - begin

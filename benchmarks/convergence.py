@@ -136,15 +136,14 @@ means over {WINDOW} steps from that run, and from the one on one rank; allowed a
 
 def picture(curves: dict[str, list[float]], path: Path) -> None:
     """All curves on top of each other, and below how far each is from stock."""
-    import matplotlib
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=[3, 2], layout="constrained")
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     stock = curves["stock, 1 rank"]
     for number, (name, losses) in enumerate(curves.items()):
-        look = {"color": "black"} if "stock" in name else {"color": plt.cm.viridis(number / len(curves))}
+        look = {"color": "black"} if "stock" in name else {"color": colormaps["viridis"](number / len(curves))}
         look |= {"linestyle": ":" if name == NOISE else "--" if "Ulysses" in name else "-", "label": name, "linewidth": 1.2}
         steps = range(1, len(losses) + 1)
         upper.plot(steps, losses, **look)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_memo.ops.builder import cuda_headers
+from ds_memo.plan.native import compiler
 
 HERE = Path(__file__).parent
 HOST_GIB = 115
@@ -34,8 +34,7 @@ STEPS = 9
 def compiled(folder: Path, headers: Path) -> Path:
     """The stand-in, under the one name that torch looks for beside those of the runtime."""
     library = folder / "libcuda.so.1"
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{headers}", str(HERE / "emulator.cpp")]
+    command = [*compiler(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{headers}", str(HERE / "emulator.cpp")]
     subprocess.run([*command, "-o", str(library)], check=True)
     return library
 

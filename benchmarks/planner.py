@@ -31,7 +31,7 @@ from benchmarks import host as host_memory
 from benchmarks import results
 from benchmarks.rivals import GIB, RIVALS, SWAPPING, Budget
 from benchmarks.speed import add_common
-from benchmarks.timing import Trainer, arena, homes, timed
+from benchmarks.timing import Trainer, arena, homes, served, timed
 from benchmarks.workloads import Shape, batch, build, shapes
 
 WAYS = {"native": (False, False), "planned": (False, True), "expandable segments": (True, False), "both": (True, True)}
@@ -73,9 +73,8 @@ def train(shape: Shape, planned: bool, lengths: list[int], device: torch.device,
         row |= block.memory.read(len(block.samples_s), lambda: step(batches[0]))
         row["report"] = results.plain(block.after)
         if planned and block.after["plan"]:
-            before, plan = block.before["plan"], block.after["plan"]
-            row["hits"] = plan["hits"] - before["hits"]
-            row["misses"] = {name: n - before["misses"][name] for name, n in plan["misses"].items() if n > before["misses"][name]}
+            plan = block.after["plan"]
+            row |= served(block.before["plan"], plan)
             row["over_lower_bound"] = plan["peak"] / plan["lower_bound"] if plan["lower_bound"] else None
     return row
 

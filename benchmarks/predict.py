@@ -14,18 +14,15 @@ import torch
 from benchmarks.rivals import GIB, RIVALS, Budget
 from benchmarks.timing import Trainer, does_not_fit, homes
 from benchmarks.workloads import Shape
+from ds_memo.estimate.hardware import named
 
 SETTLED_AFTER = 4
 """Steps, at most."""
-HARDWARE = {"H200": "h200", "H100": "h100", "B200": "b200", "A100": "a100", "A800": "a800"}
 
 
 def hardware_of(device: torch.device) -> str | None:
     """The estimator's name of the device; None: it has none."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((known for part, known in HARDWARE.items() if part in name), None)
+    return named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder: Path, hardware: str | None) -> dict[str, Any]:

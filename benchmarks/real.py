@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -55,9 +54,7 @@ def stored_bytes(result: dict[str, Any]) -> Iterator[Row]:
 
 def machine_of(result: dict[str, Any]) -> Hardware | None:
     """The GPU of a result, with its measured link; None where it is not among ours."""
-    words = re.split(r"[^a-z0-9]+", result["environment"]["device"].lower())
-    name = next((name for name in hardware.names() if name in words), None)
-    if name is None:
+    if (name := hardware.named(result["environment"]["device"])) is None:
         return None
     rates = result["link"]["gb_per_s"]
     return replace(hardware.load(name), d2h=1e9 * rates["d2h"], h2d=1e9 * rates["h2d"])

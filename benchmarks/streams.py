@@ -135,14 +135,12 @@ def analyse(spans: list[Span]) -> dict[str, Any]:
 def draw(spans: list[Span], title: str, path: Path) -> bool:
     """Three rows over time as PNG. False: there is no matplotlib here."""
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure
     except ImportError:
         return False
     begin = min(span.begin for span in spans)
-    figure, axes = plt.subplots(figsize=(14, 3))
+    figure = Figure(figsize=(14, 3))
+    axes = figure.subplots()
     for place, row in enumerate(ROWS):
         bars = [(span.begin - begin, span.end - span.begin) for span in spans if span.stream == row]
         axes.broken_barh(bars, (len(ROWS) - place - 0.9, 0.8), facecolors=COLOURS[row])
@@ -151,7 +149,6 @@ def draw(spans: list[Span], title: str, path: Path) -> bool:
     axes.set_title(title)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
     return True
 
 

@@ -120,6 +120,12 @@ def arena(report: dict[str, Any]) -> int:
     return (report.get("plan") or {}).get("arena") or 0
 
 
+def served(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Between two reports of a plan: how many requests had their address, and by reason how many had not."""
+    misses = {name: n - before["misses"][name] for name, n in after["misses"].items()}
+    return {"hits": after["hits"] - before["hits"], "misses": {name: n for name, n in misses.items() if n}}
+
+
 def setting(report: dict[str, Any]) -> tuple[Any, ...]:
     """All that its speed and bytes depend on: homes, which ds_memo may lower while it trains, and addresses."""
     profile, plan = report.get("profile") or {}, report.get("plan") or {}

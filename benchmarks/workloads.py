@@ -51,6 +51,11 @@ class Shape:
     """Of sequence parallelism; this process is one of them."""
 
 
+def gpt_shape(layers: int, hidden: int, heads: int, lengths: tuple[int, ...]) -> Shape:
+    """A GPT that is no workload of its own."""
+    return Shape("gpt", "gpt", layers, lengths, Size(hidden, heads, heads, 4 * hidden))
+
+
 _GPT, _LLAMA = Size(4096, 32, 32, 16384), Size(4096, 32, 8, 14336)
 _SMALL_GPT, _SMALL_LLAMA = Size(32, 8, 8, 128), Size(32, 8, 2, 112)
 _K = 1024

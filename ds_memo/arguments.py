@@ -23,15 +23,20 @@ def one_line_errors(parser: argparse.ArgumentParser) -> None:
     parser.error = error
 
 
-def count(text: str) -> int:
-    """A whole number above 0, as an option's type."""
+def whole(text: str, low: int, high: int, expected: str) -> int:
+    """A whole number within bounds, as an option's type."""
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if not 1 <= value <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number from 1 to {1 << 20}")
+        value = low - 1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
     return value
+
+
+def count(text: str) -> int:
+    """A whole number above 0, as an option's type."""
+    return whole(text, 1, 1 << 20, f"a whole number from 1 to {1 << 20}")
 
 
 def tokens(text: str) -> int:

@@ -126,7 +126,7 @@ class AllocatorBuilder(OpBuilder):
         if missing := self.missing():
             raise RuntimeError(f"{self.name} cannot be compiled: {'; '.join(missing)}")
         folder = self.build_folder()
-        with _ninja_on_path(), _alone_in(folder):
+        with _ninja_on_path(), _alone_in(folder), _compiler_of_one_word(folder):
             # Not through jit_load(): its folder has the op's name alone, so two checkouts or torches would take turns in it.
             return cpp_extension.load(
                 name=self.name,
@@ -185,6 +185,22 @@ def _alone_in(folder: Path) -> Iterator[None]:
         with suppress(FileNotFoundError):
             (folder / "lock").unlink()
         yield
+
+
+@contextmanager
+def _compiler_of_one_word(folder: Path) -> Iterator[None]:
+    """torch 2.13 and later take $CXX for one word; "ccache g++" gets a script."""
+    words = os.environ.get("CXX", "")
+    if len(shlex.split(words)) > 1:
+        script = folder / "compiler"
+        script.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        script.chmod(0o755)
+        os.environ["CXX"] = str(script)
+    try:
+        yield
+    finally:
+        if words:
+            os.environ["CXX"] = words
 
 
 def register() -> None:

@@ -1,11 +1,16 @@
 """Tests of DistributedTest classes run in processes of their own; see tests/unit/common.py."""
 
 import gc
+import os
+import signal
 import sys
+import time
+from contextlib import suppress
 
 import pytest
 
 from tests.haste import make_haste
+from tests.processes import processes_with
 
 
 def pytest_collection_finish():
@@ -33,6 +38,16 @@ def nothing_stays_attached():
     for memo in attached():
         if memo not in before:
             memo.detach()
+
+
+@pytest.fixture
+def marker():
+    """For the environment of every process that a test starts; those that are left are killed in the end."""
+    marker = f"ds_memo_test_{os.getpid()}_{time.monotonic_ns()}"
+    yield marker
+    for process in processes_with(marker):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def attached():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.estimate import OK, OOHM, Estimate, Question, estimate
 
-GRAIN = 16
-"""The longest length is found to one part in 2 · GRAIN of itself, or to the sequence's share of 1 Ki tokens."""
+GRAIN = 32
+"""The longest length is found to one part in GRAIN of itself, or to 1 Ki tokens."""
 KI = 1024
 _MOST_GPUS = 1 << 16
 
@@ -30,7 +30,7 @@ def longest(question: Question) -> tuple[Estimate | None, Estimate]:
         if high > 1 << 24:
             raise EstimateError("no sequence length is too long for this")
         beyond = at(high)
-    while high - low > max(1, low // (2 * GRAIN)):
+    while high - low > max(1, low // GRAIN):
         middle = (low + high) // 2
         tried = at(middle)
         if tried.status == OK:
@@ -65,15 +65,9 @@ def _misses(answer: Estimate) -> float:
     return answer.host_bytes / answer.question.ranks_on_node if answer.status == OOHM else answer.device_total
 
 
-def sweep(question: Question, lengths: Iterable[int], methods: Iterable[str]) -> Iterator[Estimate]:
+def sweep(question: Question, lengths: Sequence[int], methods: Sequence[str]) -> list[Estimate]:
     """One answer per length and method."""
-    lengths = list(lengths)
-    for method in methods:
-        mine = replace(question, method=method)
-        if method not in ("memo", "paper"):
-            mine = replace(mine, alpha=None)
-        for length in lengths:
-            yield estimate(replace(mine, seq_length=length))
+    return [estimate(replace(question, method=method, seq_length=length)) for method in methods for length in lengths]
 
 
 def _counts(node: int, most: int) -> Iterator[int]:

@@ -187,7 +187,7 @@ _COLUMNS = (
 def _table(args: argparse.Namespace, question: Question) -> int:
     methods = METHODS if args.compare else (question.method,)
     lengths = args.sweep if args.sweep is not None else [question.seq_length]
-    found = list(answers.sweep(question, lengths, methods))
+    found = answers.sweep(question, lengths, methods)
     rows = [answer.as_json() for answer in found]
     if args.output:
         _write(lambda: _write_table(args.output, found, rows), args.output)

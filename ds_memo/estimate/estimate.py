@@ -11,7 +11,7 @@ memo             input and attention output, and alpha of the GEMM outputs      
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,6 @@ GIB = 2**30
 METHODS = ("memo", "paper", "full_recompute", "full_swap", "none")
 PLANNED = ("memo", "paper", "full_swap")
 """Methods that bring the memory planner along."""
-_WORKING = ("working", "working_at_0", "working_without_attention")
 OK, OOM, OOHM = "ok", "oom", "oohm"
 _MOST_BYTES = 1 << 60
 """The solver counts in 64 bits."""
@@ -269,8 +268,14 @@ def _memo(question: Question, costs: Costs) -> Estimate:
 
 def _frames(run: RunCosts, places: Places, alpha: float) -> int:
     """Of the device, what layers keep there and reload: the peak without what comes and goes inside a layer."""
-    bare = {id(layer): replace(layer, **dict.fromkeys(_WORKING, Working())) for layer in run.layers}
-    return device_bytes(replace(run, layers=tuple(bare[id(layer)] for layer in run.layers), working_bytes=0), places, alpha)
+    nothing = dict.fromkeys(("working", "working_at_0", "working_without_attention"), Working())
+    return device_bytes(replace(_each(run, lambda layer: replace(layer, **nothing)), working_bytes=0), places, alpha)
+
+
+def _each(run: RunCosts, change: Callable[[LayerCosts], LayerCosts]) -> RunCosts:
+    """The run with every layer changed; those that were the same object still are."""
+    changed = {layer: change(layer) for layer in set(run.layers)}
+    return replace(run, layers=tuple(changed[layer] for layer in run.layers))
 
 
 def _measured(profile: Profile, costs: Costs) -> RunCosts:
@@ -280,11 +285,12 @@ def _measured(profile: Profile, costs: Costs) -> RunCosts:
     if profile.ranks_per_sequence > 1:
         return run
     there, again = costs.layer.exchange, costs.layer.exchange_replay
-    layers = [
-        replace(layer, forward_s=layer.forward_s + there, backward_s=layer.backward_s + there, replay_s=layer.replay_s + again)
-        for layer in run.layers
-    ]
-    return replace(run, layers=tuple(layers))
+
+    def longer(layer: LayerCosts) -> LayerCosts:
+        forward_s, backward_s, replay_s = layer.forward_s + there, layer.backward_s + there, layer.replay_s + again
+        return replace(layer, forward_s=forward_s, backward_s=backward_s, replay_s=replay_s)
+
+    return _each(run, longer)
 
 
 def _published(question: Question, costs: Costs) -> Estimate:
@@ -323,11 +329,11 @@ def _published(question: Question, costs: Costs) -> Estimate:
     if alpha is None:
         alpha, host_bound, hides = _papers_alpha(question, layer, swapped)
     host = _pinned(layer, alpha) * swapped * question.ranks_on_node
+    use = f"host memory: {host / GIB:.0f} of {question.host_bytes / GIB:.0f} GiB of the node at alpha {alpha:g}"
     if host > question.host_bytes:
-        reason = f"host memory: {host / GIB:.0f} of {question.host_bytes / GIB:.0f} GiB of the node at alpha {alpha:g}"
-        return replace(answer, status=OOHM, binding=f"{reason}, pinned blocks rounded up to powers of two", host_bytes=host)
+        return replace(answer, status=OOHM, binding=f"{use}, pinned blocks rounded up to powers of two", host_bytes=host)
     if host_bound:
-        binding = f"host memory: {host / GIB:.0f} of {question.host_bytes / GIB:.0f} GiB of the node at alpha {alpha:g}"
+        binding = use
     elif hides:
         binding = f"link: at alpha {alpha:g} a layer's copy takes as long as its forward"
     residents = frozenset(range(swapped, model.layers))
@@ -360,9 +366,7 @@ def _pinned(layer: LayerCosts, alpha: float) -> int:
 
 def _plain(run: RunCosts, recomputes: bool) -> RunCosts:
     """No copies; each layer's backward begins with nothing, or with its forward."""
-    again = [layer.forward_s if recomputes else 0.0 for layer in run.layers]
-    bare = (replace(layer, outputs=(), replay_s=s, gemm_s=0.0) for layer, s in zip(run.layers, again, strict=True))
-    return replace(run, layers=tuple(bare))
+    return _each(run, lambda layer: replace(layer, outputs=(), replay_s=layer.forward_s if recomputes else 0.0, gemm_s=0.0))
 
 
 # ---- parts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
@@ -83,6 +84,12 @@ class Hardware:
 
 def names() -> list[str]:
     return sorted(path.name.removesuffix(".json") for path in _folder().iterdir() if path.name.endswith(".json"))
+
+
+def named(device: str) -> str | None:
+    """Which of `names` a device's own name has among its words ("NVIDIA A100-SXM4-80GB"); None: none."""
+    words = re.split(r"[^a-z0-9]+", device.lower())
+    return next((name for name in names() if name in words), None)
 
 
 def load(name_or_path: str) -> Hardware:

@@ -147,7 +147,7 @@ def kept(model: Model, gemms: bool = True, attention: bool = True) -> frozenset[
     last = max(i for i, op in enumerate(tape.ops) if op.saves or op.inner)
     read = {name for op in tape.ops[: last + 1] for name in op.reads}
     kinds = {"choice"} | ({"gemm"} if gemms else set()) | ({"attention"} if attention else set())
-    needed = read | {name for op in tape.ops for name in op.saves}
+    needed = read | tape.saved
     return frozenset({INPUT} | {op.name for op in tape.ops if op.kind in kinds and op.name in needed})
 
 
@@ -177,7 +177,7 @@ def layer_trace(model: Model, tokens: int) -> Trace:
     """Requests of a layer's forward and backward where autograd's own activations were kept elsewhere: transients alone."""
     tape = layer_tape(model)
     everything = frozenset({INPUT, *(op.name for op in tape.ops)})
-    saved = {name for op in tape.ops for name in op.saves} | {tape.ops[-1].name}
+    saved = tape.saved | {tape.ops[-1].name}
     forward = [r for r in tape.forward(kept=saved) if r[0] not in saved]
     backward = tape.backward(everything, replays=False)
     requests = [

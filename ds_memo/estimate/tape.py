@@ -7,7 +7,8 @@ saved. ds_memo keeps some outputs beside this, and a replay makes the others aga
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 INPUT, GRADIENT = "input", "gradient"
@@ -67,17 +68,22 @@ class Tape:
     @property
     def saved_bytes(self) -> float:
         """What autograd saves of a token."""
-        sizes = {op.name: op.nbytes for op in self.ops} | {INPUT: self.ops[-1].nbytes}
-        saved = {name for op in self.ops for name in op.saves}
-        return sum(sizes[name] for name in saved) + sum(op.inner for op in self.ops)
+        sizes = self._sizes
+        return sum(sizes[name] for name in self.saved) + sum(op.inner for op in self.ops)
 
-    def forward(self, kept: Collection[str], grad: bool = False) -> list[tuple[str, float | None]]:
-        """The forward's requests: under ds_memo, with names that it keeps; or as it is, when autograd saves (`grad`)."""
+    @property
+    def saved(self) -> set[str]:
+        """What some op saves of what it reads and makes."""
+        return {name for op in self.ops for name in op.saves}
+
+    @property
+    def _sizes(self) -> dict[str, float]:
+        return {op.name: op.nbytes for op in self.ops} | {INPUT: self.ops[-1].nbytes}
+
+    def forward(self, kept: Collection[str]) -> list[tuple[str, float | None]]:
+        """The forward's requests under ds_memo, which keeps these; autograd saves nothing."""
         memory = _Memory()
-        stay = {*kept, self.ops[-1].name}
-        if grad:
-            stay |= {name for op in self.ops for name in op.saves}
-        self._run(memory, self.ops, stay, (), keeps_inner=grad)
+        self._run(memory, self.ops, {*kept, self.ops[-1].name}, (), keeps_inner=False)
         return memory.requests
 
     def backward(self, given: Collection[str], replays: bool = True) -> list[tuple[str, float | None]]:
@@ -88,12 +94,9 @@ class Tape:
             replays: what autograd would have saved is made again; otherwise it is there already, and counts for nothing.
         """
         memory = _Memory()
-        savers: dict[str, int] = {}
-        for op in self.ops:
-            for name in op.saves:
-                savers[name] = savers.get(name, 0) + 1
-        sizes = {op.name: op.nbytes for op in self.ops} | {INPUT: self.ops[-1].nbytes}
-        holders: dict[str, int] = {}  # of the memory of a gradient
+        savers = Counter(name for op in self.ops for name in op.saves)
+        sizes = self._sizes
+        holders: Counter[str] = Counter()  # of the memory of a gradient
         gradients = {self.ops[-1].name: GRADIENT}
         pending = replays
         for op in reversed(self.ops):
@@ -106,10 +109,8 @@ class Tape:
             memory.malloc(f"{op.name}.back", op.back)
             for name in () if op.no_gradient else op.reads:
                 mine = gradient if op.adds else f"d.{name}.{op.name}"
-                if op.adds:
-                    holders[mine] = holders.get(mine, 0) + 1
-                else:
-                    holders[mine] = 1
+                holders[mine] += 1
+                if not op.adds:
                     memory.malloc(mine, dict(op.views).get(name, sizes[name]))
                 if name in gradients:
                     before, total = gradients[name], f"d.{name}.sum.{op.name}"
@@ -137,22 +138,20 @@ class Tape:
     def _run(self, memory: _Memory, ops: Sequence[Op], stay: Collection[str], given: Collection[str], keeps_inner: bool) -> None:
         last_read = {name: i for i, op in enumerate(ops) for name in (*op.reads, *op.holds)}
         for i, op in enumerate(ops):
+            memory.malloc(f"{op.name}.inner", op.inner)
             if op.name not in given:
-                memory.malloc(f"{op.name}.inner", op.inner)
                 memory.malloc(f"{op.name}.temporary", op.temporary if keeps_inner else op.temporary - op.inner)
                 if op.name in stay or op.name in last_read:
                     memory.malloc(op.name, op.nbytes)
                 memory.free(f"{op.name}.temporary")
                 if not keeps_inner:
                     memory.free(f"{op.name}.inner")
-            elif op.inner and keeps_inner:
-                memory.malloc(f"{op.name}.inner", op.inner)
             for name in (*op.reads, *op.holds):
                 if name not in stay and last_read[name] == i:
                     memory.free(name)
 
 
-def _release(memory: _Memory, holders: dict[str, int], gradient: str) -> None:
+def _release(memory: _Memory, holders: Counter[str], gradient: str) -> None:
     """One reader less; the gradient that the layer began with is the caller's."""
     if gradient == GRADIENT:
         return
@@ -163,16 +162,13 @@ def _release(memory: _Memory, holders: dict[str, int], gradient: str) -> None:
 
 def most_alive(requests: Sequence[tuple[str, float | None]]) -> float:
     """The most bytes at once."""
-    return max((total for total in _running(requests)), default=0.0)
-
-
-def _running(requests: Sequence[tuple[str, float | None]]) -> Iterator[float]:
     sizes: dict[str, float] = {}
-    total = 0.0
+    total = most = 0.0
     for name, nbytes in requests:
         if nbytes is None:
             total -= sizes.pop(name)
         else:
             sizes[name] = nbytes
             total += nbytes
-        yield total
+        most = max(most, total)
+    return most

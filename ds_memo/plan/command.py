@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-from ds_memo.arguments import number, write_whole
+from ds_memo.arguments import number, whole, write_whole
 from ds_memo.plan.bilevel import Plan, plan_trace
 from ds_memo.plan.dsa import lower_bound
 from ds_memo.plan.errors import PlanError
 from ds_memo.plan.formats import plan_to_json, read_csv, read_trace, write_csv
 from ds_memo.plan.simulate import simulate
 from ds_memo.plan.snapshot import read_snapshot
-from ds_memo.plan.solver import SOLVERS, Solution, fit, solve
+from ds_memo.plan.solver import SOLVERS, fit, solve
 from ds_memo.plan.trace import Trace, repeat_layer
 
 INPUT_ERRORS = (PlanError,)
@@ -43,45 +44,28 @@ def _seconds(text: str) -> float:
 
 
 def _layers(text: str) -> int:
-    value = number(text, 1, 4096, "a whole number from 1 to 4096")
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number from 1 to 4096")
-    return int(value)
+    return whole(text, 1, 4096, "a whole number from 1 to 4096")
 
 
 def _bytes(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected bytes, 0 to 2^63 - 1")
-    return value
+    return whole(text, 0, 2**63 - 1, "bytes, 0 to 2^63 - 1")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.output and Path(args.output).resolve() in {Path(path).resolve() for path in args.input}:
         raise PlanError(f"-o {args.output} is an input, too")
-    progress = _Bar() if sys.stderr.isatty() and not args.json else None
-    try:
-        if any(p.endswith(".csv") for p in args.input):
-            return _plan_csv(args, progress)
-        return _plan_trace(args, progress)
-    finally:
-        if progress:
-            progress.close()
+    return _plan_csv(args) if any(p.endswith(".csv") for p in args.input) else _plan_trace(args)
 
 
 # ---- traces
 
 
-def _plan_trace(args: argparse.Namespace, progress: _Bar | None) -> int:
+def _plan_trace(args: argparse.Namespace) -> int:
     traces = [_read(path) for path in args.input]
     if args.layers is not None:
         traces = [repeat_layer(t, args.layers) for t in traces]
-    plan = plan_trace(traces, solver=args.solver, seconds=args.time_limit, min_bytes=args.min_bytes, progress=progress)
-    if progress:
-        progress.close()
+    with _bar(args) as bar:
+        plan = plan_trace(traces, solver=args.solver, seconds=args.time_limit, min_bytes=args.min_bytes, progress=bar)
     if args.capacity is not None and plan.lower_bound > args.capacity:
         return _does_not_fit(_too_small(args.capacity, plan.lower_bound))
     if args.output:
@@ -154,21 +138,18 @@ def _row(name: str, tensors: int, peak: int, bound: int, proven: bool, seconds: 
 # ---- MiniMalloc problems
 
 
-def _plan_csv(args: argparse.Namespace, progress: _Bar | None) -> int:
+def _plan_csv(args: argparse.Namespace) -> int:
     if len(args.input) > 1:
         raise PlanError(f"one CSV problem at a time, got {len(args.input)} inputs")
     if args.layers is not None or args.min_bytes:
         raise PlanError("--layers and --min-bytes are for traces; a CSV problem has neither layers nor bytes")
     problem = read_csv(args.input[0])
     bound = lower_bound(problem.buffers)
-    if args.capacity is None:
-        found: Solution | None = solve(problem, solver=args.solver, seconds=args.time_limit, progress=progress)
-    elif args.capacity < bound:
+    if args.capacity is not None and args.capacity < bound:
         return _does_not_fit(_too_small(args.capacity, bound))
-    else:
-        found = fit(problem, args.capacity, solver=args.solver, seconds=args.time_limit, progress=progress)
-    if progress:
-        progress.close()
+    with _bar(args) as bar:
+        how = {"solver": args.solver, "seconds": args.time_limit, "progress": bar}
+        found = solve(problem, **how) if args.capacity is None else fit(problem, args.capacity, **how)
     if found is None:
         return _does_not_fit(f"found nothing that fits into {args.capacity}")
     if args.output:
@@ -200,13 +181,17 @@ def _write(path: str, text: str) -> None:
         raise PlanError(f"cannot write {path}: {e.strerror}") from None
 
 
+def _bar(args: argparse.Namespace) -> AbstractContextManager[_Bar | None]:
+    return _Bar() if sys.stderr.isatty() and not args.json else nullcontext()
+
+
 class _Bar:
-    """One line on stderr: stage, best peak against the bound, time used."""
+    """One line on stderr, gone when the work is done: stage, best peak against the bound, time used."""
 
     WIDTH = 24
 
-    def __init__(self) -> None:
-        self.shown = False
+    def __enter__(self) -> _Bar:
+        return self
 
     def __call__(self, stage: str, best: int, bound: int, used: float, allowed: float) -> None:
         full = min(self.WIDTH, int(self.WIDTH * used / allowed)) if allowed > 0 else self.WIDTH
@@ -214,9 +199,6 @@ class _Bar:
         bar = "#" * full + "." * (self.WIDTH - full)
         print(f"\r{stage:<16} [{bar}] {used:6.1f}/{allowed:.0f} s  peak/bound {ratio}\x1b[K", end="", file=sys.stderr)
         sys.stderr.flush()
-        self.shown = True
 
-    def close(self) -> None:
-        if self.shown:
-            print("\r\x1b[K", end="", file=sys.stderr)
-            self.shown = False
+    def __exit__(self, *_: object) -> None:
+        print("\r\x1b[K", end="", file=sys.stderr)

@@ -98,7 +98,7 @@ def load(deadline: float = float("inf")) -> ctypes.CDLL:
         ints, longs, doubles = (ctypes.POINTER(c) for c in (ctypes.c_int, ctypes.c_int64, ctypes.c_double))
         library.ds_memo_dsa_search.argtypes = [
             ctypes.c_int, ctypes.c_int, ints, ints, longs, ctypes.c_int64, ints, doubles, ctypes.c_int, ctypes.c_double,
-            ctypes.c_int64, ctypes.c_uint64, longs, longs,
+            ctypes.c_int64, longs, longs,
         ]  # fmt: skip
         _loaded = library
     return _loaded

@@ -38,7 +38,6 @@ def search(
     seconds: float,
     *,
     max_nodes: int = NO_LIMIT,
-    seed: int = 1,
     engine: str | None = None,
 ) -> Answer:
     """Places all buffers below `capacity`, both in the same unit.
@@ -77,7 +76,7 @@ def search(
             warnings.warn(f"ds_memo: exact search runs in Python, about 50 times slower: {e}", MemoWarning, stacklevel=2)
     if library is None:
         python = Search(count, first, last, size, capacity, twin)
-        verdict = _with_deep_stack(lambda: python.run(preference, seconds, max_nodes, seed))
+        verdict = _with_deep_stack(lambda: python.run(preference, seconds, max_nodes))
         found = [o for o in python.offset if o is not None] if verdict == 1 else None
         return Answer(found, verdict in (0, 1), python.nodes, "python")
 
@@ -88,8 +87,7 @@ def search(
     verdict = _with_deep_stack(
         lambda: library.ds_memo_dsa_search(
             n, count, ints(*first), ints(*last), longs(*size), capacity, ints(*twin),
-            (ctypes.c_double * len(flat))(*flat), len(preference), min(seconds, 1e9), max_nodes, seed, offsets,
-            ctypes.byref(nodes),
+            (ctypes.c_double * len(flat))(*flat), len(preference), min(seconds, 1e9), max_nodes, offsets, ctypes.byref(nodes),
         )
     )  # fmt: skip
     if verdict == -3:

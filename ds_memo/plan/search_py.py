@@ -71,7 +71,7 @@ class Search:
         self.dirty: dict[int, None] = dict.fromkeys(range(sections))  # sections whose bound must be looked at again
         self.nodes = 0
 
-    def run(self, preference: Sequence[Sequence[float]], seconds: float, max_nodes: int, seed: int) -> int:
+    def run(self, preference: Sequence[Sequence[float]], seconds: float, max_nodes: int) -> int:
         """1 and `offset` set, 0 where no placement exists, -1 at max_nodes, -2 at the time limit."""
         self.deadline = time.monotonic() + seconds
         everything = list(range(self.n))
@@ -82,7 +82,7 @@ class Search:
         while True:
             noise = [1.0] * self.n
             if turn >= orders:
-                noise = [1.0 + 0.3 * ((mix((seed + turn * self.n + i) & MASK) >> 40) / (1 << 24)) for i in everything]
+                noise = [1.0 + 0.3 * ((mix(1 + turn * self.n + i) >> 40) / (1 << 24)) for i in everything]
             self.prefer = [p * z for p, z in zip(preference[turn % orders], noise, strict=True)]
             self.low_first = turn // orders % 2 == 0
             self.node_limit = min(self.nodes + limit, max_nodes)

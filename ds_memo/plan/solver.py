@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from ds_memo.errors import MemoWarning
 from ds_memo.plan import greedy, milp, verify
@@ -61,7 +62,7 @@ class _Run:
         self.began = time.monotonic()
         self.bound = lower_bound(buffers)
         self.offsets: list[Offset] = []
-        self.peak = -1
+        self.peak: float = inf
         self.method = "none"
         self.notes: list[str] = []
 
@@ -74,8 +75,8 @@ class _Run:
         return self.peak == self.bound or self.left <= 0.05
 
     def offer(self, offsets: list[Offset] | None, method: str) -> None:
-        if offsets is not None and (self.peak < 0 or peak(self.buffers, offsets) < self.peak):
-            self.offsets, self.peak, self.method = offsets, peak(self.buffers, offsets), method
+        if offsets is not None and (height := peak(self.buffers, offsets)) < self.peak:
+            self.offsets, self.peak, self.method = offsets, height, method
 
     def tell(self, stage: str) -> None:
         if self.progress:
@@ -111,11 +112,9 @@ def solve(problem: Problem, *, solver: str = "cbc", seconds: float = 60.0, progr
                 _mip(run, solver, 0.7 * run.left)
         if not run.done:
             _search(run, run.left)
-    verify.require(problem.buffers, [o * unit for o in run.offsets], peak=max(run.peak, 0) * unit, lower_bound=base * unit)
-    return Solution(
-        [o * unit for o in run.offsets], max(run.peak, 0) * unit, base * unit, run.bound * unit, run.method,
-        time.monotonic() - run.began, tuple(run.notes),
-    )  # fmt: skip
+    found, top, base = [o * unit for o in run.offsets], run.peak * unit, base * unit
+    verify.require(problem.buffers, found, peak=top, lower_bound=base)
+    return Solution(found, top, base, run.bound * unit, run.method, time.monotonic() - run.began, tuple(run.notes))
 
 
 def fit(

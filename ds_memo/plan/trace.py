@@ -120,14 +120,14 @@ def varying_phases(iterations: Sequence[Trace]) -> list[int]:
     return [p for p in range(len(names)) if len({it.shape(p, home) for it, home in zip(iterations, homes, strict=True)}) > 1]
 
 
-def repeat_layer(trace: Trace, layers: int, like: int = 1) -> Trace:
-    """A trace of `layers` layers, the added ones like layer `like`: the paper profiles one layer and reuses it for all.
+def repeat_layer(trace: Trace, layers: int) -> Trace:
+    """A trace of `layers` layers, the added ones like layer 1: the paper profiles one layer and reuses it for all.
 
     What a pass frees of another layer's tensors (gradients, the hidden state handed on), its copy frees of the layer
-    at the same distance; what a phase outside the layers frees of layer `like`, it frees of every copy.
+    at the same distance; what a phase outside the layers frees of layer 1, it frees of every copy.
 
     Raises:
-        TracesDiffer: Layer `like` is not between two others, or the neighbours it would free from do not match it.
+        TracesDiffer: Layer 1 is not between two others, or the neighbours it would free from do not match it.
     """
     passes = {(int(m[1]), m[2]): p for p, ph in enumerate(trace.phases) if (m := LAYER_PASS.fullmatch(ph.name))}
     layer_of = {p: (i, way) for (i, way), p in passes.items()}
@@ -138,13 +138,13 @@ def repeat_layer(trace: Trace, layers: int, like: int = 1) -> Trace:
     others = [phase.name for p, phase in enumerate(trace.phases) if p not in layer_of]
     if len(set(others)) < len(others):
         raise TracesDiffer("cannot repeat a layer of a trace that comes twice to a phase outside the layers")
-    if not (0 < like < have - 1 and (like, "f") in passes and extra >= 0):
-        raise TracesDiffer(f"cannot make {layers} layers by repeating layer {like} of {have}: it must lie between two others")
+    if not (have > 2 and (1, "f") in passes and extra >= 0):
+        raise TracesDiffer(f"cannot make {layers} layers by repeating layer 1 of {have}: it must lie between two others")
 
     plan: list[tuple[int, int]] = []  # (old phase, its new layer)
     for p in range(len(trace.phases)):
         i, way = layer_of.get(p, (-1, ""))
-        copies = range(like, like + extra + 1) if i == like else [i + extra * (i > like)]
+        copies = range(1, 2 + extra) if i == 1 else [i + extra * (i > 1)]
         plan += [(p, n) for n in (reversed(copies) if way == "b" else copies)]
 
     sizes: dict[str, int] = {}

@@ -57,14 +57,12 @@ def _labelled(plan: Plan, end: int) -> set[int]:
 def draw_png(plan: Plan, path: str | Path) -> None:
     """Writes the picture with matplotlib. Raises MissingPackage."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.collections import PolyCollection
         from matplotlib.figure import Figure
     except ImportError as e:
         raise MissingPackage("PNG needs matplotlib: pip install 'ds_memo[plot]'") from e
     scale = _scale(plan)
     figure = Figure(figsize=(14, 7), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     end = max((p.end for p in plan.phases), default=1)
     top = max(plan.peak, 1) / scale.unit
@@ -76,10 +74,8 @@ def draw_png(plan: Plan, path: str | Path) -> None:
             axes.text((phase.first + phase.end) / 2, top * 1.015, phase.name, ha="center", va="bottom", fontsize=7,
                       rotation=90 if phase.end - phase.first < end / 25 else 0)  # fmt: skip
     for (label, slots), colour in zip(_split(plan).items(), (SKELETAL, TRANSIENT), strict=True):
-        boxes = [
-            [(s.birth, s.offset), (s.birth, s.offset + s.size), (s.death, s.offset + s.size), (s.death, s.offset)] for s in slots
-        ]
-        boxes = [[(x, y / scale.unit) for x, y in box] for box in boxes]
+        spans = [(s.birth, s.death, s.offset / scale.unit, (s.offset + s.size) / scale.unit) for s in slots]
+        boxes = [[(left, low), (left, high), (right, high), (right, low)] for left, right, low, high in spans]
         axes.add_collection(
             PolyCollection(
                 boxes,

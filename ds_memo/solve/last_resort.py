@@ -9,7 +9,6 @@ longest length is that of both memories together; where the host has nothing to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -34,9 +33,9 @@ def last_resort(run: RunCosts, resident_layers: int | None) -> Places | None:
     return _packed(run, residents, keeping) if keeping >= 0 else None
 
 
-def inputs_alone(run: RunCosts, residents: int, fits: Callable[[Places], bool]) -> Places | None:
-    """Of the places that have all attention computed again, those with most lean layers that fit."""
-    return _with_most_lean(run, residents, 0, fits)
+def inputs_alone(run: RunCosts, residents: int) -> Places | None:
+    """Of the places that have all attention computed again, those with most lean layers that fit the device."""
+    return _with_most_lean(run, residents, 0)
 
 
 def fewest_lean(run: RunCosts, residents: int) -> Places:
@@ -59,18 +58,17 @@ def _packed(run: RunCosts, residents: int, keeping: int) -> Places | None:
     """With so many resident layers, and so many others that keep their attention output; None: it does not fit."""
     both = 0 < keeping < len(run.layers) - residents  # else it is all one who drops first
     for swapped_first in (False, True) if both else (False,):
-        places = _with_most_lean(
-            run, residents, keeping, lambda places: device_bytes(run, places, 0.0) <= run.device_budget, swapped_first
-        )
+        places = _with_most_lean(run, residents, keeping, swapped_first)
         if places is not None and swapped_bytes(run, places, 0.0) <= run.host_budget:
             return places
     return None
 
 
-def _with_most_lean(
-    run: RunCosts, residents: int, keeping: int, fits: Callable[[Places], bool], swapped_first: bool = False
-) -> Places | None:
-    lean = most_that_fit(len(run.layers) - residents, lambda count: fits(_split(run, residents, keeping, count, swapped_first)))
+def _with_most_lean(run: RunCosts, residents: int, keeping: int, swapped_first: bool = False) -> Places | None:
+    def fits(lean: int) -> bool:
+        return device_bytes(run, _split(run, residents, keeping, lean, swapped_first), 0.0) <= run.device_budget
+
+    lean = most_that_fit(len(run.layers) - residents, fits)
     return _split(run, residents, keeping, lean, swapped_first) if lean >= 0 else None
 
 

@@ -67,7 +67,7 @@ def nothing_fits(run: RunCosts, residents: int) -> NothingFits:
     """Where so many resident layers are asked for, and even inputs alone are too much."""
     least = fewest_lean(run, residents)
     device_needed = device_bytes(run, least, 0.0)
-    on_device = inputs_alone(run, residents, lambda places: device_bytes(run, places, 0.0) <= run.device_budget)
+    on_device = inputs_alone(run, residents)
     if on_device is None:
         what = (
             f"even with {f'the {residents} resident layers asked for' if residents else 'no resident layer'} and alpha 0 a step"

@@ -1,7 +1,7 @@
 // CUDA backend: a CUDAAllocator that serves planned requests from the arena and forwards everything else to torch's native
 // caching allocator, which also owns the arena: statistics, snapshots and empty_cache stay true.
 //
-// Built against the installed torch, 2.11 to 2.13, with a host compiler alone. Locks are taken in one order only: the
+// Built against the installed torch, 2.11 to 2.15, with a host compiler alone. Locks are taken in one order only: the
 // native allocator's (its trace hook calls us), then a core's. No core's mutex is held while the native one is called.
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>

@@ -79,7 +79,7 @@ class Search {
   }
 
   // Restarts with growing node limits; dead states and section weights carry over.
-  int Run(const double* preference, int orders, double seconds, i64 max_nodes, u64 seed) {
+  int Run(const double* preference, int orders, double seconds, i64 max_nodes) {
     deadline_ = Clock::now() + std::chrono::microseconds(static_cast<i64>(seconds * 1e6));
     std::vector<int> all(n_);
     for (int i = 0; i < n_; ++i) all[i] = i;
@@ -91,7 +91,7 @@ class Search {
     for (i64 round = 0;; ++round) {
       const int order = static_cast<int>(round % orders);
       for (int i = 0; i < n_; ++i) {
-        const double uniform = static_cast<double>(Mix(seed + round * n_ + i) >> 40) / (1 << 24);
+        const double uniform = static_cast<double>(Mix(1 + round * n_ + i) >> 40) / (1 << 24);
         const double noise = round < orders ? 1.0 : 1.0 + 0.3 * uniform;
         prefer_[i] = preference[static_cast<size_t>(order) * n_ + i] * noise;
       }
@@ -489,10 +489,10 @@ extern "C" {
 // -3 where memory ran out.
 int ds_memo_dsa_search(int n, int sections, const int* first, const int* last, const std::int64_t* size,
                        std::int64_t capacity, const int* twin, const double* preference, int orders, double seconds,
-                       std::int64_t max_nodes, std::uint64_t seed, std::int64_t* offsets, std::int64_t* nodes) {
+                       std::int64_t max_nodes, std::int64_t* offsets, std::int64_t* nodes) {
   try {
     Search search(n, sections, first, last, size, capacity, twin);
-    const int verdict = search.Run(preference, orders, seconds, max_nodes, seed);
+    const int verdict = search.Run(preference, orders, seconds, max_nodes);
     *nodes = search.nodes;
     if (verdict == kSolved) std::copy(search.offsets().begin(), search.offsets().end(), offsets);
     return verdict;

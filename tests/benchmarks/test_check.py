@@ -7,11 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from benchmarks import check
+from benchmarks.check import LIMIT_S, attempt
+from benchmarks.noise import distance, noise
+from tests import models
 
 ROOT = Path(__file__).parents[2]
 
 
-def check(*arguments: str) -> subprocess.CompletedProcess:
+def gpu_sh(*arguments: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
@@ -20,7 +26,7 @@ def check(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_every_part_runs_on_a_cpu(tmp_path):
     out = tmp_path / "check.json"
-    ran = check("check", "--device", "cpu", "--out", str(out))
+    ran = gpu_sh("check", "--device", "cpu", "--out", str(out))
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
     result = json.loads(out.read_text())
     assert result["gradients"]["failures"] == result["stream_order"]["failures"] == result["memory"]["failures"] == []
@@ -29,8 +35,6 @@ def test_every_part_runs_on_a_cpu(tmp_path):
 
 
 def test_a_part_that_breaks_is_a_failure_and_no_end():
-    from benchmarks.check import LIMIT_S, attempt
-
     def breaks():
         sys.exit("a child died")
 
@@ -41,10 +45,6 @@ def test_a_part_that_breaks_is_a_failure_and_no_end():
 
 
 def test_a_model_that_breaks_takes_no_other_with_it(monkeypatch):
-    import torch
-
-    from benchmarks import check
-
     def breaks(dtype):
         raise RuntimeError("cuDNN: No execution plans support the graph")
 
@@ -55,10 +55,6 @@ def test_a_model_that_breaks_takes_no_other_with_it(monkeypatch):
 
 
 def test_an_error_in_a_setting_names_it(monkeypatch):
-    import torch
-
-    from benchmarks import check
-
     monkeypatch.setattr(check, "MODELS", {"plain": check.MODELS["plain"]})
     monkeypatch.setattr(check.models, "assert_same", lambda *args: 1 / 0)
     (failure,) = check.gradients(torch.device("cpu"), torch.float32, alphas=(0.5,), residents=(2,))["failures"]
@@ -66,10 +62,6 @@ def test_an_error_in_a_setting_names_it(monkeypatch):
 
 
 def test_each_attention_of_a_cuda_device_is_checked_apart(monkeypatch):
-    import torch
-
-    from benchmarks import check
-
     seen = {}
 
     def looks(device, dtype, **less):
@@ -87,11 +79,6 @@ def test_each_attention_of_a_cuda_device_is_checked_apart(monkeypatch):
 
 def test_the_bar_is_what_stock_does_to_itself():
     """Gemma 2's soft caps make much of a rounding error: 1.1 % in bf16, where others have less than one rounding."""
-    import torch
-
-    from benchmarks.noise import distance, noise
-    from tests import models
-
     bars = {}
     for name in ("gemma2", "neox"):
         model, batch = models.build(name, torch.bfloat16), models.Batch.random(2, 33, torch.bfloat16)
@@ -106,15 +93,13 @@ def test_the_bar_is_what_stock_does_to_itself():
 
 
 def test_an_unknown_verb_shows_the_usage():
-    ran = check("chek")
+    ran = gpu_sh("chek")
     assert ran.returncode == 2
     assert "gpu.sh check" in ran.stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_without_the_device_it_says_so():
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
-    ran = check("check")
+    ran = gpu_sh("check")
     assert ran.returncode == 2
     assert "no CUDA device" in ran.stderr

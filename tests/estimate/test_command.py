@@ -159,6 +159,7 @@ def test_it_imports_no_torch():
         (("--seq-length", "1M", "--timeline", "/nowhere/x.json"), "/nowhere/x.json"),
         (("--seq-length", "1M", "-o", "x.csv"), "--sweep or --compare"),
         (("--sweep", "2M:1M"), "A not above B"),
+        (("--sweep", "1M", "--method", "none", "--alpha", "0.5"), "only memo and paper have an alpha"),
         (("--sweep", "64K:1M", "-o", "x.pdf"), "x.pdf"),
         (("--max-length", "--sweep", "1M"), "do not go with"),
         (("--max-length", "--seq-length", "1M"), "choose lengths"),

@@ -80,7 +80,7 @@ def test_the_longest_fits_and_the_next_longer_one_does_not(question):
     assume(longest is not None)
     assert longest.status == OK != beyond.status
     low, high = (answer.question.seq_length // answers.KI for answer in (longest, beyond))
-    assert 0 < high - low <= max(1, low // (2 * answers.GRAIN))
+    assert 0 < high - low <= max(1, low // answers.GRAIN)
 
 
 @settings(EXAMPLES, max_examples=15)

@@ -32,20 +32,6 @@ def test_the_constants_in_the_file_are_the_calibrated_ones(cells):
         assert getattr(machine, name) == pytest.approx(getattr(fitted, name), rel=0.005)
 
 
-def test_ablation_and_alpha(cells):
-    assert paper.mape(unseen(cells)) <= 1.0
-
-
-def test_main_table_of_memo_from_64_ki(cells):
-    assert paper.mape([c for c in of(cells, "main") if c.row == "MEMO" and c.seq_k >= 64]) <= 3.0
-
-
-def test_what_fits(cells):
-    for cell in cells:
-        if cell.seq_k >= 64 and (cell.table, cell.row, cell.seq_k) not in paper.DISAGREE:
-            assert cell.predicted().status == cell.status, cell
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -66,7 +52,7 @@ def test_exact_host_blocks_get_the_host_wrong(cells, monkeypatch):
     assert any(cell.predicted().status != cell.status for cell in of(cells, "alpha"))
 
 
-def test_the_page_is_up_to_date(cells):
+def test_the_page_is_up_to_date_and_meets_its_bars(cells):
     text, ok = paper.page(cells)
     assert ok
     assert (paper.ROOT / "docs" / "paper.md").read_text() == text, "run python -m benchmarks.paper --out docs/paper.md"

@@ -1,14 +1,10 @@
-"""The simulator against the real engine on threads, and against the solver's own arithmetic."""
+"""The simulator against the real engine on threads. tests/solve/test_sweep.py holds it against the solver's arithmetic."""
 
-import random
 from itertools import pairwise
 
 import pytest
 
-from ds_memo.estimate.simulate import VirtualEngine, simulate
-from ds_memo.solve.costs import LayerCosts, Output, RunCosts
-from ds_memo.solve.places import Places
-from ds_memo.solve.schedule import Schedule
+from ds_memo.estimate.simulate import VirtualEngine
 from ds_memo.swap.engine import SwapEngine
 from tests.estimate.threaded import Configuration, clear_configurations, measured_events, mismatch, predicted_events
 
@@ -65,41 +61,6 @@ def test_another_schedule_is_told_apart(other):
 def test_it_runs_the_engine_itself():
     own = {name for name in vars(VirtualEngine) if not name.startswith("__")}
     assert own == {"_new_buffer"}
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_it_agrees_with_the_solver(seed):
-    draw = random.Random(seed)
-    kinds = [
-        LayerCosts(
-            outputs=tuple(
-                Output(kind, draw.randint(1, 5000), 2 * draw.randint(1, 900), born)
-                for kind, born in zip(
-                    ("input", "gemm", "attention", "gemm"), sorted(draw.random() for _ in range(4)), strict=True
-                )
-            ),
-            forward_s=draw.uniform(0.5, 2),
-            backward_s=draw.uniform(1, 4),
-            replay_s=draw.uniform(0, 0.5),
-            gemm_s=draw.uniform(0, 1),
-            attention_s=draw.uniform(0, 1),
-            plain_bytes=0,
-        )
-        for _ in range(2)
-    ]
-    layers = tuple(draw.choice(kinds) for _ in range(draw.randint(1, 24)))
-    rates = draw.choice((1e5, 1e6, 1e7)), draw.choice((1e5, 1e6, 1e7))
-    run = RunCosts(layers, *rates, 0, 0, head_s=draw.random())
-    residents = frozenset(draw.sample(range(len(layers)), draw.randint(0, min(3, len(layers)))))
-    dropped = frozenset(i for i in range(len(layers)) if i not in residents and draw.random() < 0.2)
-    alpha = draw.choice((0.0, draw.random(), 1.0))
-    lean = frozenset(i for i in range(len(layers)) if i not in residents and draw.random() < 0.2)
-    plain = frozenset(i for i in range(len(layers)) if i not in residents | lean and draw.random() < 0.2)
-    places = Places(residents, lean, dropped - plain, plain)
-    step, simulated = Schedule(run, places).at(alpha), simulate(run, alpha, places)
-    assert simulated.seconds == pytest.approx(step.seconds, rel=1e-9)
-    assert simulated.d2h_stall_s == pytest.approx(step.d2h_stall_s, rel=1e-9, abs=1e-9)
-    assert simulated.h2d_stall_s == pytest.approx(step.h2d_stall_s, rel=1e-9, abs=1e-9)
 
 
 def test_streams_do_one_thing_at_a_time_and_stalls_fill_computes_gaps():

@@ -109,7 +109,7 @@ class Configuration:
         return cls(RunCosts(layers, *rates, 0, 0, head_s=TICK_S * draw.randint(1, 4)), alpha, residents)
 
     def predicted(self) -> Simulated:
-        return simulate(self.run, self.alpha, Places(residents=frozenset(self.residents)))
+        return simulate(self.run, self.alpha, Places(residents=self.residents))
 
 
 def predicted_events(simulated: Simulated) -> list[Event]:

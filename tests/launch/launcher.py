@@ -24,10 +24,8 @@ def cpu_environment(ranks: int) -> dict[str, str]:
     }
 
 
-def train(*arguments: object, ranks: int = 2, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-    """`deepspeed launch/train.py` on the CPU."""
+def train(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`deepspeed launch/train.py` with two ranks on the CPU."""
     launcher = Path(sys.executable).parent / "deepspeed"
-    command = [launcher, "--num_gpus", ranks, "--master_port", free_port(), REPO / "launch" / "train.py", *arguments]
-    return subprocess.run(
-        [str(word) for word in command], env=cpu_environment(ranks), capture_output=True, text=True, timeout=timeout_s
-    )
+    command = [launcher, "--num_gpus", 2, "--master_port", free_port(), REPO / "launch" / "train.py", *arguments]
+    return subprocess.run(list(map(str, command)), env=cpu_environment(2), capture_output=True, text=True, timeout=300)

@@ -40,11 +40,6 @@ def start(command, environment):
     return subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.fixture
-def marker():
-    return f"multinode_{os.getpid()}"
-
-
 @pytest.mark.slow
 def test_torchrun(tmp_path, marker):
     common = {"NNODES": "2", "MASTER_PORT": str(free_port())}

@@ -22,7 +22,6 @@ TINY = str(REPO / "ds_configs" / "models" / "tiny.json")
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Run train.py in this process, as the one rank of two that share a sequence, up to its error; returns the error line."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
 
     def run(**options: object) -> str:
         options = {"deepspeed_config": QUICKSTART, "model": TINY, "seq_length": 64} | options

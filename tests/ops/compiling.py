@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
+from ds_memo.plan.native import Unavailable, compiler
 
-
-def compiler() -> list[str]:
-    """The command, as $CXX has it."""
-    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
+__all__ = ["compiler", "lacks"]
 
 
 def lacks() -> str | None:
     """Why nothing can be compiled here; None where it can."""
-    command = compiler()[0]
-    return None if shutil.which(command) else f"no C++ compiler: {command} is not on the PATH"
+    try:
+        compiler()
+    except Unavailable as error:
+        return str(error)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 
 from ds_memo.ops import builder as module
 from ds_memo.ops.builder import AllocatorBuilder
-from tests.ops.compiling import lacks
+from tests.ops.compiling import compiler, lacks
 from tests.processes import ROOT, python
 
 needs_a_compiler = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
@@ -128,6 +129,18 @@ def test_cuda_headers_are_of_torchs_cuda(monkeypatch, tmp_path):
     assert module.cuda_headers() == homes[1] / "include"
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     assert module.cuda_headers() == homes[0] / "include"
+
+
+@needs_a_compiler
+def test_a_compiler_of_several_words(monkeypatch, tmp_path, not_loaded):
+    """torch 2.13 looks for a program of that name, blanks and all."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    words = " ".join(["env", *compiler()])
+    monkeypatch.setenv("CXX", words)
+    run = functools.partial(subprocess.run, capture_output=True, check=True, text=True)
+    monkeypatch.setattr(module.cpp_extension, "load", lambda **_: run([os.environ["CXX"], "--version"]).stdout)
+    assert AllocatorBuilder("cpu").load() == run([*words.split(), "--version"]).stdout
+    assert os.environ["CXX"] == words
 
 
 def test_it_says_what_is_missing_where_it_was_asked(monkeypatch, capsys):

@@ -63,20 +63,12 @@ def test_several_traces_layers_and_small_tensors(capsys):
     assert data["left"] and all("smaller" in why for _, _, why in data["left"])
 
 
-BAD = {
-    "free before malloc": ("free 7\n", "free of 7, never allocated"),
-    "double free": ("malloc 1 5\nfree 1\nfree 1\n", "freed in line 2"),
-    "negative size": ("malloc 1 -5\n", "t.txt:1: read -5"),
-    "size past 64 bits": (f"malloc 1 {2**63}\n", "2^63 - 1"),
-    "sizes that overflow": (f"malloc 1 {2**63 - 1}\nmalloc 2 {2**63 - 1}\n", "less than 2^62"),
-    "unknown phase": ("phase middle\n", "'middle'"),
-    "truncated": ("malloc 1 5\nmalloc 2 1", "the file ends inside"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_exit_code_2(capsys, tmp_path, what):
-    text, words = BAD[what]
+@pytest.mark.parametrize(
+    "text, words",
+    [("malloc 1 -5\n", "t.txt:1: read -5"), (f"malloc 1 {2**63 - 1}\nmalloc 2 {2**63 - 1}\n", "less than 2^62")],
+)
+def test_bad_input_is_exit_code_2(capsys, tmp_path, text, words):
+    """Whatever is wrong with it; the messages are tested in test_formats.py."""
     (tmp_path / "t.txt").write_text(text)
     assert words in complaint(capsys, "plan", tmp_path / "t.txt")
 

@@ -1,6 +1,5 @@
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from ds_memo.plan.dsa import Problem, lower_bound, peak
 from ds_memo.plan.search import search
 from tests.plan.instances import DATA, best_peak, dense
 from tests.plan.test_dsa import problems
+from tests.processes import assert_gone, processes_with
 
 # The most alive at once are 10, but no placement is below 11: the smallest such instance that a random search found.
 GAP = Problem.of(
@@ -151,46 +151,27 @@ try:
 except milp.MilpFailed as e:
     print("FAILED", e)
 """
-# The child reports its pid and then works for ever, as a solver in a long loop does.
+# The child works for ever, as a solver in a long loop does.
 STALL = """
-import os, time
+import time
 import ds_memo.plan.milp as m
 def work(job):
-    print("child", os.getpid(), flush=True)
-    open({mark!r}, "w").write(str(os.getpid()))
+    open({mark!r}, "w").close()
     while True: time.sleep(0.01)
 m._solve = work
 child()"""
 
 
-def _gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    state = Path(f"/proc/{pid}/stat")
-    return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_child_dies_with_its_parent(tmp_path):
-    mark = tmp_path / "pid"
+def test_the_child_dies_with_its_parent(tmp_path, marker):
+    mark = tmp_path / "working"
     stall = "\n" + STALL.format(mark=str(mark))
     code = PARENT.format(root=str(Path(milp.__file__).parents[2]), stall=stall)
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        for _ in range(200):
-            if mark.exists() and mark.read_text():
-                break
-            time.sleep(0.05)
-        pid = int(mark.read_text())
-        assert not _gone(pid)
-    finally:
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-    for _ in range(100):
-        if _gone(pid):
-            return
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail("the child outlived its parent by 2 s")
+    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {marker: "1"})
+    while not mark.exists():
+        assert parent.poll() is None
+        time.sleep(0.05)
+    assert len(processes_with(marker)) == 2
+    parent.kill()
+    parent.wait()
+    assert_gone(marker, within_s=2)

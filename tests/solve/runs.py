@@ -11,27 +11,22 @@ GPT = (("gemm", 3.0), ("attention", 1.0), ("gemm", 1.0), ("gemm", 4.0))
 LLAMA = (("gemm", 1.0), ("gemm", 0.25), ("gemm", 0.25), ("attention", 1.0), ("gemm", 1.0), ("gemm", 3.5), ("gemm", 3.5))
 
 
-def layer(
-    tokens: int,
-    hidden: int = 4096,
-    flops_per_s: float = 400e12,
-    shape: tuple = GPT,
-    element_bytes: int = 2,
-    bandwidth: float = 3e12,
-) -> LayerCosts:
-    """A layer of one rank by formula: GEMMs, causal attention at half its square, and memory-bound work beside them."""
+def layer(tokens: int, shape: tuple = GPT) -> LayerCosts:
+    """A layer of one rank by formula, in bf16 at 400 TFLOP/s and 3 TB/s: GEMMs, causal attention at half its square, and
+    memory-bound work beside them."""
+    hidden, flops_per_s, device_bytes_per_s = 4096, 400e12, 3e12
     units = [share for kind, share in shape if kind == "gemm"]
     split_flops = sum(2 * tokens * hidden * share * hidden for share in units)
     last_gemm = 2 * tokens * hidden * hidden * max(units)
     attention = 2 * tokens * tokens * hidden
-    elementwise_s = 20 * tokens * hidden * element_bytes / bandwidth
+    elementwise_s = 40 * tokens * hidden / device_bytes_per_s
     gemm_s, attention_s = split_flops / flops_per_s, attention / flops_per_s
     forward_s = gemm_s + last_gemm / flops_per_s + attention_s + elementwise_s
-    outputs = [Output("input", tokens, hidden * element_bytes, 0.0)]
+    outputs = [Output("input", tokens, 2 * hidden, 0.0)]
     done = 0.0
     for kind, share in shape:
         done += attention_s if kind == "attention" else 2 * tokens * hidden * share * hidden / flops_per_s
-        outputs.append(Output(kind, tokens, int(hidden * share) * element_bytes, done / forward_s))
+        outputs.append(Output(kind, tokens, 2 * int(hidden * share), done / forward_s))
     return LayerCosts(
         outputs=tuple(outputs),
         forward_s=forward_s,
@@ -82,7 +77,6 @@ def random_run(seed: int, most_kinds: int = 3, n: int | None = None) -> RunCosts
         draw.uniform(0.05, 3) * per_second,
         int(draw.uniform(0.0, 1.2) * frames),
         int(draw.uniform(0.0, 1.2) * frames) + 2 * max(layer.frame_bytes for layer in layers),
-        draw.randint(0, 10**4),
-        draw.choice([0.0, draw.random()]),
-        draw.choice([0.0, draw.random()]),
+        working_bytes=draw.randint(0, 10**4),
+        head_s=draw.choice([0.0, draw.random()]),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 from ds_memo.estimate.simulate import simulate
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import solve
-from ds_memo.solve.places import Places, spread
+from ds_memo.solve.places import HOMES, Places
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.schedule import Schedule
 from tests.solve.runs import random_run
@@ -20,12 +21,9 @@ from tests.solve.sweep import BAR, KI, SETTINGS, Setting, off_the_best
 @pytest.mark.parametrize("seed", range(40))
 def test_the_schedule_is_the_engines(seed: int) -> None:
     costs = random_run(seed)
-    n = len(costs.layers)
-    residents = spread(n, seed % 5)
-    dropped = [i for i in range(n) if i not in residents and seed % 3 == 0 and i % 2]
-    lean = [i for i in range(n) if i not in residents and seed % 4 == 0 and i % 3 == 0]
-    plain = [i for i in range(n) if i not in residents and i not in lean and seed % 5 == 1 and i % 4 == 0]
-    places = Places(residents, frozenset(lean), frozenset(dropped) - frozenset(plain), frozenset(plain))
+    homes = random.Random(seed).choices(HOMES, (8, 2, 2, 2, 2, 2), k=len(costs.layers))  # swapped ones first
+    kinds = ("resident", "lean", "dropped", "plain")  # in the order of Places
+    places = Places(*(frozenset(i for i, home in enumerate(homes) if getattr(home, kind)) for kind in kinds))
     schedule = Schedule(costs, places)
     for alpha in (0.0, 0.25, 0.7, 1.0):
         ours, engine = schedule.at(alpha), simulate(costs, alpha, places)
