@@ -72,10 +72,14 @@ class LayerCall:
         rest = self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :]
         return HiddenShape(self.batch, self.length, tuple(rest), self.source)
 
-    def others(self) -> list[list[Any]]:
-        """Shapes and dtypes of the other tensors that it is given (a mask, an encoder's states), with "length" and "source" for
-        those. Not of vectors, as the ends of documents: each batch has another number of them."""
-        names = {self.source: "source", self.length: "length"}
+    def others(self, apart: bool = False) -> list[list[Any]]:
+        """Shapes and dtypes of the other tensors that it is given (a mask, an encoder's states), with "length" for that. Not of
+        vectors, as the ends of documents: each batch has another number of them.
+
+        Args:
+            apart: what depends on the source is known apart: "source" for that.
+        """
+        names = {self.length: "length", **({self.source: "source"} if apart else {})}
         return [[names.get(n, n) for n in x.shape] + [str(x.dtype)] for x in self._others() if x.dim() > 1]
 
     def _others(self) -> Iterator[torch.Tensor]:

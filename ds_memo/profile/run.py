@@ -113,7 +113,8 @@ class Asked:
             "batch": call.batch,
             "hidden": [*call.hidden.shape[2:]],
             "dtype": str(call.hidden.dtype),
-            "others": call.others(),
+            "others": call.others(apart=self.sources[kind] > 0),
+            "source": self.sources[kind],
             "lengths": list(self.lengths[kind]),
         }
 

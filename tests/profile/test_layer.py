@@ -217,9 +217,10 @@ def test_what_else_a_layer_is_given_is_part_of_the_key() -> None:
     """An encoder's length, a mask: what is kept, and how long it takes, depend on them."""
     states = torch.randn(BATCH, LENGTH, HIDDEN)
 
-    def others(*args: torch.Tensor, **kwargs: torch.Tensor) -> list:
-        return LayerCall(Layer(0, "blocks.0", None), Block(), (states, *args), kwargs).others()
+    def others(*args: torch.Tensor, apart: bool = False, **kwargs: torch.Tensor) -> list:
+        return LayerCall(Layer(0, "blocks.0", None), Block(), (states, *args), kwargs).others(apart)
 
     assert others() == others(cu_seqlens=torch.tensor([0, 5, LENGTH])) == []
-    assert others(torch.randn(BATCH, 100, HIDDEN)) != others(torch.randn(BATCH, 4000, HIDDEN))
+    short, long = torch.randn(BATCH, 100, HIDDEN), torch.randn(BATCH, 4000, HIDDEN)
+    assert others(short) != others(long) and others(short, apart=True) == others(long, apart=True)
     assert others(position_ids=torch.arange(LENGTH)[None]) == [[1, "length", "torch.int64"]]

@@ -66,6 +66,7 @@ def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, mo
     call = types.SimpleNamespace(layer=Layer(0, "blocks.0", module), batch=1)
     asked = types.SimpleNamespace(
         calls={0: call}, method=method, lengths={0: (1024, 2048, 4096) if method == "fit" else (5000,)}, full={0: 5000},
+        sources={0: 0},
         attention=None, device=torch.device("cpu"),
     )  # fmt: skip
     if used is None:
@@ -86,8 +87,8 @@ def test_unified_where_the_shortest_keeps_fewer_tensors(monkeypatch):
     monkeypatch.setattr(run, "measure", lambda *args: next(samples))
     call = types.SimpleNamespace(layer=Layer(0, "blocks.0", torch.nn.Linear(2, 2)), batch=1)
     asked = types.SimpleNamespace(
-        calls={0: call}, method="unified", lengths={0: (1024, 2048, 8192)}, full={0: 8192}, attention=None,
-        device=torch.device("cpu"), free=lambda: 1 << 40,
+        calls={0: call}, method="unified", lengths={0: (1024, 2048, 8192)}, full={0: 8192}, sources={0: 0},
+        attention=None, device=torch.device("cpu"), free=lambda: 1 << 40,
     )  # fmt: skip
     profile = run._measure_kind(asked, 0, print, str, alone)
     assert [sample.length for sample in profile.samples] == [8192]
