@@ -144,7 +144,7 @@ def test_a_file_from_before_ranks_shared_sequences() -> None:
     assert from_json(json.dumps(old)).ranks_per_sequence == 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"x"', "{}", '{"format": 1}', '{"format": 2}', "NaN"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"x"', "{}", '{"format": 1}', '{"format": 3}', "NaN"])
 def test_what_is_no_profile(text: str) -> None:
     with pytest.raises(ProfileError):
         from_json(text)
