@@ -10,6 +10,8 @@ the accumulation of gradients. Per such *kind* of pass:
 
 The third plan is the last: it is followed while it serves most requests, else the kind is left to torch's allocator. While a pass
 is profiled, that one splits no large block: the memory is full, and what splitting loses would be missing.
+
+Models on one device take turns: a pass of one ends that of another, and they share the arena.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ import torch
 from torch.autograd import Variable
 
 from ds_memo.config import PlanConfig
-from ds_memo.errors import MemoError
 from ds_memo.integrate.plans import Known, Plans
 from ds_memo.ops.allocator import MISSES, Allocator, Request
 from ds_memo.plan import Plan
@@ -37,13 +38,18 @@ _PATIENCE = 4
 """Iterations without a plan in which torch's allocator keeps blocks whole: for requests that never repeat it would have to ask
 for new ones each time."""
 
-_owners: weakref.WeakValueDictionary[tuple[str, int], Addresses] = weakref.WeakValueDictionary()
+_claimed: weakref.WeakSet[Addresses] = weakref.WeakSet()
+_turns: weakref.WeakValueDictionary[tuple[str, int], Addresses] = weakref.WeakValueDictionary()
+"""Whose pass runs on each device."""
 
 
-def _end(allocator: Allocator, place: tuple[str, int]) -> None:
-    """The last one of a kind of device leaves torch's allocator as it was."""
-    allocator.reset()
-    if not any(kind == place[0] for kind, _ in _owners):
+def _end(allocator: Allocator, place: tuple[str, int], known: dict[PassKind, Known]) -> None:
+    """The last one of a device leaves no arena, the last of a kind of device torch's allocator as it was."""
+    for plan in known.values():
+        allocator.forget_plan(plan.number)
+    if not any(other._place == place for other in _claimed):
+        allocator.reset()
+    if not any(other._place[0] == place[0] for other in _claimed):
         allocator.uninstall()
         keep_blocks_whole(torch.device(*place), False)
 
@@ -98,33 +104,36 @@ class Addresses:
         """Whether step_ends() is called; not known before the first time, unless somebody who knows sets it."""
         self._stepped = True
         self.claimed = False
-        self._stats = self._at_start = dict.fromkeys(("hit", "gave_way", *MISSES), 0)
+        self._counts = dict.fromkeys(("hit", "gave_way", *MISSES), 0)
+        """Of the passes that are over."""
+        self._stats = self._counts
+        """The op's when the running pass began."""
         self._events: list[Request] = []
         """Of the running pass, as far as they were looked at."""
 
     def claim(self) -> None:
-        """Have the device's addresses planned by this one from now on.
+        """Have the addresses planned from now on.
 
         Raises:
-            MemoError: another model's are.
             RuntimeError: the op cannot be installed here; says why.
         """
-        if self._place in _owners:
-            raise MemoError(f"another attached model has those on {self._device} planned, and one allocator follows one plan")
         if self._device.type == "cuda":
             _make_workspaces(self._device)
             _let_backward_end_before_exit()
         self._allocator.install()
-        _owners[self._place] = self
-        self._end = weakref.finalize(self, _end, self._allocator, self._place)
+        _claimed.add(self)
+        self._end = weakref.finalize(self, _end, self._allocator, self._place, self._plans.known)
         self._end.atexit = False
-        self._stats = self._at_start = self._allocator.stats()
         self.claimed = True
 
     # ---- what the run says
 
     def profile_begins(self) -> None:
-        """Layers are about to be measured, before the first pass: what that leaves behind would be split."""
+        """Layers are about to be measured, before the first pass: what that leaves behind would be split. What other models have
+        in the arena is free then, and is seen so."""
+        if any(other._place == self._place for other in _claimed):
+            self._end_turn()
+            self._allocator.release()
         keep_blocks_whole(self._device, True)
 
     def pass_begins(self, shapes: Shapes, last_layer: int, last: bool, settings: Any = None) -> None:
@@ -195,7 +204,7 @@ class Addresses:
         Args:
             hidden_bytes: of the last layer's output.
         """
-        if self._allocator.mode != "profile":
+        if not self._has_turn or self._allocator.mode != "profile":
             return None
         self._events += self._allocator.requests()
         return most_in("head", self._events, hidden_bytes)
@@ -208,9 +217,9 @@ class Addresses:
 
     def report(self) -> dict[str, Any]:
         """See Memo.report."""
-        plan = self.plan
-        now = self._allocator.stats() if self.claimed else self._at_start
-        counts = {name: count - self._at_start[name] for name, count in now.items()}
+        plan, counts = self.plan, self._counts
+        if self._has_turn:
+            counts = {name: count + since for (name, count), since in zip(counts.items(), self._since().values(), strict=True)}
         return {
             "peak": plan.peak if plan else 0,
             "lower_bound": plan.lower_bound if plan else 0,
@@ -237,9 +246,10 @@ class Addresses:
     def close(self) -> None:
         """End planning. Blocks that are still alive stay valid."""
         if self.claimed:
-            _owners.pop(self._place, None)
+            self._finish_pass()
+            _claimed.discard(self)
             self._end()
-        elif not any(kind == self._device.type for kind, _ in _owners):
+        elif not any(other._place[0] == self._device.type for other in _claimed):
             keep_blocks_whole(self._device, False)
 
     # ---- inside
@@ -250,20 +260,40 @@ class Addresses:
 
     def _next_pass(self) -> bool:
         """Whether the pass that begins is the first of an iteration."""
-        self._finish_pass()
+        self._end_turn()
+        _turns[self._place] = self
+        self._stats = self._allocator.stats()
         first = self._stepped or not self.steps_happen
         if first:
             self._stepped = False
             self._plans.iteration_ended()
         return first
 
+    @property
+    def _has_turn(self) -> bool:
+        return _turns.get(self._place) is self
+
+    def _end_turn(self) -> None:
+        """Whoever has it."""
+        if (running := _turns.get(self._place)) is not None:
+            running._finish_pass()
+
+    def _since(self) -> dict[str, int]:
+        """What became of requests in the running pass."""
+        now = self._allocator.stats()
+        return {name: now[name] - self._stats[name] for name in self._counts}
+
     def _finish_pass(self) -> None:
         """Learn from the pass that is over."""
+        if not self._has_turn:
+            return
+        del _turns[self._place]
         known = self._plans.known.get(self._kind)
         mode, complete = self._allocator.mode, self._good and not self._in_backward
         self._allocator.stop()
         self._good = self._in_backward = False
-        before, self._stats = self._stats, self._allocator.stats()
+        counts = self._since()
+        self._counts = {name: count + counts[name] for name, count in self._counts.items()}
         looked_at, self._events = self._events, []
         if mode == "profile":
             log, wrapping = read_log([*looked_at, *self._allocator.requests()], self._escaped)
@@ -272,7 +302,7 @@ class Addresses:
                 known.wrapping = wrapping if self._escaped_from == self._kind else set()
             self._escaped_from = self._kind
         elif mode == "plan" and known is not None and complete:
-            self._plans.judge(known, {name: self._stats[name] - before[name] for name in self._stats})
+            self._plans.judge(known, counts)
 
     def _have_arena(self, known: Known) -> None:
         """An arena that is large enough for the plan. The old one goes first, and what torch's cache holds of the profiling."""

@@ -281,7 +281,7 @@ class Memo:
         if not self.addresses.claimed:  # not at attach: a model that is only evaluated (DPO's reference) leaves them to others
             try:
                 self.addresses.claim()
-            except (MemoError, RuntimeError) as error:
+            except RuntimeError as error:
                 self.addresses.close()
                 self.addresses = None
                 if self.autopilot:

@@ -11,6 +11,7 @@ Of lines        two profiled kinds that differ in one length and ask for the sam
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,6 +33,8 @@ _MISFITS = 3
 """Plans made from those of other lengths that may fail, more than do not, until no more are made for a while."""
 _PAUSE = 50
 """New kinds until one is made again: in a long run even a few misfits come together once."""
+_numbers = itertools.count()
+"""The op's keys of plans, of all models."""
 _SPARE = 2 * UNIT
 """Bytes that sizes on those lines may be off by: padding inside a tensor to some multiple is no line."""
 
@@ -97,7 +100,6 @@ class Plans:
         self._least = MIN_BYTES[device_type]
         self._config = config
         self._warn = warn
-        self._numbers = 0
         self._misfits = self._passed_over = 0
 
     def of(self, kind: PassKind) -> Known:
@@ -108,8 +110,7 @@ class Plans:
         while len(self.known) >= _KINDS:  # first those that are made anew in no time
             oldest = next((kind for kind, known in self.known.items() if known.rescaled), next(iter(self.known)))
             self._allocator.forget_plan(self.known.pop(oldest).number)
-        known = self.known[kind] = Known(self._numbers)
-        self._numbers += 1
+        known = self.known[kind] = Known(next(_numbers))
         self._plan_from_others(kind, known)
         return known
 

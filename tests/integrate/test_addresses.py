@@ -399,24 +399,6 @@ def test_addresses_that_cannot_be_had_leave_no_setting(monkeypatch: pytest.Monke
     handle.detach()
 
 
-def test_a_second_model_is_not_planned() -> None:
-    first, second = build("llama"), build("plain")
-    with Counting(first) as counting:
-        other = ds_memo.attach(second, CONFIG)
-        step(first, BATCH)
-        with pytest.warns(ds_memo.MemoWarning, match="another attached model has those on cpu"):
-            step(second, BATCH)
-        assert other.report()["plan"] is None
-        for _ in range(2):
-            step(first, BATCH)
-            step(second, BATCH)
-        counting.assert_followed()
-        other.detach()
-        counting.counts()
-        step(first, BATCH)
-        counting.assert_followed()
-
-
 def test_a_model_that_is_only_evaluated_leaves_them_to_the_one_that_trains() -> None:
     """As DPO's reference, which is attached first and whose layers run in between."""
     reference, trained = build("llama"), build("plain")

@@ -87,7 +87,7 @@ def run_here(script: str, words: list[str]) -> list[Any]:
         ds_memo.run.run_script(str(SCRIPTS / script), words)
     finally:
         deepspeed.DeepSpeedEngine._take_model_step = take_step
-        for memo in memos:  # DeepSpeed keeps engines alive, and a second model has to do without planned addresses
+        for memo in memos:  # DeepSpeed keeps engines alive
             memo.detach()
     assert ours.initialized and reports
     dist.barrier()  # what the other rank wrote is read now
@@ -193,7 +193,7 @@ class TestDPOTrainer(DistributedTest):
             with contextlib.redirect_stderr(io.StringIO()) as told:
                 reports = run_here("dpo.py", trainer_words(out, ds_config(tmp_path, stage, memo), bf16=False))
         assert_worked(reports)
-        assert reports[-1]["plan"] and "another attached model" not in str(reports[-1])
+        assert reports[-1]["plan"]["hits"] > 0
         assert len(attached()) == 0  # run_here detached the engines that took steps, and the reference was never attached
         if os.environ["RANK"] == "0":
             left = "ds_memo leaves this LlamaForCausalLM alone: neither the call nor the JSON has an optimizer"
