@@ -1,7 +1,7 @@
 """ds_memo's CUDA paths at full width, on a machine without a GPU: bytes and calls, no times and no values.
 
     export DS_MEMO_CUDA_TORCH=/path/to/python
-    python -m benchmarks.emulator step [gpt7b|llama8b] [16384] [--memo '{"alpha": 0.5}']
+    python -m benchmarks.emulator step [gpt7b|llama8b] [16384] [--memo '{"alpha": 0.5}'] [--models 2]
     python -m benchmarks.emulator capacity [gpt7b] [--device-gib 16] [--host-gib 32] [--rivals …]
 
 emulator.cpp stands in for CUDA below a real CUDA build of torch: the caching allocator, autograd's thread and the allocator op
@@ -14,6 +14,7 @@ DS_MEMO_CUDA_TORCH: the Python of an environment with a CUDA build of torch, Dee
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -74,8 +75,12 @@ def without_values() -> None:
         module.available_bytes = lambda *_, **__: HOST_GIB << 30
 
 
-def step(workload: str, length: int, memo: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train some steps and tell, for each, what it took."""
+def step(workload: str, length: int, memo: dict[str, Any], models: int = 1) -> list[dict[str, Any]]:
+    """Train some steps and tell, for each, what it took.
+
+    Args:
+        models: that take turns, each with half the tokens of the one before.
+    """
     import torch
 
     import ds_memo
@@ -85,11 +90,11 @@ def step(workload: str, length: int, memo: dict[str, Any]) -> list[dict[str, Any
 
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
-    model = build(shape, device, torch.bfloat16)
-    trainer = Trainer(model, batch(shape, length, device))
-    handle = ds_memo.attach(model, memo)
+    trainers = [Trainer(build(shape, device, torch.bfloat16), batch(shape, length >> turn, device)) for turn in range(models)]
+    handles = [ds_memo.attach(trainer.model, memo) for trainer in trainers]
     rows = []
-    for number in range(1, STEPS + 1):
+    for number, turn in itertools.product(range(1, STEPS + 1), range(models)):
+        trainer, handle = trainers[turn], handles[turn]
         memory, before = Memory(device), handle.report()["plan"] or {}
         trainer.step(Installed())
         took, report = memory.read(1, lambda: None), handle.report()
@@ -98,6 +103,7 @@ def step(workload: str, length: int, memo: dict[str, Any]) -> list[dict[str, Any
         rows.append(
             {
                 "step": number,
+                "model": turn,
                 "requested": took["device_peak"],
                 "reserved": took["device_reserved_peak"],
                 "mallocs": took["cuda_mallocs_per_step"],
@@ -111,7 +117,8 @@ def step(workload: str, length: int, memo: dict[str, Any]) -> list[dict[str, Any
                 "warnings": report["warnings"],
             }
         )
-    handle.detach()
+    for handle in handles:
+        handle.detach()
     return rows
 
 
@@ -149,6 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("workload", nargs="?", default="gpt7b")
     parser.add_argument("length", nargs="?", type=int, default=16384)
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='the "memo" section; default: all is solved')
+    parser.add_argument("--models", type=int, default=1, metavar="N", help="that take turns in `step`; default: 1")
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
     parser.add_argument("--host-gib", type=float, default=32.0)
     parser.add_argument("--rivals", nargs="+", default=["ds_memo, planned", "checkpoint", "deepspeed", "hf_offload"])
@@ -166,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.what == "capacity":
         capacity(options.workload, options.rivals, options.device_gib or 16.0, options.host_gib)
         return 0
-    rows = step(options.workload, options.length, {"enabled": True, **options.memo})
+    rows = step(options.workload, options.length, {"enabled": True, **options.memo}, options.models)
     if options.json:
         print(json.dumps(rows))
         return 0

@@ -20,8 +20,8 @@ pytestmark = [
 ]
 
 
-def steps(capfd: pytest.CaptureFixture[str], memo: dict[str, Any], length: int = 16384) -> list[dict[str, Any]]:
-    assert emulator.main(["step", "gpt7b", str(length), "--json", "--memo", json.dumps(memo)]) == 0
+def steps(capfd: pytest.CaptureFixture[str], memo: dict[str, Any], length: int = 16384, *options: str) -> list[dict[str, Any]]:
+    assert emulator.main(["step", "gpt7b", str(length), "--json", "--memo", json.dumps(memo), *options]) == 0
     return json.loads(capfd.readouterr().out.splitlines()[-1])
 
 
@@ -42,6 +42,17 @@ def test_a_planned_step_asks_cuda_for_nothing(memo: dict[str, Any], length: int,
     assert last["reserved"] <= 1.02 * last["requested"]
     if last["predicted"]:
         assert last["predicted"] == pytest.approx(last["arena"], rel=0.02)
+
+
+def test_models_that_take_turns_share_device_and_host(capfd: pytest.CaptureFixture[str]) -> None:
+    """Two of 4.5 GiB of weights and gradients each on a device of 32: one arena, and neither asks CUDA for anything."""
+    rows = steps(capfd, {"host_memory_gib": 32}, 65536, "--models", "2", "--device-gib", "32")
+    larger, smaller = rows[-2:]
+    assert larger["arena"] == smaller["arena"] > 16 << 30
+    for row in (larger, smaller):
+        assert row["mallocs"] == 0 and row["hits"] > 0 and row["missed"] == {}
+        assert row["reserved"] <= 1.02 * row["requested"]
+    assert larger["alpha"] > 0 and smaller["alpha"] > 0
 
 
 def test_without_a_plan_more_is_reserved(capfd: pytest.CaptureFixture[str]) -> None:
