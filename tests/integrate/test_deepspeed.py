@@ -356,3 +356,22 @@ def test_an_engine_chooses_by_itself(stage: int, tmp_path: Path) -> None:
         assert report["warnings"] == []
         assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
         engine.memo.detach()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_engines_that_take_turns(stage: int) -> None:
+    """An actor and its critic: all of the host for each, planned addresses for both, and the losses of stock."""
+
+    def both(config: dict[str, Any]) -> tuple[list[float], list[Any]]:
+        engines = [start(config, name) for name in ("llama", "gpt2")]
+        return [loss for _ in range(3) for engine in engines for loss in train(engine, steps=1)], engines
+
+    losses, engines = both(ds_config(stage, memo={**MEMO, "host_memory_gib": 1 / 64}))
+    for engine in engines:
+        report = engine.memo.report()
+        assert report["host"]["budget"] == 1 << 24 and report["active"] and report["warnings"] == []
+        assert engine.memo.addresses.claimed
+    assert engines[0].memo.slab.size == max(engine.memo.slab.peak_used for engine in engines)
+    assert losses == pytest.approx(both(ds_config(stage))[0], rel=1e-5)
+    for engine in engines:
+        engine.destroy()
