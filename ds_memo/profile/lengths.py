@@ -69,16 +69,23 @@ def hidden_shape(shapes: Shapes, hidden: HiddenShape, others: Shapes) -> HiddenS
 
     Returns:
         Batch and length from where they stood then, or the length alone, of rows that are one batch (an image's patches). The
-        source as well; one that stood nowhere stays as it was. None: they stood nowhere, or no longer agree.
+        source as well; one that stood nowhere (of sound, of pictures) stays as it was while nothing else has changed. None: they
+        stood nowhere, or no longer agree.
     """
     if [len(shape) for shape, _ in shapes] != [len(shape) for shape, _ in others]:
         return None
     pairs = [(here, there) for (here, _), (there, _) in zip(shapes, others, strict=True)]
     found = _stands(pairs, hidden.batch, hidden.length)
-    sources = {length for _, length in _stands(pairs, hidden.batch, hidden.source)} or {hidden.source}
-    if len(found) != 1 or len(sources) != 1:
+    sources = {length for _, length in _stands(pairs, hidden.batch, hidden.source)}
+    if len(found) != 1 or len(sources) > 1:
         return None
-    return HiddenShape(*found.pop(), hidden.rest, sources.pop())
+    batch, length = found.pop()
+    if hidden.source and not sources:
+        known = {(hidden.batch, batch), (hidden.length, length)}
+        sizes = {size for here, there in pairs for size in zip(here, there, strict=True)}
+        if any(here != there for here, there in sizes - known):
+            return None
+    return HiddenShape(batch, length, hidden.rest, sources.pop() if sources else hidden.source)
 
 
 def _stands(pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], batch: int, length: int) -> set[tuple[int, ...]]:

@@ -37,6 +37,8 @@ class Range:
     segment: Segment
     begin: int
     end: int
+    stream: torch.cuda.Stream | None = None
+    """Compute's, that borrowed it; None: it is free, or not for a device with streams."""
 
     @property
     def nbytes(self) -> int:
@@ -66,8 +68,8 @@ class HostPool:
         self.lost: deque[Mapping[int, Sequence[Range]]] = deque()
         """Nobody will give these back: what a slab had lent that is there no more, with its model."""
         self._lock = Lock()
-        self._stream: torch.cuda.Stream | None = None
-        """Compute's, that borrowed last."""
+        self._given_on: set[torch.cuda.Stream | None] = set()
+        """Compute streams of what was given back since all of them were waited for."""
 
     def lend(self, nbytes: int, limit: int, wanted_by: str) -> list[Range]:
         """So many bytes, which are whole pages. Only what free memory lacks is mapped.
@@ -80,16 +82,16 @@ class HostPool:
         """
         with self._lock:
             self._take_lost_back()
-            if self.pinned and (stream := torch.cuda.current_stream()) != self._stream:
-                if self._stream is not None:  # what its copies still read and write, no event of this stream orders
-                    torch.cuda.synchronize()
-                self._stream = stream
+            stream = torch.cuda.current_stream() if self.pinned else None
+            if not self._given_on <= {stream}:  # what copies of others still read and write, no event of this stream orders
+                torch.cuda.synchronize()
+                self._given_on.clear()
             if self.size > limit:
                 self._shrink(self.size - limit)
             if (missing := self.used + nbytes - self.size) > 0:
                 self._grow(missing, wanted_by)
             self.used += nbytes
-            return self._cut(nbytes)
+            return self._cut(nbytes, stream)
 
     def take_back(self, pieces: Sequence[Range]) -> None:
         """All copies from and to them must be ordered before whatever the next borrower issues on the same stream."""
@@ -117,6 +119,7 @@ class HostPool:
     def _free_again(self, pieces: Sequence[Range]) -> None:
         for piece in pieces:
             self.used -= piece.nbytes
+            self._given_on.add(piece.stream)
             begin, end = piece.begin, piece.end
             for free in [free for free in self._free if free.segment is piece.segment]:
                 if begin == free.end or free.begin == end:
@@ -124,14 +127,14 @@ class HostPool:
                     begin, end = min(begin, free.begin), max(end, free.end)
             self._free.append(Range(piece.segment, begin, end))
 
-    def _cut(self, nbytes: int) -> list[Range]:
+    def _cut(self, nbytes: int, stream: torch.cuda.Stream | None) -> list[Range]:
         """Free ranges of so many bytes together, as few as will do: the largest first, the last the smallest that is enough."""
         ranges = sorted(self._free, key=_size)
         pieces = []
         while nbytes:
             found = ranges.pop(min(bisect_left(ranges, nbytes, key=_size), len(ranges) - 1))
             self._free.remove(found)
-            piece = Range(found.segment, found.begin, min(found.end, found.begin + nbytes))
+            piece = Range(found.segment, found.begin, min(found.end, found.begin + nbytes), stream)
             if piece.end < found.end:
                 self._free.append(Range(found.segment, piece.end, found.end))
             pieces.append(piece)

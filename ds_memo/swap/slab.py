@@ -98,7 +98,8 @@ class HostSlab:
         self._clear_all()
         if self.pool.used == self.used:
             return
-        limit, users = self._limit(), [slab for slab in self._sharing() if slab is self or slab.peak_used]
+        users = [slab for slab in self._sharing() if slab is self or slab._has_part or slab.peak_used]
+        limit = self._limit()
         for slab in users:
             slab.budget, slab._has_part = min(slab.budget, limit // len(users)), True
 

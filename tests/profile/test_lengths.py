@@ -51,3 +51,5 @@ def test_a_source_stands_where_it_stood() -> None:
     assert hidden_shape(three, decoder, kind((2, 40), (2, 50), (2, 8)).shapes) is None, "which of them?"
     frames = kind((2, 80, 60), (2, 8)).shapes  # of sound, from which the encoder makes half as many states
     assert hidden_shape(frames, decoder, kind((2, 80, 60), (2, 16)).shapes) == HiddenShape(2, 16, (64,), 30)
+    assert hidden_shape(frames, decoder, kind((3, 80, 60), (3, 16)).shapes) == HiddenShape(3, 16, (64,), 30)
+    assert hidden_shape(frames, decoder, kind((2, 80, 90), (2, 16)).shapes) is None, "of more frames it makes more"

@@ -177,3 +177,44 @@ def test_another_compute_stream_waits_for_everything(monkeypatch):
     stream[0] = "another"
     slab.give(slab.take(PAGE, "x"))
     assert calls == ["waited"]
+
+
+def test_a_stream_that_lent_before_waits_for_what_others_gave_back_since(monkeypatch):
+    """Models on two streams, in turns: the second's next pass is on the stream that borrowed last."""
+    calls: list[str] = []
+    stream = ["one"]
+    monkeypatch.setattr("ds_memo.swap.segments.pin", lambda segment: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
+    pool = HostPool(pinned=True)
+    first, second = (HostSlab(10 * PAGE, pool) for _ in range(2))
+    block = first.take(4 * PAGE, "x")
+    stream[0] = "two"
+    held = second.take(2 * PAGE, "y")
+    stream[0] = "one"
+    first.give(block)
+    stream[0] = "two"
+    assert calls == []
+    second.give(second.take(4 * PAGE, "y"))
+    assert calls == ["waited"]
+    second.give(second.take(4 * PAGE, "y"))
+    assert calls == ["waited"]
+    second.give(held)
+
+
+def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
+    """Parts are of all together, also where the first had left nothing to the second."""
+    pool = HostPool(pinned=False)
+    slabs = [HostSlab(12 * PAGE, pool) for _ in range(3)]
+    slabs[0].pass_begins()
+    block = slabs[0].take(10 * PAGE, "x")
+    for slab in slabs[1:]:
+        slab.pass_begins()
+        assert slab.at_hand == 0
+    assert [slab.budget for slab in slabs] == [4 * PAGE] * 3
+    slabs[0].give(block)
+    blocks = [slab.take(4 * PAGE, "x") for slab in slabs]
+    with pytest.raises(MemoError, match="GiB are left"):
+        slabs[0].take(PAGE, "y")
+    assert pool.used == 12 * PAGE
+    del blocks
