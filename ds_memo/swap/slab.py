@@ -87,12 +87,17 @@ class HostSlab:
         overdrawn = self._has_part and any(slab.used > slab.budget for slab in self._sharing() if slab is not self)
         return 0 if overdrawn else self.budget
 
+    @property
+    def left(self) -> int:
+        """Bytes that can still be lent, beside what is."""
+        return min(self.budget - self.used, self._limit() - self.pool.used)
+
     def pass_begins(self) -> None:
         """A training pass of the model begins. Where others wait for their backward now, each has its part from now on."""
         if self.pool.used == self.used:
             return
         self._clear_all()
-        if self._has_part or self.pool.used == self.used:
+        if self.pool.used == self.used or all(slab._has_part for slab in self._sharing() if slab is self or slab.used):
             return
         gc.collect()  # graphs that were dropped do not wait
         self._clear_all()
@@ -111,9 +116,10 @@ class HostSlab:
                 available GiB. Nothing that is lent has changed.
         """
         pages = -(-nbytes // PAGE) * PAGE
-        if pages > self._left():
-            self.pool.take_lost_back()
-        if pages > (left := self._left()):
+        if pages > self.left:
+            gc.collect()  # of a pass that raised, frames may be in reference cycles with its traceback
+            self._clear_all()
+        if pages > (left := self.left):
             others = self.pool.used - self.used
             held = f" beside {others / GIB:.3g} GiB that other models hold" if others else ""
             raise MemoError(
@@ -151,9 +157,6 @@ class HostSlab:
             if (clear := slab.clear()) is not None:
                 clear()
         self.pool.take_lost_back()
-
-    def _left(self) -> int:
-        return min(self.budget - self.used, self._limit() - self.pool.used)
 
     def _sharing(self) -> list[HostSlab]:
         return [slab for slab in _open if slab.pool is self.pool]

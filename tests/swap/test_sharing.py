@@ -218,3 +218,41 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
         slabs[0].take(PAGE, "y")
     assert pool.used == 12 * PAGE
     del blocks
+
+
+def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
+    """The later one's passes begin first, when nobody waits."""
+    first, second = two()
+    block = first.take(PAGE, "x")
+    second.pass_begins()
+    first.give(block)
+    first.close()
+    later = HostSlab(10 * PAGE, second.pool)
+    later.pass_begins()
+    block = later.take(8 * PAGE, "x")
+    second.pass_begins()
+    assert (later.budget, second.budget) == (5 * PAGE, 5 * PAGE)
+    assert second.at_hand == 0, "the later one holds more than its part"
+    later.give(block)
+    assert second.at_hand == 5 * PAGE
+
+
+def test_frames_in_reference_cycles_do_not_refuse_a_pass():
+    """As those of a pass that raised, with its traceback."""
+    slab, graves = HostSlab(10 * PAGE, HostPool(pinned=False)), []
+
+    class Frame:
+        def __init__(self) -> None:
+            self.block, self.itself = slab.take(8 * PAGE, "x"), self
+
+        def __del__(self) -> None:
+            graves.append(self.block)
+
+    def clear() -> None:
+        while graves:
+            slab.give(graves.pop())
+
+    slab.clear = lambda: clear
+    Frame()
+    assert slab.used == 8 * PAGE
+    slab.give(slab.take(10 * PAGE, "y"))
