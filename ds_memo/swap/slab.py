@@ -11,6 +11,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 
@@ -73,6 +74,8 @@ class HostSlab:
         """Of what it shares with others."""
         self._lent: dict[int, list[Range]] = {}
         """By the block's id."""
+        self._lock = Lock()
+        """Blocks are lent by the model's own thread, and given back also by that of another model whose pass begins."""
         weakref.finalize(self, pool.lost.append, self._lent).atexit = False
         _open.add(self)
 
@@ -133,15 +136,18 @@ class HostSlab:
             for slab in self._sharing():
                 slab.refused = refusal.held
             raise
-        self._lent[id(block)] = block.pieces
-        self.used += pages
-        self.peak_used = max(self.peak_used, self.used)
+        with self._lock:
+            self._lent[id(block)] = block.pieces
+            self.used += pages
+            self.peak_used = max(self.peak_used, self.used)
         return block
 
     def give(self, block: Block) -> None:
         """Take a block back. All copies from and to it must be ordered before whatever the next borrower issues."""
-        self.used -= block.nbytes
-        self.pool.take_back(self._lent.pop(id(block)))
+        with self._lock:
+            self.used -= block.nbytes
+            pieces = self._lent.pop(id(block))
+        self.pool.take_back(pieces)
 
     def close(self) -> None:
         """Lend no more; the last slab of a pool gives everything back to the system. Nothing may still be lent."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import queue
+import sys
+import threading
 import time
 import weakref
 
@@ -235,6 +238,30 @@ def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
     assert second.at_hand == 0, "the later one holds more than its part"
     later.give(block)
     assert second.at_hand == 5 * PAGE
+
+
+def test_blocks_are_counted_whoever_gives_them_back():
+    """A thread whose model's pass begins gives dead frames of another thread's model back."""
+    slab, given = HostSlab(1000 * PAGE, HostPool(pinned=False)), queue.SimpleQueue()
+
+    def give_back() -> None:
+        while (block := given.get()) is not None:
+            slab.give(block)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        other = threading.Thread(target=give_back)
+        other.start()
+        for _ in range(8000):
+            given.put(slab.take(PAGE, "x"))
+            while slab.used > 500 * PAGE:
+                time.sleep(0)
+        given.put(None)
+        other.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert slab.used == slab.pool.used == 0
 
 
 def test_frames_in_reference_cycles_do_not_refuse_a_pass():
