@@ -70,6 +70,8 @@ class HostSlab:
         """Bytes held when the system refused memory that the budget allowed; None: it never did. For whoever chooses alpha."""
         self.clear: Callable[[], Callable[[], None] | None] = lambda: None
         """Refers to what has the blocks of frames that have died given back."""
+        self.fixed = False
+        """What its model stores is configured, and no smaller part would do."""
         self._has_part = False
         """Of what it shares with others."""
         self._lent: dict[int, list[Range]] = {}
@@ -86,7 +88,10 @@ class HostSlab:
 
     @property
     def at_hand(self) -> int:
-        """Bytes that a pass which begins now may have: none while others hold more than their part, else the budget."""
+        """Bytes that a pass which begins now may have: none while others hold more than their part, else the budget. Of what is
+        configured, all that others do not hold."""
+        if self.fixed:
+            return self.left + self.used
         overdrawn = self._has_part and any(slab.used > slab.budget for slab in self._sharing() if slab is not self)
         return 0 if overdrawn else self.budget
 
@@ -100,14 +105,16 @@ class HostSlab:
         if self.pool.used == self.used:
             return
         self._clear_all()
-        if self.pool.used == self.used or all(slab._has_part for slab in self._sharing() if slab is self or slab.used):
+        waiting = [slab for slab in self._sharing() if slab is self or slab.used]
+        if self.pool.used == self.used or all(slab._has_part or slab.fixed for slab in waiting):
             return
+        del waiting
         gc.collect()  # graphs that were dropped do not wait
         self._clear_all()
         if self.pool.used == self.used:
             return
-        users = [slab for slab in self._sharing() if slab is self or slab._has_part or slab.peak_used]
-        limit = self._limit()
+        users = [slab for slab in self._sharing() if not slab.fixed and (slab is self or slab._has_part or slab.peak_used)]
+        limit = max(0, self._limit() - sum(slab.peak_used for slab in self._sharing() if slab.fixed))
         for slab in users:
             slab.budget, slab._has_part = min(slab.budget, limit // len(users)), True
 

@@ -223,6 +223,20 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
     del blocks
 
 
+def test_what_is_configured_has_no_part():
+    """Whoever can do with less has what it leaves."""
+    first, second = two()
+    first.fixed = True
+    block = first.take(7 * PAGE, "x")
+    second.pass_begins()
+    assert (first.budget, second.budget) == (10 * PAGE, 3 * PAGE) and second.at_hand == 3 * PAGE
+    beside = second.take(2 * PAGE, "y")
+    first.pass_begins()
+    assert first.at_hand == 8 * PAGE and second.at_hand == 3 * PAGE
+    for slab, lent in ((first, block), (second, beside)):
+        slab.give(lent)
+
+
 def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
     """The later one's passes begin first, when nobody waits."""
     first, second = two()
