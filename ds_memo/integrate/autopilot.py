@@ -34,7 +34,6 @@ from ds_memo.profile.lengths import HiddenShapes, Shapes
 from ds_memo.profile.requests import Most
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat
-from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import solve
 from ds_memo.solve.memory import bytes_at_head
 from ds_memo.solve.refusals import NothingFits
@@ -77,6 +76,8 @@ class Autopilot:
         self._profiling = Profiling(config, layers, self._slab, self._device, warn)
         self._looks = Looks(remat, layers, self._profiling.kinds)
         self._together = Together()
+        self._earlier = 0
+        """Calls of a layer in forwards that wait for their backward, before the pass that begins."""
         self._meets_in_layers = False
         """See ds_memo.integrate.ranks."""
         self._learns = False
@@ -121,6 +122,7 @@ class Autopilot:
         return chosen
 
     def _expect(self, calls: Calls) -> None:
+        self._earlier = calls.earlier
         if calls.earlier:
             self._stalls.another_kind()  # what is predicted is of all forwards that wait for a backward together
         if calls.most != self._together:
@@ -183,17 +185,27 @@ class Autopilot:
         return self._stepped or not self.sees_head
 
     def _solved(self, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
-        key = (shapes, self._together, self._budgets.host_at_hand, may_be_plain)
+        """Forwards of before may hold more of the host than is left by what is solved for now: nobody knew that this one comes,
+        or they were longer. Then it does without."""
+        chosen = self._solved_within(self._budgets.host_at_hand, shapes, may_be_plain)
+        if self._earlier:
+            end = self._earlier + self._together.calls // self._together.forwards
+            if chosen.host_bytes(self._earlier, end) > self._slab.left:
+                return self._solved_within(0, shapes, may_be_plain)
+        return chosen
+
+    def _solved_within(self, host: int, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
+        key = (shapes, self._together, host, may_be_plain)
         known = self._chosen.get(key)
         if known is None:
             while len(self._chosen) >= REMEMBERED:
                 del self._chosen[next(iter(self._chosen))]
-            known = self._chosen[key] = self._solve(shapes, may_be_plain)
+            known = self._chosen[key] = self._solve(host, shapes, may_be_plain)
         return known
 
-    def _solve(self, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
+    def _solve(self, host: int, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
         given = self._config.alpha, self._config.resident_layers
-        run = self._costs(shapes)
+        run = slower(self._budgets.costs(self.profile, shapes, self._together, host), self._copies_at)
         shape = self.profile.last(shapes)
         try:
             homes = solve(run, *given, may_be_plain)
@@ -244,9 +256,6 @@ class Autopilot:
             "holds. Set memo.alpha and memo.resident_layers to choose otherwise."
         )
         return False
-
-    def _costs(self, shapes: HiddenShapes) -> RunCosts:
-        return slower(self._budgets.costs(self.profile, shapes, self._together), self._copies_at)
 
     def report(self) -> dict[str, Any] | None:
         """What the choice rests on; None before the first training pass."""
@@ -300,7 +309,7 @@ class Autopilot:
         before = self._latest
         if before is None:
             return
-        after = self._solve(before.shapes, self._may_be_plain).homes
+        after = self._solve(before.run.host_budget, before.shapes, self._may_be_plain).homes
         if after.alpha < before.homes.alpha:
             change = f"alpha lowered from {before.homes.alpha:.4g} to {after.alpha:.4g}"
         elif after.places != before.homes.places:

@@ -101,10 +101,14 @@ class Budgets:
         """Of the host's bytes, what the pass that begins may have."""
         return min(self.host, self._slab.at_hand)
 
-    def costs(self, profile: Profile, shapes: HiddenShapes, together: Together) -> RunCosts:
-        """What comes before a backward, of layers whose hidden states have these shapes, within these budgets."""
+    def costs(self, profile: Profile, shapes: HiddenShapes, together: Together, host: int) -> RunCosts:
+        """What comes before a backward, of layers whose hidden states have these shapes, within these budgets.
+
+        Args:
+            host: bytes, of those that the pass may have.
+        """
         at = [shape and (shape.batch, shape.length, shape.source) for shape in shapes]
         tokens = math.prod(profile.last(at)[:2]) * together.forwards
         head = math.ceil((self._head_bytes_per_token or 0.0) * tokens) + self._backward_bytes
-        run = profile.costs(at, self.host_at_hand, self.device)
+        run = profile.costs(at, host, self.device)
         return replace(run, layers=run.layers * together.calls, head_bytes=head, backward_bytes=self._backward_bytes)

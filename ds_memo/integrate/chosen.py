@@ -59,6 +59,16 @@ class Chosen:
                 stored[self.number(call)] = layer.stored_bytes(home.alpha(self.homes.alpha), keeps_attention=not home.dropped)
         return tuple(stored)
 
+    def host_bytes(self, first: int, end: int) -> int:
+        """Of the blocks of every layer's calls from `first` to before `end`."""
+        calls, swapped = range(first * len(self.solved), end * len(self.solved)), self.homes.places.swapped(len(self.run.layers))
+        dropped = self.homes.places.dropped
+        return sum(
+            self.run.layers[call].host_bytes(self.homes.alpha, keeps_attention=call not in dropped)
+            for call in swapped
+            if call in calls
+        )
+
     def predicted(self) -> dict[str, Any]:
         """What the solver expects of a pass; bytes and seconds of this rank."""
         homes = self.homes

@@ -80,6 +80,7 @@ class Memo:
         self.decisions = Decisions(config, self.layers, self.slab, self.calls, self.warn)
         self.remat = Remat(self.engine, self.decisions, self.warn, config.attention if config.attention in SDPA else None)
         self.autopilot = self._make_autopilot()
+        self.slab.fixed = self.autopilot is None
         self.addresses = self._make_addresses(device)
         if self.autopilot:
             self.autopilot.sees_head = self.addresses is not None

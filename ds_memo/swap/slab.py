@@ -11,6 +11,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 
@@ -69,10 +70,14 @@ class HostSlab:
         """Bytes held when the system refused memory that the budget allowed; None: it never did. For whoever chooses alpha."""
         self.clear: Callable[[], Callable[[], None] | None] = lambda: None
         """Refers to what has the blocks of frames that have died given back."""
+        self.fixed = False
+        """What its model stores is configured, and no smaller part would do."""
         self._has_part = False
         """Of what it shares with others."""
         self._lent: dict[int, list[Range]] = {}
         """By the block's id."""
+        self._lock = Lock()
+        """Blocks are lent by the model's own thread, and given back also by that of another model whose pass begins."""
         weakref.finalize(self, pool.lost.append, self._lent).atexit = False
         _open.add(self)
 
@@ -83,23 +88,33 @@ class HostSlab:
 
     @property
     def at_hand(self) -> int:
-        """Bytes that a pass which begins now may have: none while others hold more than their part, else the budget."""
+        """Bytes that a pass which begins now may have: none while others hold more than their part, else the budget. Of what is
+        configured, all that others do not hold."""
+        if self.fixed:
+            return self.left + self.used
         overdrawn = self._has_part and any(slab.used > slab.budget for slab in self._sharing() if slab is not self)
         return 0 if overdrawn else self.budget
+
+    @property
+    def left(self) -> int:
+        """Bytes that can still be lent, beside what is."""
+        return min(self.budget - self.used, self._limit() - self.pool.used)
 
     def pass_begins(self) -> None:
         """A training pass of the model begins. Where others wait for their backward now, each has its part from now on."""
         if self.pool.used == self.used:
             return
         self._clear_all()
-        if self._has_part or self.pool.used == self.used:
+        waiting = [slab for slab in self._sharing() if slab is self or slab.used]
+        if self.pool.used == self.used or all(slab._has_part or slab.fixed for slab in waiting):
             return
+        del waiting
         gc.collect()  # graphs that were dropped do not wait
         self._clear_all()
         if self.pool.used == self.used:
             return
-        users = [slab for slab in self._sharing() if slab is self or slab._has_part or slab.peak_used]
-        limit = self._limit()
+        users = [slab for slab in self._sharing() if not slab.fixed and (slab is self or slab._has_part or slab.peak_used)]
+        limit = max(0, self._limit() - sum(slab.peak_used for slab in self._sharing() if slab.fixed))
         for slab in users:
             slab.budget, slab._has_part = min(slab.budget, limit // len(users)), True
 
@@ -111,9 +126,10 @@ class HostSlab:
                 available GiB. Nothing that is lent has changed.
         """
         pages = -(-nbytes // PAGE) * PAGE
-        if pages > self._left():
-            self.pool.take_lost_back()
-        if pages > (left := self._left()):
+        if pages > self.left:
+            gc.collect()  # of a pass that raised, frames may be in reference cycles with its traceback
+            self._clear_all()
+        if pages > (left := self.left):
             others = self.pool.used - self.used
             held = f" beside {others / GIB:.3g} GiB that other models hold" if others else ""
             raise MemoError(
@@ -127,15 +143,18 @@ class HostSlab:
             for slab in self._sharing():
                 slab.refused = refusal.held
             raise
-        self._lent[id(block)] = block.pieces
-        self.used += pages
-        self.peak_used = max(self.peak_used, self.used)
+        with self._lock:
+            self._lent[id(block)] = block.pieces
+            self.used += pages
+            self.peak_used = max(self.peak_used, self.used)
         return block
 
     def give(self, block: Block) -> None:
         """Take a block back. All copies from and to it must be ordered before whatever the next borrower issues."""
-        self.used -= block.nbytes
-        self.pool.take_back(self._lent.pop(id(block)))
+        with self._lock:
+            self.used -= block.nbytes
+            pieces = self._lent.pop(id(block))
+        self.pool.take_back(pieces)
 
     def close(self) -> None:
         """Lend no more; the last slab of a pool gives everything back to the system. Nothing may still be lent."""
@@ -151,9 +170,6 @@ class HostSlab:
             if (clear := slab.clear()) is not None:
                 clear()
         self.pool.take_lost_back()
-
-    def _left(self) -> int:
-        return min(self.budget - self.used, self._limit() - self.pool.used)
 
     def _sharing(self) -> list[HostSlab]:
         return [slab for slab in _open if slab.pool is self.pool]

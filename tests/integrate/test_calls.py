@@ -14,9 +14,10 @@ from torch import nn
 
 import ds_memo
 from ds_memo.integrate.calls import Calls
+from ds_memo.profile import run
 from ds_memo.profile.live import LiveBytes
 from ds_memo.swap.host_memory import GIB
-from tests.models import Batch, Toy, assert_same, build, gradients, step
+from tests.models import Batch, Toy, assert_same, assert_same_grads, build, gradients, step
 
 HEAD = 600 << 10
 """Bytes of logits and loss of one forward, which only a log of planned addresses would show."""
@@ -87,6 +88,23 @@ def test_all_calls_are_solved_for(layers: int, calls: int, forwards: int, device
             assert report["profile"]["calls"] == calls * forwards
             assert peak <= report["predicted"]["device_bytes"] + forwards * HEAD
             assert report["host"]["peak_used"] - before == pytest.approx(report["predicted"]["host_bytes"], rel=0.02)
+    handle.detach()
+
+
+def test_a_host_that_one_forward_fills(tmp_path: Path, times_by_flops: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first step nobody knows that a second one comes: what the first has left of the host is not enough for it."""
+    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # copies hide
+    model = build("plain")
+    want = steps(copy.deepcopy(model), 1, forwards=2)[0][1]
+    handle = attached(model, tmp_path, resident_layers=0, host_memory_gib=8 / 1024)
+    held = []
+    for _, got in steps(model, 3, forwards=2):
+        assert_same_grads(got, want)
+        held.append(handle.report()["host"]["peak_used"])
+    report = handle.report()
+    assert held[0] > 5 << 20, "more than its half"
+    assert 5 << 20 < report["predicted"]["host_bytes"] <= held[-1] <= 8 << 20, "both have a share"
+    assert not report["warnings"]
     handle.detach()
 
 

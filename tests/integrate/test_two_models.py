@@ -71,3 +71,21 @@ def test_passes_that_wait_together_have_a_part_each(models):
         assert any("other models' passes wait for their backward at the same time" in c for c in report["profile"]["changes"])
         assert report["predicted"]["host_bytes"] <= HOST // 2
     assert 0 < handles[1].slab.peak_used <= HOST // 2 and handles[0].slab.size <= HOST
+
+
+def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None:
+    """Also where one needs more than half."""
+    models = [build("llama"), build("gpt2")]
+    stocks = [copy.deepcopy(model) for model in models]
+    section = {"alpha": 0.5, "resident_layers": 0, "host_memory_gib": 3.5 * HOST / 3 / GIB, "plan": {"enabled": False}}
+    handles = [ds_memo.attach(model, section) for model in models]
+    batches = BATCH, Batch.random(1, 64)
+    for _ in range(2):
+        for both in (models, stocks):
+            losses = [model(inputs_embeds=b.embeds, labels=b.labels).loss for model, b in zip(both, batches, strict=True)]
+            sum(losses).backward()
+        for model, stock in zip(models, stocks, strict=True):
+            assert_same_grads(gradients(model), gradients(stock))
+    assert handles[0].slab.peak_used > HOST * 3.5 / 3 / 2
+    for handle in handles:
+        handle.detach()

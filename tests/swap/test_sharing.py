@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import queue
+import sys
+import threading
 import time
 import weakref
 
@@ -218,3 +221,79 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
         slabs[0].take(PAGE, "y")
     assert pool.used == 12 * PAGE
     del blocks
+
+
+def test_what_is_configured_has_no_part():
+    """Whoever can do with less has what it leaves."""
+    first, second = two()
+    first.fixed = True
+    block = first.take(7 * PAGE, "x")
+    second.pass_begins()
+    assert (first.budget, second.budget) == (10 * PAGE, 3 * PAGE) and second.at_hand == 3 * PAGE
+    beside = second.take(2 * PAGE, "y")
+    first.pass_begins()
+    assert first.at_hand == 8 * PAGE and second.at_hand == 3 * PAGE
+    for slab, lent in ((first, block), (second, beside)):
+        slab.give(lent)
+
+
+def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
+    """The later one's passes begin first, when nobody waits."""
+    first, second = two()
+    block = first.take(PAGE, "x")
+    second.pass_begins()
+    first.give(block)
+    first.close()
+    later = HostSlab(10 * PAGE, second.pool)
+    later.pass_begins()
+    block = later.take(8 * PAGE, "x")
+    second.pass_begins()
+    assert (later.budget, second.budget) == (5 * PAGE, 5 * PAGE)
+    assert second.at_hand == 0, "the later one holds more than its part"
+    later.give(block)
+    assert second.at_hand == 5 * PAGE
+
+
+def test_blocks_are_counted_whoever_gives_them_back():
+    """A thread whose model's pass begins gives dead frames of another thread's model back."""
+    slab, given = HostSlab(1000 * PAGE, HostPool(pinned=False)), queue.SimpleQueue()
+
+    def give_back() -> None:
+        while (block := given.get()) is not None:
+            slab.give(block)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        other = threading.Thread(target=give_back)
+        other.start()
+        for _ in range(8000):
+            given.put(slab.take(PAGE, "x"))
+            while slab.used > 500 * PAGE:
+                time.sleep(0)
+        given.put(None)
+        other.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert slab.used == slab.pool.used == 0
+
+
+def test_frames_in_reference_cycles_do_not_refuse_a_pass():
+    """As those of a pass that raised, with its traceback."""
+    slab, graves = HostSlab(10 * PAGE, HostPool(pinned=False)), []
+
+    class Frame:
+        def __init__(self) -> None:
+            self.block, self.itself = slab.take(8 * PAGE, "x"), self
+
+        def __del__(self) -> None:
+            graves.append(self.block)
+
+    def clear() -> None:
+        while graves:
+            slab.give(graves.pop())
+
+    slab.clear = lambda: clear
+    Frame()
+    assert slab.used == 8 * PAGE
+    slab.give(slab.take(10 * PAGE, "y"))
