@@ -171,6 +171,7 @@ class TestTrainer(DistributedTest):
 class TestSFTTrainer(DistributedTest):
     world_size = 2
 
+    @pytest.mark.slow  # test_a_loop has adapters every day
     def test_lora(self, tmp_path: Path) -> None:
         pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
         for memo in (None, MEMO):

@@ -95,7 +95,7 @@ class TestUnevenRanks(DistributedTest):
     world_size = 2
     exec_timeout = 60
 
-    @pytest.mark.parametrize("stage", [2, 3])
+    @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
     def test_only_one_rank_could_do_without_checkpointing(self, stage: int) -> None:
         """A replay under ZeRO 3 gathers parameters: each rank in it, or none."""
         ours, theirs = [SHORT, LONG, SHORT, SHORT, SHORT, LONG], [LONG, SHORT, SHORT, SHORT, LONG, LONG]
@@ -218,7 +218,7 @@ class TestMissingRanks(DistributedTest):
 class TestShortFirst(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("stage", [1, 3])
+    @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
     def test_layers_are_measured_again_once_batches_are_long(self, stage: int, tmp_path: Path) -> None:
         """By each rank itself, or where they meet in layers once all of them have long batches."""
         run.SHORTEST = profiling.SHORTEST = 128
