@@ -219,7 +219,8 @@ class Addresses:
         """See Memo.report."""
         plan, counts = self.plan, self._counts
         if self._has_turn:
-            counts = {name: count + since for (name, count), since in zip(counts.items(), self._since().values(), strict=True)}
+            since = self._since()
+            counts = {name: count + since[name] for name, count in counts.items()}
         return {
             "peak": plan.peak if plan else 0,
             "lower_bound": plan.lower_bound if plan else 0,

@@ -87,13 +87,13 @@ class Budgets:
     def host_lowered(self) -> str | None:
         """Since this was asked last, in words: the system refused memory, or other models have their part."""
         held, self._slab.refused = self._slab.refused, None
-        found = {"other models' passes wait for their backward at the same time": self._slab.budget}
-        if held is not None:
-            found["the system refused more"] = held
-        why = min(found, key=found.get)
-        if found[why] >= self.host:
+        found = [(held, "the system refused more")] if held is not None else []
+        if self._slab.has_part:
+            found.append((self._slab.budget, "other models' passes wait for their backward at the same time"))
+        least, why = min(found, default=(self.host, ""))
+        if least >= self.host:
             return None
-        self.host = found[why]
+        self.host = least
         return f"host budget lowered to {self.host / GIB:.4g} GiB: {why}"
 
     @property

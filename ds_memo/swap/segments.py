@@ -52,6 +52,11 @@ def memlock_binds() -> bool:
 
 
 def map_pages(nbytes: int) -> Segment:
+    """Bytes that are whole pages, of this process alone.
+
+    Raises:
+        MemoError: the system refuses.
+    """
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without them: slower to lock, nothing else
@@ -77,6 +82,11 @@ def touch(segment: Segment) -> None:
 
 
 def pin(segment: Segment) -> None:
+    """Lock it for CUDA, until it goes.
+
+    Raises:
+        MemoError: CUDA refuses.
+    """
     cudart = torch.cuda.cudart()
     address = segment.memory.data_ptr()
     status = cudart.cudaHostRegister(address, segment.nbytes, 0)

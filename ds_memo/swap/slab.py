@@ -72,7 +72,7 @@ class HostSlab:
         """Refers to what has the blocks of frames that have died given back."""
         self.fixed = False
         """What its model stores is configured, and no smaller part would do."""
-        self._has_part = False
+        self.has_part = False
         """Of what it shares with others."""
         self._lent: dict[int, list[Range]] = {}
         """By the block's id."""
@@ -92,7 +92,7 @@ class HostSlab:
         configured, all that others do not hold."""
         if self.fixed:
             return self.left + self.used
-        overdrawn = self._has_part and any(slab.used > slab.budget for slab in self._sharing() if slab is not self)
+        overdrawn = self.has_part and any(slab.used > slab.budget for slab in self._sharing() if slab is not self)
         return 0 if overdrawn else self.budget
 
     @property
@@ -105,18 +105,18 @@ class HostSlab:
         if self.pool.used == self.used:
             return
         self._clear_all()
-        waiting = [slab for slab in self._sharing() if slab is self or slab.used]
-        if self.pool.used == self.used or all(slab._has_part or slab.fixed for slab in waiting):
+        if self.pool.used == self.used:
             return
-        del waiting
+        if all(slab.has_part or slab.fixed for slab in self._sharing() if slab is self or slab.used):
+            return
         gc.collect()  # graphs that were dropped do not wait
         self._clear_all()
         if self.pool.used == self.used:
             return
-        users = [slab for slab in self._sharing() if not slab.fixed and (slab is self or slab._has_part or slab.peak_used)]
+        users = [slab for slab in self._sharing() if not slab.fixed and (slab is self or slab.has_part or slab.peak_used)]
         limit = max(0, self._limit() - sum(slab.peak_used for slab in self._sharing() if slab.fixed))
         for slab in users:
-            slab.budget, slab._has_part = min(slab.budget, limit // len(users)), True
+            slab.budget, slab.has_part = min(slab.budget, limit // len(users)), True
 
     def take(self, nbytes: int, wanted_by: str) -> Block:
         """Lend a block of `nbytes`, rounded up to a page.
@@ -129,14 +129,14 @@ class HostSlab:
         if pages > self.left:
             gc.collect()  # of a pass that raised, frames may be in reference cycles with its traceback
             self._clear_all()
-        if pages > (left := self.left):
-            others = self.pool.used - self.used
-            held = f" beside {others / GIB:.3g} GiB that other models hold" if others else ""
-            raise MemoError(
-                f"host memory: {wanted_by} needs {pages / GIB:.3g} GiB, {max(0, left) / GIB:.3g} of {self.budget / GIB:.3g} GiB "
-                f"are left{held}. Lower memo.alpha, raise memo.resident_layers or memo.host_memory_gib, or run fewer forwards "
-                "before a backward."
-            )
+            if pages > (left := self.left):
+                others = self.pool.used - self.used
+                held = f" beside {others / GIB:.3g} GiB that other models hold" if others else ""
+                raise MemoError(
+                    f"host memory: {wanted_by} needs {pages / GIB:.3g} GiB, {max(0, left) / GIB:.3g} of "
+                    f"{self.budget / GIB:.3g} GiB are left{held}. Lower memo.alpha, raise memo.resident_layers or "
+                    "memo.host_memory_gib, or run fewer forwards before a backward."
+                )
         try:
             block = Block(self.pool.lend(pages, self._limit(), wanted_by))
         except Refused as refusal:
@@ -176,8 +176,8 @@ class HostSlab:
 
     def _limit(self) -> int:
         """Of all that share the pool together."""
-        parts = sum(slab.budget for slab in self._sharing() if slab._has_part)
-        return max([parts, *(slab.budget for slab in self._sharing())])
+        sharing = self._sharing()
+        return max([sum(slab.budget for slab in sharing if slab.has_part), *(slab.budget for slab in sharing)])
 
 
 def shared_pool(host_memory_gib: float | None, device: torch.device) -> HostPool:

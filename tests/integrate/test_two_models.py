@@ -89,3 +89,13 @@ def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None
     assert handles[0].slab.peak_used > HOST * 3.5 / 3 / 2
     for handle in handles:
         handle.detach()
+
+
+def test_a_budget_that_ranks_have_agreed_on_is_no_change(own_cache: Any) -> None:
+    """The engine takes the least of all ranks', after the model is attached."""
+    handle = ds_memo.attach(model := build("llama"), {"resident_layers": 0, "plan": {"enabled": False}})
+    handle.slab.budget //= 2
+    loss_of(model).backward()
+    assert handle.report()["profile"]["changes"] == []
+    assert handle.report()["profile"]["host_budget"] == handle.slab.budget
+    handle.detach()

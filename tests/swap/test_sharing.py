@@ -166,13 +166,19 @@ def test_a_pool_is_shared_by_models_of_one_setting_on_one_device():
     assert shared_pool(8.0, CPU) is not pool and shared_pool(None, torch.device("meta")) is not pool
 
 
-def test_another_compute_stream_waits_for_everything(monkeypatch):
-    """No event of it comes behind the copies that the last borrower's stream has ordered."""
-    calls: list[str] = []
-    stream = ["one"]
+@pytest.fixture
+def compute(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    """The one stream that is current, and a line for each wait for the device."""
+    stream, calls = ["one"], []
     monkeypatch.setattr("ds_memo.swap.segments.pin", lambda segment: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
+    return stream, calls
+
+
+def test_another_compute_stream_waits_for_everything(compute):
+    """No event of it comes behind the copies that the last borrower's stream has ordered."""
+    stream, calls = compute
     slab = HostSlab(10 * PAGE, HostPool(pinned=True))
     slab.give(slab.take(PAGE, "x"))
     slab.give(slab.take(PAGE, "x"))
@@ -182,13 +188,9 @@ def test_another_compute_stream_waits_for_everything(monkeypatch):
     assert calls == ["waited"]
 
 
-def test_a_stream_that_lent_before_waits_for_what_others_gave_back_since(monkeypatch):
+def test_a_stream_that_lent_before_waits_for_what_others_gave_back_since(compute):
     """Models on two streams, in turns: the second's next pass is on the stream that borrowed last."""
-    calls: list[str] = []
-    stream = ["one"]
-    monkeypatch.setattr("ds_memo.swap.segments.pin", lambda segment: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
+    stream, calls = compute
     pool = HostPool(pinned=True)
     first, second = (HostSlab(10 * PAGE, pool) for _ in range(2))
     block = first.take(4 * PAGE, "x")
