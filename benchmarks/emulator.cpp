@@ -1,19 +1,24 @@
 // An H200 without kernels, for `python -m benchmarks.emulator`: device memory is address space that nobody touches; launches,
-// GEMMs and copies of more than 1 MiB do nothing; every stream is always done. What is real is everything above it: torch's
-// caching allocator, autograd's device thread, the dispatcher's choice of kernels, and ds_memo with its allocator op. So bytes
-// and calls of a step at full width can be counted on a machine without a GPU. Times and values cannot. (tests/ops has another
-// stand-in, whose memory is small and real, and which logs what the op asks of CUDA.)
+// GEMMs and copies of more than 1 MiB do nothing. What is real is everything above it: torch's caching allocator, autograd's
+// device thread, the dispatcher's choice of kernels, and ds_memo with its allocator op. So bytes and calls of a step at full width
+// can be counted on a machine without a GPU. Values cannot. (tests/ops has another stand-in, whose memory is small and real, and
+// which logs what the op asks of CUDA.)
+//
+// Streams, events and the host keep time by a clock of their own, the Clock below. Kernels cost what emulated_work says, copies
+// what emulated_links says; until either is said all work costs nothing, and every stream is always done.
 //
 // It goes before a CUDA build of torch with LD_PRELOAD, and once more, as libcuda.so.1, in a folder of LD_LIBRARY_PATH.
 // EMULATED_GIB: of device memory; 139.8 without it.
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 
@@ -35,9 +40,126 @@ cudaError_t make(H* h) {
   return cudaSuccess;
 }
 bool small_copy(size_t n) { return n <= (size_t{1} << 20); }
+
+// When each stream, each event and the host would be where they are, in seconds. The host takes no time of its own: it waits
+// where CUDA makes it wait, and where a stream's queue of launches is full, as the driver's is.
+class Clock {
+ public:
+  double host() {
+    std::lock_guard<std::mutex> l(mutex_);
+    return host_;
+  }
+  void work(cudaStream_t s, double seconds) {
+    std::lock_guard<std::mutex> l(mutex_);
+    enqueue(s, begins(s) + seconds);
+  }
+  // Each direction of the link serves one copy at a time. Memory that is not locked makes the host wait.
+  void copy(cudaStream_t s, bool to_host, size_t n, bool locked) {
+    std::lock_guard<std::mutex> l(mutex_);
+    double& engine = engines_[to_host];
+    engine = std::max(engine, begins(s)) + n * per_byte_[to_host];
+    enqueue(s, engine);
+    if (!locked) host_ = std::max(host_, engine);
+  }
+  void record(cudaEvent_t e, cudaStream_t s) {
+    std::lock_guard<std::mutex> l(mutex_);
+    events_[e] = begins(s);
+  }
+  void wait(cudaStream_t s, cudaEvent_t e) {
+    std::lock_guard<std::mutex> l(mutex_);
+    streams_[s].at = std::max(streams_[s].at, events_[e]);
+  }
+  double at(cudaEvent_t e) {
+    std::lock_guard<std::mutex> l(mutex_);
+    return events_[e];
+  }
+  double at(cudaStream_t s) {
+    std::lock_guard<std::mutex> l(mutex_);
+    return streams_[s].at;
+  }
+  void host_waits(double until) {
+    std::lock_guard<std::mutex> l(mutex_);
+    ++host_waits_;
+    host_ = std::max(host_, until);
+  }
+  void host_waits_for_all() {
+    double last = 0;
+    {
+      std::lock_guard<std::mutex> l(mutex_);
+      for (auto& [_, stream] : streams_) last = std::max(last, stream.at);
+    }
+    host_waits(last);
+  }
+  size_t host_waits() {
+    std::lock_guard<std::mutex> l(mutex_);
+    return host_waits_;
+  }
+  void links(double d2h, double h2d) {
+    std::lock_guard<std::mutex> l(mutex_);
+    per_byte_[true] = 1 / d2h, per_byte_[false] = 1 / h2d;
+  }
+
+ private:
+  static constexpr size_t kQueue = 1024;
+  struct Stream {
+    double at = 0;
+    std::deque<double> queue;
+  };
+  double begins(cudaStream_t s) { return std::max(streams_[s].at, host_); }
+  void enqueue(cudaStream_t s, double until) {
+    Stream& stream = streams_[s];
+    stream.at = until;
+    stream.queue.push_back(until);
+    if (stream.queue.size() > kQueue) {
+      host_ = std::max(host_, stream.queue.front());
+      stream.queue.pop_front();
+    }
+  }
+  std::mutex mutex_;
+  double host_ = 0, per_byte_[2] = {0, 0}, engines_[2] = {0, 0};
+  size_t host_waits_ = 0;
+  std::map<cudaStream_t, Stream> streams_;
+  std::map<cudaEvent_t, double> events_;
+};
+Clock& timing() {
+  static Clock* c = new Clock;  // never destroyed: torch still makes calls while the process ends
+  return *c;
+}
+bool on_device(const void* p) {
+  std::lock_guard<std::mutex> l(mutex);
+  auto after = blocks.upper_bound(const_cast<void*>(p));
+  if (after == blocks.begin()) return false;
+  --after;
+  return p < (char*)after->first + after->second;
+}
+std::map<const char*, size_t> locked_ranges;  // of the host; under `mutex`
+void lock_range(const void* p, size_t n) {
+  std::lock_guard<std::mutex> l(mutex);
+  locked_ranges[(const char*)p] = n;
+}
+void unlock_range(const void* p) {
+  std::lock_guard<std::mutex> l(mutex);
+  locked_ranges.erase((const char*)p);
+}
+bool locked(const void* p) {
+  std::lock_guard<std::mutex> l(mutex);
+  auto after = locked_ranges.upper_bound((const char*)p);
+  if (after == locked_ranges.begin()) return false;
+  --after;
+  return p < after->first + after->second;
+}
+void timed_copy(const void* to, const void* from, size_t n, cudaStream_t s) {
+  const bool here = on_device(to), there = on_device(from);
+  if (here != there) timing().copy(s, there, n, locked(here ? from : to));
+}
 }  // namespace
 
 extern "C" {
+
+void emulated_links(double d2h, double h2d) { timing().links(d2h, h2d); }  // bytes a second
+void emulated_work(cudaStream_t s, double seconds) { timing().work(s, seconds); }
+double emulated_now() { return timing().host(); }
+size_t emulated_host_waits() { return timing().host_waits(); }
 
 int cuCtxGetCurrent(void** c) { return *c = (void*)0x10, 0; }
 int cuCtxSetCurrent() { return 0; }
@@ -55,7 +177,7 @@ cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { return timing().host_waits_for_all(), cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int* c, int, int) { return *c = 0, cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int* v) { return *v = 13000, cudaSuccess; }
@@ -166,12 +288,15 @@ cudaError_t cudaMemGetInfo(size_t* f, size_t* t) {
   *t = deviceBytes(), *f = deviceBytes() - used;
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind, cudaStream_t) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind, cudaStream_t s) {
   if (small_copy(n)) std::memcpy(to, from, n);
+  timed_copy(to, from, n, s);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind) {
   if (small_copy(n)) std::memcpy(to, from, n);
+  timed_copy(to, from, n, nullptr);
+  timing().host_waits(timing().at(cudaStream_t{}));
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* to, int v, size_t n) {
@@ -184,11 +309,12 @@ cudaError_t cudaMemsetAsync(void* to, int v, size_t n, cudaStream_t) {
 }
 cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
   *p = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return *p == MAP_FAILED ? cudaErrorMemoryAllocation : cudaSuccess;
+  if (*p == MAP_FAILED) return cudaErrorMemoryAllocation;
+  return lock_range(*p, n), cudaSuccess;
 }
-cudaError_t cudaFreeHost(void*) { return cudaSuccess; }
-cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
-cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+cudaError_t cudaFreeHost(void* p) { return unlock_range(p), cudaSuccess; }
+cudaError_t cudaHostRegister(void* p, size_t n, unsigned) { return lock_range(p, n), cudaSuccess; }
+cudaError_t cudaHostUnregister(void* p) { return unlock_range(p), cudaSuccess; }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void*) {
   *a = {};
   a->type = cudaMemoryTypeUnregistered;
@@ -199,8 +325,8 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* l, int* g) {
   *l = 0, *g = -5;
   return cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t s) { return timing().host_waits(timing().at(s)), cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t s) { return timing().at(s) <= timing().host() ? cudaSuccess : cudaErrorNotReady; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s) {
   return *s = cudaStreamCaptureStatusNone, cudaSuccess;
 }
@@ -213,12 +339,14 @@ cudaError_t cudaStreamGetPriority(cudaStream_t, int* p) { return *p = 0, cudaSuc
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return make(e); }
 cudaError_t cudaEventCreate(cudaEvent_t* e) { return make(e); }
 cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) { return *ms = 1e-3f, cudaSuccess; }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaEventQuery(cudaEvent_t e) { return timing().at(e) <= timing().host() ? cudaSuccess : cudaErrorNotReady; }
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
+  return *ms = (float)std::max(1e-3, 1e3 * (timing().at(to) - timing().at(from))), cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t e) { return timing().host_waits(timing().at(e)), cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return timing().record(e, s), cudaSuccess; }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return timing().record(e, s), cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) { return timing().wait(s, e), cudaSuccess; }
 int cublasCreate_v2(void** h) { return make(h); }
 int cublasDestroy_v2() { return 0; }
 int cublasSetStream_v2() { return 0; }

@@ -150,9 +150,31 @@ def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: floa
         print(f"{rival:22s} {best['length'] if best else 0:9,} tokens", flush=True)
 
 
+def speed(
+    workload: str, length: int, rivals: list[str], machine: Any, host_gib: float, device_gib: float | None
+) -> dict[str, Any]:
+    """A point of `gpu.sh speed` at the rates of a machine: what waits for what, with the commands that torch really gives."""
+    import torch
+
+    from benchmarks.claims import claims
+    from benchmarks.emulated_time import keeping_time
+    from benchmarks.point import run_point
+    from benchmarks.rivals import GIB, RIVALS, Budget
+    from benchmarks.workloads import build, shapes
+
+    device = torch.device("cuda", 0)
+    shape = shapes(device)[workload]
+    model = build(shape, device, torch.bfloat16)
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made, keeping_time(machine):
+        device_bytes = None if device_gib is None else int(device_gib * GIB)
+        budget = Budget(device, int(host_gib * GIB), device_bytes, bandwidth=machine.d2h, cache_dir=cache)
+        point = run_point(model, shape, length, [RIVALS[name] for name in rivals], budget, (1, 2), False, Path(made))
+    return point | {"claims": claims(point)}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.emulator", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("step", "capacity"))
+    parser.add_argument("what", choices=("step", "capacity", "speed"))
     parser.add_argument("workload", nargs="?", default="gpt7b")
     parser.add_argument("length", nargs="?", type=int, default=16384)
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='the "memo" section; default: all is solved')
@@ -160,6 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
     parser.add_argument("--host-gib", type=float, default=32.0)
     parser.add_argument("--rivals", nargs="+", default=["ds_memo, planned", "checkpoint", "deepspeed", "hf_offload"])
+    parser.add_argument("--hardware", default="h200", help="rates of `speed`: a name or file of ds-memo estimate; default: h200")
     parser.add_argument("--json", action="store_true", help="print what `step` found as JSON")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -173,6 +196,20 @@ def main(arguments: list[str] | None = None) -> int:
     without_values()
     if options.what == "capacity":
         capacity(options.workload, options.rivals, options.device_gib or 16.0, options.host_gib)
+        return 0
+    if options.what == "speed":
+        from benchmarks.speed import _print
+        from ds_memo.estimate import hardware
+
+        point = speed(
+            options.workload,
+            options.length,
+            options.rivals,
+            hardware.load(options.hardware),
+            options.host_gib,
+            options.device_gib,
+        )
+        print(json.dumps(point)) if options.json else _print(point)
         return 0
     rows = step(options.workload, options.length, {"enabled": True, **options.memo}, options.models)
     if options.json:

@@ -52,7 +52,8 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     found |= {"solver": report["predicted"], "steps_until_settled": len(reports)}
     stem = f"{shape.name}-{length}"
     profile_file, config_file = folder / f"profile-{stem}.json", folder / f"model-{stem}.json"
-    profile_file.write_text(profile.to_json())
+    # What stands in for one rank of so many was measured at the rows of that rank, with the attention of the whole sequence.
+    profile_file.write_text(replace(profile, ranks_per_sequence=shape.ranks).to_json())
     if hardware is None:
         return found | {"estimate": None}
     trainer.model.config.to_json_file(str(config_file))

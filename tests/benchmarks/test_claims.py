@@ -7,13 +7,13 @@ from benchmarks.rivals import GIB
 from tests.benchmarks.test_capacity import found_length
 
 
-def claims_of(**rows):
+def claims_of(length=65536, **rows):
     """Rows by name, with _ for what no keyword has: seconds of a step, or a row."""
     point = {}
     for name, row in rows.items():
         row = row if isinstance(row, dict) else {"median_s": row}
         point[name.replace("ds_memo_", "ds_memo, ")] = {"samples_s": [row["median_s"]] * 4, "memory": {}} | row
-    return {claim["claim"]: claim for claim in claims.claims({"length": 65536, "rivals": point})}
+    return {claim["claim"]: claim for claim in claims.claims({"length": length, "rivals": point})}
 
 
 def test_claims_hold_and_miss():
@@ -29,6 +29,16 @@ def test_no_checkpointing_is_no_rival_that_noise_could_let_win():
     assert found["step / no checkpointing"]["held"]
     assert found["step / best rival (checkpoint)"]["value"] == pytest.approx(1.01 / 1.3)
     assert not any("best rival" in name for name in claims_of(none=1.0, ds_memo_planned=1.01))
+
+
+def test_copies_have_their_bar_where_they_can_be_hidden():
+    """At 64K by what attention takes; not in a shorter sequence, nor where the host is full and rows are recomputed."""
+    name, slow = "step / no checkpointing, swapping", {"median_s": 1.1, "report": {"binding": "link: 3 of 8 GiB of host memory"}}
+    assert not claims_of(none=1.0, ds_memo_swapping=slow)[name]["held"]
+    assert name not in claims_of(length=16384, none=1.0, ds_memo_swapping=slow)
+    full = slow | {"report": {"binding": "host memory: 8 of 8 GiB at alpha 0.3"}}
+    assert name not in claims_of(none=1.0, ds_memo_swapping=full)
+    assert not claims_of(length=16384, none=1.0, ds_memo_planned=1.1)["step / no checkpointing"]["held"]
 
 
 @pytest.mark.parametrize("noise, margin, held", [(0.0, 0.0, False), (0.01, 0.014, True), (0.2, claims.MOST_NOISE, True)])

@@ -2,7 +2,7 @@
 
 import contextlib
 import types
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -244,6 +244,14 @@ def test_the_prediction_comes_from_the_solver_and_from_the_estimator(workload, l
     assert found["estimate"]["layout"]["sp"] == shape.ranks
 
 
+@dataclass
+class Profiled:
+    ranks_per_sequence: int = 1
+
+    def to_json(self) -> str:
+        return "{}"
+
+
 def test_the_solver_is_asked_when_its_answer_stays(tmp_path, monkeypatch):
     """The first step holds back half of the device."""
     answers, steps = [(0.0, 2), (0.5, 3), (0.5, 3), (1.0, 4)], []
@@ -256,7 +264,7 @@ def test_the_solver_is_asked_when_its_answer_stays(tmp_path, monkeypatch):
                 ("binding", "predicted")
             )
 
-        yield point.Installed(report=report, profile=lambda: types.SimpleNamespace(to_json=lambda: "{}"))
+        yield point.Installed(report=report, profile=lambda: Profiled())
 
     monkeypatch.setitem(RIVALS, "ds_memo", replace(RIVALS["none"], name="ds_memo", install=install))
     shape = speed.shapes(CPU)["gpt7b"]

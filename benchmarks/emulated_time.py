@@ -1,0 +1,139 @@
+"""What kernels would cost on the emulated device: each op by its FLOPs or its bytes, at the rates of `ds-memo estimate`'s machines.
+
+The emulator's streams, events and queues keep time (emulator.cpp); this says how long each kernel keeps its stream busy. So the
+commands that a real CUDA build of torch gives, in their real order and with their real events, take their course: what waits
+for what is found, and what a rate does to it. No kernel ran, and no time of a GPU comes from here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ds_memo.estimate import hardware
+
+aten = torch.ops.aten
+_FORWARD = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention}
+_BACKWARD = {aten._scaled_dot_product_flash_attention_backward, aten._scaled_dot_product_efficient_attention_backward}
+_FREE = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.record_stream,
+    aten.resize_,
+    aten.set_,
+}
+_ROWS = {aten.index, aten.index_select, aten.gather, aten.embedding}
+"""They read no more than they write."""
+_TO_ROWS = {aten.index_copy_, aten.index_put_, aten._index_put_impl_, aten.scatter_, aten.index_add_}
+"""They write no more than the last of their arguments has."""
+
+
+class Clock:
+    """The emulator's own, which everything in this process sees."""
+
+    def __init__(self, machine: hardware.Hardware) -> None:
+        self.machine = machine
+        self._emulator = ctypes.CDLL("libcuda.so.1")
+        self._emulator.emulated_links.argtypes = [ctypes.c_double] * 2
+        self._emulator.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_double]
+        self._emulator.emulated_now.restype = ctypes.c_double
+        self._emulator.emulated_host_waits.restype = ctypes.c_size_t
+        self._emulator.emulated_links(machine.d2h, machine.h2d)
+
+    def now(self) -> float:
+        """Seconds on the host."""
+        return self._emulator.emulated_now()
+
+    def host_waits(self) -> int:
+        """How often the host has waited for the device."""
+        return self._emulator.emulated_host_waits()
+
+    def spend(self, seconds: float) -> None:
+        """On the current stream, behind what is there."""
+        self._emulator.emulated_work(torch.cuda.current_stream().cuda_stream, seconds)
+
+
+class Costs(TorchDispatchMode):
+    """Every op takes its time on the stream that it was launched on."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if seconds := cost_s(func, args, kwargs, result, self.clock.machine):
+            self.clock.spend(seconds)
+        return result
+
+
+def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, machine: hardware.Hardware) -> float:
+    """Seconds of one op's kernels; copies over the link are the emulator's own matter."""
+    packet = func._overloadpacket
+    if func.is_view or packet in _FREE:
+        return 0.0
+    taken = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+    tensors = {id(x): x for x in (*taken, *(x for x in tree_leaves(result) if torch.is_tensor(x)))}.values()
+    if not any(x.is_cuda for x in tensors) or any(not x.is_cuda and x.dim() for x in tensors):
+        return 0.0
+    if packet in _FORWARD or packet in _BACKWARD:
+        query, key = taken[:2] if packet in _FORWARD else taken[1:3]  # (b, heads, tokens, d); keys may have fewer heads
+        flops = 4.0 * query.numel() * key.shape[2] / (2 if _given(func, args, kwargs).get("is_causal") else 1)
+        if packet in _FORWARD:
+            return flops / (machine.peak * machine.attention_forward_efficiency)
+        return 2.5 * flops / (machine.peak * machine.attention_backward_efficiency)
+    if packet in flop_registry:
+        return flop_registry[packet](*args, **kwargs, out_val=result) / (machine.peak * machine.gemm_efficiency)
+    if packet in _ROWS:
+        moved = 2 * _bytes(result)
+    elif packet in _TO_ROWS:
+        moved = 2 * _bytes(taken[-1])
+    else:
+        moved = sum(map(_bytes, tensors)) + sum(_bytes(x) for x in _written(func, args, kwargs))
+    return moved / (machine.device_bandwidth * machine.device_bandwidth_efficiency)
+
+
+def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name."""
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """What the op reads and writes in place."""
+    if func._schema.name.rpartition("::")[2] in ("copy_", "zero_", "fill_"):  # only written
+        return []
+    given = _given(func, args, kwargs)
+    changed = [given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [x for x in tree_leaves(changed) if torch.is_tensor(x)]
+
+
+def _bytes(x: Any) -> int:
+    """Of a tensor as it is spread in memory: what is repeated (expanded) is read once."""
+    if not torch.is_tensor(x):
+        return 0
+    return math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
+
+
+@contextmanager
+def keeping_time(machine: hardware.Hardware) -> Iterator[Clock]:
+    """Within the block, kernels and copies take the time that this machine would need, also for what ds_memo measures."""
+    from ds_memo.profile import bandwidth, layer
+
+    clock = Clock(machine)
+    for module in (bandwidth, layer):  # what they time with the host's clock, between waits for the device
+        module.time = SimpleNamespace(perf_counter=clock.now)
+    with Costs(clock):
+        yield clock
