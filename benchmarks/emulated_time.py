@@ -1,4 +1,4 @@
-"""What kernels would cost on the emulated device: each op by its FLOPs or its bytes, at the rates of `ds-memo estimate`'s machines.
+"""What kernels would cost on the emulated device: each op by its FLOPs or its bytes, at rates that `ds-memo estimate` knows.
 
 The emulator's streams, events and queues keep time (emulator.cpp); this says how long each kernel keeps its stream busy. So the
 commands that a real CUDA build of torch gives, in their real order and with their real events, take their course: what waits
@@ -33,6 +33,7 @@ _FREE = {
     aten.record_stream,
     aten.resize_,
     aten.set_,
+    aten._unsafe_view,
 }
 _ROWS = {aten.index, aten.index_select, aten.gather, aten.embedding}
 """They read no more than they write."""
@@ -50,7 +51,11 @@ class Clock:
         self._emulator.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_double]
         self._emulator.emulated_now.restype = ctypes.c_double
         self._emulator.emulated_host_waits.restype = ctypes.c_size_t
-        self._emulator.emulated_links(machine.d2h, machine.h2d)
+        self.link_share(1.0)
+
+    def link_share(self, share: float) -> None:
+        """From now on copies have this share of the link's rate: others use it too."""
+        self._emulator.emulated_links(share * self.machine.d2h, share * self.machine.h2d)
 
     def now(self) -> float:
         """Seconds on the host."""
@@ -130,10 +135,11 @@ def _bytes(x: Any) -> int:
 @contextmanager
 def keeping_time(machine: hardware.Hardware) -> Iterator[Clock]:
     """Within the block, kernels and copies take the time that this machine would need, also for what ds_memo measures."""
+    from ds_memo.integrate import memo
     from ds_memo.profile import bandwidth, layer
 
     clock = Clock(machine)
-    for module in (bandwidth, layer):  # what they time with the host's clock, between waits for the device
+    for module in (bandwidth, layer, memo):  # what they time with the host's clock
         module.time = SimpleNamespace(perf_counter=clock.now)
     with Costs(clock):
         yield clock

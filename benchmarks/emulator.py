@@ -1,12 +1,14 @@
-"""ds_memo's CUDA paths at full width, on a machine without a GPU: bytes and calls, no times and no values.
+"""ds_memo's CUDA paths at full width, on a machine without a GPU: bytes, calls, and what waits for what; no values.
 
     export DS_MEMO_CUDA_TORCH=/path/to/python
-    python -m benchmarks.emulator step [gpt7b|llama8b] [16384] [--memo '{"alpha": 0.5}'] [--models 2]
+    python -m benchmarks.emulator step [gpt7b|llama8b] [16384] [--memo '{"alpha": 0.5}'] [--models 2] [--slow-link 0.25]
     python -m benchmarks.emulator capacity [gpt7b] [--device-gib 16] [--host-gib 32] [--rivals …]
+    python -m benchmarks.emulator speed [gpt7b] [65536] [--hardware h200] [--host-gib 32] [--rivals …]
 
-emulator.cpp stands in for CUDA below a real CUDA build of torch: the caching allocator, autograd's thread and the allocator op
-are the real ones, kernels do nothing. `step` shows what each step asked for, reserved and missed; `capacity` runs the search of
-`gpu.sh capacity` in here. None of it is a GPU's result, and none of it is written to results/.
+emulator.cpp stands in for CUDA below a real CUDA build of torch: the caching allocator, autograd's thread, streams and events,
+and the allocator op are used as on a GPU, kernels do nothing and take the time that emulated_time.py says. `step` shows what each
+step asked for, reserved and missed; `capacity` runs the search of `gpu.sh capacity` in here, `speed` a point of `gpu.sh speed`.
+None of it is a GPU's result, and none of it is written to results/.
 
 DS_MEMO_CUDA_TORCH: the Python of an environment with a CUDA build of torch, DeepSpeed, Transformers and ninja.
 """
@@ -23,6 +25,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.emulated_time import Clock, keeping_time
+from benchmarks.speed import show
+from ds_memo.estimate import hardware
 from ds_memo.ops.builder import cuda_headers
 from ds_memo.plan.native import compiler
 
@@ -30,6 +35,8 @@ HERE = Path(__file__).parent
 HOST_GIB = 115
 """What the emulated machine has free."""
 STEPS = 9
+SLOW_AFTER = 7
+"""Steps that --slow-link leaves alone; as many as STEPS come after."""
 
 
 def compiled(folder: Path, headers: Path) -> Path:
@@ -75,11 +82,14 @@ def without_values() -> None:
         module.available_bytes = lambda *_, **__: HOST_GIB << 30
 
 
-def step(workload: str, length: int, memo: dict[str, Any], models: int = 1) -> list[dict[str, Any]]:
+def step(
+    clock: Clock, workload: str, length: int, memo: dict[str, Any], models: int = 1, slow_link: float | None = None
+) -> list[dict[str, Any]]:
     """Train some steps and tell, for each, what it took.
 
     Args:
         models: that take turns, each with half the tokens of the one before.
+        slow_link: the share of the link's rate that copies have after some steps.
     """
     import torch
 
@@ -93,10 +103,15 @@ def step(workload: str, length: int, memo: dict[str, Any], models: int = 1) -> l
     trainers = [Trainer(build(shape, device, torch.bfloat16), batch(shape, length >> turn, device)) for turn in range(models)]
     handles = [ds_memo.attach(trainer.model, memo) for trainer in trainers]
     rows = []
-    for number, turn in itertools.product(range(1, STEPS + 1), range(models)):
+    steps = STEPS if slow_link is None else SLOW_AFTER + STEPS
+    for number, turn in itertools.product(range(1, steps + 1), range(models)):
+        if slow_link is not None and number > SLOW_AFTER:
+            clock.link_share(slow_link)
         trainer, handle = trainers[turn], handles[turn]
         memory, before = Memory(device), handle.report()["plan"] or {}
-        trainer.step(Installed())
+        waits = clock.host_waits()
+        seconds = trainer.seconds(Installed())
+        waits = clock.host_waits() - waits - 1  # for the seconds
         took, report = memory.read(1, lambda: None), handle.report()
         plan = report["plan"] or {"arena": 0, "misses": {}, "hits": 0}
         missed = {name: count - before["misses"][name] for name, count in plan["misses"].items()}
@@ -104,6 +119,8 @@ def step(workload: str, length: int, memo: dict[str, Any], models: int = 1) -> l
             {
                 "step": number,
                 "model": turn,
+                "ms": seconds * 1e3,
+                "host_waits": waits,
                 "requested": took["device_peak"],
                 "reserved": took["device_reserved_peak"],
                 "mallocs": took["cuda_mallocs_per_step"],
@@ -114,6 +131,7 @@ def step(workload: str, length: int, memo: dict[str, Any], models: int = 1) -> l
                 "residents": report["resident_layers"],
                 "alpha": report["alpha"],
                 "binding": report["binding"],
+                "changes": (report["profile"] or {}).get("changes", []),
                 "warnings": report["warnings"],
             }
         )
@@ -151,13 +169,16 @@ def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: floa
 
 
 def speed(
-    workload: str, length: int, rivals: list[str], machine: Any, host_gib: float, device_gib: float | None
+    workload: str, length: int, rivals: list[str], link: float, host_gib: float, device_gib: float | None
 ) -> dict[str, Any]:
-    """A point of `gpu.sh speed` at the rates of a machine: what waits for what, with the commands that torch really gives."""
+    """A point of `gpu.sh speed`.
+
+    Args:
+        link: bytes a second to the host, for the paper's program.
+    """
     import torch
 
     from benchmarks.claims import claims
-    from benchmarks.emulated_time import keeping_time
     from benchmarks.point import run_point
     from benchmarks.rivals import GIB, RIVALS, Budget
     from benchmarks.workloads import build, shapes
@@ -165,9 +186,9 @@ def speed(
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
     model = build(shape, device, torch.bfloat16)
-    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made, keeping_time(machine):
-        device_bytes = None if device_gib is None else int(device_gib * GIB)
-        budget = Budget(device, int(host_gib * GIB), device_bytes, bandwidth=machine.d2h, cache_dir=cache)
+    device_bytes = None if device_gib is None else int(device_gib * GIB)
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
+        budget = Budget(device, int(host_gib * GIB), device_bytes, bandwidth=link, cache_dir=cache)
         point = run_point(model, shape, length, [RIVALS[name] for name in rivals], budget, (1, 2), False, Path(made))
     return point | {"claims": claims(point)}
 
@@ -179,10 +200,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("length", nargs="?", type=int, default=16384)
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='the "memo" section; default: all is solved')
     parser.add_argument("--models", type=int, default=1, metavar="N", help="that take turns in `step`; default: 1")
+    parser.add_argument("--slow-link", type=float, metavar="X", help="share of the link that `step` has after some steps")
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
     parser.add_argument("--host-gib", type=float, default=32.0)
     parser.add_argument("--rivals", nargs="+", default=["ds_memo, planned", "checkpoint", "deepspeed", "hf_offload"])
-    parser.add_argument("--hardware", default="h200", help="rates of `speed`: a name or file of ds-memo estimate; default: h200")
+    parser.add_argument("--hardware", default="h200", help="whose rates: a name or file of ds-memo estimate; default: h200")
     parser.add_argument("--json", action="store_true", help="print what `step` found as JSON")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -194,34 +216,32 @@ def main(arguments: list[str] | None = None) -> int:
         whole = options.device_gib if options.what == "step" and options.device_gib else 139.8
         return run_emulated(python, list(sys.argv[1:] if arguments is None else arguments), whole)
     without_values()
+    with keeping_time(hardware.load(options.hardware)) as clock:
+        _run(clock, options)
+    return 0
+
+
+def _run(clock: Clock, options: argparse.Namespace) -> None:
     if options.what == "capacity":
         capacity(options.workload, options.rivals, options.device_gib or 16.0, options.host_gib)
-        return 0
+        return
     if options.what == "speed":
-        from benchmarks.speed import _print
-        from ds_memo.estimate import hardware
-
-        point = speed(
-            options.workload,
-            options.length,
-            options.rivals,
-            hardware.load(options.hardware),
-            options.host_gib,
-            options.device_gib,
-        )
-        print(json.dumps(point)) if options.json else _print(point)
-        return 0
-    rows = step(options.workload, options.length, {"enabled": True, **options.memo}, options.models)
+        link = clock.machine.d2h
+        point = speed(options.workload, options.length, options.rivals, link, options.host_gib, options.device_gib)
+        print(json.dumps(point)) if options.json else show(point)
+        return
+    with tempfile.TemporaryDirectory() as cache:  # never the user's: no profile of ours is of a GPU
+        memo = {"enabled": True, **options.memo, "plan": {"cache_dir": cache, **options.memo.get("plan", {})}}
+        rows = step(clock, options.workload, options.length, memo, options.models, options.slow_link)
     if options.json:
         print(json.dumps(rows))
-        return 0
-    print("step  requested   reserved      arena  predicted  cudaMalloc   hits  residents  alpha  missed      (GiB)")
+        return
+    print("step       ms  requested   reserved      arena  predicted  cudaMalloc   hits  residents  alpha  missed      (GiB)")
     for row in rows:
         gib = "  ".join(f"{(row[name] or 0) / (1 << 30):9.3f}" for name in ("requested", "reserved", "arena", "predicted"))
         counts = f"{row['mallocs']:10.0f}  {row['hits']:5d}  {row['residents']:9d}  {row['alpha']:5.3g}"
-        print(f"{row['step']:4d}  {gib}  {counts}  {row['missed'] or ''}")
-    print(f"set by {rows[-1]['binding']}", *rows[-1]["warnings"], sep="\n")
-    return 0
+        print(f"{row['step']:4d}  {row['ms']:7.1f}  {gib}  {counts}  {row['missed'] or ''}")
+    print(f"set by {rows[-1]['binding']}", *rows[-1]["changes"], *rows[-1]["warnings"], sep="\n")
 
 
 if __name__ == "__main__":

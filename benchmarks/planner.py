@@ -21,6 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,14 @@ def lengths_of(shape: Shape, cuda: bool) -> dict[str, list[int]]:
     return {"fixed length": [long], "three lengths": [long, short, between]}
 
 
-def train(shape: Shape, planned: bool, lengths: list[int], device: torch.device, host_bytes: int) -> dict[str, Any]:
+def train(shape: Shape, planned: bool, lengths: list[int], budget: Budget) -> dict[str, Any]:
     """The child's part."""
+    device = budget.device
     model = build(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     trainer = Trainer(model, batch(shape, lengths[0], device))
     batches = [batch(shape, length, device) for length in lengths]
     rival = replace(RIVALS[SWAPPING], settings=RIVALS[SWAPPING].settings | {"planned": planned})
-    with rival.on(model, Budget(device, host_bytes, ranks=shape.ranks)) as installed:
+    with rival.on(model, replace(budget, ranks=shape.ranks)) as installed:
 
         def step(ids: torch.Tensor) -> float:
             trainer.ids = ids
@@ -79,11 +81,12 @@ def train(shape: Shape, planned: bool, lengths: list[int], device: torch.device,
     return row
 
 
-def run_way(shape: Shape, way: str, lengths: list[int], device: torch.device, host_bytes: int, seconds: float) -> dict[str, Any]:
+def run_way(shape: Shape, way: str, lengths: list[int], budget: Budget, seconds: float) -> dict[str, Any]:
     """One way in its own process, whose allocator settings are its environment's."""
     expandable, planned = WAYS[way]
-    words = [f"--child={int(planned)}", f"--workload={shape.name}", f"--device={device.type}", f"--host-bytes={host_bytes}"]
-    command = [sys.executable, "-m", "benchmarks.planner", *words, "--lengths", *map(str, lengths)]
+    words = [f"--child={int(planned)}", f"--workload={shape.name}", f"--device={budget.device.type}"]
+    words += [f"--host-bytes={budget.host_bytes}", f"--cache-dir={budget.cache_dir}", "--lengths", *map(str, lengths)]
+    command = [sys.executable, "-m", "benchmarks.planner", *words]
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True" if expandable else ""}
     root = Path(__file__).parents[1]
     try:
@@ -116,12 +119,14 @@ def claims(ways: dict[str, dict[str, Any]], where: str) -> list[dict[str, Any]]:
     return [*found, {"claim": reserved, "value": over, "bar": BAR, "held": over <= BAR}]
 
 
-def measure(run: results.Run, names: list[str], device: torch.device, host_bytes: int, budget_s: float) -> None:
+def measure(run: results.Run, names: list[str], budget: Budget, budget_s: float) -> None:
     """Every way of every workload and kind, as far as the time goes.
 
     Args:
+        budget: layers are profiled once for all ways, in its cache.
         budget_s: seconds since the run began.
     """
+    device = budget.device
     jobs = [(name, kind) for name in names for kind in ("fixed length", "three lengths")]
     runs, dropped = [], []
     run.found |= {"runs": runs, "dropped": dropped}
@@ -141,7 +146,7 @@ def measure(run: results.Run, names: list[str], device: torch.device, host_bytes
                 ways[way] = {"error": results.NO_TIME}
             else:
                 part = f"planner: {name}, {kind}, {way}"
-                row = run.attempt(part, run_way, shape, way, lengths, device, host_bytes, left) or {"error": "it broke"}
+                row = run.attempt(part, run_way, shape, way, lengths, budget, left) or {"error": "it broke"}
                 ways[way] = row
                 if row.get("error", "").startswith("exit"):
                     run.failures.append(f"{part}: {row['error']}")
@@ -172,17 +177,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--workload", help=argparse.SUPPRESS)
     parser.add_argument("--host-bytes", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--cache-dir", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child is not None:
-        device = torch.device(options.device)
-        shape = shapes(device)[options.workload]
-        print(json.dumps(train(shape, bool(options.child), options.lengths, device, options.host_bytes)))
+        budget = Budget(torch.device(options.device), options.host_bytes, cache_dir=options.cache_dir)
+        shape = shapes(budget.device)[options.workload]
+        print(json.dumps(train(shape, bool(options.child), options.lengths, budget)))
         return 0
     device = results.device_or_exit(options.device, "planner")
     names = options.workloads or ["gpt7b", "llama8b", "ulysses8"]
     run = results.Run("planner", device, options.out, vars(options))
     host = run.attempt("host memory", host_memory.budget, options.host_gib, device, ENOUGH_GIB) or 0
-    run.attempt("planner", measure, run, names, device, host, options.budget_s)
+    with tempfile.TemporaryDirectory() as cache:  # profiles in it are of this run, not of one before
+        run.attempt("planner", measure, run, names, Budget(device, host, cache_dir=cache), options.budget_s)
     return run.finish()
 
 

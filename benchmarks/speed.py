@@ -161,7 +161,7 @@ def measure(
             continue
         run.failures += [*found["failures"], *found.get("gradients", {}).get("failures", ())]
         run.save()
-        run.attempt(f"{name}, printed", _print, found)
+        run.attempt(f"{name}, printed", show, found)
         slower = max(1.0, found["seconds"] / point.cost_s(taking, rate))  # locking host memory, above all
         fast = [row["tflops"] for row in found["rivals"].values() if "tflops" in row]
         rate = max(fast, default=rate / 1e12) * 1e12
@@ -186,7 +186,8 @@ def _kernels(run: results.Run, device: torch.device, left: float) -> dict[str, A
     return found
 
 
-def _print(point: dict[str, Any]) -> None:
+def show(point: dict[str, Any]) -> None:
+    """What was measured at a point, a line for each rival."""
     say = results.say
     for name, row in point["rivals"].items():
         if "median_s" not in row:

@@ -306,12 +306,17 @@ class Addresses:
             self._plans.judge(known, counts)
 
     def _have_arena(self, known: Known) -> None:
-        """An arena that is large enough for the plan. The old one goes first, and what torch's cache holds of the profiling."""
-        if self._allocator.arena_bytes >= known.plan.peak:
+        """An arena that is large enough for the plan. A smaller one goes first, and what torch's cache holds of the profiling."""
+        fits = self._allocator.arena_bytes >= known.plan.peak
+        if fits and not known.fresh:
             return
-        self._allocator.reserve(0)
+        known.fresh = False
+        if not fits:
+            self._allocator.reserve(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+        if fits:
+            return
         try:
             self._allocator.reserve(known.plan.peak)
         except RuntimeError as error:  # torch.OutOfMemoryError is one

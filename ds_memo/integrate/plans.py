@@ -54,6 +54,8 @@ class Known:
     log: RequestLog | None = None
     """What was planned."""
     plan: Plan | None = None
+    fresh: bool = False
+    """It was planned from its own passes and not followed since: torch's cache has what they took."""
     plans: int = 0
     """Made of its own requests so far."""
     rescaled: tuple[Lines, int] | None = None
@@ -171,6 +173,7 @@ class Plans:
             self._warn(f"no plan of the memory addresses was found ({error}); PyTorch's allocator goes on")
             return
         self._adopt(known, log, plan)
+        known.fresh = True
 
     def _plan_from_others(self, kind: PassKind, known: Known) -> None:
         """From two kinds with a pattern that differ from this one and from each other in one length only."""

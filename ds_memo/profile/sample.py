@@ -139,17 +139,22 @@ class LayerProfile:
         attention_s = attention(lambda sample: sample.attention_s)
         rest_s = line(lambda sample: sample.forward_s - sample.attention_s)
         latest = self.samples[-1]
-        outputs = []
+        forward_s, outputs = rest_s + attention_s, []
+        of_attention = [output.born for output in latest.outputs if output.kind == "attention"]
         for index, output in enumerate(latest.outputs):
             rows, row_bytes = nbytes(lambda sample, i=index: sample.outputs[i].rows), output.row_bytes
             if output.kind != "gemm":  # never split: how its bytes fall into rows does not matter
                 rows, row_bytes = 1, nbytes(lambda sample, i=index: sample.outputs[i].nbytes)
-            outputs.append(Output(output.kind, rows, row_bytes, min(1.0, max(0.0, output.born))))
+            # Attention, which grows faster than the rest, moves what comes before it to the front, and what comes after it back.
+            behind = sum(born <= output.born for born in of_attention) / max(1, len(of_attention))
+            rest = line(lambda s, i=index, share=behind: s.outputs[i].born * s.forward_s - share * s.attention_s)
+            born = (rest + behind * attention_s) / forward_s if forward_s else 1.0
+            outputs.append(Output(output.kind, rows, row_bytes, min(1.0, max(0.0, born))))
         backward_s = line(lambda sample: sample.backward_s - sample.attention_backward_s)
         at_0 = held("forward_bytes_at_0")
         return LayerCosts(
             outputs=tuple(outputs),
-            forward_s=rest_s + attention_s,
+            forward_s=forward_s,
             backward_s=backward_s + attention(lambda sample: sample.attention_backward_s),
             replay_s=line(lambda sample: sample.replay_s),
             gemm_s=line(lambda sample: sample.gemm_s),

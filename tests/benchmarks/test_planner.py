@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import planner, results
+from benchmarks.rivals import Budget
 
 CPU = torch.device("cpu")
 WORKLOADS = ["gpt7b", "llama8b", "ulysses8"]
@@ -15,7 +16,7 @@ def run_on(clock, tmp_path, monkeypatch, way):
     run = results.Run("planner", CPU, str(tmp_path))
     monkeypatch.setattr(run, "seconds", lambda: clock[0])
     monkeypatch.setattr(planner, "run_way", way)
-    planner.measure(run, WORKLOADS, CPU, 1, 420)
+    planner.measure(run, WORKLOADS, Budget(CPU, 1), 420)
     return run
 
 
@@ -23,7 +24,7 @@ def test_planner_ends_when_its_time_is_over(tmp_path, monkeypatch):
     """Every way needs 31 s."""
     clock, limits = [0.0], []
 
-    def way(shape, way, lengths, device, host, seconds):
+    def way(shape, way, lengths, budget, seconds):
         limits.append(seconds)
         clock[0] += min(seconds, 31.0)
         return {"error": f"no time left after {seconds:.0f} s"} if seconds < 31 else {"error": "exit 1: boom"}

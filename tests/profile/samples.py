@@ -20,11 +20,16 @@ def make_sample(
     """
     tokens = batch * length
     attention = slower * (2e-7 * tokens + 1e-10 * tokens * length)
+    rest = overhead + slower * 1e-6 * tokens
+
+    def born(share: float, behind: bool) -> float:
+        return (share * rest + attention * behind) / (rest + attention)
+
     return LayerSample(
         batch=batch,
         length=length,
         source=0,
-        forward_s=overhead + slower * 1e-6 * tokens + attention,
+        forward_s=rest + attention,
         attention_s=attention,
         backward_s=overhead + slower * 2e-6 * tokens + 2.5 * attention,
         attention_backward_s=2.5 * attention,
@@ -41,9 +46,9 @@ def make_sample(
         forward_bytes_at_0=working * tokens,
         outputs=(
             Output("input", 1, HIDDEN * tokens, 0.0),
-            Output("gemm", tokens, 3 * HIDDEN, 0.2),
-            Output("attention", 1, HIDDEN * tokens, 0.5),
-            Output("gemm", tokens, 5 * HIDDEN, 0.9),
+            Output("gemm", tokens, 3 * HIDDEN, born(0.2, False)),
+            Output("attention", 1, HIDDEN * tokens, born(0.5, True)),
+            Output("gemm", tokens, 5 * HIDDEN, born(0.9, True)),
         ),
     )
 
