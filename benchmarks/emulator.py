@@ -1,7 +1,7 @@
 """ds_memo's CUDA paths at full width, on a machine without a GPU: bytes, calls, and what waits for what; no values.
 
     export DS_MEMO_CUDA_TORCH=/path/to/python
-    python -m benchmarks.emulator step [gpt7b|llama8b] [16384] [--memo '{"alpha": 0.5}'] [--models 2] [--slow-link 0.25]
+    python -m benchmarks.emulator step [gpt7b|llama8b|ulysses8] [16384] [--memo '{"alpha": 0.5}'] [--models 2] [--slow-link 0.25]
     python -m benchmarks.emulator capacity [gpt7b] [--device-gib 16] [--host-gib 32] [--rivals …]
     python -m benchmarks.emulator speed [gpt7b] [65536] [--hardware h200] [--host-gib 32] [--rivals …]
 

@@ -1,14 +1,17 @@
-"""Whole steps of 7B width on the emulated device: what torch's real CUDA allocator is asked for, with ds_memo's op around it."""
+"""Whole steps of 7B width on the emulated device: what torch's real CUDA allocator is asked for, with ds_memo's op around it, and
+what waits for what."""
 
 from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import emulator
+from ds_memo.estimate import hardware
 from ds_memo.ops.builder import cuda_headers
 
 pytestmark = [
@@ -40,6 +43,7 @@ def test_a_planned_step_asks_cuda_for_nothing(memo: dict[str, Any], length: int,
     assert last["hits"] > 0 and last["missed"] == {}
     assert before["mallocs"] == last["mallocs"] == 0
     assert last["reserved"] <= 1.02 * last["requested"]
+    assert last["host_waits"] == 0
     if last["predicted"]:
         assert last["predicted"] == pytest.approx(last["arena"], rel=0.02)
 
@@ -71,3 +75,48 @@ def test_no_rival_trains_longer_in_the_same_memory(workload: str, host_gib: int,
     ours, *theirs = [int(line.split()[-2].replace(",", "")) for line in lines]
     assert len(theirs) == len(rivals) and max(theirs) > 0
     assert ours > max(theirs) if host_gib == 2 else ours >= max(theirs)
+
+
+@pytest.fixture
+def one_gpu(tmp_path: Path) -> str:
+    """An H200 that has its link to itself."""
+    machine = json.loads((Path(hardware.__file__).parent / "hardware_data" / "h200.json").read_text())
+    machine["d2h"] = machine["h2d"] = {"value": 50, "unit": "GB/s", "source": "PCIe 5.0 x16, one GPU"}
+    (path := tmp_path / "one_gpu.json").write_text(json.dumps(machine))
+    return str(path)
+
+
+@pytest.mark.parametrize("workload", ["gpt7b", "llama8b", "ulysses8"])
+def test_copies_hide_and_nothing_is_slower_than_a_rival(workload: str, one_gpu: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The bars of `gpu.sh speed`, by the commands that torch gives and the rates of a table; and what was predicted came true."""
+    rivals = ["none", "checkpoint", "deepspeed", "hf_offload", "checkpoint+attention", "ds_memo, planned", "ds_memo, swapping"]
+    asked = ["speed", workload, "65536", "--json", "--hardware", one_gpu, "--host-gib", "100", "--rivals", *rivals]
+    assert emulator.main(asked) == 0
+    point = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert len(point["claims"]) >= 9 and [claim for claim in point["claims"] if not claim["held"]] == []
+    swapping = point["rivals"]["ds_memo, swapping"]
+    assert swapping["report"]["alpha"] > 0.9 and sum(swapping["stall_s_per_step"].values()) < 0.001 * swapping["median_s"]
+    told, came = point["predicted"]["step_s"], point["rivals"]["ds_memo, planned"]["median_s"]
+    assert told == pytest.approx(came, rel=0.1)  # the optimizer is by formula
+
+
+def test_a_link_that_gets_slower_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
+    """At full alpha compute waits for copies at a third of their rate; afterwards less is copied, and no more is reserved."""
+    rows = steps(capfd, {"resident_layers": 2, "host_memory_gib": 64}, 131072, "--slow-link", "0.3")
+    before, slow, last = rows[emulator.SLOW_AFTER - 1], rows[emulator.SLOW_AFTER], rows[-1]
+    assert slow["ms"] > 1.2 * before["ms"] and last["ms"] < 0.9 * slow["ms"]
+    assert slow["alpha"] == before["alpha"] > last["alpha"]
+    (change,) = last["changes"]
+    assert "copies reach 30% of the profiled bandwidth" in change
+    assert last["hits"] > 0 and last["reserved"] <= 1.02 * last["requested"]
+
+
+def test_a_new_plan_in_an_old_arena_leaves_nothing_in_the_cache(capfd: pytest.CaptureFixture[str]) -> None:
+    """With every row kept the requests are others than with some of them, so these passes are profiled beside an arena."""
+    fast = json.dumps({"resident_layers": 2, "host_memory_gib": 64})
+    asked = ["step", "ulysses8", "262144", "--json", "--memo", fast, "--slow-link", "0.3"]
+    assert emulator.main(asked) == 0
+    rows = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert rows[emulator.SLOW_AFTER]["alpha"] == 1.0 > rows[-1]["alpha"]
+    assert max(row["reserved"] for row in rows[emulator.SLOW_AFTER :]) > 1.3 * rows[-1]["reserved"]  # it is there to be let go
+    assert rows[-1]["hits"] > 0 and rows[-1]["reserved"] <= 1.02 * rows[-1]["requested"]

@@ -1,0 +1,195 @@
+"""The emulator's clock, by CUDA's own calls and without torch; and what an op costs, on tensors without memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.emulated_time import cost_s
+from benchmarks.emulator import compiled
+from ds_memo.estimate import hardware
+from ds_memo.ops.builder import cuda_headers
+
+GB = 10**9
+about = functools.partial(pytest.approx, abs=1e-4)
+"""The host takes some microseconds for each launch."""
+
+
+class Cuda:
+    """What the tests ask of the stand-in; times in seconds."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        library.emulated_now.restype = ctypes.c_double
+        library.emulated_host_waits.restype = ctypes.c_size_t
+        library.emulated_links.argtypes = [ctypes.c_double] * 2
+        library.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_double]
+        library.cudaMemcpyAsync.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+        library.cudaStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+        library.cudaEventElapsedTime.argtypes = [ctypes.c_void_p] * 3
+        for name in ("cudaEventQuery", "cudaEventSynchronize", "cudaStreamSynchronize", "cudaStreamQuery"):
+            getattr(library, name).argtypes = [ctypes.c_void_p]
+        library.cudaEventRecord.argtypes = [ctypes.c_void_p] * 2
+        library.emulated_links(float(GB), float(GB))
+        self.device, self.host = self._memory("cudaMalloc"), self._memory("cudaHostAlloc", 0)
+
+    def _memory(self, call: str, *more: int) -> ctypes.c_void_p:
+        found = ctypes.c_void_p()
+        assert getattr(self.library, call)(ctypes.byref(found), ctypes.c_size_t(4 * GB), *more) == 0
+        return found
+
+    def stream(self) -> ctypes.c_void_p:
+        found = ctypes.c_void_p()
+        assert self.library.cudaStreamCreateWithPriority(ctypes.byref(found), 0, 0) == 0
+        return found
+
+    def event(self, stream: ctypes.c_void_p) -> ctypes.c_void_p:
+        found = ctypes.c_void_p()
+        assert self.library.cudaEventCreate(ctypes.byref(found)) == 0
+        self.library.cudaEventRecord(found, stream)
+        return found
+
+    def wait(self, stream: ctypes.c_void_p, event: ctypes.c_void_p) -> None:
+        self.library.cudaStreamWaitEvent(stream, event, 0)
+
+    def work(self, stream: ctypes.c_void_p, seconds: float) -> None:
+        self.library.emulated_work(stream, seconds)
+
+    def to_host(self, stream: ctypes.c_void_p, nbytes: int, host: ctypes.c_void_p | None = None) -> None:
+        self.library.cudaMemcpyAsync(host or self.host, self.device, nbytes, 2, stream)
+
+    def to_device(self, stream: ctypes.c_void_p, nbytes: int) -> None:
+        self.library.cudaMemcpyAsync(self.device, self.host, nbytes, 1, stream)
+
+    def between(self, first: ctypes.c_void_p, second: ctypes.c_void_p) -> float:
+        found = ctypes.c_float()
+        self.library.cudaEventElapsedTime(ctypes.byref(found), first, second)
+        return found.value * 1e-3
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    headers = cuda_headers()
+    if headers is None:
+        pytest.skip("no CUDA runtime headers: neither a toolkit nor the packages of a CUDA build of torch")
+    return ctypes.CDLL(str(compiled(tmp_path_factory.mktemp("emulator"), headers)))
+
+
+@pytest.fixture
+def cuda(library: ctypes.CDLL) -> Iterator[Cuda]:
+    yield (found := Cuda(library))
+    library.cudaDeviceSynchronize()
+    library.cudaFree(found.device)
+
+
+def test_a_copy_beside_work_is_hidden_and_what_waits_for_it_is_not(cuda: Cuda) -> None:
+    compute, copies = cuda.stream(), cuda.stream()
+    began = cuda.event(compute)
+    cuda.work(compute, 1.0)
+    cuda.to_host(copies, 3 * GB)
+    assert cuda.between(began, cuda.event(compute)) == about(1.0)
+    cuda.wait(compute, cuda.event(copies))
+    cuda.work(compute, 0.5)
+    assert cuda.between(began, cuda.event(compute)) == about(3.5)
+
+
+def test_a_copy_that_waits_for_work_begins_behind_it(cuda: Cuda) -> None:
+    compute, copies = cuda.stream(), cuda.stream()
+    began = cuda.event(compute)
+    cuda.work(compute, 2.0)
+    cuda.wait(copies, cuda.event(compute))
+    cuda.to_host(copies, GB)
+    assert cuda.between(began, cuda.event(copies)) == about(3.0)
+
+
+def test_each_direction_of_the_link_serves_one_copy_at_a_time(cuda: Cuda) -> None:
+    first, second, back = cuda.stream(), cuda.stream(), cuda.stream()
+    began = cuda.event(first)
+    cuda.to_host(first, GB)
+    cuda.to_host(second, GB)
+    cuda.to_device(back, GB)
+    ends = [cuda.between(began, cuda.event(stream)) for stream in (first, second, back)]
+    assert ends == about([1.0, 2.0, 1.0])
+
+
+def test_the_host_waits_where_cuda_makes_it_wait(cuda: Cuda) -> None:
+    stream, library = cuda.stream(), cuda.library
+    begin, waits = library.emulated_now(), library.emulated_host_waits()
+    cuda.work(stream, 1.0)
+    cuda.to_host(stream, GB)
+    event = cuda.event(stream)
+    assert library.cudaEventQuery(event) != 0 and library.cudaStreamQuery(stream) != 0
+    assert library.emulated_now() == about(begin)
+    library.cudaEventSynchronize(event)
+    assert library.emulated_now() == about(begin + 2.0)
+    assert library.emulated_host_waits() == waits + 1
+    assert library.cudaEventQuery(event) == 0 and library.cudaStreamQuery(stream) == 0
+
+
+def test_memory_that_is_not_locked_makes_the_host_wait(cuda: Cuda) -> None:
+    stream, block = cuda.stream(), ctypes.create_string_buffer(8 << 20)
+    begin = cuda.library.emulated_now()
+    cuda.to_host(stream, 8 << 20, ctypes.cast(block, ctypes.c_void_p))
+    assert cuda.library.emulated_now() == about(begin + (8 << 20) / GB)
+
+
+def test_a_full_queue_holds_the_host(cuda: Cuda) -> None:
+    stream, begin = cuda.stream(), cuda.library.emulated_now()
+    for _ in range(1024):
+        cuda.work(stream, 0.1)
+    assert cuda.library.emulated_now() < begin + 0.01
+    for _ in range(3):
+        cuda.work(stream, 0.1)
+    assert cuda.library.emulated_now() == about(begin + 0.3)
+
+
+# ---- costs
+
+
+class Priced(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = hardware.load("h200")
+        self.seconds: dict[str, float] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seconds[func._schema.name.removeprefix("aten::")] = cost_s(func, args, kwargs or {}, result, self.machine)
+        return result
+
+
+def test_kernels_cost_their_flops_or_their_bytes() -> None:
+    with FakeTensorMode(), Priced() as priced:
+        x = torch.empty(1024, 4096, dtype=torch.bfloat16, device="cuda")
+        weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device="cuda")
+        x.t()
+        x @ weight
+        x + x.clone()
+        x.narrow(0, 0, 4).sum()
+        there = torch.empty(1024, 4096, dtype=torch.bfloat16)
+        copied = cost_s(torch.ops.aten.copy_.default, (there, x), {}, there, priced.machine)
+    machine, seen, nbytes = priced.machine, priced.seconds, 2 * 1024 * 4096
+    moved = 1 / (machine.device_bandwidth * machine.device_bandwidth_efficiency)
+    assert seen["mm"] == pytest.approx(2 * 1024 * 4096 * 4096 / (machine.peak * machine.gemm_efficiency))
+    assert seen["clone"] == pytest.approx(2 * nbytes * moved) and seen["add"] == pytest.approx(3 * nbytes * moved)
+    assert seen["empty"] == seen["t"] == seen["slice"] == 0
+    assert copied == 0  # over the link, which is the emulator's matter
+
+
+@pytest.mark.parametrize("causal, kv_heads", [(True, 4), (False, 4), (True, 1)])
+def test_attention_costs_its_pairs_whatever_heads_the_keys_have(causal: bool, kv_heads: int) -> None:
+    shape = (1, 4, 2048, 64)
+    with FakeTensorMode(), Priced() as priced:
+        query = torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
+        key = torch.empty(1, kv_heads, 2048, 64, dtype=torch.bfloat16, device="cuda")
+        torch.ops.aten._scaled_dot_product_flash_attention(query, key, key, 0.0, causal)
+    pairs = 2048 * 2048 / (2 if causal else 1)
+    rate = priced.machine.peak * priced.machine.attention_forward_efficiency
+    assert priced.seconds["_scaled_dot_product_flash_attention"] == pytest.approx(4 * 4 * 64 * pairs / rate)
