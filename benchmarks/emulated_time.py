@@ -138,8 +138,13 @@ def keeping_time(machine: hardware.Hardware) -> Iterator[Clock]:
     from ds_memo.integrate import memo
     from ds_memo.profile import bandwidth, layer
 
-    clock = Clock(machine)
-    for module in (bandwidth, layer, memo):  # what they time with the host's clock
+    clock, modules = Clock(machine), (bandwidth, layer, memo)
+    theirs = [module.time for module in modules]
+    for module in modules:  # what they time with the host's clock
         module.time = SimpleNamespace(perf_counter=clock.now)
-    with Costs(clock):
-        yield clock
+    try:
+        with Costs(clock):
+            yield clock
+    finally:
+        for module, time in zip(modules, theirs, strict=True):
+            module.time = time
