@@ -32,7 +32,8 @@ class Gemm:
 
     def makes(self, out: torch.Tensor) -> bool:
         """Whether an output is as foreseen."""
-        return self.shape == out.shape and (self.kept is None or self.kept.dtype == out.dtype)
+        kept = self.kept
+        return self.shape == out.shape and (kept is None or (kept.dtype == out.dtype and kept.stride == out.stride()))
 
     @property
     def rows(self) -> int:
