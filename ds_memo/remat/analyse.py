@@ -17,6 +17,7 @@ from ds_memo.remat.modes import NotingMode, under_a_checkpoint
 from ds_memo.remat.recipe import Seen, SeenGemm, SeenWhole, fingerprint
 
 ALL_SO_FAR = -1
+"""Of memory that a kernel out of our sight may have filled: every GEMM up to the moment when it is read."""
 
 
 class Analyse(NotingMode):
@@ -44,7 +45,7 @@ class Analyse(NotingMode):
         self._module = module
         self._finish = finish
         givens = list(givens)
-        self._parameters = [tensor for tensor in givens if isinstance(tensor, torch.nn.Parameter)]
+        self._parameters = [tensor for tensor in givens if isinstance(tensor, nn.Parameter)]
         self._sources = {storage_of(tensor): 0 for tensor in givens}  # storage → bit set of the GEMMs it was made of
         self._sources.pop(0, None)
         self._older = set(self._sources)  # storages of before the call
@@ -126,7 +127,7 @@ class Analyse(NotingMode):
         if keep.looks_at_values(func, args, kwargs):
             self.seen.wanted |= sources
             self._choose_from(self._made_of_all(keep.chooses_by(func, args)))
-        if keep.looks_like_attention(func):
+        if func in keep.SOFTMAX:
             self.seen.softmax = str(func)
         out = func(*args, **kwargs)
         self._follow_weights(func, args, out)
@@ -141,7 +142,7 @@ class Analyse(NotingMode):
             self._fresh = gemm if gemm.splits else None
             self._made(out, 1 << (len(self._gemms) - 1))
         else:
-            self._made(out, ALL_SO_FAR if keep.is_blank(func) else sources)
+            self._made(out, ALL_SO_FAR if func in keep.BLANK else sources)
         return out
 
     def _choose_from(self, sources: int) -> None:
@@ -161,15 +162,18 @@ class Analyse(NotingMode):
     def _made_of(self, tensor: torch.Tensor) -> int:
         storage = storage_of(tensor)
         if not storage:  # sparse, and the like
-            return (1 << len(self._gemms)) - 1
+            return self._all_so_far
         if self._sources.get(storage, ALL_SO_FAR) == ALL_SO_FAR and self._holds_a_parameter(storage):
             return 0
         if storage not in self._sources:
-            self._made(tensor, (1 << len(self._gemms)) - 1)
+            self._made(tensor, self._all_so_far)
             self._older.add(storage)
         sources = self._sources[storage]
-        # A kernel that we cannot see may have filled this memory with anything computed so far.
-        return (1 << len(self._gemms)) - 1 if sources == ALL_SO_FAR else sources
+        return self._all_so_far if sources == ALL_SO_FAR else sources
+
+    @property
+    def _all_so_far(self) -> int:
+        return (1 << len(self._gemms)) - 1
 
     def _holds_a_parameter(self, storage: int) -> bool:
         """ZeRO-3 gathers parameters into fresh memory while the layer runs."""

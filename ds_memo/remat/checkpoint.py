@@ -29,6 +29,8 @@ from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
 _RECIPES = 64
+_TIMES_LEFT = 3
+"""Recipes of a layer that are left one after the other, until it is analysed each time."""
 MEM_EFFICIENT_TOKENS = 1 << 16
 """Beyond, that kernel reads its mask and draws its dropout at wrong places (pytorch/pytorch issue 187225)."""
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -245,7 +247,7 @@ class Remat:
         """A call left its recipe. A layer that does nothing else (experts in a Python loop) is analysed each time."""
         layer.recipes.clear()
         layer.times_left += 1
-        layer.follows_recipes = layer.times_left < 3
+        layer.follows_recipes = layer.times_left < _TIMES_LEFT
 
     def _warn(self, layer: Layer, recipe: Recipe) -> None:
         """Say once per class of layers what makes its replay dearer than it should be, or its results wrong."""
