@@ -324,19 +324,13 @@ def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output
         timed = index < len(watch.seconds)
         born = watch.born[index] if timed else 1.0
         if isinstance(op, Gemm):
-            if op.kept is None:
-                continue
-            split = at_zero.kept is None
-            rows = op.kept.rows
-            outputs.append(Output("gemm" if split else "choice", rows, op.kept.stored_bytes // rows, born))
-            gemm_s += watch.seconds[index] if split and timed else 0.0
+            split = op.kept is not None and at_zero.kept is None
+            for_others = at_zero.wanted and not op.wanted  # at alpha 0 others are computed from it
+            gemm_s += watch.seconds[index] if timed and (split or for_others) else 0.0
+            if op.kept is not None:
+                rows = op.kept.rows
+                outputs.append(Output("gemm" if split else "choice", rows, op.kept.stored_bytes // rows, born))
         else:
             kind = "attention" if keep.kind_of(op.func) is keep.OpKind.ATTENTION else "choice"
             outputs += [Output(kind, 1, kept.stored_bytes, born) for kept in op.kept or () if kept]
-    # GEMMs that are only wanted at alpha 0, because others are computed from them, count too.
-    gemm_s += sum(
-        watch.seconds[index]
-        for index, (op, at_zero) in enumerate(zip(full.ops, none.ops, strict=True))
-        if isinstance(op, Gemm) and not op.wanted and at_zero.wanted and index < len(watch.seconds)
-    )
     return tuple(outputs), gemm_s
