@@ -33,6 +33,7 @@ from ds_memo.plan import Plan
 from ds_memo.profile.device_memory import keep_blocks_whole
 from ds_memo.profile.lengths import PassKind, Shapes
 from ds_memo.profile.requests import Most, Place, RequestLog, most_in, read_log
+from ds_memo.units import GIB
 
 _PATIENCE = 4
 """Iterations without a plan in which torch's allocator keeps blocks whole: for requests that never repeat it would have to ask
@@ -315,6 +316,6 @@ class Addresses:
         try:
             self._allocator.reserve(known.plan.peak)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            size = known.plan.peak / (1 << 30)
+            size = known.plan.peak / GIB
             known.give_up()
             self._warn(f"there is no room for an arena of {size:.3g} GiB ({error}); PyTorch's allocator goes on")

@@ -17,8 +17,8 @@ from ds_memo.integrate.chosen import Chosen
 from ds_memo.remat.checkpoint import FULL_RECOMPUTE, Layer, Setting
 from ds_memo.solve.homes import alpha_for_host
 from ds_memo.solve.places import Places, spread
-from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
+from ds_memo.units import GIB
 
 RESIDENTS = 2
 """Where nothing is known: the last two, whose copies could not hide behind anything."""

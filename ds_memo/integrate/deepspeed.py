@@ -27,6 +27,7 @@ from ds_memo.integrate.layers import find_layers
 from ds_memo.integrate.memo import Memo
 from ds_memo.integrate.names import Taken, other_holders, replace_in_modules, restore
 from ds_memo.profile import agree
+from ds_memo.units import MIB
 
 NO_SECTION = (
     f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": '
@@ -181,7 +182,7 @@ def _say_what_moved(memo: Memo) -> None:
     report = memo.report()
     if report["active"]:
         line = (
-            f"is active: {report['bytes_to_host'] / 2**20:.1f} MiB went to the host in the first step "
+            f"is active: {report['bytes_to_host'] / MIB:.1f} MiB went to the host in the first step "
             f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)"
         )
     else:

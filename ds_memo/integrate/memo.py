@@ -32,10 +32,11 @@ from ds_memo.remat.checkpoint import SDPA, Layer, Remat, has_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.show.report import Report
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.swap.host_memory import GIB, budget_bytes, ranks_on_node
+from ds_memo.swap.host_memory import budget_bytes, ranks_on_node
 from ds_memo.swap.segments import memlock_binds
 from ds_memo.swap.slab import HostSlab, promised_bytes, shared_pool
 from ds_memo.swap.streams import streams_for
+from ds_memo.units import GIB
 
 
 class Memo:

@@ -7,7 +7,8 @@ import os
 import torch
 from torch import nn
 
-from ds_memo.swap.host_memory import GIB, available_bytes, ranks_on_node
+from ds_memo.swap.host_memory import available_bytes, ranks_on_node
+from ds_memo.units import GIB
 
 RESERVE = 0.08
 """Share of what is free that is left to workspaces of kernels and to what torch's allocator loses between blocks until addresses

@@ -32,8 +32,9 @@ from ds_memo.profile.layer import measure
 from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
 from ds_memo.profile.whole import whole, whole_bytes
 from ds_memo.remat.checkpoint import SDPA, Layer
-from ds_memo.swap.host_memory import GIB, ranks_on_node, seen
+from ds_memo.swap.host_memory import ranks_on_node, seen
 from ds_memo.swap.protocol import D2H, H2D
+from ds_memo.units import GIB
 
 T = TypeVar("T")
 LONGEST = 1 << 14

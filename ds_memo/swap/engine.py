@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.frame import Frame, Kept, Layout
-from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.phases import NoPhases, Phases
 from ds_memo.swap.protocol import COMPUTE, D2H, H2D, Streams
+from ds_memo.units import GIB
 
 if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
     import torch

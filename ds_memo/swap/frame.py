@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ds_memo.errors import MemoError
+from ds_memo.units import round_up
 
 if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
     import torch
@@ -107,8 +108,8 @@ class Layout:
             buffer_offset=self.buffer_bytes,
         )
         self.kept.append(kept)
-        self.host_bytes += _aligned(kept.stored_bytes)
-        self.buffer_bytes += _aligned(all_rows * row_bytes)
+        self.host_bytes += round_up(kept.stored_bytes, ALIGN)
+        self.buffer_bytes += round_up(all_rows * row_bytes, ALIGN)
         return kept
 
 
@@ -181,7 +182,3 @@ class Frame:
 
     def __del__(self) -> None:
         self._bury(self)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-GIB = 1 << 30
+from ds_memo.units import GIB
+
 RESERVE = 0.10
 """Share of what is free that is left to data loaders, optimizer staging and the page cache."""
 
