@@ -188,11 +188,13 @@ class Addresses:
         self.leave_phase()
 
     def step_begins(self) -> None:
-        self._allocator.phase("step")
+        if self.claimed:
+            self._allocator.phase("step")
 
     def step_ends(self) -> None:
-        self.steps_happen = self._stepped = True
-        self.leave_phase()
+        if self.claimed:
+            self.steps_happen = self._stepped = True
+            self._allocator.phase(None)
 
     def leave_phase(self) -> None:
         """What follows is none of the plan's business: an evaluation, say."""
