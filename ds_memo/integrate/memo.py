@@ -28,7 +28,7 @@ from ds_memo.plan import Plan
 from ds_memo.profile.device_memory import device_seen
 from ds_memo.profile.lengths import shapes_of
 from ds_memo.profile.requests import Most
-from ds_memo.remat.checkpoint import SDPA, Layer, Remat, has_compiled
+from ds_memo.remat.checkpoint import Layer, Remat, has_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.show.report import Report
 from ds_memo.swap.engine import SwapEngine
@@ -48,7 +48,7 @@ class Memo:
         config: MemoConfig,
         layers: list[tuple[str, nn.Module]],
         device: torch.device,
-        of_engine: bool = False,
+        of_engine: bool,
     ) -> None:
         if config.ablation == "full_swap":
             residents = RESIDENTS if config.resident_layers is None else config.resident_layers
@@ -70,7 +70,7 @@ class Memo:
         )
         self.calls = Calls()
         self.decisions = Decisions(config, self.layers, self.slab, self.calls, self.warn)
-        self.remat = Remat(self.engine, self.decisions, self.warn, config.attention if config.attention in SDPA else None)
+        self.remat = Remat(self.engine, self.decisions, self.warn, config.attention)
         self.autopilot = self._make_autopilot()
         self.slab.fixed = self.autopilot is None
         self.addresses = self._make_addresses(device)

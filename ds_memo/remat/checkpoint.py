@@ -102,15 +102,22 @@ class Layer:
 
 
 class Remat:
-    """Runs layers. One per attached model."""
+    """Runs layers. One per attached model.
 
-    def __init__(self, engine: SwapEngine, policy: Policy, warn: Callable[[str], None], attention: str | None = None) -> None:
+    Args:
+        engine: keeps what backwards need.
+        policy: decides the homes.
+        warn: says something once.
+        attention: as the "memo" section's; a package's kernel is the model's own to call.
+    """
+
+    def __init__(self, engine: SwapEngine, policy: Policy, warn: Callable[[str], None], attention: str | None) -> None:
         self.engine = engine
         self.policy = policy
         self.warn = warn
         self.work = Work()
         keep_dynamo_out()
-        self._sdpa = SDPA[attention] if attention else None
+        self._sdpa = SDPA.get(attention)
         self._attention = attention
         self._warned: set[tuple[type | None, str]] = set()
 
