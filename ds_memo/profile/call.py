@@ -27,7 +27,7 @@ class LayerCall:
     """A layer and what it was called with, to be called again at other lengths.
 
     Args:
-        layer: whose parameters and name count.
+        layer: whose parameters and name count. Its module is there: it is being called, or the model that called it is.
         fn, args, kwargs: as ds_memo.remat.checkpoint.Remat.run_with takes them.
     """
 
@@ -137,17 +137,16 @@ class LayerCall:
 
 
 @contextmanager
-def beside_the_training(module: nn.Module | None) -> Iterator[None]:
+def beside_the_training(module: nn.Module) -> Iterator[None]:
     """Run something that the training must not see: buffers get their values back, saved-tensor hooks see no tensor.
 
     With hooks of its own on top, as save_on_cpu or a torch.utils.checkpoint around the whole model, the caller would take the
     profile's tensors for the forward's.
     """
-    parts = module.modules() if module is not None else ()
     # Through .data: the value is the old one again, so autograd need not know of a change.
     buffers = [
         (part, name, buffer, buffer.data.clone())
-        for part in parts
+        for part in module.modules()
         for name, buffer in part._buffers.items()
         if buffer is not None and buffer.nbytes <= _STATISTICS and not buffer.is_inference()
     ]

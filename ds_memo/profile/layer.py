@@ -93,11 +93,10 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
 
 
 @contextmanager
-def _own_parameters(module: nn.Module | None) -> Iterator[list[nn.Parameter]]:
+def _own_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Others of the same values in place of those that are trained. A backward that runs another one inside, as DeepSpeed's
     TiledMLP, adds to gradients by itself and calls all hooks that parameters have, and one that reduces waits for other ranks."""
-    parts = module.modules() if module is not None else ()
-    held = ((part, name, own) for part in parts for name, own in part._parameters.items())
+    held = ((part, name, own) for part in module.modules() for name, own in part._parameters.items())
     owners = [(part, name, own) for part, name, own in held if own is not None and own.requires_grad]
     others: dict[nn.Parameter, nn.Parameter] = {}
     for _, _, own in owners:
@@ -221,7 +220,7 @@ class _Bench:
     def saved_bytes(self) -> int:
         """Storages that autograd saves, but for parameters and what other layers share."""
         module = self._layer.module()
-        own = [*module.parameters(), *module.buffers()] if module is not None else []
+        own = (*module.parameters(), *module.buffers())
         shared = [
             x for x in tree_leaves((self._args, self._fn.keywords if isinstance(self._fn, partial) else ())) if torch.is_tensor(x)
         ]
