@@ -92,8 +92,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         check_residents(config, len(layers))
         kernels.use_kernels(asked["model"], config)
         if config.kernels.adam:
-            given = (asked.get(name) for name in ("model_parameters", "optimizer"))
-            asked["optimizer"] = kernels.fused_adam(section, asked["model"], *given)
+            asked["optimizer"] = kernels.fused_adam(
+                section, asked["model"], asked.get("model_parameters"), asked.get("optimizer")
+            )
     if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
         ulysses.refuse_conflicts(section)
         asked["mpu"] = ulysses.set_up(asked["model"], ranks)

@@ -84,15 +84,12 @@ class Layer:
         self.follows_recipes = module is not None
         self.times_left = 0
 
-    def kind_of_call(self, args: tuple, policy_key: Any) -> Any:
+    def kind_of_call(self, args: tuple, setting: Setting) -> Any:
         """Everything cheap to see that a recipe depends on; what it misses shows in Record as leaving the recipe."""
-        module = self.module()
-        trained = 0
-        for parameter in self.parameters:
-            trained = trained << 1 | parameter.requires_grad
-        tensors = tuple((x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor))
-        cast = [torch.get_autocast_dtype(device) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
-        return tensors, trained, module.training, tuple(cast), policy_key
+        tensors = tuple([(x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor)])
+        trained = tuple([parameter.requires_grad for parameter in self.parameters])
+        cast = tuple([torch.get_autocast_dtype(device) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)])
+        return tensors, trained, self.module().training, cast, setting
 
     def remember(self, key: Any, recipe: Recipe) -> None:
         """Keep a recipe for later calls of its kind, up to a number: lengths may never repeat."""
