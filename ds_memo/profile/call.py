@@ -63,7 +63,7 @@ class LayerCall:
         there are none, or they are as long as the hidden states."""
         if self.hidden.dim() < 3:
             return 0
-        states = (x for x in self._others() if x.dim() == self.hidden.dim() and x.is_floating_point())
+        states = (x for x in self._other_tensors() if x.dim() == self.hidden.dim() and x.is_floating_point())
         states = (x for x in states if x.shape[0] == self.batch and 2 * x.shape[-1] >= self.width)
         return next((x.shape[1] for x in states if x.shape[1] != self.length), 0)
 
@@ -80,15 +80,15 @@ class LayerCall:
             apart: what depends on the source is known apart: "source" for that.
         """
         names = {self.length: "length", **({self.source: "source"} if apart else {})}
-        return [[names.get(n, n) for n in x.shape] + [str(x.dtype)] for x in self._others() if x.dim() > 1]
+        return [[names.get(n, n) for n in x.shape] + [str(x.dtype)] for x in self._other_tensors() if x.dim() > 1]
 
-    def _others(self) -> Iterator[torch.Tensor]:
+    def _other_tensors(self) -> Iterator[torch.Tensor]:
         return (x for x in tree_leaves((self._args, self._kwargs)) if isinstance(x, torch.Tensor) and x is not self.hidden)
 
     @property
     def trains(self) -> bool:
         """Whether anything in it, or before it, wants a gradient: else it keeps nothing."""
-        return any(x.requires_grad for x in (self.hidden, *self._others(), *self.layer.parameters))
+        return any(x.requires_grad for x in (self.hidden, *self._other_tensors(), *self.layer.parameters))
 
     def can_shorten(self) -> bool:
         """Whether it can be told from the batch, and no argument says where documents end: then cutting it is safe."""
