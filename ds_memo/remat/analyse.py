@@ -99,31 +99,11 @@ class Analyse(NotingMode):
         kwargs = kwargs or {}
         kind = kind_of(func)
         sources = self._made_of_all(args, kwargs)
-        if kind is OpKind.ATTENTION or kind is OpKind.CHOICE:
-            out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
-            if state is not None:
-                self.call.rng_after[len(self.seen.ops)] = state
-            self.seen.attention_again += kind is OpKind.ATTENTION and under_a_checkpoint()
-            outputs = tuple(detached(value) for value in as_tuple(out))
-            self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
-            if kind is OpKind.CHOICE:
-                self._choose_from(sources)
-            self._fresh = None
-            self._made(out, 0)
-            return out
         fresh, self._fresh = self._fresh, self._fresh if func in keep.LOOKS else None
+        if kind is OpKind.ATTENTION or kind is OpKind.CHOICE:
+            return self._run_whole(kind, func, args, kwargs, sources)
         if kind is OpKind.MUTATES:
-            if fresh is not None and not kwargs and keep.adds_bias_to(func, args, fresh.out):
-                fresh.biased = True
-            else:
-                for tensor in keep.written_tensors(func, args, kwargs):
-                    self._about_to_change(tensor)
-            if keep.overwrites_all(func, args):
-                self._sources[storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)
-            for tensor in keep.written_tensors(func, args, kwargs):
-                self._made(tensor, sources)
-                if storage_of(tensor) in self._older:  # running statistics, say: each replay writes there too
-                    self.seen.wanted |= sources
+            sources = self._about_to_write(func, args, kwargs, sources, fresh)
         if keep.looks_at_values(func, args, kwargs):
             self.seen.wanted |= sources
             self._choose_from(self._made_of_all(keep.chooses_by(func, args)))
@@ -131,19 +111,55 @@ class Analyse(NotingMode):
             self.seen.softmax = str(func)
         out = func(*args, **kwargs)
         self._follow_weights(func, args, out)
-        if kind is OpKind.MUTATES and fresh is not None and fresh.biased:
+        if fresh is not None and fresh.biased:
             fresh.fingerprint = fingerprint(fresh.out)
         if kind is OpKind.GEMM:
-            product, flops = out.detach(), keep.gemm_flops(func, args, out)
-            self.seen.flops_again += flops if under_a_checkpoint() else 0
-            gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))
-            self.seen.ops.append(gemm)
-            self._gemms.append(gemm)
-            self._fresh = gemm if gemm.splits else None
-            self._made(out, 1 << (len(self._gemms) - 1))
+            self._saw_gemm(func, args, out, sources)
         else:
             self._made(out, ALL_SO_FAR if func in keep.BLANK else sources)
         return out
+
+    def _run_whole(self, kind: OpKind, func: Any, args: tuple, kwargs: dict, sources: int) -> Any:
+        """Attention, or a router's choice: what is made of it is made of nothing that the replay would have to compute."""
+        out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
+        if state is not None:
+            self.call.rng_after[len(self.seen.ops)] = state
+        self.seen.attention_again += kind is OpKind.ATTENTION and under_a_checkpoint()
+        outputs = tuple(detached(value) for value in as_tuple(out))
+        self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
+        if kind is OpKind.CHOICE:
+            self._choose_from(sources)
+        self._made(out, 0)
+        return out
+
+    def _saw_gemm(self, func: Any, args: tuple, out: torch.Tensor, sources: int) -> None:
+        product, flops = out.detach(), keep.gemm_flops(func, args, out)
+        self.seen.flops_again += flops if under_a_checkpoint() else 0
+        gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))
+        self.seen.ops.append(gemm)
+        self._gemms.append(gemm)
+        self._fresh = gemm if gemm.splits else None
+        self._made(out, 1 << (len(self._gemms) - 1))
+
+    def _about_to_write(self, func: Any, args: tuple, kwargs: dict, sources: int, fresh: SeenGemm | None) -> int:
+        """An op is about to write in place: a bias that belongs to the GEMM before, or a change that kept tensors must not see.
+
+        Returns:
+            What the tensors that it writes to are made of then.
+        """
+        written = keep.written_tensors(func, args, kwargs)
+        if fresh is not None and not kwargs and keep.adds_bias_to(func, args, fresh.out):
+            fresh.biased = True
+        else:
+            for tensor in written:
+                self._about_to_change(tensor)
+        if keep.overwrites_all(func, args):
+            self._sources[storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)
+        for tensor in written:
+            self._made(tensor, sources)
+            if storage_of(tensor) in self._older:  # running statistics, say: each replay writes there too
+                self.seen.wanted |= sources
+        return sources
 
     def _choose_from(self, sources: int) -> None:
         for bit, gemm in enumerate(self._gemms):

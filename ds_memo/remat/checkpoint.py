@@ -155,8 +155,21 @@ class Remat:
         if self._sdpa is not None:
             fn, again = (functools.partial(self._with_sdpa, layer, run) for run in (fn, again))
         setting = self.policy.setting(layer)
-        if not setting.checkpointed:
-            return self._run_plain(layer, fn, args) if setting.keeps_pace else fn(*args)
+        if setting.checkpointed:
+            return self._run_checkpointed(layer, setting, fn, again, args, keywords, preserve_rng_state)
+        return self._run_plain(layer, fn, args) if setting.keeps_pace else fn(*args)
+
+    def _run_checkpointed(
+        self,
+        layer: Layer,
+        setting: Setting,
+        fn: Callable[..., Any],
+        again: Callable[..., Any],
+        args: tuple,
+        keywords: dict[str, Any],
+        preserve_rng_state: bool,
+    ) -> Any:
+        """`keywords` are those that `fn`, and `again` in the replay, have by themselves."""
         # Who has attention computed again is short of memory: nothing is reloaded before it is wanted.
         frame = self.engine.begin(layer.name, setting.resident, layer.index, setting.keeps_attention)
         key = layer.kind_of_call(args, setting) if layer.follows_recipes else None
@@ -165,14 +178,13 @@ class Remat:
         nested = [value for value in args if not isinstance(value, torch.Tensor)]
         call.stays = [Stays(layer.name, leaf) for leaf in tree_leaves((nested, keywords)) if isinstance(leaf, torch.Tensor)]
         givens = functools.partial(_givens, layer, (args, keywords))
-        if recipe is not None:
-            layer.latest = recipe
-            mode: Record | Analyse = Record(call, givens, functools.partial(self._forget, layer))
-            pack = pack_followed(call)
-        else:
+        if recipe is None:
             seen = Seen()
-            mode = Analyse(call, seen, layer.module(), givens(), functools.partial(self._settle, layer, setting, key))
-            pack = pack_watched(call, seen)
+            finish = functools.partial(self._settle, layer, setting, key)
+            mode, pack = Analyse(call, seen, layer.module(), givens(), finish), pack_watched(call, seen)
+        else:
+            layer.latest = recipe
+            mode, pack = Record(call, givens, functools.partial(self._forget, layer)), pack_followed(call)
         try:
             if recipe is not None:
                 self.engine.adopt(frame, recipe.layout)
