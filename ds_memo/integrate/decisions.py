@@ -110,7 +110,7 @@ class Decisions:
             )
         return setting
 
-    def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
+    def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         budget, alpha, reason = self._slab.at_hand, self._config.alpha, "as configured"
         others = [other for other in self._layers if other.index not in self.places.residents]
         if alpha is not None:  # layers of another class keep something else; the slab has the last word on all of them
@@ -119,10 +119,10 @@ class Decisions:
         if alpha is None and not self.layers_known:  # how many will share the host shows in this forward
             alpha, reason = 0.0, "layers not known"
         slack = swapped * _SLACK_PER_FRAME if alpha is None else 0
-        fits = alpha_for_host(budget - slack, swapped, whole_bytes, row_bytes)
+        fits = alpha_for_host(budget - slack, swapped, whole_bytes, split_bytes)
         least = alpha or 0.0
         if fits < least:
-            need = swapped * (whole_bytes + least * row_bytes)
+            need = swapped * (whole_bytes + least * split_bytes)
             way_out = f"memo.alpha of at most {int(fits * 1000) / 1000} fits" if fits >= 0 else "even memo.alpha 0 does not fit"
             raise MemoError(
                 f"host memory: {swapped} swapped layers like {layer.name} need {need / GIB:.3g} GiB at alpha {least}, "
@@ -131,7 +131,7 @@ class Decisions:
             )
         if alpha is None:
             alpha, reason = fits, "host memory" if fits < 1 else "all rows fit the host"
-        used = swapped * (whole_bytes + alpha * row_bytes)
+        used = swapped * (whole_bytes + alpha * split_bytes)
         self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of host memory at alpha {alpha:.3g}"
         self.alpha_used = alpha
         return alpha

@@ -120,7 +120,7 @@ class _Fixed:
     def setting(self, layer: Layer) -> Setting:
         return self.setting_now
 
-    def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
+    def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         raise AssertionError("no rows are swapped in a profile")
 
 

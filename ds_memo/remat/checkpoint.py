@@ -61,7 +61,7 @@ class Policy(Protocol):
 
     def setting(self, layer: Layer) -> Setting: ...
 
-    def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
+    def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         """Alpha for a layer of these sizes. Raises MemoError when it cannot fit."""
 
 

@@ -79,18 +79,18 @@ def solve(
     return homes
 
 
-def alpha_for_host(budget: int, swapped_layers: int, whole_bytes: int, row_bytes: int) -> float:
-    """The largest alpha with swapped_layers · (whole_bytes + alpha · row_bytes) ≤ budget, at most 1; below 0: none fits.
+def alpha_for_host(budget: int, swapped_layers: int, whole_bytes: int, split_bytes: int) -> float:
+    """The largest alpha with swapped_layers · (whole_bytes + alpha · split_bytes) ≤ budget, at most 1; below 0: none fits.
 
     Args:
         budget: bytes this rank may use on the host.
         swapped_layers: layers that are not resident.
         whole_bytes: bytes of a layer that go to the host whatever alpha is (input, attention output).
-        row_bytes: bytes of the outputs that alpha splits.
+        split_bytes: bytes of the outputs that alpha splits.
     """
-    if swapped_layers == 0 or row_bytes == 0:
+    if swapped_layers == 0 or split_bytes == 0:
         return 1.0 if swapped_layers * whole_bytes <= budget else -1.0
-    return min(1.0, (budget / swapped_layers - whole_bytes) / row_bytes)
+    return min(1.0, (budget / swapped_layers - whole_bytes) / split_bytes)
 
 
 def _fits(run: RunCosts, places: Places, alpha: float) -> bool:
