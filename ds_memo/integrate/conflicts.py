@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_memo.errors import MemoConfigError, MemoError
 from ds_memo.integrate.layers import is_huggingface_layer
-from ds_memo.remat.checkpoint import is_compiled
+from ds_memo.remat.cautions import is_compiled
 from ds_memo.units import MIB
 
 _SAME_WORK = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")

@@ -28,7 +28,8 @@ from ds_memo.plan import Plan
 from ds_memo.profile.device_memory import device_seen
 from ds_memo.profile.lengths import shapes_of
 from ds_memo.profile.requests import Most
-from ds_memo.remat.checkpoint import Layer, Remat, has_compiled
+from ds_memo.remat.cautions import has_compiled
+from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.show.report import Report
 from ds_memo.swap.engine import SwapEngine

@@ -19,10 +19,11 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 from ds_memo.errors import MemoError
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work
+from ds_memo.remat.cautions import cautions
 from ds_memo.remat.inputs import Stays, lift_keywords, pack_followed, pack_watched, unpack
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.random_states import as_now
-from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe
+from ds_memo.remat.recipe import Recipe, Seen, SeenWhole, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.engine import SwapEngine
@@ -31,8 +32,6 @@ from ds_memo.swap.frame import Frame
 _RECIPES = 64
 _TIMES_LEFT = 3
 """Recipes of a layer that are left one after the other, until it is analysed each time."""
-MEM_EFFICIENT_TOKENS = 1 << 16
-"""Beyond, that kernel reads its mask and draws its dropout at wrong places (pytorch/pytorch issue 187225)."""
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -268,7 +267,7 @@ class Remat:
     def _warn(self, layer: Layer, recipe: Recipe) -> None:
         """Say once per class of layers what makes its replay dearer than it should be, or its results wrong."""
         module = layer.module()
-        for reason in _reasons(module, recipe):
+        for reason in cautions(module, recipe):
             if (type(module), reason) not in self._warned:
                 self._warned.add((type(module), reason))
                 self.warn(f"layer {layer.name}: {reason}.")
@@ -318,51 +317,3 @@ def _givens(layer: Layer, arguments: Any) -> list[torch.Tensor]:
     module = layer.module()
     own = [*module.parameters(), *module.buffers()] if module is not None else []
     return own + [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-
-
-def _reasons(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
-    """What is to be said of a layer."""
-    if recipe.rewritten:
-        yield (
-            f"outputs of {recipe.rewritten} were changed in place by a kernel that PyTorch cannot see "
-            "(a Triton kernel that is no custom op?), so these ops run again in each backward"
-        )
-    if recipe.attention_again or recipe.flops_again:
-        yield (
-            "a part of it runs under torch.utils.checkpoint, and runs again in each backward whatever is kept: "
-            f"{recipe.flops_again / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {recipe.attention_again} attention calls. "
-            "Leave that checkpoint out: ds_memo sees to what is computed again"
-        )
-    if recipe.flops_batched_again:
-        yield (
-            f"{recipe.flops_batched_again / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights (bmm, or "
-            "an einsum over experts), which are not kept: they run again in each backward. torch._grouped_mm is kept, and a "
-            "product of two dimensions for each expert"
-        )
-    if recipe.mem_efficient_tokens > MEM_EFFICIENT_TOKENS:
-        yield (
-            f"PyTorch took its memory-efficient attention, whose results past {MEM_EFFICIENT_TOKENS:,} tokens are wrong where "
-            "there is a mask or dropout. Leave the mask out (join documents in place of padding), or set memo.attention to "
-            '"flash" or "cudnn", which then say if they cannot serve'
-        )
-    if not any(isinstance(op, Gemm) for op in recipe.ops):
-        compiled = "; it is compiled, and what happens inside a compiled region cannot be seen: leave layers uncompiled"
-        why = compiled if module is not None and has_compiled(module) else ""
-        yield f"no GEMM was seen in it, so all of it is recomputed, attention too{why}"
-    elif not recipe.attention_ops:
-        seen = f"{recipe.softmax} was (attention that materialises its scores)" if recipe.softmax else "nor a softmax"
-        yield (
-            f"no attention kernel was seen in it, {seen}, so its attention, if any, runs a second time in each backward. "
-            'Use attn_implementation="sdpa" or a flash-attn package, and no 4-D attention mask. Where that is in use, PyTorch '
-            "found no kernel for this call: a mask that needs a gradient (T5), or dropout on a CPU"
-        )
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of it goes through torch.compile."""
-    return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
-
-
-def has_compiled(module: nn.Module) -> bool:
-    """Whether it, or a module in it, is compiled."""
-    return any(map(is_compiled, module.modules()))
