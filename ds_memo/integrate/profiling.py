@@ -112,14 +112,14 @@ class Profiling:
         if not unknown | grown:  # on all ranks: they have learned the same
             return []
         new = {k: call for k, call in worth_measuring(self._layers, of_layers, calls).items() if k in unknown | grown}
-        everything, learned, again = self._asked(of_layers, new, everybody), [], []
-        for kind, call in everything.calls.items():
-            full, source = everything.full[kind], everything.sources[kind]
+        asked, learned, again = self._asked(of_layers, new, everybody), [], []
+        for kind, call in asked.calls.items():
+            name, full, source = type(call.layer.module()).__name__, asked.full[kind], asked.sources[kind]
             if kind in grown and not self._outgrown(kind, full, source):  # of all ranks together
                 continue
-            asked, name = replace(everything, calls={kind: call}), type(call.layer.module()).__name__
+            one = replace(asked, calls={kind: call})
             try:
-                mine = replace(self.profile, kinds=measure_kinds(asked, self._warn, do=do), layers=asked.numbers())
+                mine = replace(self.profile, kinds=measure_kinds(one, self._warn, do=do), layers=one.numbers())
             except Failed as failed:
                 instead = "what it took before is scaled" if kind in grown else "it is fully recomputed"
                 self._warn(f"{name}: cannot be profiled ({failed}), and {instead}")
@@ -131,11 +131,11 @@ class Profiling:
                 self.profile = replace(self.profile, kinds=tuple(kinds))
                 beside = f" beside {source:,}" if source else ""
                 again.append(f"measured {name} again, with {full:,} tokens{beside}: the first batches told too little")
-                continue
-            self.profile = self.profile.beside(careful)
-            self.kinds.append(kind)
-            learned.append(name)
-        self._tries.update(grown | everything.calls.keys())
+            else:
+                self.profile = self.profile.beside(careful)
+                self.kinds.append(kind)
+                learned.append(name)
+        self._tries.update(grown | asked.calls.keys())
         return [*([f"profiled {', '.join(learned)}, which no pass before has called"] if learned else []), *again]
 
     def _asked(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], everybody: Callable[[Any], list[Any]]) -> Asked:
