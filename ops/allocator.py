@@ -35,6 +35,8 @@ MISSES = ("native", "overlap", "size", "abandoned", "end", "unplanned", "stream"
 """Why a request inside a phase did not get its planned address; see Outcome in csrc/allocator_core.h."""
 
 _MODES = ("off", "profile", "plan")
+"""As csrc/allocator_core.h numbers them, and so the next one."""
+_KINDS = ("enter", "malloc", "free")
 _phases: dict[str, int] = {}  # numbers are given once per process
 _names: list[str] = []
 
@@ -100,7 +102,7 @@ class Allocator:
 
     def profile(self) -> None:
         """Begin a pass whose requests are logged."""
-        self._op.begin_pass(self._device, 1, 0)
+        self._op.begin_pass(self._device, _MODES.index("profile"), 0)
 
     def follow(self, key: int) -> None:
         """Begin a pass that follows plan `key`.
@@ -108,7 +110,7 @@ class Allocator:
         Raises:
             KeyError: it was never loaded.
         """
-        self._op.begin_pass(self._device, 2, key)
+        self._op.begin_pass(self._device, _MODES.index("plan"), key)
 
     def stop(self) -> None:
         """End the pass: everything goes to the native allocator."""
@@ -120,9 +122,8 @@ class Allocator:
 
     def requests(self) -> list[Request]:
         """What was logged since the pass began, or since the last call. Frees of blocks of earlier passes have their old ids."""
-        kinds = ("enter", "malloc", "free")
         return [
-            Request(kinds[kind], _names[phase] if phase >= 0 and kind < 2 else None, id_, size)
+            Request(_KINDS[kind], _names[phase] if phase >= 0 and _KINDS[kind] != "free" else None, id_, size)
             for kind, phase, id_, size in self._op.take_log(self._device)
         ]
 

@@ -29,11 +29,11 @@ from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.paper import paper_alpha
 from ds_memo.solve.places import Places
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.units import GIB, round_up
 
 if TYPE_CHECKING:
     from ds_memo.profile.sample import Profile
 
-GIB = 2**30
 METHODS = ("memo", "paper", "full_recompute", "full_swap", "none")
 PLANNED = ("memo", "paper", "full_swap")
 """Methods that bring the memory planner along."""
@@ -206,7 +206,7 @@ def _on(question: Question, layout: Layout) -> Estimate:
             more = f"Ulysses ends at sp {largest} with {question.model.heads} heads on {question.gpus} GPUs: {more}"
         notes.append(f"{more}, not on {question.batch}")
     if question.seq_length % layout.ranks:
-        padded = -(-question.seq_length // layout.ranks) * layout.ranks
+        padded = round_up(question.seq_length, layout.ranks)
         notes.append(f"{question.seq_length} tokens do not split into {layout.ranks} equal parts: pad them to {padded}")
     answer = _memo(question, costs) if question.method == "memo" else _published(question, costs)
     return replace(answer, notes=tuple(notes))

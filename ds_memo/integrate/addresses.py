@@ -33,6 +33,7 @@ from ds_memo.plan import Plan
 from ds_memo.profile.device_memory import keep_blocks_whole
 from ds_memo.profile.lengths import PassKind, Shapes
 from ds_memo.profile.requests import Most, Place, RequestLog, most_in, read_log
+from ds_memo.units import GIB
 
 _PATIENCE = 4
 """Iterations without a plan in which torch's allocator keeps blocks whole: for requests that never repeat it would have to ask
@@ -187,11 +188,13 @@ class Addresses:
         self.leave_phase()
 
     def step_begins(self) -> None:
-        self._allocator.phase("step")
+        if self.claimed:
+            self._allocator.phase("step")
 
     def step_ends(self) -> None:
-        self.steps_happen = self._stepped = True
-        self.leave_phase()
+        if self.claimed:
+            self.steps_happen = self._stepped = True
+            self._allocator.phase(None)
 
     def leave_phase(self) -> None:
         """What follows is none of the plan's business: an evaluation, say."""
@@ -320,6 +323,6 @@ class Addresses:
         try:
             self._allocator.reserve(known.plan.peak)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            size = known.plan.peak / (1 << 30)
+            size = known.plan.peak / GIB
             known.give_up()
             self._warn(f"there is no room for an arena of {size:.3g} GiB ({error}); PyTorch's allocator goes on")

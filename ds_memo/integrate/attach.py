@@ -163,16 +163,21 @@ def attached() -> list[Memo]:
     return list(_attached.values())
 
 
+def running() -> list[Memo]:
+    """Those of models that are in their forward now."""
+    return [memo for memo in _attached.values() if memo.in_forward]
+
+
 def _current(fn: Callable[..., Any]) -> Memo | None:
-    running = [memo for memo in _attached.values() if memo.in_forward]
-    if len(running) == 1:
-        return running[0]
+    in_forward = running()
+    if len(in_forward) == 1:
+        return in_forward[0]
     module = module_of(fn)  # of a part of a model that is called by itself
     holders = [memo for model, memo in _attached.items() if module is None or any(module is part for part in model.modules())]
     if len(holders) > 1:
         raise MemoError(
-            f"ds_memo.checkpoint was called with {len(_attached)} models attached and {len(running)} of them in forward; which "
-            "of them it is for cannot be told. Call it with a module of that model, or inside its forward"
+            f"ds_memo.checkpoint was called with {len(_attached)} models attached and {len(in_forward)} of them in forward; "
+            "which of them it is for cannot be told. Call it with a module of that model, or inside its forward"
         )
     return holders[0] if holders else None
 

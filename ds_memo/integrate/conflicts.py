@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from ds_memo.errors import MemoConfigError, MemoError
 from ds_memo.integrate.layers import is_huggingface_layer
-from ds_memo.remat.checkpoint import is_compiled
+from ds_memo.remat.cautions import is_compiled
+from ds_memo.units import MIB
 
 _SAME_WORK = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
 
@@ -113,7 +114,7 @@ class MaskWatch:
             return
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and _is_mask(value):
-                mib = value.numel() * value.element_size() / 2**20
+                mib = value.numel() * value.element_size() / MIB
                 self.warn(
                     f"layer {self.name} is given an attention mask of shape {tuple(value.shape)}: {mib:.3g} MiB that grow with "
                     "the square of the length, and SDPA's fastest kernels take none. Pad nothing (join the documents) or use a "

@@ -17,8 +17,8 @@ from ds_memo.integrate.chosen import Chosen
 from ds_memo.remat.checkpoint import FULL_RECOMPUTE, Layer, Setting
 from ds_memo.solve.homes import alpha_for_host
 from ds_memo.solve.places import Places, spread
-from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
+from ds_memo.units import GIB
 
 RESIDENTS = 2
 """Where nothing is known: the last two, whose copies could not hide behind anything."""
@@ -110,29 +110,28 @@ class Decisions:
             )
         return setting
 
-    def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
-        budget, alpha = self._slab.at_hand, self._config.alpha
+    def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
+        budget, alpha, reason = self._slab.at_hand, self._config.alpha, "as configured"
         others = [other for other in self._layers if other.index not in self.places.residents]
         if alpha is not None:  # layers of another class keep something else; the slab has the last word on all of them
             others = [other for other in others if type(other.module()) is type(layer.module())]
         swapped = max(1, len(others))
-        if alpha is None and not self.layers_known:
-            alpha = 0.0  # how many layers will share the host shows in this forward
+        if alpha is None and not self.layers_known:  # how many will share the host shows in this forward
+            alpha, reason = 0.0, "layers not known"
         slack = swapped * _SLACK_PER_FRAME if alpha is None else 0
-        fits = alpha_for_host(budget - slack, swapped, whole_bytes, row_bytes)
-        if fits < (alpha or 0.0):
-            need = swapped * (whole_bytes + (alpha or 0.0) * row_bytes)
+        fits = alpha_for_host(budget - slack, swapped, whole_bytes, split_bytes)
+        least = alpha or 0.0
+        if fits < least:
+            need = swapped * (whole_bytes + least * split_bytes)
             way_out = f"memo.alpha of at most {int(fits * 1000) / 1000} fits" if fits >= 0 else "even memo.alpha 0 does not fit"
             raise MemoError(
-                f"host memory: {swapped} swapped layers like {layer.name} need {need / GIB:.3g} GiB at alpha {alpha or 0.0}, "
+                f"host memory: {swapped} swapped layers like {layer.name} need {need / GIB:.3g} GiB at alpha {least}, "
                 f"{budget / GIB:.3g} GiB are available to this rank; {way_out}. More memo.resident_layers, a larger "
                 "memo.host_memory_gib, a smaller batch or more sequence-parallel ranks help too."
             )
         if alpha is None:
-            alpha = fits
-        known = "host memory" if alpha < 1 else "all rows fit the host"
-        reason = "as configured" if self._config.alpha is not None else known if self.layers_known else "layers not known"
-        used = swapped * (whole_bytes + alpha * row_bytes)
+            alpha, reason = fits, "host memory" if fits < 1 else "all rows fit the host"
+        used = swapped * (whole_bytes + alpha * split_bytes)
         self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of host memory at alpha {alpha:.3g}"
         self.alpha_used = alpha
         return alpha

@@ -27,6 +27,7 @@ from ds_memo.integrate.layers import find_layers
 from ds_memo.integrate.memo import Memo
 from ds_memo.integrate.names import Taken, other_holders, replace_in_modules, restore
 from ds_memo.profile import agree
+from ds_memo.units import MIB
 
 NO_SECTION = (
     f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": '
@@ -91,8 +92,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         check_residents(config, len(layers))
         kernels.use_kernels(asked["model"], config)
         if config.kernels.adam:
-            given = (asked.get(name) for name in ("model_parameters", "optimizer"))
-            asked["optimizer"] = kernels.fused_adam(section, asked["model"], *given)
+            asked["optimizer"] = kernels.fused_adam(
+                section, asked["model"], asked.get("model_parameters"), asked.get("optimizer")
+            )
     if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
         ulysses.refuse_conflicts(section)
         asked["mpu"] = ulysses.set_up(asked["model"], ranks)
@@ -181,7 +183,7 @@ def _say_what_moved(memo: Memo) -> None:
     report = memo.report()
     if report["active"]:
         line = (
-            f"is active: {report['bytes_to_host'] / 2**20:.1f} MiB went to the host in the first step "
+            f"is active: {report['bytes_to_host'] / MIB:.1f} MiB went to the host in the first step "
             f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)"
         )
     else:

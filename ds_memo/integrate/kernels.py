@@ -166,13 +166,13 @@ def use_liger_cross_entropy(model: nn.Module) -> None:
     liger._apply_liger_kernel_to_instance(model=model, **{**off, "fused_linear_cross_entropy": True})
 
 
-def fused_adam(config: Mapping[str, Any], model: nn.Module, parameters: Any = None, given: Any = None) -> torch.optim.Optimizer:
+def fused_adam(config: Mapping[str, Any], model: nn.Module, parameters: Any, given: Any) -> torch.optim.Optimizer:
     """apex's FusedAdam with the parameters of the DeepSpeed JSON's "optimizer" section.
 
     Args:
         config: the DeepSpeed JSON.
-        parameters: what ``deepspeed.initialize`` was given as model_parameters; absent: all of the model that are trained.
-        given: the optimizer it was given.
+        parameters: what ``deepspeed.initialize`` was given as model_parameters; None: all of the model that are trained.
+        given: the optimizer it was given, or None.
 
     Raises:
         MemoConfigError: the section asks for another kind of optimizer, or the script brings its own.

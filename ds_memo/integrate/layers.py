@@ -30,7 +30,7 @@ def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | None = Non
     """
     if layers is not None:
         return _named(model, list(layers))
-    found = _huggingface_layers(model)
+    found = [(name, module) for name, module in model.named_modules() if is_huggingface_layer(module)]
     if found:
         return found
     lists = [(name, part) for name, part in _outermost_lists(model) if len({type(item) for item in part.values()}) == 1]
@@ -58,10 +58,6 @@ def is_huggingface_model(module: nn.Module) -> bool:
     """Whether this is a Transformers model that asks itself whether its layers are checkpointed."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel) and hasattr(module, "gradient_checkpointing")
-
-
-def _huggingface_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in model.named_modules() if is_huggingface_layer(module)]
 
 
 def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, dict[str, nn.Module]]]:

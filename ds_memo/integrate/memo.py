@@ -28,14 +28,16 @@ from ds_memo.plan import Plan
 from ds_memo.profile.device_memory import device_seen
 from ds_memo.profile.lengths import shapes_of
 from ds_memo.profile.requests import Most
-from ds_memo.remat.checkpoint import SDPA, Layer, Remat, has_compiled
+from ds_memo.remat.cautions import has_compiled
+from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.show.report import Report
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.swap.host_memory import GIB, budget_bytes, ranks_on_node
+from ds_memo.swap.host_memory import budget_bytes, ranks_on_node
 from ds_memo.swap.segments import memlock_binds
 from ds_memo.swap.slab import HostSlab, promised_bytes, shared_pool
 from ds_memo.swap.streams import streams_for
+from ds_memo.units import GIB
 
 
 class Memo:
@@ -47,7 +49,7 @@ class Memo:
         config: MemoConfig,
         layers: list[tuple[str, nn.Module]],
         device: torch.device,
-        of_engine: bool = False,
+        of_engine: bool,
     ) -> None:
         if config.ablation == "full_swap":
             residents = RESIDENTS if config.resident_layers is None else config.resident_layers
@@ -61,16 +63,7 @@ class Memo:
         """An engine attached the model; else a person did, with ds_memo.attach."""
         self._on_last_micro_batch: Callable[[], bool] = lambda: False
         self._after_first_step: Callable[[Memo], None] = nothing
-        pool = shared_pool(config.host_memory_gib, device)
-        promised, locked = promised_bytes(pool), pool.pinned and memlock_binds()
-        budget = budget_bytes(config.host_memory_gib, ranks_on_node(), locked, promised, pool.size)
-        if promised and config.host_memory_gib is None:
-            self.warn(
-                f"attached models of this process with a memo.host_memory_gib may still take {promised / GIB:.3g} GiB, and leave "
-                f"{budget / GIB:.3g} GiB of host memory to this one. Give all the same, or none, and they share it. Of one that "
-                "is done engine.destroy() gives it back (of a Trainer trainer.model_wrapped.destroy()), or handle.detach()"
-            )
-        self.slab = HostSlab(budget, pool)
+        self.slab = self._make_slab(device)
         self.engine = SwapEngine(streams_for(device), self.slab, device)
         self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
         self._by_module = weakref.WeakKeyDictionary(
@@ -78,7 +71,7 @@ class Memo:
         )
         self.calls = Calls()
         self.decisions = Decisions(config, self.layers, self.slab, self.calls, self.warn)
-        self.remat = Remat(self.engine, self.decisions, self.warn, config.attention if config.attention in SDPA else None)
+        self.remat = Remat(self.engine, self.decisions, self.warn, config.attention)
         self.autopilot = self._make_autopilot()
         self.slab.fixed = self.autopilot is None
         self.addresses = self._make_addresses(device)
@@ -217,12 +210,12 @@ class Memo:
 
     def step_begins(self) -> None:
         """An optimizer step begins."""
-        if self.addresses and self.addresses.claimed:
+        if self.addresses:
             self.addresses.step_begins()
 
     def stepped(self) -> None:
         """An optimizer step is over."""
-        if self.addresses and self.addresses.claimed:
+        if self.addresses:
             self.addresses.step_ends()
         if self._speed.before_first_step:
             for message in self._said_of_first_step():
@@ -235,7 +228,7 @@ class Memo:
             self.autopilot.stepped(self._model(), self._passes, now, self._head_bytes)
 
     def _head_bytes(self, hidden_bytes: int) -> Most | None:
-        return self.addresses.head_bytes(hidden_bytes) if self.addresses and self.addresses.claimed else None
+        return self.addresses.head_bytes(hidden_bytes) if self.addresses else None
 
     def _said_of_first_step(self) -> Iterator[str]:
         chosen, traffic = self.decisions.chosen, self.engine.traffic
@@ -266,15 +259,6 @@ class Memo:
             How many bytes that were; 0 if there is none.
         """
         return self.addresses.release_arena() if self.addresses else 0
-
-    def _make_addresses(self, device: torch.device) -> Addresses | None:
-        if not self.config.plan.enabled:
-            return None
-        try:
-            return Addresses(device, self.config.plan, self.warn)
-        except RuntimeError as error:
-            self.warn(f"memory addresses are not planned: {error}")
-            return None
 
     def _plan_pass(self, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self.addresses:
@@ -373,12 +357,34 @@ class Memo:
 
     # ---- inside
 
+    def _make_slab(self, device: torch.device) -> HostSlab:
+        given = self.config.host_memory_gib
+        pool = shared_pool(given, device)
+        promised, locked = promised_bytes(pool), pool.pinned and memlock_binds()
+        budget = budget_bytes(given, ranks_on_node(), locked, promised, pool.size)
+        if promised and given is None:
+            self.warn(
+                f"attached models of this process with a memo.host_memory_gib may still take {promised / GIB:.3g} GiB, and leave "
+                f"{budget / GIB:.3g} GiB of host memory to this one. Give all the same, or none, and they share it. Of one that "
+                "is done engine.destroy() gives it back (of a Trainer trainer.model_wrapped.destroy()), or handle.detach()"
+            )
+        return HostSlab(budget, pool)
+
     def _make_autopilot(self) -> Autopilot | None:
         """None where nothing is left open."""
         config = self.config
         if config.ablation is not None or (config.alpha is not None and config.resident_layers is not None):
             return None
         return Autopilot(config, self.layers, self.remat, self.warn, self.of_engine)
+
+    def _make_addresses(self, device: torch.device) -> Addresses | None:
+        if not self.config.plan.enabled:
+            return None
+        try:
+            return Addresses(device, self.config.plan, self.warn)
+        except RuntimeError as error:
+            self.warn(f"memory addresses are not planned: {error}")
+            return None
 
     def _hidden_shape(self) -> tuple[int, ...]:
         """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""

@@ -182,17 +182,20 @@ class Plans:
             if self._passed_over < _PAUSE:
                 return
             self._passed_over, self._misfits = 0, _MISFITS - 1
-        others = [(other, length) for other in self.known if (length := self._length_to(other, kind))]
+        patterns = (other for other, its in self.known.items() if its.pattern is not None)
+        others = [(other, length) for other in patterns if (length := length_between(other, kind))]
         others = sorted(others, key=lambda other: abs(other[1].here - other[1].there))[:_PATTERNS]
         found = [(base, to, self._lines(base, to, others)) for base, to in others]
         sure = [(base, to, lines) for base, to, lines in found if lines and lines.hold_at(to.there)]
         tried = [(base, to, lines) for base, to, lines in found[:1] if lines and lines.may_hold_at(to.there, self._least)]
-        for base, to, lines in (sure + tried)[:1]:
-            base_known = self.known[base]
-            sizes = {name: size.at(to.there) + _SPARE // 2 for name, size in lines.sizes.items()}
-            plan = rescale(base_known.plan, [sizes[slot.id] for slot in base_known.plan.slots])
-            self._adopt(known, base_known.log.resized(sizes), plan, _SPARE)
-            known.rescaled = lines, to.there
+        if not (sure or tried):
+            return
+        base, to, lines = (sure or tried)[0]
+        pattern = self.known[base]
+        sizes = {name: size.at(to.there) + _SPARE // 2 for name, size in lines.sizes.items()}
+        plan = rescale(pattern.plan, [sizes[slot.id] for slot in pattern.plan.slots])
+        self._adopt(known, pattern.log.resized(sizes), plan, _SPARE)
+        known.rescaled = lines, to.there
 
     def _lines(self, base: PassKind, to: Length, others: list[tuple[PassKind, Length]]) -> Lines | None:
         """Of a planned kind, every size by the length; None: no other kind asks for the same in the same order."""
@@ -215,9 +218,6 @@ class Plans:
             lines = known.lines[to.places] = Lines(sizes, *sorted((between.here, between.there)))
             return lines
         return None
-
-    def _length_to(self, other: PassKind, kind: PassKind) -> Length | None:
-        return length_between(other, kind) if self.known[other].pattern is not None else None
 
     def _adopt(self, known: Known, log: RequestLog, plan: Plan, spare: int = 0) -> None:
         offsets = {slot.id: slot.offset for slot in plan.slots}

@@ -87,13 +87,13 @@ class Profiling:
     def outgrown(self, shapes: HiddenShapes) -> bool:
         """Whether these hidden states, or an encoder's beside them, have far more tokens than a kind was measured with: of few,
         most is overhead. Where both had as many, what is whose could not be told."""
-        return any(shape and self._outgrown(number, shape.length, shape.source) for number, shape in enumerate(shapes))
+        return any(here and self._outgrown(kind, here.length, here.source) for kind, here in zip(self.kinds, shapes, strict=True))
 
-    def _outgrown(self, number: int, length: int, source: int) -> bool:
-        longest = self.profile.kinds[number].taken[-1]
+    def _outgrown(self, kind: int, length: int, source: int) -> bool:
+        longest = self.profile.kinds[self.kinds.index(kind)].taken[-1]
         both = (longest.length, length), (longest.source, source)
         short = any(seen < SHORTEST and now > 2 * seen for seen, now in both)
-        return short and self._tries[self.kinds[number]] < _TRIES
+        return short and self._tries[kind] < _TRIES
 
     def later(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], with_others: bool) -> list[str]:
         """Of a pass with kinds that the profile lacks, or knows of shorter batches; what can be learned is in it then.
@@ -106,20 +106,20 @@ class Profiling:
         """
         everybody, do = (from_all_ranks, together) if with_others else (_only_me, alone)
         unknown = {kind for kind in of_layers if kind not in self.kinds and self._tries[kind] < _TRIES}
-        called = [(number, kind) for number, kind in enumerate(self.kinds) if kind in calls]
-        outgrown = {kind for number, kind in called if self._outgrown(number, calls[kind].length, calls[kind].source)}
+        known = ((kind, calls[kind]) for kind in self.kinds if kind in calls)
+        outgrown = {kind for kind, call in known if self._outgrown(kind, call.length, call.source)}
         grown = set().union(*everybody(outgrown))
         if not unknown | grown:  # on all ranks: they have learned the same
             return []
         new = {k: call for k, call in worth_measuring(self._layers, of_layers, calls).items() if k in unknown | grown}
-        everything, learned, again = self._asked(of_layers, new, everybody), [], []
-        for kind, call in everything.calls.items():
-            full, source = everything.full[kind], everything.sources[kind]
-            if kind in grown and not self._outgrown(self.kinds.index(kind), full, source):  # of all ranks together
+        asked, learned, again = self._asked(of_layers, new, everybody), [], []
+        for kind, call in asked.calls.items():
+            name, full, source = type(call.layer.module()).__name__, asked.full[kind], asked.sources[kind]
+            if kind in grown and not self._outgrown(kind, full, source):  # of all ranks together
                 continue
-            asked, name = replace(everything, calls={kind: call}), type(call.layer.module()).__name__
+            one = replace(asked, calls={kind: call})
             try:
-                mine = replace(self.profile, kinds=measure_kinds(asked, self._warn, do=do), layers=asked.numbers())
+                mine = replace(self.profile, kinds=measure_kinds(one, self._warn, do=do), layers=one.numbers())
             except Failed as failed:
                 instead = "what it took before is scaled" if kind in grown else "it is fully recomputed"
                 self._warn(f"{name}: cannot be profiled ({failed}), and {instead}")
@@ -131,11 +131,11 @@ class Profiling:
                 self.profile = replace(self.profile, kinds=tuple(kinds))
                 beside = f" beside {source:,}" if source else ""
                 again.append(f"measured {name} again, with {full:,} tokens{beside}: the first batches told too little")
-                continue
-            self.profile = self.profile.beside(careful)
-            self.kinds.append(kind)
-            learned.append(name)
-        self._tries.update(grown | everything.calls.keys())
+            else:
+                self.profile = self.profile.beside(careful)
+                self.kinds.append(kind)
+                learned.append(name)
+        self._tries.update(grown | asked.calls.keys())
         return [*([f"profiled {', '.join(learned)}, which no pass before has called"] if learned else []), *again]
 
     def _asked(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], everybody: Callable[[Any], list[Any]]) -> Asked:

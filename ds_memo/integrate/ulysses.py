@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ds_memo.errors import MemoConfigError, MemoError
+from ds_memo.units import round_up
 
 FIELD = "sequence_parallel_size"
 IGNORE = -100
@@ -87,7 +88,7 @@ def check(size: int, model_config: Any, world_size: int, seq_length: int | None 
     if seq_length is not None and seq_length % size:
         raise MemoConfigError(
             f"{FIELD}: got {size}, but {seq_length} tokens do not split into {size} equal parts; "
-            f"use {seq_length // size * size or size} or {-(-seq_length // size) * size}"
+            f"use {seq_length // size * size or size} or {round_up(seq_length, size)}"
         )
 
 

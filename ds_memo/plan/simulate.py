@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from ds_memo.plan.trace import Trace, rounded
+from ds_memo.units import MIB, round_up
 
-MIB = 2**20
 SMALL, SMALL_BUFFER, LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = MIB, 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
 
 
@@ -151,7 +151,7 @@ class _Allocator:
         elif size < MIN_LARGE:
             bytes_ = LARGE_BUFFER
         else:
-            bytes_ = -(-size // ROUND_LARGE) * ROUND_LARGE
+            bytes_ = round_up(size, ROUND_LARGE)
         self.reserved += bytes_
         return _Block(small, next(self.segments), 0, bytes_)
 
@@ -160,11 +160,11 @@ class _Allocator:
         tail = self.tails.get(small)
         if tail is not None and tail.free:
             self._take(tail)
-            more = -(-(size - tail.size) // page) * page
+            more = round_up(size - tail.size, page)
             tail.size += more
             block = tail
         else:
-            more = -(-size // page) * page
+            more = round_up(size, page)
             if tail is None:
                 block = _Block(small, next(self.segments), 0, more)
             else:

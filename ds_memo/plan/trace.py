@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ds_memo.plan.errors import TracesDiffer
+from ds_memo.units import round_up
 
 UNIT = 512  # bytes; PyTorch's allocator rounds every request up to this, and so do slots
 PHASE_NAME = re.compile(r"(L\d+|embed|head)\.[fb]|embed|head|step|end")
@@ -25,7 +26,7 @@ LAYER_PASS = re.compile(r"L(\d+)\.([fb])")
 
 def rounded(size: int) -> int:
     """Bytes rounded up to whole units."""
-    return -(-size // UNIT) * UNIT
+    return round_up(size, UNIT)
 
 
 class Request(NamedTuple):

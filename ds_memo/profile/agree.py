@@ -165,20 +165,27 @@ def most_careful(profiles: Sequence[Profile]) -> Profile:
 
     Times are rank 0's: ranks wait for each other in every step, so a slower one slows all.
     """
-    first, kinds = profiles[0], []
-    for number, kind in enumerate(first.kinds):
-
-        def careful(sample: LayerSample | None, number: int = number) -> LayerSample | None:
-            needs = [_needs(profile.kinds[number], sample) for profile in profiles] if sample else []
-            return sample and replace(sample, **dict(zip(DEVICE_BYTES, map(max, zip(*needs, strict=True)), strict=True)))
-
-        samples = tuple(map(careful, kind.samples))
-        kinds.append(replace(kind, samples=samples, check=careful(kind.check), half_source=careful(kind.half_source)))
     return replace(
-        first,
-        kinds=tuple(kinds),
+        profiles[0],
+        kinds=tuple(map(_needing_most, zip(*(profile.kinds for profile in profiles), strict=True))),
         d2h_bytes_per_s=min(profile.d2h_bytes_per_s for profile in profiles),
         h2d_bytes_per_s=min(profile.h2d_bytes_per_s for profile in profiles),
+    )
+
+
+def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
+    """The first rank's measurements of one kind of layer, with DEVICE_BYTES of the rank that needs most."""
+
+    def careful(sample: LayerSample) -> LayerSample:
+        needs = zip(*(_needs(kind, sample) for kind in kinds), strict=True)
+        return replace(sample, **dict(zip(DEVICE_BYTES, map(max, needs), strict=True)))
+
+    first = kinds[0]
+    return replace(
+        first,
+        samples=tuple(map(careful, first.samples)),
+        check=first.check and careful(first.check),
+        half_source=first.half_source and careful(first.half_source),
     )
 
 

@@ -27,7 +27,7 @@ class LayerCall:
     """A layer and what it was called with, to be called again at other lengths.
 
     Args:
-        layer: whose parameters and name count.
+        layer: whose parameters and name count. Its module is there: it is being called, or the model that called it is.
         fn, args, kwargs: as ds_memo.remat.checkpoint.Remat.run_with takes them.
     """
 
@@ -63,7 +63,7 @@ class LayerCall:
         there are none, or they are as long as the hidden states."""
         if self.hidden.dim() < 3:
             return 0
-        states = (x for x in self._others() if x.dim() == self.hidden.dim() and x.is_floating_point())
+        states = (x for x in self._other_tensors() if x.dim() == self.hidden.dim() and x.is_floating_point())
         states = (x for x in states if x.shape[0] == self.batch and 2 * x.shape[-1] >= self.width)
         return next((x.shape[1] for x in states if x.shape[1] != self.length), 0)
 
@@ -80,15 +80,15 @@ class LayerCall:
             apart: what depends on the source is known apart: "source" for that.
         """
         names = {self.length: "length", **({self.source: "source"} if apart else {})}
-        return [[names.get(n, n) for n in x.shape] + [str(x.dtype)] for x in self._others() if x.dim() > 1]
+        return [[names.get(n, n) for n in x.shape] + [str(x.dtype)] for x in self._other_tensors() if x.dim() > 1]
 
-    def _others(self) -> Iterator[torch.Tensor]:
+    def _other_tensors(self) -> Iterator[torch.Tensor]:
         return (x for x in tree_leaves((self._args, self._kwargs)) if isinstance(x, torch.Tensor) and x is not self.hidden)
 
     @property
     def trains(self) -> bool:
         """Whether anything in it, or before it, wants a gradient: else it keeps nothing."""
-        return any(x.requires_grad for x in (self.hidden, *self._others(), *self.layer.parameters))
+        return any(x.requires_grad for x in (self.hidden, *self._other_tensors(), *self.layer.parameters))
 
     def can_shorten(self) -> bool:
         """Whether it can be told from the batch, and no argument says where documents end: then cutting it is safe."""
@@ -137,17 +137,16 @@ class LayerCall:
 
 
 @contextmanager
-def beside_the_training(module: nn.Module | None) -> Iterator[None]:
+def beside_the_training(module: nn.Module) -> Iterator[None]:
     """Run something that the training must not see: buffers get their values back, saved-tensor hooks see no tensor.
 
     With hooks of its own on top, as save_on_cpu or a torch.utils.checkpoint around the whole model, the caller would take the
     profile's tensors for the forward's.
     """
-    parts = module.modules() if module is not None else ()
     # Through .data: the value is the old one again, so autograd need not know of a change.
     buffers = [
         (part, name, buffer, buffer.data.clone())
-        for part in parts
+        for part in module.modules()
         for name, buffer in part._buffers.items()
         if buffer is not None and buffer.nbytes <= _STATISTICS and not buffer.is_inference()
     ]

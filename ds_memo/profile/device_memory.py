@@ -7,16 +7,16 @@ import os
 import torch
 from torch import nn
 
-from ds_memo.swap.host_memory import GIB, available_bytes, ranks_on_node
+from ds_memo.swap.host_memory import available_bytes, ranks_on_node
+from ds_memo.units import GIB
 
 RESERVE = 0.08
 """Share of what is free that is left to workspaces of kernels and to what torch's allocator loses between blocks until addresses
 are planned, at least."""
-LOSES_MORE = 1.25
-"""What it loses in the passes after the first step, over what it lost in that."""
 UNSEEN = 0.50
 """The same as long as it has not been seen what head, loss and optimizer take: logits can be larger than all that layers keep."""
-
+LOSES_MORE = 1.25
+"""What torch's allocator loses in the passes after the first step, over what it lost in that."""
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _WHOLE_MIB = 32

@@ -57,8 +57,6 @@ def settings_digest(layer: Layer) -> str:
     """Of everything else that can be seen to change what the layer does: heads, experts per token, windows, attention kernels,
     forwards that were replaced (Liger's, TiledMLP)."""
     module = layer.module()
-    if module is None:
-        return ""
     seen = [re.sub(r"0x[0-9a-f]+", "", repr(module)), sorted(_settings(module).items()), *_configs(module), _code(module)]
     return hashlib.sha256(json.dumps(seen, sort_keys=True, default=repr).encode()).hexdigest()[:20]
 

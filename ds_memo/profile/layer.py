@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_memo.errors import MemoError
 from ds_memo.profile.call import LayerCall, beside_the_training
 from ds_memo.profile.live import bytes_made
 from ds_memo.profile.sample import LayerSample
+from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
 from ds_memo.remat import keep
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.remat.random_states import forked
@@ -93,11 +93,10 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
 
 
 @contextmanager
-def _own_parameters(module: nn.Module | None) -> Iterator[list[nn.Parameter]]:
+def _own_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Others of the same values in place of those that are trained. A backward that runs another one inside, as DeepSpeed's
     TiledMLP, adds to gradients by itself and calls all hooks that parameters have, and one that reduces waits for other ranks."""
-    parts = module.modules() if module is not None else ()
-    held = ((part, name, own) for part in parts for name, own in part._parameters.items())
+    held = ((part, name, own) for part in module.modules() for name, own in part._parameters.items())
     owners = [(part, name, own) for part, name, own in held if own is not None and own.requires_grad]
     others: dict[nn.Parameter, nn.Parameter] = {}
     for _, _, own in owners:
@@ -121,7 +120,7 @@ class _Fixed:
     def setting(self, layer: Layer) -> Setting:
         return self.setting_now
 
-    def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
+    def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         raise AssertionError("no rows are swapped in a profile")
 
 
@@ -221,7 +220,7 @@ class _Bench:
     def saved_bytes(self) -> int:
         """Storages that autograd saves, but for parameters and what other layers share."""
         module = self._layer.module()
-        own = [*module.parameters(), *module.buffers()] if module is not None else []
+        own = (*module.parameters(), *module.buffers())
         shared = [
             x for x in tree_leaves((self._args, self._fn.keywords if isinstance(self._fn, partial) else ())) if torch.is_tensor(x)
         ]
@@ -243,79 +242,6 @@ class _Bench:
         return time.perf_counter()
 
 
-def now(device: torch.device) -> Any:
-    """A point of time where the device's work stands."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(start: Any, end: Any) -> float:
-    """Of two points of time that the device has passed."""
-    return start.elapsed_time(end) * 1e-3 if isinstance(start, torch.cuda.Event) else end - start
-
-
-class Stopwatch(TorchDispatchMode):
-    """Time the GEMMs, attention and choices of a layer's forward, and attention in its backward."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._ops: list[tuple[Any, Any, Any]] = []
-        self._backward: list[tuple[Any, Any]] = []
-        self._in_forward = True
-        self._start: Any = None
-        self._end: Any = None
-        self.attention_flops = 0
-        self.gemm_s = self.attention_s = self.attention_backward_s = 0.0
-        self.seconds: list[float] = []
-        """Of each op that a recipe lists, in order."""
-        self.born: list[float] = []
-        """When each was over, as a share of the forward."""
-
-    def now(self) -> Any:
-        return now(self._device)
-
-    def forward_over(self, start: Any) -> None:
-        self._start, self._end = start, self.now()
-        self._in_forward = False
-
-    def read(self) -> None:
-        """Work out the attributes, when everything has run."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        whole = seconds_between(self._start, self._end)
-        for func, begin, end in self._ops:
-            seconds, kind = seconds_between(begin, end), keep.kind_of(func)
-            self.seconds.append(seconds)
-            self.born.append(min(1.0, seconds_between(self._start, end) / whole) if whole else 1.0)
-            self.gemm_s += seconds if kind is keep.OpKind.GEMM else 0.0
-            self.attention_s += seconds if kind is keep.OpKind.ATTENTION else 0.0
-        self.attention_backward_s = sum(seconds_between(*times) for times in self._backward)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if self._in_forward:
-            kind = keep.kind_of(func)
-            if kind in (keep.OpKind.PLAIN, keep.OpKind.MUTATES):
-                return func(*args, **kwargs)
-            begin = self.now()
-            out = func(*args, **kwargs)
-            self._ops.append((func, begin, self.now()))
-            if kind is keep.OpKind.ATTENTION:
-                query, key = args[0], args[1]  # (b, heads, s, d) or, flash-attn's, (b, s, heads, d)
-                self.attention_flops += 2 * query.numel() * max(key.shape[1:-1])
-            return out
-        if "backward" in (name := func.name()) and ("attention" in name or "attn" in name):
-            begin = self.now()
-            out = func(*args, **kwargs)
-            self._backward.append((begin, self.now()))
-            return out
-        return func(*args, **kwargs)
-
-
 def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output, ...], float]:
     """What is kept, in the order of birth, and the seconds of the GEMMs that alpha splits."""
     outputs = [Output("input", 1, kept.stored_bytes, 0.0) for kept in full.inputs if kept]
@@ -324,19 +250,13 @@ def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output
         timed = index < len(watch.seconds)
         born = watch.born[index] if timed else 1.0
         if isinstance(op, Gemm):
-            if op.kept is None:
-                continue
-            split = at_zero.kept is None
-            rows = op.kept.rows
-            outputs.append(Output("gemm" if split else "choice", rows, op.kept.stored_bytes // rows, born))
-            gemm_s += watch.seconds[index] if split and timed else 0.0
+            split = op.kept is not None and at_zero.kept is None
+            for_others = at_zero.wanted and not op.wanted  # at alpha 0 others are computed from it
+            gemm_s += watch.seconds[index] if timed and (split or for_others) else 0.0
+            if op.kept is not None:
+                rows = op.kept.rows
+                outputs.append(Output("gemm" if split else "choice", rows, op.kept.stored_bytes // rows, born))
         else:
             kind = "attention" if keep.kind_of(op.func) is keep.OpKind.ATTENTION else "choice"
             outputs += [Output(kind, 1, kept.stored_bytes, born) for kept in op.kept or () if kept]
-    # GEMMs that are only wanted at alpha 0, because others are computed from them, count too.
-    gemm_s += sum(
-        watch.seconds[index]
-        for index, (op, at_zero) in enumerate(zip(full.ops, none.ops, strict=True))
-        if isinstance(op, Gemm) and not op.wanted and at_zero.wanted and index < len(watch.seconds)
-    )
     return tuple(outputs), gemm_s

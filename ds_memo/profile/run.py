@@ -31,9 +31,10 @@ from ds_memo.profile.kinds import layer_in_words, settings_digest
 from ds_memo.profile.layer import measure
 from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
 from ds_memo.profile.whole import whole, whole_bytes
-from ds_memo.remat.checkpoint import SDPA, Layer
-from ds_memo.swap.host_memory import GIB, ranks_on_node, seen
+from ds_memo.remat.checkpoint import Layer
+from ds_memo.swap.host_memory import ranks_on_node, seen
 from ds_memo.swap.protocol import D2H, H2D
+from ds_memo.units import GIB
 
 T = TypeVar("T")
 LONGEST = 1 << 14
@@ -217,7 +218,6 @@ def _measure_kind(
     module = call.layer.module()
     lengths, full, source = asked.lengths[kind], asked.full[kind], asked.sources[kind]
     number = list(asked.calls).index(kind) + 1
-    kernel = asked.attention if asked.attention in SDPA else None  # a package's kernel is the model's own to call
     gathered = whole_bytes(module)
     do(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, RESERVE)))
 
@@ -228,7 +228,7 @@ def _measure_kind(
                 alike = len(samples[0].outputs) == len(samples[1].outputs)  # else experts that no token of the shorter visits
                 short = LayerProfile(name, tuple(samples if alike else samples[1:]))
                 do(lambda short=short, length=length: _refuse_too_long(short, call.batch, length, asked.free()))
-            sample = do(partial(measure, call, length, asked.device, kernel, source))
+            sample = do(partial(measure, call, length, asked.device, asked.attention, source))
             samples.append(replace(sample, **{of: getattr(sample, of) + gathered for of in DEVICE_BYTES}))
             told(
                 f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens"

@@ -12,19 +12,18 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
 """The last one is there for leaf modules (``set_z3_leaf_modules``): it hands their gradients over to be reduced."""
 
 
-def partitioned(module: nn.Module | None) -> list[nn.Parameter]:
+def partitioned(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that ZeRO-3 keeps in pieces on all ranks, and that are in pieces now."""
-    parameters = module.parameters() if module is not None else ()
-    return [p for p in parameters if hasattr(p, "ds_id") and p.ds_status.name == "NOT_AVAILABLE"]
+    return [p for p in module.parameters() if hasattr(p, "ds_id") and p.ds_status.name == "NOT_AVAILABLE"]
 
 
-def whole_bytes(module: nn.Module | None) -> int:
+def whole_bytes(module: nn.Module) -> int:
     """Bytes that gathering a layer takes."""
     return sum(p.ds_numel * p.element_size() for p in partitioned(module))
 
 
 @contextmanager
-def whole(module: nn.Module | None) -> Iterator[None]:
+def whole(module: nn.Module) -> Iterator[None]:
     """Gather a layer's parameters, and leave them so: inside, a run of it makes no collective of ZeRO's.
 
     ZeRO-3 gathers at each submodule's hook. A rank that fails between two of them leaves the others waiting in the next one;

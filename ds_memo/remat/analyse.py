@@ -17,6 +17,7 @@ from ds_memo.remat.modes import NotingMode, under_a_checkpoint
 from ds_memo.remat.recipe import Seen, SeenGemm, SeenWhole, fingerprint
 
 ALL_SO_FAR = -1
+"""Of memory that a kernel out of our sight may have filled: every GEMM up to the moment when it is read."""
 
 
 class Analyse(NotingMode):
@@ -44,7 +45,7 @@ class Analyse(NotingMode):
         self._module = module
         self._finish = finish
         givens = list(givens)
-        self._parameters = [tensor for tensor in givens if isinstance(tensor, torch.nn.Parameter)]
+        self._parameters = [tensor for tensor in givens if isinstance(tensor, nn.Parameter)]
         self._sources = {storage_of(tensor): 0 for tensor in givens}  # storage → bit set of the GEMMs it was made of
         self._sources.pop(0, None)
         self._older = set(self._sources)  # storages of before the call
@@ -98,51 +99,67 @@ class Analyse(NotingMode):
         kwargs = kwargs or {}
         kind = kind_of(func)
         sources = self._made_of_all(args, kwargs)
-        if kind is OpKind.ATTENTION or kind is OpKind.CHOICE:
-            out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
-            if state is not None:
-                self.call.rng_after[len(self.seen.ops)] = state
-            self.seen.attention_again += kind is OpKind.ATTENTION and under_a_checkpoint()
-            outputs = tuple(detached(value) for value in as_tuple(out))
-            self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
-            if kind is OpKind.CHOICE:
-                self._choose_from(sources)
-            self._fresh = None
-            self._made(out, 0)
-            return out
         fresh, self._fresh = self._fresh, self._fresh if func in keep.LOOKS else None
+        if kind is OpKind.ATTENTION or kind is OpKind.CHOICE:
+            return self._run_whole(kind, func, args, kwargs, sources)
         if kind is OpKind.MUTATES:
-            if fresh is not None and not kwargs and keep.adds_bias_to(func, args, fresh.out):
-                fresh.biased = True
-            else:
-                for tensor in keep.written_tensors(func, args, kwargs):
-                    self._about_to_change(tensor)
-            if keep.overwrites_all(func, args):
-                self._sources[storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)
-            for tensor in keep.written_tensors(func, args, kwargs):
-                self._made(tensor, sources)
-                if storage_of(tensor) in self._older:  # running statistics, say: each replay writes there too
-                    self.seen.wanted |= sources
+            sources = self._about_to_write(func, args, kwargs, sources, fresh)
         if keep.looks_at_values(func, args, kwargs):
             self.seen.wanted |= sources
             self._choose_from(self._made_of_all(keep.chooses_by(func, args)))
-        if keep.looks_like_attention(func):
+        if func in keep.SOFTMAX:
             self.seen.softmax = str(func)
         out = func(*args, **kwargs)
         self._follow_weights(func, args, out)
-        if kind is OpKind.MUTATES and fresh is not None and fresh.biased:
+        if fresh is not None and fresh.biased:
             fresh.fingerprint = fingerprint(fresh.out)
         if kind is OpKind.GEMM:
-            product, flops = out.detach(), keep.gemm_flops(func, args, out)
-            self.seen.flops_again += flops if under_a_checkpoint() else 0
-            gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))
-            self.seen.ops.append(gemm)
-            self._gemms.append(gemm)
-            self._fresh = gemm if gemm.splits else None
-            self._made(out, 1 << (len(self._gemms) - 1))
+            self._saw_gemm(func, args, out, sources)
         else:
-            self._made(out, ALL_SO_FAR if keep.is_blank(func) else sources)
+            self._made(out, ALL_SO_FAR if func in keep.BLANK else sources)
         return out
+
+    def _run_whole(self, kind: OpKind, func: Any, args: tuple, kwargs: dict, sources: int) -> Any:
+        """Attention, or a router's choice: what is made of it is made of nothing that the replay would have to compute."""
+        out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
+        if state is not None:
+            self.call.rng_after[len(self.seen.ops)] = state
+        self.seen.attention_again += kind is OpKind.ATTENTION and under_a_checkpoint()
+        outputs = tuple(detached(value) for value in as_tuple(out))
+        self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
+        if kind is OpKind.CHOICE:
+            self._choose_from(sources)
+        self._made(out, 0)
+        return out
+
+    def _saw_gemm(self, func: Any, args: tuple, out: torch.Tensor, sources: int) -> None:
+        product, flops = out.detach(), keep.gemm_flops(func, args, out)
+        self.seen.flops_again += flops if under_a_checkpoint() else 0
+        gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))
+        self.seen.ops.append(gemm)
+        self._gemms.append(gemm)
+        self._fresh = gemm if gemm.splits else None
+        self._made(out, 1 << (len(self._gemms) - 1))
+
+    def _about_to_write(self, func: Any, args: tuple, kwargs: dict, sources: int, fresh: SeenGemm | None) -> int:
+        """An op is about to write in place: a bias that belongs to the GEMM before, or a change that kept tensors must not see.
+
+        Returns:
+            What the tensors that it writes to are made of then.
+        """
+        written = keep.written_tensors(func, args, kwargs)
+        if fresh is not None and not kwargs and keep.adds_bias_to(func, args, fresh.out):
+            fresh.biased = True
+        else:
+            for tensor in written:
+                self._about_to_change(tensor)
+        if keep.overwrites_all(func, args):
+            self._sources[storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)
+        for tensor in written:
+            self._made(tensor, sources)
+            if storage_of(tensor) in self._older:  # running statistics, say: each replay writes there too
+                self.seen.wanted |= sources
+        return sources
 
     def _choose_from(self, sources: int) -> None:
         for bit, gemm in enumerate(self._gemms):
@@ -161,15 +178,18 @@ class Analyse(NotingMode):
     def _made_of(self, tensor: torch.Tensor) -> int:
         storage = storage_of(tensor)
         if not storage:  # sparse, and the like
-            return (1 << len(self._gemms)) - 1
+            return self._all_so_far
         if self._sources.get(storage, ALL_SO_FAR) == ALL_SO_FAR and self._holds_a_parameter(storage):
             return 0
         if storage not in self._sources:
-            self._made(tensor, (1 << len(self._gemms)) - 1)
+            self._made(tensor, self._all_so_far)
             self._older.add(storage)
         sources = self._sources[storage]
-        # A kernel that we cannot see may have filled this memory with anything computed so far.
-        return (1 << len(self._gemms)) - 1 if sources == ALL_SO_FAR else sources
+        return self._all_so_far if sources == ALL_SO_FAR else sources
+
+    @property
+    def _all_so_far(self) -> int:
+        return (1 << len(self._gemms)) - 1
 
     def _holds_a_parameter(self, storage: int) -> bool:
         """ZeRO-3 gathers parameters into fresh memory while the layer runs."""

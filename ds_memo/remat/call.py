@@ -47,7 +47,7 @@ class Call:
         for index, values in self.loose.items():
             if any(isinstance(value, torch.Tensor) and storage_of(value) == storage for value in values):
                 self.altered.add(index)
-                self.loose[index] = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
+                self.loose[index] = tuple(map(cloned, values))
 
     def keep_whole(self, index: int, op: Whole, outputs: tuple[Any, ...]) -> None:
         """Keep the outputs of whole op `index`: stored ones in the frame, the others as they are."""

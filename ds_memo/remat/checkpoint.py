@@ -19,18 +19,19 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 from ds_memo.errors import MemoError
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work
+from ds_memo.remat.cautions import cautions
 from ds_memo.remat.inputs import Stays, lift_keywords, pack_followed, pack_watched, unpack
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.random_states import as_now
-from ds_memo.remat.recipe import Gemm, Recipe, Seen, SeenWhole, make_recipe
+from ds_memo.remat.recipe import Recipe, Seen, SeenWhole, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
 _RECIPES = 64
-MEM_EFFICIENT_TOKENS = 1 << 16
-"""Beyond, that kernel reads its mask and draws its dropout at wrong places (pytorch/pytorch issue 187225)."""
+_TIMES_LEFT = 3
+"""Recipes of a layer that are left one after the other, until it is analysed each time."""
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -59,7 +60,7 @@ class Policy(Protocol):
 
     def setting(self, layer: Layer) -> Setting: ...
 
-    def alpha(self, layer: Layer, whole_bytes: int, row_bytes: int) -> float:
+    def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         """Alpha for a layer of these sizes. Raises MemoError when it cannot fit."""
 
 
@@ -82,15 +83,12 @@ class Layer:
         self.follows_recipes = module is not None
         self.times_left = 0
 
-    def kind_of_call(self, args: tuple, policy_key: Any) -> Any:
+    def kind_of_call(self, args: tuple, setting: Setting) -> Any:
         """Everything cheap to see that a recipe depends on; what it misses shows in Record as leaving the recipe."""
-        module = self.module()
-        trained = 0
-        for parameter in self.parameters:
-            trained = trained << 1 | parameter.requires_grad
-        tensors = tuple((x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor))
-        cast = [torch.get_autocast_dtype(device) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
-        return tensors, trained, module.training, tuple(cast), policy_key
+        tensors = tuple([(x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor)])
+        trained = tuple([parameter.requires_grad for parameter in self.parameters])
+        cast = tuple([torch.get_autocast_dtype(device) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)])
+        return tensors, trained, self.module().training, cast, setting
 
     def remember(self, key: Any, recipe: Recipe) -> None:
         """Keep a recipe for later calls of its kind, up to a number: lengths may never repeat."""
@@ -100,15 +98,22 @@ class Layer:
 
 
 class Remat:
-    """Runs layers. One per attached model."""
+    """Runs layers. One per attached model.
 
-    def __init__(self, engine: SwapEngine, policy: Policy, warn: Callable[[str], None], attention: str | None = None) -> None:
+    Args:
+        engine: keeps what backwards need.
+        policy: decides the homes.
+        warn: says something once.
+        attention: as the "memo" section's; a package's kernel is the model's own to call.
+    """
+
+    def __init__(self, engine: SwapEngine, policy: Policy, warn: Callable[[str], None], attention: str | None) -> None:
         self.engine = engine
         self.policy = policy
         self.warn = warn
         self.work = Work()
         keep_dynamo_out()
-        self._sdpa = SDPA[attention] if attention else None
+        self._sdpa = SDPA.get(attention)
         self._attention = attention
         self._warned: set[tuple[type | None, str]] = set()
 
@@ -149,8 +154,21 @@ class Remat:
         if self._sdpa is not None:
             fn, again = (functools.partial(self._with_sdpa, layer, run) for run in (fn, again))
         setting = self.policy.setting(layer)
-        if not setting.checkpointed:
-            return self._run_plain(layer, fn, args) if setting.keeps_pace else fn(*args)
+        if setting.checkpointed:
+            return self._run_checkpointed(layer, setting, fn, again, args, keywords, preserve_rng_state)
+        return self._run_plain(layer, fn, args) if setting.keeps_pace else fn(*args)
+
+    def _run_checkpointed(
+        self,
+        layer: Layer,
+        setting: Setting,
+        fn: Callable[..., Any],
+        again: Callable[..., Any],
+        args: tuple,
+        keywords: dict[str, Any],
+        preserve_rng_state: bool,
+    ) -> Any:
+        """`keywords` are those that `fn`, and `again` in the replay, have by themselves."""
         # Who has attention computed again is short of memory: nothing is reloaded before it is wanted.
         frame = self.engine.begin(layer.name, setting.resident, layer.index, setting.keeps_attention)
         key = layer.kind_of_call(args, setting) if layer.follows_recipes else None
@@ -159,14 +177,13 @@ class Remat:
         nested = [value for value in args if not isinstance(value, torch.Tensor)]
         call.stays = [Stays(layer.name, leaf) for leaf in tree_leaves((nested, keywords)) if isinstance(leaf, torch.Tensor)]
         givens = functools.partial(_givens, layer, (args, keywords))
-        if recipe is not None:
-            layer.latest = recipe
-            mode: Record | Analyse = Record(call, givens, functools.partial(self._forget, layer))
-            pack = pack_followed(call)
-        else:
+        if recipe is None:
             seen = Seen()
-            mode = Analyse(call, seen, layer.module(), givens(), functools.partial(self._settle, layer, setting, key))
-            pack = pack_watched(call, seen)
+            finish = functools.partial(self._settle, layer, setting, key)
+            mode, pack = Analyse(call, seen, layer.module(), givens(), finish), pack_watched(call, seen)
+        else:
+            layer.latest = recipe
+            mode, pack = Record(call, givens, functools.partial(self._forget, layer)), pack_followed(call)
         try:
             if recipe is not None:
                 self.engine.adopt(frame, recipe.layout)
@@ -245,12 +262,12 @@ class Remat:
         """A call left its recipe. A layer that does nothing else (experts in a Python loop) is analysed each time."""
         layer.recipes.clear()
         layer.times_left += 1
-        layer.follows_recipes = layer.times_left < 3
+        layer.follows_recipes = layer.times_left < _TIMES_LEFT
 
     def _warn(self, layer: Layer, recipe: Recipe) -> None:
         """Say once per class of layers what makes its replay dearer than it should be, or its results wrong."""
         module = layer.module()
-        for reason in _reasons(module, recipe):
+        for reason in cautions(module, recipe):
             if (type(module), reason) not in self._warned:
                 self._warned.add((type(module), reason))
                 self.warn(f"layer {layer.name}: {reason}.")
@@ -300,51 +317,3 @@ def _givens(layer: Layer, arguments: Any) -> list[torch.Tensor]:
     module = layer.module()
     own = [*module.parameters(), *module.buffers()] if module is not None else []
     return own + [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-
-
-def _reasons(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
-    """What is to be said of a layer."""
-    if recipe.rewritten:
-        yield (
-            f"outputs of {recipe.rewritten} were changed in place by a kernel that PyTorch cannot see "
-            "(a Triton kernel that is no custom op?), so these ops run again in each backward"
-        )
-    if recipe.attention_again or recipe.flops_again:
-        yield (
-            "a part of it runs under torch.utils.checkpoint, and runs again in each backward whatever is kept: "
-            f"{recipe.flops_again / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {recipe.attention_again} attention calls. "
-            "Leave that checkpoint out: ds_memo sees to what is computed again"
-        )
-    if recipe.flops_batched_again:
-        yield (
-            f"{recipe.flops_batched_again / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights (bmm, or "
-            "an einsum over experts), which are not kept: they run again in each backward. torch._grouped_mm is kept, and a "
-            "product of two dimensions for each expert"
-        )
-    if recipe.mem_efficient_tokens > MEM_EFFICIENT_TOKENS:
-        yield (
-            f"PyTorch took its memory-efficient attention, whose results past {MEM_EFFICIENT_TOKENS:,} tokens are wrong where "
-            "there is a mask or dropout. Leave the mask out (join documents in place of padding), or set memo.attention to "
-            '"flash" or "cudnn", which then say if they cannot serve'
-        )
-    if not any(isinstance(op, Gemm) for op in recipe.ops):
-        compiled = "; it is compiled, and what happens inside a compiled region cannot be seen: leave layers uncompiled"
-        why = compiled if module is not None and has_compiled(module) else ""
-        yield f"no GEMM was seen in it, so all of it is recomputed, attention too{why}"
-    elif not recipe.attention_ops:
-        seen = f"{recipe.softmax} was (attention that materialises its scores)" if recipe.softmax else "nor a softmax"
-        yield (
-            f"no attention kernel was seen in it, {seen}, so its attention, if any, runs a second time in each backward. "
-            'Use attn_implementation="sdpa" or a flash-attn package, and no 4-D attention mask. Where that is in use, PyTorch '
-            "found no kernel for this call: a mask that needs a gradient (T5), or dropout on a CPU"
-        )
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of it goes through torch.compile."""
-    return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
-
-
-def has_compiled(module: nn.Module) -> bool:
-    """Whether it, or a module in it, is compiled."""
-    return any(map(is_compiled, module.modules()))

@@ -59,6 +59,8 @@ BLANK = {
 }
 """Memory that a kernel out of our sight (a Triton launch) may fill, or add to."""
 
+SOFTMAX = {aten._softmax.default, aten._safe_softmax.default}
+"""Attention that is not kept: softmax over scores that were materialised."""
 
 OVERWRITES = {
     aten.bernoulli_.float,  # F.dropout on a CPU: empty_like(x).bernoulli_(1 - p)
@@ -67,6 +69,9 @@ OVERWRITES = {
     aten.uniform_.default,
 }
 """In-place ops that do not read what they write over. Not zero_ and fill_: a kernel out of our sight may add to that."""
+
+LOOKS = {aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default}
+"""Ops that may stand between a product and its bias without reading it."""
 
 
 class OpKind(enum.Enum):
@@ -92,7 +97,7 @@ def kind_of(func: OpOverload) -> OpKind:
 def _classify(func: OpOverload) -> OpKind:
     if func in GEMM:
         return OpKind.GEMM
-    if func in ATTENTION or func.name().removesuffix(".default") in ATTENTION_NAMES:
+    if func in ATTENTION or func.name() in ATTENTION_NAMES:
         return OpKind.ATTENTION
     if func in CHOICE:
         return OpKind.CHOICE
@@ -102,10 +107,6 @@ def _classify(func: OpOverload) -> OpKind:
 def _is_collective_in_place(func: OpOverload) -> bool:
     """Those of torch.distributed, as tensor parallelism's sum of a product: they write to what comes first; no schema says so."""
     return func.namespace == "c10d" and func._opname.endswith("_")
-
-
-def is_blank(func: OpOverload) -> bool:
-    return func in BLANK
 
 
 def overwrites_all(func: OpOverload, args: Sequence[Any]) -> bool:
@@ -135,11 +136,6 @@ def looks_at_values(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     return not func._schema.returns and not func._schema.is_mutable
 
 
-def looks_like_attention(func: OpOverload) -> bool:
-    """Attention that is not kept: softmax over scores that were materialised."""
-    return func in (aten._softmax.default, aten._safe_softmax.default)
-
-
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The arguments that a mutating op writes to, lists flattened."""
     if _is_collective_in_place(func):
@@ -158,10 +154,6 @@ def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> 
     if type(out) is not torch.Tensor or out.dim() != 2 or not out.numel() or not out.is_contiguous():
         return False
     return func is not aten._grouped_mm.default or (args[0].dim() == 2 and args[1].dim() == 3)
-
-
-LOOKS = {aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default}
-"""Ops that may stand between a product and its bias without reading it."""
 
 
 def adds_bias_to(func: OpOverload, args: Sequence[Any], product: torch.Tensor) -> bool:

@@ -32,7 +32,8 @@ class Gemm:
 
     def makes(self, out: torch.Tensor) -> bool:
         """Whether an output is as foreseen."""
-        return self.shape == out.shape and (self.kept is None or self.kept.dtype == out.dtype)
+        kept = self.kept
+        return self.shape == out.shape and (kept is None or (kept.dtype == out.dtype and kept.stride == out.stride()))
 
     @property
     def rows(self) -> int:
@@ -105,7 +106,7 @@ class SeenGemm:
     func: OpOverload
     out: torch.Tensor
     flops: int
-    inputs: int
+    sources: int
     """Bit set of the GEMMs that its operands depend on."""
     splits: bool
     fingerprint: torch.Tensor
@@ -118,7 +119,7 @@ class SeenGemm:
 class SeenWhole:
     func: OpOverload
     outputs: tuple[Any, ...]
-    inputs: int
+    sources: int
     """Bit set of the GEMMs that its operands depend on."""
     fingerprint: torch.Tensor
     again: bool = False
@@ -165,21 +166,21 @@ class Seen:
                 op.splits = False
             else:
                 op.again = True
-                self.wanted |= op.inputs
+                self.wanted |= op.sources
 
     def run_attention_again(self) -> None:
         """The last resort: attention outputs are not kept, so what they were made of is wanted."""
         for op in self.ops:
             if isinstance(op, SeenWhole) and keep.kind_of(op.func) is keep.OpKind.ATTENTION:
                 op.again = True
-                self.wanted |= op.inputs
+                self.wanted |= op.sources
 
     def close_over_inputs(self, all_rows_kept: bool) -> None:
         """A GEMM that will be computed again needs its operands: mark what they depend on, latest first."""
         for bit, op in reversed(list(enumerate(self.gemms()))):
             supplied_whole = op.splits and (all_rows_kept or op.chosen_from)
             if self.wanted >> bit & 1 and not supplied_whole:
-                self.wanted |= op.inputs
+                self.wanted |= op.sources
 
     def forget(self) -> None:
         """Drop the tensors: what is to be kept has left by now."""
@@ -233,18 +234,17 @@ def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torc
         rows = m if op.chosen_from else int(alpha * m)
         kept = store(op.out, rows) if wanted and op.splits and rows else None
         ops.append(Gemm(op.func, tuple(op.out.shape), op.flops, kept, wanted, op.biased))
-    rewritten = ", ".join(seen.rewritten)
     recipe = Recipe(
-        ops,
-        inputs,
-        layout,
-        seen.packs,
-        seen.softmax,
-        rewritten,
-        seen.attention_again,
-        seen.flops_again,
-        seen.flops_batched,
-        seen.flops_batched_again,
+        ops=ops,
+        inputs=inputs,
+        layout=layout,
+        packs=seen.packs,
+        softmax=seen.softmax,
+        rewritten=", ".join(seen.rewritten),
+        attention_again=seen.attention_again,
+        flops_again=seen.flops_again,
+        flops_batched=seen.flops_batched,
+        flops_batched_again=seen.flops_batched_again,
     )
     return recipe, tensors
 

@@ -45,21 +45,15 @@ class Replay(Mode):
             return self._add_bias(func, args)
         if kind is OpKind.PLAIN or kind is OpKind.MUTATES:
             return func(*args, **kwargs) if kwargs else func(*args)
-        call, index = self.call, self._next
-        if index >= len(call.recipe.ops):  # the forward left its recipe here
-            call.work.attention_ops_recomputed += kind is OpKind.ATTENTION
-            return func(*args, **(kwargs or {}))
+        index, ops = self._next, self.call.recipe.ops
         self._next += 1
-        op = call.recipe.ops[index]
-        if op.func is not func:
-            raise MemoError(
-                f"layer {call.frame.name} did not repeat its forward: op {index} was {op.func}, now it is {func}. "
-                "Layers under ds_memo must do the same work twice, as under torch.utils.checkpoint."
-            )
-        if kind is OpKind.GEMM:
+        op = ops[index] if index < len(ops) else None  # None: the forward left its recipe before
+        if op is not None and op.func is not func:
+            raise self._not_repeated(f"op {index} was {op.func}, now it is {func}")
+        if isinstance(op, Gemm):
             return self._gemm(op, args, kwargs or {})
-        if op.kept is None:
-            call.work.attention_ops_recomputed += kind is OpKind.ATTENTION
+        if op is None or op.kept is None:
+            self.call.work.attention_ops_recomputed += kind is OpKind.ATTENTION
             return func(*args, **(kwargs or {}))
         return self._supply(index, op)
 
@@ -82,10 +76,7 @@ class Replay(Mode):
         """The in-place bias of the GEMM before: stored rows have it already."""
         (product, rows), self._awaits_bias = self._awaits_bias, None
         if not keep.adds_bias_to(func, args, product):
-            raise MemoError(
-                f"layer {self.call.frame.name} did not repeat its forward: {func} came where a bias was added in place. "
-                "Layers under ds_memo must do the same work twice, as under torch.utils.checkpoint."
-            )
+            raise self._not_repeated(f"{func} came where a bias was added in place")
         product[rows:].add_(args[1])
         return args[0]
 
@@ -98,3 +89,9 @@ class Replay(Mode):
             own(value) if kept is None else self.call.frame.tensor(kept) for kept, value in zip(op.kept, loose, strict=True)
         )
         return outputs if len(op.func._schema.returns) > 1 else outputs[0]
+
+    def _not_repeated(self, what: str) -> MemoError:
+        return MemoError(
+            f"layer {self.call.frame.name} did not repeat its forward: {what}. "
+            "Layers under ds_memo must do the same work twice, as under torch.utils.checkpoint."
+        )

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from ds_memo.errors import MemoError
 from ds_memo.plan import Plan, Slot
+from ds_memo.units import GIB, MIB
 
 SKELETAL, TRANSIENT = "#4878a8", "#e8a33d"  # told apart by lightness too, for those who do not see the hues
-GIB, MIB = 2**30, 2**20
 
 
 class MissingPackage(MemoError):

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ds_memo.show.plan import MissingPackage
+from ds_memo.units import GIB
 
 if TYPE_CHECKING:
     from ds_memo.estimate.estimate import Estimate
 
-GIB = 2**30
 COLOURS = ("#4878a8", "#e8a33d", "#5aa469", "#9c6bb0", "#7a7a7a")
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_memo.show.plan import MissingPackage
+from ds_memo.swap.protocol import COMPUTE, D2H, H2D
 
 if TYPE_CHECKING:
     from ds_memo.estimate.simulate import Span
 
-STREAMS = ("compute", "d2h", "h2d")
+STREAMS = (COMPUTE, D2H, H2D)
 COLOURS = {
     "forward": "#4878a8",
     "backward": "#2b4a6b",

@@ -16,8 +16,9 @@ from typing import Literal
 
 import numpy as np
 
-ALIGN = 256
-"""Bytes; a kept tensor begins on a multiple of it (ds_memo.swap.frame)."""
+from ds_memo.swap.frame import ALIGN
+from ds_memo.units import round_up
+
 PAGE = mmap.PAGESIZE
 """Bytes; a frame's host block is whole pages (ds_memo.swap.pool)."""
 
@@ -96,27 +97,27 @@ class LayerCosts:
     @cached_property
     def frame_bytes(self) -> int:
         """On the device, of a resident layer's frame or of a reload buffer."""
-        return sum(_up(output.nbytes, ALIGN) for output in self.outputs)
+        return sum(round_up(output.nbytes, ALIGN) for output in self.outputs)
 
     @cached_property
     def small_frame_bytes(self) -> int:
         """On the device, of a reload buffer at alpha 0."""
-        return sum(_up(output.nbytes, ALIGN) for output in self.outputs if output.kind != "gemm")
+        return sum(round_up(output.nbytes, ALIGN) for output in self.outputs if output.kind != "gemm")
 
     @cached_property
     def smallest_frame_bytes(self) -> int:
         """On the device, of a reload buffer at alpha 0 without the attention output."""
-        return sum(_up(output.nbytes, ALIGN) for output in self.outputs if output.kind in ("input", "choice"))
+        return sum(round_up(output.nbytes, ALIGN) for output in self.outputs if output.kind in ("input", "choice"))
 
     def host_bytes(self, alpha: float, keeps_attention: bool = True) -> int:
         """Of the frame's host block, to the byte."""
         total = 0
         for output in self.outputs:
             if output.kind == "gemm":
-                total += _up(int(alpha * output.rows) * output.row_bytes, ALIGN)
+                total += round_up(int(alpha * output.rows) * output.row_bytes, ALIGN)
             elif output.kind != "attention" or keeps_attention:
-                total += _up(output.nbytes, ALIGN)
-        return _up(total, PAGE)
+                total += round_up(output.nbytes, ALIGN)
+        return round_up(total, PAGE)
 
     def stored_bytes(self, alpha: float, keeps_attention: bool = True) -> int:
         """Sent to the host, as report()["stored_bytes_per_layer"] counts."""
@@ -158,7 +159,3 @@ class RunCosts:
 def host_bytes(layers: Iterable[LayerCosts], alpha: float) -> int:
     """Bytes of the host blocks of these swapped layers."""
     return sum(count * layer.host_bytes(alpha) for layer, count in Counter(layers).items())
-
-
-def _up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple

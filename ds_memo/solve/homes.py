@@ -79,18 +79,18 @@ def solve(
     return homes
 
 
-def alpha_for_host(budget: int, swapped_layers: int, whole_bytes: int, row_bytes: int) -> float:
-    """The largest alpha with swapped_layers · (whole_bytes + alpha · row_bytes) ≤ budget, at most 1; below 0: none fits.
+def alpha_for_host(budget: int, swapped_layers: int, whole_bytes: int, split_bytes: int) -> float:
+    """The largest alpha with swapped_layers · (whole_bytes + alpha · split_bytes) ≤ budget, at most 1; below 0: none fits.
 
     Args:
         budget: bytes this rank may use on the host.
         swapped_layers: layers that are not resident.
         whole_bytes: bytes of a layer that go to the host whatever alpha is (input, attention output).
-        row_bytes: bytes of the outputs that alpha splits.
+        split_bytes: bytes of the outputs that alpha splits.
     """
-    if swapped_layers == 0 or row_bytes == 0:
+    if swapped_layers == 0 or split_bytes == 0:
         return 1.0 if swapped_layers * whole_bytes <= budget else -1.0
-    return min(1.0, (budget / swapped_layers - whole_bytes) / row_bytes)
+    return min(1.0, (budget / swapped_layers - whole_bytes) / split_bytes)
 
 
 def _fits(run: RunCosts, places: Places, alpha: float) -> bool:
@@ -153,7 +153,10 @@ def _checkpointed(run: RunCosts, resident_layers: int | None) -> Homes:
     small = _most_residents(run, 0.0, resident_layers)
     if small is not None and swapped_bytes(run, small, 0.0) <= run.host_budget:
         return judged(run, 0.0, small, _why_zero(run, small, resident_layers))
-    return _last_resort(run, resident_layers)
+    places = last_resort(run, resident_layers)
+    if places is None:
+        raise nothing_fits(run, resident_layers or 0)
+    return _with_rows(run, places, "last resort" if places.dropped else "host memory")
 
 
 def _with_fewer_copies(run: RunCosts, resident_layers: int | None, homes: Homes) -> Homes:
@@ -166,7 +169,7 @@ def _with_fewer_copies(run: RunCosts, resident_layers: int | None, homes: Homes)
         places = last_resort(replace(run, host_budget=host_budget), resident_layers)
         if places is None:
             break
-        fewer = _packed(run, places, "link: compute would wait for more copies")
+        fewer = _with_rows(run, places, "link: compute would wait for more copies")
         best = min(best, fewer, key=lambda homes: homes.step_s)
     return best if best.step_s < homes.step_s * (1 - _SHORTER) else homes
 
@@ -217,15 +220,8 @@ def _link(schedule: Schedule, alpha: float) -> str:
     return f"link: copies {way} up to alpha {alpha:.4g}{waits}"
 
 
-def _last_resort(run: RunCosts, resident_layers: int | None) -> Homes:
-    places = last_resort(run, resident_layers)
-    if places is None:
-        raise nothing_fits(run, resident_layers or 0)
-    return _packed(run, places, "last resort" if places.dropped else "host memory")
-
-
-def _packed(run: RunCosts, places: Places, because: str) -> Homes:
-    """What packing could not use, rows may."""
+def _with_rows(run: RunCosts, places: Places, because: str) -> Homes:
+    """Places that were packed at alpha 0, with as many rows as have room beside what is there."""
     n, alpha = len(run.layers), 0.0
     if (swapped := [run.layers[index] for index in places.swapped(n)]) and _fits(run, places, 1.0):
         alpha = _rounded(best_alpha(Schedule(run, places), max(0.0, host_cap(swapped, run.host_budget))))

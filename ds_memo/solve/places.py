@@ -39,7 +39,9 @@ HOMES = (
     *(Home(lean=True), Home(lean=True, dropped=True)),
     *(Home(resident=True), Home(plain=True)),
 )
-"""All there are: of swapped layers, of lean ones, and the other two."""
+"""All there are: of swapped layers, of lean ones, and the other two. The code of a home is its index here; one that is dropped
+stands behind the same that is not."""
+_LEAN, _RESIDENT, _PLAIN = (HOMES.index(home) for home in (Home(lean=True), Home(resident=True), Home(plain=True)))
 STAYS, DROPPED = (np.array([getattr(home, what) for home in HOMES]) for what in ("stays", "dropped"))
 """By the code of a home."""
 
@@ -53,12 +55,12 @@ class Places(NamedTuple):
     plain: Collection[int] = frozenset()
 
     def codes(self, layers: int) -> np.ndarray:
-        """Of every layer, which of HOMES is its."""
+        """Of every layer, the code of its home."""
         codes = np.zeros(layers, np.intp)
-        codes[list(self.lean)] = 2
+        codes[list(self.lean)] = _LEAN
         codes[list(self.dropped)] += 1
-        codes[list(self.residents)] = 4
-        codes[list(self.plain)] = 5
+        codes[list(self.residents)] = _RESIDENT
+        codes[list(self.plain)] = _PLAIN
         return codes
 
     def homes(self, layers: int) -> list[Home]:

@@ -9,8 +9,8 @@ from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.last_resort import fewest_lean, inputs_alone
 from ds_memo.solve.memory import device_bytes, host_cap, swapped_bytes
 from ds_memo.solve.places import Places
+from ds_memo.units import GIB
 
-GIB = 1 << 30
 _SHORTER = "a smaller batch or shorter sequences"
 _LESS_BESIDE = f"{_SHORTER}, a higher ZeRO stage, a tiled loss"
 _MORE_HOST = "more host memory (memo.host_memory_gib, the container's limit, `ulimit -l`)"

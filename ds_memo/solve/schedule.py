@@ -3,8 +3,8 @@
 Every time is the latest of some earlier ones plus a duration, and every duration is affine in alpha (more rows to copy, fewer to
 compute). So the step is a maximum of affine functions: convex and piecewise linear in alpha, with a slope to go by.
 
-    forward    an output's copy starts when it is born and the ones before it are out; a layer begins when at most two swapped
-               frames below it are not out yet
+    forward    an output's copy starts when it is born and the ones before it are out; a layer begins when at most one swapped
+               frame below it is not out yet
     backward   begins when all copies are out; a frame's reload starts when the replay of the layer call above begins, and its own
                replay when the reload is over
 """
@@ -17,7 +17,7 @@ from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.solve.places import Home, Places
 
 LEAVING = 2
-"""Swapped frames that may be on their way out when a layer begins, less one."""
+"""A layer begins when fewer swapped frames than these are on their way out."""
 
 
 @dataclass(frozen=True)
@@ -118,36 +118,36 @@ class Leg:
     saved_s: float
     """Of the replay, at alpha 1."""
     copies: tuple[tuple[float, float, float], ...]
-    """To the host: seconds after the layer began, seconds, more seconds at alpha 1. None: the frame stays on the device."""
-    reload_s: float
-    reload_per_alpha: float
+    """To the host: seconds after the layer began, seconds, more seconds at alpha 1. Empty: the frame stays on the device."""
+    reload_s: float = 0.0
+    reload_per_alpha: float = 0.0
     ahead: bool = True
     """The reload is issued while the backward is still at the layer above."""
 
     @classmethod
     def of(cls, layer: LayerCosts, run: RunCosts, home: Home) -> Leg:
+        replay_s = 0.0 if home.plain else layer.replay_s
+        replay_s += 0.0 if home.plain or home.resident else layer.gemm_s
+        replay_s += layer.attention_s if home.dropped else 0.0
         if home.stays:
-            replay = 0.0 if home.plain else layer.replay_s
-            replay += layer.gemm_s if home.lean else 0.0
-            replay += layer.attention_s if home.dropped else 0.0
-            return cls(layer.forward_s, layer.backward_s, replay, 0.0, (), 0.0, 0.0)
+            return cls(layer.forward_s, layer.backward_s, replay_s, saved_s=0.0, copies=())
         copies: list[tuple[float, float, float]] = []
         whole = split = 0
         for output in layer.outputs:
-            if home.dropped and output.kind == "attention":
-                continue
-            seconds = output.nbytes / run.d2h_bytes_per_s
-            copy = (0.0, seconds) if output.kind == "gemm" else (seconds, 0.0)
-            whole, split = (whole, split + output.nbytes) if output.kind == "gemm" else (whole + output.nbytes, split)
-            copies.append((output.born * layer.forward_s, *copy))
-        replay = layer.replay_s + layer.gemm_s + (layer.attention_s if home.dropped else 0.0)
+            born_s, seconds = output.born * layer.forward_s, output.nbytes / run.d2h_bytes_per_s
+            if output.kind == "gemm":
+                split += output.nbytes
+                copies.append((born_s, 0.0, seconds))
+            elif output.kind != "attention" or not home.dropped:
+                whole += output.nbytes
+                copies.append((born_s, seconds, 0.0))
         return cls(
-            layer.forward_s,
-            layer.backward_s,
-            replay,
-            layer.gemm_s,
-            tuple(copies),
-            whole / run.h2d_bytes_per_s,
-            split / run.h2d_bytes_per_s,
-            not home.dropped,
+            forward_s=layer.forward_s,
+            backward_s=layer.backward_s,
+            replay_s=replay_s,
+            saved_s=layer.gemm_s,
+            copies=tuple(copies),
+            reload_s=whole / run.h2d_bytes_per_s,
+            reload_per_alpha=split / run.h2d_bytes_per_s,
+            ahead=not home.dropped,
         )

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.frame import Frame, Kept, Layout, check_unchanged
-from ds_memo.swap.host_memory import GIB
+from ds_memo.swap.frame import Frame, Kept, Layout
 from ds_memo.swap.phases import NoPhases, Phases
 from ds_memo.swap.protocol import COMPUTE, D2H, H2D, Streams
+from ds_memo.units import GIB
 
 if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
     import torch
@@ -165,7 +165,7 @@ class SwapEngine:
         if (ahead := self._ahead()) is not frame and ahead is not below:
             self._send_away(ahead)
         if frame.resident:
-            check_unchanged(frame, frame.layout.kept)
+            frame.check_unchanged()
             frame.move("ready")
         else:
             if frame.state in ("away", "done"):
@@ -235,7 +235,7 @@ class SwapEngine:
         if frame is None or frame.state != "swapping":
             return
         self.streams.wait(COMPUTE, frame.sent)
-        check_unchanged(frame, frame.layout.kept)
+        frame.check_unchanged()
         frame.device.clear()
         frame.move("away")
 

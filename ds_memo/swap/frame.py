@@ -14,11 +14,12 @@ A frame lives as long as the graph of its layer call. Its device memory is bound
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ds_memo.errors import MemoError
+from ds_memo.units import round_up
 
 if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
     import torch
@@ -46,17 +47,15 @@ class Kept:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    order: tuple[int, ...]
-    """Dimensions from slowest to fastest; permuted so, the tensor is contiguous."""
     rows: int
-    """Leading rows of the permuted tensor that are stored; the others are recomputed."""
+    """Leading rows, of the dimension that is slowest in memory, that are stored; the others are recomputed."""
     stored_bytes: int
     host_offset: int
     buffer_offset: int
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stored rows of a tensor of this shape, contiguous, as a view."""
-        return tensor.permute(self.order)[: self.rows]
+        """The stored rows of a tensor of this shape and stride as a flat view: it is dense, so they are the first bytes of it."""
+        return tensor.as_strided((self.stored_bytes // self.dtype.itemsize,), (1,))
 
     def rows_in(self, block: Block) -> list[torch.Tensor]:
         """The stored rows inside a frame's host block, in order: flat views, one per piece of the block that they lie in."""
@@ -64,7 +63,7 @@ class Kept:
 
     def pairs(self, host: list[torch.Tensor], tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """What to copy between the host and a tensor of this shape: (part of the host, the same part of the stored rows)."""
-        rows = self.rows_of(tensor).view(-1)
+        rows = self.rows_of(tensor)
         return [(host[0], rows)] if len(host) == 1 else zip(host, rows.split([part.numel() for part in host]), strict=True)
 
     def slot_in(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -103,15 +102,14 @@ class Layout:
             shape=tuple(tensor.shape),
             stride=tensor.stride(),
             dtype=tensor.dtype,
-            order=order,
             rows=rows,
             stored_bytes=rows * row_bytes,
             host_offset=self.host_bytes,
             buffer_offset=self.buffer_bytes,
         )
         self.kept.append(kept)
-        self.host_bytes += _aligned(kept.stored_bytes)
-        self.buffer_bytes += _aligned(all_rows * row_bytes)
+        self.host_bytes += round_up(kept.stored_bytes, ALIGN)
+        self.buffer_bytes += round_up(all_rows * row_bytes, ALIGN)
         return kept
 
 
@@ -172,21 +170,15 @@ class Frame:
         tensor = self.device[kept.index]
         return tensor.clone() if kept.index in self.changed else tensor.detach()
 
+    def check_unchanged(self) -> None:
+        """Raise if code outside the layer changed a kept tensor in place: a copy under way may have read either value."""
+        for index, tensor in self.device.items():
+            if tensor._version != self.versions[index]:
+                raise MemoError(
+                    f"frame {self.name}: a tensor of shape {self.layout.kept[index].shape} that the layer needs for its backward "
+                    "(an input or a kept output) was changed in place after the layer ran. torch.utils.checkpoint and plain "
+                    "autograd refuse that too; write the result to a new tensor."
+                )
+
     def __del__(self) -> None:
         self._bury(self)
-
-
-def check_unchanged(frame: Frame, kept: Sequence[Kept]) -> None:
-    """Raise if code outside the layer changed a kept tensor in place: a copy under way may have read either value."""
-    for item in kept:
-        tensor = frame.device.get(item.index)
-        if tensor is not None and tensor._version != frame.versions[item.index]:
-            raise MemoError(
-                f"frame {frame.name}: a tensor of shape {item.shape} that the layer needs for its backward (an input or a kept "
-                "output) was changed in place after the layer ran. torch.utils.checkpoint and plain autograd refuse that too; "
-                "write the result to a new tensor."
-            )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-GIB = 1 << 30
+from ds_memo.units import GIB
+
 RESERVE = 0.10
 """Share of what is free that is left to data loaders, optimizer staging and the page cache."""
 
@@ -86,11 +87,11 @@ class Cgroup:
         return self.limit - self.used + self.cache
 
 
-def seen(root: Path = Path("/")) -> dict[str, Any]:
+def seen() -> dict[str, Any]:
     """Everything that a budget is made of, for people; bytes."""
     return {
-        "available_to_kernel": _mem_available(root),
-        "cgroups": [asdict(group) for group in _cgroups(root)],
+        "available_to_kernel": _mem_available(Path("/")),
+        "cgroups": [asdict(group) for group in _cgroups(Path("/"))],
         "memlock_limit": memlock_limit(),
         "ranks_on_node": ranks_on_node(),
     }

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.host_memory import GIB, memlock_limit
+from ds_memo.swap.host_memory import memlock_limit
+from ds_memo.units import GIB
 
 PAGE = mmap.PAGESIZE
 TOUCHED_APART = 1 << 26

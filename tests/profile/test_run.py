@@ -85,7 +85,8 @@ def test_unified_where_the_shortest_keeps_fewer_tensors(monkeypatch):
     short = make_sample(1024)
     samples = iter([replace(short, outputs=short.outputs[:-1]), make_sample(2048), make_sample(8192)])
     monkeypatch.setattr(run, "measure", lambda *args: next(samples))
-    call = types.SimpleNamespace(layer=Layer(0, "blocks.0", torch.nn.Linear(2, 2)), batch=1)
+    module = torch.nn.Linear(2, 2)
+    call = types.SimpleNamespace(layer=Layer(0, "blocks.0", module), batch=1)
     asked = types.SimpleNamespace(
         calls={0: call}, method="unified", lengths={0: (1024, 2048, 8192)}, full={0: 8192}, sources={0: 0},
         attention=None, device=torch.device("cpu"), free=lambda: 1 << 40,

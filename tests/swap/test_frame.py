@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.frame import ALIGN, Frame, Kept, Layout, check_unchanged, dense_order
+from ds_memo.swap.frame import ALIGN, Frame, Kept, Layout, dense_order
 from ds_memo.swap.pool import Range
 from ds_memo.swap.segments import Segment
 from ds_memo.swap.slab import Block
@@ -197,10 +197,10 @@ def test_a_change_behind_the_frames_back_raises_with_its_name():
     kept = one.layout.add(tensor)
     one.device[kept.index] = tensor.detach()
     one.versions[kept.index] = tensor._version
-    check_unchanged(one, one.layout.kept)
+    one.check_unchanged()
     tensor.mul_(2)
     with pytest.raises(MemoError, match=r"model\.layers\.7: a tensor of shape \(3, 4\) .* changed in place"):
-        check_unchanged(one, one.layout.kept)
+        one.check_unchanged()
 
 
 def test_a_dying_frame_reports_itself():

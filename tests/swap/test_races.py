@@ -147,7 +147,7 @@ RIGHT = Kept.pairs
 
 
 def same_rows_for_each_piece(kept, host, tensor):
-    rows = kept.rows_of(tensor).view(-1)
+    rows = kept.rows_of(tensor)
     return [(part, rows[: part.numel()]) for part in host]
 
 

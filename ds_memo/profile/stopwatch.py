@@ -1,0 +1,84 @@
+"""Where the time of one layer goes: into which of its GEMMs, attention and choices, and when each of these was over."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_memo.remat import keep
+
+
+def now(device: torch.device) -> Any:
+    """A point of time where the device's work stands."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Of two points of time that the device has passed."""
+    return start.elapsed_time(end) * 1e-3 if isinstance(start, torch.cuda.Event) else end - start
+
+
+class Stopwatch(TorchDispatchMode):
+    """Time the GEMMs, attention and choices of a layer's forward, and attention in its backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._ops: list[tuple[Any, Any, Any]] = []
+        self._backward: list[tuple[Any, Any]] = []
+        self._in_forward = True
+        self._start: Any = None
+        self._end: Any = None
+        self.attention_flops = 0
+        self.gemm_s = self.attention_s = self.attention_backward_s = 0.0
+        self.seconds: list[float] = []
+        """Of each op that a recipe lists, in order."""
+        self.born: list[float] = []
+        """When each was over, as a share of the forward."""
+
+    def now(self) -> Any:
+        return now(self._device)
+
+    def forward_over(self, start: Any) -> None:
+        self._start, self._end = start, self.now()
+        self._in_forward = False
+
+    def read(self) -> None:
+        """Work out the attributes, when everything has run."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        whole = seconds_between(self._start, self._end)
+        for func, begin, end in self._ops:
+            seconds, kind = seconds_between(begin, end), keep.kind_of(func)
+            self.seconds.append(seconds)
+            self.born.append(min(1.0, seconds_between(self._start, end) / whole) if whole else 1.0)
+            self.gemm_s += seconds if kind is keep.OpKind.GEMM else 0.0
+            self.attention_s += seconds if kind is keep.OpKind.ATTENTION else 0.0
+        self.attention_backward_s = sum(seconds_between(*times) for times in self._backward)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._in_forward:
+            kind = keep.kind_of(func)
+            if kind in (keep.OpKind.PLAIN, keep.OpKind.MUTATES):
+                return func(*args, **kwargs)
+            begin = self.now()
+            out = func(*args, **kwargs)
+            self._ops.append((func, begin, self.now()))
+            if kind is keep.OpKind.ATTENTION:
+                query, key = args[0], args[1]  # (b, heads, s, d) or, flash-attn's, (b, s, heads, d)
+                self.attention_flops += 2 * query.numel() * max(key.shape[1:-1])
+            return out
+        if "backward" in (name := func.name()) and ("attention" in name or "attn" in name):
+            begin = self.now()
+            out = func(*args, **kwargs)
+            self._backward.append((begin, self.now()))
+            return out
+        return func(*args, **kwargs)

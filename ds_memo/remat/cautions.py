@@ -1,0 +1,61 @@
+"""Cautions: what makes a layer's replay dearer than it should be, or its results wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ds_memo.remat.recipe import Gemm, Recipe
+
+MEM_EFFICIENT_TOKENS = 1 << 16
+"""Beyond, that kernel reads its mask and draws its dropout at wrong places (pytorch/pytorch issue 187225)."""
+
+
+def cautions(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
+    """What is to be said of a layer, each as the rest of a sentence."""
+    if recipe.rewritten:
+        yield (
+            f"outputs of {recipe.rewritten} were changed in place by a kernel that PyTorch cannot see "
+            "(a Triton kernel that is no custom op?), so these ops run again in each backward"
+        )
+    if recipe.attention_again or recipe.flops_again:
+        yield (
+            "a part of it runs under torch.utils.checkpoint, and runs again in each backward whatever is kept: "
+            f"{recipe.flops_again / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {recipe.attention_again} attention calls. "
+            "Leave that checkpoint out: ds_memo sees to what is computed again"
+        )
+    if recipe.flops_batched_again:
+        yield (
+            f"{recipe.flops_batched_again / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights (bmm, or "
+            "an einsum over experts), which are not kept: they run again in each backward. torch._grouped_mm is kept, and a "
+            "product of two dimensions for each expert"
+        )
+    if recipe.mem_efficient_tokens > MEM_EFFICIENT_TOKENS:
+        yield (
+            f"PyTorch took its memory-efficient attention, whose results past {MEM_EFFICIENT_TOKENS:,} tokens are wrong where "
+            "there is a mask or dropout. Leave the mask out (join documents in place of padding), or set memo.attention to "
+            '"flash" or "cudnn", which then say if they cannot serve'
+        )
+    if not any(isinstance(op, Gemm) for op in recipe.ops):
+        compiled = "; it is compiled, and what happens inside a compiled region cannot be seen: leave layers uncompiled"
+        why = compiled if module is not None and has_compiled(module) else ""
+        yield f"no GEMM was seen in it, so all of it is recomputed, attention too{why}"
+    elif not recipe.attention_ops:
+        seen = f"{recipe.softmax} was (attention that materialises its scores)" if recipe.softmax else "nor a softmax"
+        yield (
+            f"no attention kernel was seen in it, {seen}, so its attention, if any, runs a second time in each backward. "
+            'Use attn_implementation="sdpa" or a flash-attn package, and no 4-D attention mask. Where that is in use, PyTorch '
+            "found no kernel for this call: a mask that needs a gradient (T5), or dropout on a CPU"
+        )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of it goes through torch.compile."""
+    return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def has_compiled(module: nn.Module) -> bool:
+    """Whether it, or a module in it, is compiled."""
+    return any(map(is_compiled, module.modules()))

@@ -1,0 +1,8 @@
+"""Bytes in units, and numbers rounded up. Imports nothing, so every part can use it."""
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
