@@ -109,7 +109,7 @@ class Autopilot:
             MemoError: ranks are configured differently.
             NothingFits: no setting keeps the budgets.
         """
-        if (why := self._budgets.host_lowered()) is not None:
+        if (why := self._budgets.host_changed()) is not None:
             self.changes.append(why)
         if self.gave_up or (self.profile is None and not self._start(kind, model, args, kwargs)):
             return None

@@ -356,7 +356,7 @@ class Memo:
             gemm_flops_recomputed_fraction=work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
             attention_recomputed=work.attention_ops_recomputed,
             host={
-                "budget": self.slab.budget,
+                "budget": self.slab.part,
                 "slab": self.slab.size,
                 "peak_used": self.slab.peak_used,
                 "numa_node": self.slab.pool.node.number if self.slab.pool.node else None,

@@ -2,14 +2,14 @@
 
 Models that were given the same memory lend from one pool. Passes that take turns, each with its backward before the next forward,
 may each have all of it. Where passes of several models wait for their backward at the same time (a generator's behind its
-discriminator's), each of these models has its part, from then on.
+discriminator's), each of these models has its part, for as long as the others are there.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -73,7 +73,7 @@ class HostSlab:
         self.fixed = False
         """What its model stores is configured, and no smaller part would do."""
         self.has_part = False
-        """Of what it shares with others."""
+        """Its passes and others' have waited together; these may be gone by now."""
         self._lent: dict[int, list[Range]] = {}
         """By the block's id."""
         self._lock = Lock()
@@ -87,18 +87,27 @@ class HostSlab:
         return self.pool.size
 
     @property
+    def part(self) -> int:
+        """Bytes of the budget that are the model's now: all, or what it has beside others."""
+        if not self.has_part:
+            return self.budget
+        sharing = self._sharing()
+        fixed = sum(slab.peak_used for slab in sharing if slab.fixed)
+        return min(self.budget, max(0, _limit(sharing) - fixed) // sum(slab.has_part for slab in sharing))
+
+    @property
     def at_hand(self) -> int:
-        """Bytes that a pass which begins now may have: none while others hold more than their part, else the budget. Of what is
+        """Bytes that a pass which begins now may have: none while others hold more than their part, else its own. Of what is
         configured, all that others do not hold."""
         if self.fixed:
             return self.left + self.used
-        overdrawn = self.has_part and any(slab.used > slab.budget for slab in self._sharing() if slab is not self)
-        return 0 if overdrawn else self.budget
+        overdrawn = self.has_part and any(slab.used > slab.part for slab in self._sharing() if slab is not self)
+        return 0 if overdrawn else self.part
 
     @property
     def left(self) -> int:
         """Bytes that can still be lent, beside what is."""
-        return min(self.budget - self.used, self._limit() - self.pool.used)
+        return min(self.part - self.used, _limit(self._sharing()) - self.pool.used)
 
     def pass_begins(self) -> None:
         """A training pass of the model begins. Where others wait for their backward now, each has its part from now on."""
@@ -113,10 +122,8 @@ class HostSlab:
         self._clear_all()
         if self.pool.used == self.used:
             return
-        users = [slab for slab in self._sharing() if not slab.fixed and (slab is self or slab.has_part or slab.peak_used)]
-        limit = max(0, self._limit() - sum(slab.peak_used for slab in self._sharing() if slab.fixed))
-        for slab in users:
-            slab.budget, slab.has_part = min(slab.budget, limit // len(users)), True
+        for slab in self._sharing():
+            slab.has_part |= not slab.fixed and (slab is self or slab.peak_used > 0)
 
     def take(self, nbytes: int, wanted_by: str) -> Block:
         """Lend a block of `nbytes`, rounded up to a page.
@@ -134,11 +141,11 @@ class HostSlab:
                 held = f" beside {others / GIB:.3g} GiB that other models hold" if others else ""
                 raise MemoError(
                     f"host memory: {wanted_by} needs {pages / GIB:.3g} GiB, {max(0, left) / GIB:.3g} of "
-                    f"{self.budget / GIB:.3g} GiB are left{held}. Lower memo.alpha, raise memo.resident_layers or "
+                    f"{self.part / GIB:.3g} GiB are left{held}. Lower memo.alpha, raise memo.resident_layers or "
                     "memo.host_memory_gib, or run fewer forwards before a backward."
                 )
         try:
-            block = Block(self.pool.lend(pages, self._limit(), wanted_by))
+            block = Block(self.pool.lend(pages, _limit(self._sharing()), wanted_by))
         except Refused as refusal:
             for slab in self._sharing():
                 slab.refused = refusal.held
@@ -161,6 +168,7 @@ class HostSlab:
         if self.used:
             raise MemoError(f"the host slab was closed while {self.used} bytes of it were lent")
         _open.discard(self)
+        self.has_part = False
         if not self._sharing():
             self.pool.release()
 
@@ -174,10 +182,10 @@ class HostSlab:
     def _sharing(self) -> list[HostSlab]:
         return [slab for slab in _open if slab.pool is self.pool]
 
-    def _limit(self) -> int:
-        """Of all that share the pool together."""
-        sharing = self._sharing()
-        return max([sum(slab.budget for slab in sharing if slab.has_part), *(slab.budget for slab in sharing)])
+
+def _limit(sharing: Sequence[HostSlab]) -> int:
+    """Bytes for all that share a pool together."""
+    return max((slab.budget for slab in sharing), default=0)
 
 
 def shared_pool(host_memory_gib: float | None, device: torch.device) -> HostPool:
@@ -196,5 +204,5 @@ def promised_bytes(beside: HostPool) -> int:
     """What the slabs of this process that lend from other pools may still take."""
     if _open:
         gc.collect()  # that of a model which was let go without detach() is in reference cycles
-    limits = {slab.pool: slab._limit() for slab in _open if slab.pool is not beside}
+    limits = {slab.pool: _limit(slab._sharing()) for slab in _open if slab.pool is not beside}
     return sum(max(0, limit - pool.size) for pool, limit in limits.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +72,32 @@ def test_passes_that_wait_together_have_a_part_each(models):
         assert any("other models' passes wait for their backward at the same time" in c for c in report["profile"]["changes"])
         assert report["predicted"]["host_bytes"] <= HOST // 2
     assert 0 < handles[1].slab.peak_used <= HOST // 2 and handles[0].slab.size <= HOST
+
+
+@pytest.mark.parametrize("end", ["detached", "garbage"])
+def test_who_is_left_has_the_whole_host_again(models, end: str) -> None:
+    actors, stocks, handles = models
+    for _ in range(3):
+        (loss_of(actors[0]) + loss_of(actors[1])).backward()
+    actor, stock, handle = actors.pop(0), stocks[0], handles.pop(0)
+    before = handle.report()
+    actor.zero_grad()
+    if end == "detached":
+        handles.pop().detach()
+    else:
+        del actors[:], handles[:]
+        gc.collect()
+    for _ in range(2):
+        for model in (actor, stock):
+            loss_of(model).backward()
+    assert_same_grads(gradients(actor), gradients(stock))
+    after = handle.report()
+    handle.detach()
+    assert (before["host"]["budget"], after["host"]["budget"]) == (HOST // 2, HOST)
+    assert (before["profile"]["host_budget"], after["profile"]["host_budget"]) == (HOST // 2, HOST)
+    assert after["alpha"] > before["alpha"] and after["predicted"]["host_bytes"] > HOST // 2
+    assert handle.slab.used == 0 and handle.slab.peak_used > HOST // 2
+    assert after["profile"]["changes"][-1].startswith("host budget raised to")
 
 
 def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None:

@@ -45,7 +45,7 @@ def test_in_turns_each_has_everything_and_nothing_is_mapped_anew():
         assert slab.at_hand == 10 * PAGE
         slab.give(block)
     assert len(set(found)) == 1 and slabs[0].size == slabs[1].size == 10 * PAGE
-    assert [slab.budget for slab in slabs] == [10 * PAGE] * 2
+    assert [slab.part for slab in slabs] == [10 * PAGE] * 2
     assert [slab.peak_used for slab in slabs] == [10 * PAGE] * 2
 
 
@@ -54,7 +54,7 @@ def test_together_each_has_its_part_from_then_on():
     first.pass_begins()
     block = first.take(8 * PAGE, "x")
     second.pass_begins()
-    assert (first.budget, second.budget) == (5 * PAGE, 5 * PAGE)
+    assert (first.part, second.part) == (5 * PAGE, 5 * PAGE)
     assert second.at_hand == 0, "the first still holds more than its part"
     with pytest.raises(MemoError, match=r"needs .* GiB, .* GiB are left beside .* GiB that other models hold"):
         second.take(3 * PAGE, "y")
@@ -74,7 +74,7 @@ def test_one_that_never_lends_has_no_part():
     first, second, _reference = (HostSlab(10 * PAGE, pool) for _ in range(3))
     block = first.take(PAGE, "x")
     second.pass_begins()
-    assert [first.budget, second.budget] == [5 * PAGE] * 2
+    assert [first.part, second.part] == [5 * PAGE] * 2
     assert block.nbytes == PAGE
 
 
@@ -85,7 +85,7 @@ def test_a_third_has_its_part_too():
     for slab in slabs:
         slab.pass_begins()
         blocks.append(slab.take(PAGE, "x"))
-    assert [slab.budget for slab in slabs] == [4 * PAGE] * 3
+    assert [slab.part for slab in slabs] == [4 * PAGE] * 3
 
 
 def test_the_limit_is_of_all_together():
@@ -129,7 +129,7 @@ def test_what_a_model_that_was_let_go_held_is_lent_again(monkeypatch):
     del first, block
     assert second.pool.used == 10 * PAGE and not finished
     second.pass_begins()
-    assert second.budget == 10 * PAGE and finished == [1]
+    assert second.part == 10 * PAGE and finished == [1]
     assert second.take(10 * PAGE, "y").nbytes == second.size == second.pool.used
 
 
@@ -216,7 +216,7 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
     for slab in slabs[1:]:
         slab.pass_begins()
         assert slab.at_hand == 0
-    assert [slab.budget for slab in slabs] == [4 * PAGE] * 3
+    assert [slab.part for slab in slabs] == [4 * PAGE] * 3
     slabs[0].give(block)
     blocks = [slab.take(4 * PAGE, "x") for slab in slabs]
     with pytest.raises(MemoError, match="GiB are left"):
@@ -231,7 +231,7 @@ def test_what_is_configured_has_no_part():
     first.fixed = True
     block = first.take(7 * PAGE, "x")
     second.pass_begins()
-    assert (first.budget, second.budget) == (10 * PAGE, 3 * PAGE) and second.at_hand == 3 * PAGE
+    assert (first.part, second.part) == (10 * PAGE, 3 * PAGE) and second.at_hand == 3 * PAGE
     beside = second.take(2 * PAGE, "y")
     first.pass_begins()
     assert first.at_hand == 8 * PAGE and second.at_hand == 3 * PAGE
@@ -250,10 +250,42 @@ def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
     later.pass_begins()
     block = later.take(8 * PAGE, "x")
     second.pass_begins()
-    assert (later.budget, second.budget) == (5 * PAGE, 5 * PAGE)
+    assert (later.part, second.part) == (5 * PAGE, 5 * PAGE)
     assert second.at_hand == 0, "the later one holds more than its part"
     later.give(block)
     assert second.at_hand == 5 * PAGE
+
+
+@pytest.mark.parametrize("end", ["closed", "garbage"])
+def test_who_is_left_has_the_part_of_one_that_is_gone(end: str):
+    pool = HostPool(pinned=False)
+    slabs = [HostSlab(12 * PAGE, pool) for _ in range(3)]
+    blocks = []
+    for slab in slabs:
+        slab.pass_begins()
+        blocks.append(slab.take(PAGE, "x"))
+    del slab
+    for left in (2, 1):
+        gone = slabs.pop()
+        if end == "closed":
+            gone.give(blocks.pop())
+            gone.close()
+        del gone
+        assert [slab.part for slab in slabs] == [slab.at_hand for slab in slabs] == [12 // left * PAGE] * left
+    slabs[0].pass_begins()
+    slabs[0].take(11 * PAGE, "all the others had")
+    assert pool.size == 12 * PAGE
+
+
+def test_who_is_left_has_what_a_configured_one_held():
+    first, second = two()
+    first.fixed = True
+    block = first.take(7 * PAGE, "x")
+    second.pass_begins()
+    assert second.part == 3 * PAGE
+    first.give(block)
+    first.close()
+    assert second.part == second.at_hand == 10 * PAGE
 
 
 def test_blocks_are_counted_whoever_gives_them_back():
