@@ -187,7 +187,7 @@ class Autopilot:
     def _solved(self, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
         """Forwards of before may hold more of the host than is left by what is solved for now: nobody knew that this one comes,
         or they were longer. Then it does without."""
-        chosen = self._solved_within(self._budgets.host_at_hand, shapes, may_be_plain)
+        chosen = self._solved_within(self._budgets.claim_host(), shapes, may_be_plain)
         if self._earlier:
             end = self._earlier + self._together.calls // self._together.forwards
             if chosen.host_bytes(self._earlier, end) > self._slab.left:

@@ -103,10 +103,9 @@ class Budgets:
             return f"host budget raised to {now / GIB:.4g} GiB: models that had a part of it are gone"
         return f"host budget lowered to {now / GIB:.4g} GiB: {why}"
 
-    @property
-    def host_at_hand(self) -> int:
+    def claim_host(self) -> int:
         """Of the host's bytes, what the pass that begins may have."""
-        return min(self.host, self._slab.at_hand)
+        return min(self._host, self._slab.claim())
 
     def costs(self, profile: Profile, shapes: HiddenShapes, together: Together, host: int) -> RunCosts:
         """What comes before a backward, of layers whose hidden states have these shapes, within these budgets.

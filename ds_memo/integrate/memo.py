@@ -154,6 +154,7 @@ class Memo:
 
     def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.in_forward = False
+        self.slab.forward_over()
         # Without an output this one raised; with one, its caller may be at work on an error of before.
         if output is None and module.training and isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
             self.ran_out()

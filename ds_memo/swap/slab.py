@@ -2,7 +2,7 @@
 
 Models that were given the same memory lend from one pool. Passes that take turns, each with its backward before the next forward,
 may each have all of it. Where passes of several models wait for their backward at the same time (a generator's behind its
-discriminator's), each of these models has its part, for as long as the others are there.
+discriminator's), or are run by threads of their own, each of these models has its part, for as long as the others are there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, RLock, Thread, current_thread
 
 import torch
 
@@ -21,6 +21,8 @@ from ds_memo.swap.numa import node_of
 from ds_memo.swap.pool import HostPool, Range, Refused
 from ds_memo.swap.segments import PAGE
 
+_deciding = RLock()
+"""Who shares with whom, and what a pass may have, are decided by one thread at a time."""
 _open: weakref.WeakSet[HostSlab] = weakref.WeakSet()
 """All of this process that are not closed."""
 _pools: weakref.WeakValueDictionary[tuple[float | None, torch.device], HostPool] = weakref.WeakValueDictionary()
@@ -74,12 +76,17 @@ class HostSlab:
         """What its model stores is configured, and no smaller part would do."""
         self.has_part = False
         """Its passes and others' have waited together; these may be gone by now."""
+        self._forward_in: Thread | None = None
+        """A training forward is under way there, or was when it was interrupted."""
+        self._claim: int | None = None
+        """Bytes that it may have; None: it has not asked yet."""
         self._lent: dict[int, list[Range]] = {}
         """By the block's id."""
         self._lock = Lock()
         """Blocks are lent by the model's own thread, and given back also by that of another model whose pass begins."""
         weakref.finalize(self, pool.lost.append, self._lent).atexit = False
-        _open.add(self)
+        with _deciding:
+            _open.add(self)
 
     @property
     def size(self) -> int:
@@ -96,34 +103,47 @@ class HostSlab:
         return min(self.budget, max(0, _limit(sharing) - fixed) // sum(slab.has_part for slab in sharing))
 
     @property
-    def at_hand(self) -> int:
-        """Bytes that a pass which begins now may have: none while others hold more than their part, else its own. Of what is
-        configured, all that others do not hold."""
-        if self.fixed:
-            return self.left + self.used
-        overdrawn = self.has_part and any(slab.used > slab.part for slab in self._sharing() if slab is not self)
-        return 0 if overdrawn else self.part
-
-    @property
     def left(self) -> int:
         """Bytes that can still be lent, beside what is."""
-        return min(self.part - self.used, _limit(self._sharing()) - self.pool.used)
+        with _deciding:
+            return min(max(self.part, self._claim or 0), self._room()) - self.used
 
     def pass_begins(self) -> None:
-        """A training pass of the model begins. Where others wait for their backward now, each has its part from now on."""
-        if self.pool.used == self.used:
+        """A training pass of the model begins. Where others wait for their backward now, or run in other threads, each has its
+        part from now on."""
+        with _deciding:
+            self._forward_in = current_thread()
+            self._claim = None
+        if self._is_alone():
             return
         self._clear_all()
-        if self.pool.used == self.used:
+        if self._is_alone():
             return
-        if all(slab.has_part or slab.fixed for slab in self._sharing() if slab is self or slab.used):
+        if all(slab.has_part or slab.fixed for slab in self._sharing() if slab is self or slab.used or slab._runs_elsewhere):
             return
         gc.collect()  # graphs that were dropped do not wait
         self._clear_all()
-        if self.pool.used == self.used:
-            return
-        for slab in self._sharing():
-            slab.has_part |= not slab.fixed and (slab is self or slab.peak_used > 0)
+        with _deciding:
+            if not self._is_alone():
+                for slab in self._sharing():
+                    runs = slab is self or slab.peak_used > 0 or slab._runs_elsewhere
+                    slab.has_part |= runs and not slab.fixed
+
+    def claim(self) -> int:
+        """Bytes that the pass which has begun may have, now and until its forward is over: the model's part, or what others leave
+        of it. Of what is configured, all that others leave."""
+        with _deciding:
+            if self._claim is not None:
+                return self._claim
+            claim = max(0, min(self.part, self._room()))
+            if self._forward_in is not None and not self.fixed:
+                self._claim = claim
+            return claim
+
+    def forward_over(self) -> None:
+        """The pass has lent all that it wants."""
+        with _deciding:
+            self._forward_in = self._claim = None
 
     def take(self, nbytes: int, wanted_by: str) -> Block:
         """Lend a block of `nbytes`, rounded up to a page.
@@ -159,16 +179,18 @@ class HostSlab:
     def give(self, block: Block) -> None:
         """Take a block back. All copies from and to it must be ordered before whatever the next borrower issues."""
         with self._lock:
-            self.used -= block.nbytes
             pieces = self._lent.pop(id(block))
         self.pool.take_back(pieces)
+        with self._lock:
+            self.used -= block.nbytes
 
     def close(self) -> None:
         """Lend no more; the last slab of a pool gives everything back to the system. Nothing may still be lent."""
         if self.used:
             raise MemoError(f"the host slab was closed while {self.used} bytes of it were lent")
-        _open.discard(self)
-        self.has_part = False
+        with _deciding:
+            _open.discard(self)
+            self.has_part = False
         if not self._sharing():
             self.pool.release()
 
@@ -180,7 +202,23 @@ class HostSlab:
         self.pool.take_lost_back()
 
     def _sharing(self) -> list[HostSlab]:
-        return [slab for slab in _open if slab.pool is self.pool]
+        with _deciding:
+            return [slab for slab in _open if slab.pool is self.pool]
+
+    @property
+    def _runs_elsewhere(self) -> bool:
+        """In another thread. Who was interrupted in this one lends no more."""
+        thread = self._forward_in
+        return thread not in (None, current_thread()) and thread.is_alive()
+
+    def _is_alone(self) -> bool:
+        return not any(slab.used or slab._runs_elsewhere for slab in self._sharing() if slab is not self)
+
+    def _room(self) -> int:
+        """Bytes that others neither hold nor may have in the forwards that they run elsewhere."""
+        sharing = self._sharing()
+        held = (max(slab.used, (slab._claim or 0) * slab._runs_elsewhere) for slab in sharing if slab is not self)
+        return _limit(sharing) - sum(held)
 
 
 def _limit(sharing: Sequence[HostSlab]) -> int:

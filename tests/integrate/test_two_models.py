@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,43 @@ def test_passes_that_wait_together_have_a_part_each(models):
         assert any("other models' passes wait for their backward at the same time" in c for c in report["profile"]["changes"])
         assert report["predicted"]["host_bytes"] <= HOST // 2
     assert 0 < handles[1].slab.peak_used <= HOST // 2 and handles[0].slab.size <= HOST
+
+
+def test_two_threads_that_train_a_model_each(models) -> None:
+    """Both have chosen before either lends, in each pass but the first, where the second comes once the first has chosen."""
+    actors, stocks, handles = models
+    together, chosen, failures = threading.Barrier(2), threading.Event(), []
+
+    def has_chosen(*args: Any) -> None:
+        chosen.set()
+        together.wait(60)
+
+    def train(number: int) -> None:
+        try:
+            if number:
+                assert chosen.wait(60)
+            for _ in range(4):
+                loss_of(actors[number]).backward()
+        except BaseException as failure:
+            failures.append(failure)
+            together.abort()
+
+    for model in actors:
+        model.register_forward_pre_hook(has_chosen)  # after ours
+    threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert failures == [] and not any(thread.is_alive() for thread in threads)
+    for model, stock, handle in zip(actors, stocks, handles, strict=True):
+        for _ in range(4):
+            loss_of(stock).backward()
+        assert_same_grads(gradients(model), gradients(stock))
+        assert 0 < handle.report()["predicted"]["host_bytes"] <= HOST // 2
+        assert handle.report()["warnings"] == []
+    assert HOST / 2 < handles[0].slab.peak_used <= HOST and 0 < handles[1].slab.peak_used <= HOST // 2
+    assert handles[0].slab.size <= HOST
 
 
 @pytest.mark.parametrize("end", ["detached", "garbage"])
