@@ -200,11 +200,26 @@ class Autopilot:
         if known is None:
             while len(self._chosen) >= REMEMBERED:
                 del self._chosen[next(iter(self._chosen))]
-            known = self._chosen[key] = self._solve(host, shapes, may_be_plain)
+            known = self._chosen[key] = self._solve_as_configured(host, shapes, may_be_plain)
         return known
 
-    def _solve(self, host: int, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
-        given = self._config.alpha, self._config.resident_layers
+    def _solve_as_configured(self, host: int, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
+        """But for alpha, where it is only now that the host has no room for it."""
+        alpha = self._config.alpha
+        try:
+            return self._solve(host, shapes, may_be_plain, alpha)
+        except NothingFits as error:
+            if alpha is None or error.where != "host" or host >= self._budgets.host:
+                raise
+            chosen = self._solve(host, shapes, may_be_plain, None)
+        self._warn(
+            f"a pass was run without memo.alpha {alpha}: other models, or forwards before it, held what that needs of the host. "
+            "Leave memo.alpha out, and each has what there is"
+        )
+        return chosen
+
+    def _solve(self, host: int, shapes: HiddenShapes, may_be_plain: bool, alpha: float | None) -> Chosen:
+        given = alpha, self._config.resident_layers
         run = slower(self._budgets.costs(self.profile, shapes, self._together, host), self._copies_at)
         shape = self.profile.last(shapes)
         try:
@@ -309,7 +324,7 @@ class Autopilot:
         before = self._latest
         if before is None:
             return
-        after = self._solve(before.run.host_budget, before.shapes, self._may_be_plain).homes
+        after = self._solve(before.run.host_budget, before.shapes, self._may_be_plain, None).homes
         if after.alpha < before.homes.alpha:
             change = f"alpha lowered from {before.homes.alpha:.4g} to {after.alpha:.4g}"
         elif after.places != before.homes.places:

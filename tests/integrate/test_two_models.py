@@ -156,6 +156,40 @@ def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None
         handle.detach()
 
 
+def test_a_given_alpha_waits_while_another_model_holds_the_host(
+    own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The residents are open, and the device has no room for all: that pass does without memo.alpha, and says so."""
+    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # the other one takes all
+    models = [build("llama"), build("gpt2")]
+    stocks = [copy.deepcopy(model) for model in models]
+    rest = {"host_memory_gib": HOST / GIB, "plan": {"enabled": False}}
+    alone = ds_memo.attach(models[1], {"alpha": 0.05, **rest})
+    loss_of(models[1]).backward()
+    all_resident = alone.report()["predicted"]["device_bytes"]
+    alone.detach()
+    models[1].zero_grad()
+    sections = {"resident_layers": 0}, {"alpha": 0.05, "device_memory_gib": 0.95 * all_resident / GIB}
+    handles = [ds_memo.attach(model, section | rest) for model, section in zip(models, sections, strict=True)]
+    alphas = []
+    for number in range(3):
+        losses = loss_of(models[0]), loss_of(models[1]) if number else warned_loss_of(models[1])
+        sum(losses).backward()
+        alphas.append(handles[1].report()["alpha"])
+        for model, stock in zip(models, stocks, strict=True):
+            loss_of(stock).backward()
+            assert_same_grads(gradients(model), gradients(stock))
+    assert alphas == [0.0, 0.05, 0.05] and handles[1].slab.peak_used > 0
+    assert len(handles[1].report()["warnings"]) == 1
+    for handle in handles:
+        handle.detach()
+
+
+def warned_loss_of(model: nn.Module) -> torch.Tensor:
+    with pytest.warns(ds_memo.MemoWarning, match=r"without memo.alpha 0.05: other models, or forwards before it, held"):
+        return loss_of(model)
+
+
 def test_a_budget_that_ranks_have_agreed_on_is_no_change(own_cache: Any) -> None:
     """The engine takes the least of all ranks', after the model is attached."""
     handle = ds_memo.attach(model := build("llama"), {"resident_layers": 0, "plan": {"enabled": False}})
