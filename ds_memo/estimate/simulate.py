@@ -125,6 +125,8 @@ class VirtualLayout(NamedTuple):
 class VirtualSlab:
     """A host without limits: whether things fit is ds_memo.solve's question."""
 
+    lent = ()
+
     def take(self, nbytes: float, wanted_by: str) -> VirtualSlab:
         return self
 

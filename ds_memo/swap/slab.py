@@ -80,8 +80,7 @@ class HostSlab:
         """A training forward is under way there, or was when it was interrupted."""
         self._claim: int | None = None
         """Bytes that it may have; None: it has not asked yet."""
-        self._lent: dict[int, list[Range]] = {}
-        """By the block's id."""
+        self._lent: dict[Block, list[Range]] = {}
         self._lock = Lock()
         """Blocks are lent by the model's own thread, and given back also by that of another model whose pass begins."""
         weakref.finalize(self, pool.lost.append, self._lent).atexit = False
@@ -171,7 +170,7 @@ class HostSlab:
                 slab.refused = refusal.held
             raise
         with self._lock:
-            self._lent[id(block)] = block.pieces
+            self._lent[block] = block.pieces
             self.used += pages
             self.peak_used = max(self.peak_used, self.used)
         return block
@@ -179,10 +178,17 @@ class HostSlab:
     def give(self, block: Block) -> None:
         """Take a block back. All copies from and to it must be ordered before whatever the next borrower issues."""
         with self._lock:
-            pieces = self._lent.pop(id(block))
+            pieces = self._lent.pop(block, None)
+        if pieces is None:  # another thread has found it in the same dead frame
+            return
         self.pool.take_back(pieces)
         with self._lock:
             self.used -= block.nbytes
+
+    @property
+    def lent(self) -> list[Block]:
+        """What is lent now."""
+        return list(self._lent)
 
     def close(self) -> None:
         """Lend no more; the last slab of a pool gives everything back to the system. Nothing may still be lent."""

@@ -398,6 +398,20 @@ def test_blocks_are_counted_whoever_gives_them_back():
     assert slab.used == slab.pool.used == 0
 
 
+def test_a_block_that_was_found_again_is_given_back_once():
+    """By a thread that had it from a dead frame, when the slab has taken it back already."""
+    slab = HostSlab(10 * PAGE, HostPool(pinned=False))
+    lost, kept = slab.take(4 * PAGE, "x"), slab.take(PAGE, "y")
+    for block in slab.lent:
+        if block is not kept:
+            slab.give(block)
+    slab.give(lost)
+    assert slab.used == slab.pool.used == PAGE
+    slab.give(slab.take(9 * PAGE, "z"))
+    slab.give(kept)
+    assert slab.lent == [] and slab.used == slab.pool.used == 0
+
+
 def test_frames_in_reference_cycles_do_not_refuse_a_pass():
     """As those of a pass that raised, with its traceback."""
     slab, graves = HostSlab(10 * PAGE, HostPool(pinned=False)), []
