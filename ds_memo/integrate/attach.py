@@ -16,7 +16,7 @@ from ds_memo.config import MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
 from ds_memo.integrate.kernels import use_kernels
 from ds_memo.integrate.layers import find_layers
-from ds_memo.integrate.memo import Memo, module_of
+from ds_memo.integrate.memo import Memo, in_forward, module_of
 from ds_memo.remat.modes import inside_a_layer
 
 _attached: weakref.WeakKeyDictionary[nn.Module, Memo] = weakref.WeakKeyDictionary()
@@ -163,21 +163,15 @@ def attached() -> list[Memo]:
     return list(_attached.values())
 
 
-def running() -> list[Memo]:
-    """Those of models that are in their forward now."""
-    return [memo for memo in _attached.values() if memo.in_forward]
-
-
 def _current(fn: Callable[..., Any]) -> Memo | None:
-    in_forward = running()
-    if len(in_forward) == 1:
-        return in_forward[0]
+    if (running := in_forward()) is not None:
+        return running
     module = module_of(fn)  # of a part of a model that is called by itself
     holders = [memo for model, memo in _attached.items() if module is None or any(module is part for part in model.modules())]
     if len(holders) > 1:
         raise MemoError(
-            f"ds_memo.checkpoint was called with {len(_attached)} models attached and {len(in_forward)} of them in forward; "
-            "which of them it is for cannot be told. Call it with a module of that model, or inside its forward"
+            f"ds_memo.checkpoint was called with {len(_attached)} models attached and none of them in forward; which of "
+            "them it is for cannot be told. Call it with a module of that model, or inside its forward"
         )
     return holders[0] if holders else None
 

@@ -37,7 +37,7 @@ from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.solve.homes import solve
 from ds_memo.solve.memory import bytes_at_head
 from ds_memo.solve.refusals import NothingFits
-from ds_memo.swap.host_memory import GIB
+from ds_memo.units import GIB
 
 _TRIES = 3
 """Passes that may fail before their first layer until no profile is made."""
@@ -109,7 +109,7 @@ class Autopilot:
             MemoError: ranks are configured differently.
             NothingFits: no setting keeps the budgets.
         """
-        if (why := self._budgets.host_lowered()) is not None:
+        if (why := self._budgets.host_changed()) is not None:
             self.changes.append(why)
         if self.gave_up or (self.profile is None and not self._start(kind, model, args, kwargs)):
             return None
@@ -187,7 +187,7 @@ class Autopilot:
     def _solved(self, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
         """Forwards of before may hold more of the host than is left by what is solved for now: nobody knew that this one comes,
         or they were longer. Then it does without."""
-        chosen = self._solved_within(self._budgets.host_at_hand, shapes, may_be_plain)
+        chosen = self._solved_within(self._budgets.claim_host(), shapes, may_be_plain)
         if self._earlier:
             end = self._earlier + self._together.calls // self._together.forwards
             if chosen.host_bytes(self._earlier, end) > self._slab.left:
@@ -200,11 +200,26 @@ class Autopilot:
         if known is None:
             while len(self._chosen) >= REMEMBERED:
                 del self._chosen[next(iter(self._chosen))]
-            known = self._chosen[key] = self._solve(host, shapes, may_be_plain)
+            known = self._chosen[key] = self._solve_as_configured(host, shapes, may_be_plain)
         return known
 
-    def _solve(self, host: int, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
-        given = self._config.alpha, self._config.resident_layers
+    def _solve_as_configured(self, host: int, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
+        """But for alpha, where it is only now that the host has no room for it."""
+        alpha = self._config.alpha
+        try:
+            return self._solve(host, shapes, may_be_plain, alpha)
+        except NothingFits as error:
+            if alpha is None or error.where != "host" or host >= self._budgets.host:
+                raise
+            chosen = self._solve(host, shapes, may_be_plain, None)
+        self._warn(
+            f"a pass was run without memo.alpha {alpha}: other models, or forwards before it, held what that needs of the host. "
+            "Leave memo.alpha out, and each has what there is"
+        )
+        return chosen
+
+    def _solve(self, host: int, shapes: HiddenShapes, may_be_plain: bool, alpha: float | None) -> Chosen:
+        given = alpha, self._config.resident_layers
         run = slower(self._budgets.costs(self.profile, shapes, self._together, host), self._copies_at)
         shape = self.profile.last(shapes)
         try:
@@ -309,7 +324,7 @@ class Autopilot:
         before = self._latest
         if before is None:
             return
-        after = self._solve(before.run.host_budget, before.shapes, self._may_be_plain).homes
+        after = self._solve(before.run.host_budget, before.shapes, self._may_be_plain, None).homes
         if after.alpha < before.homes.alpha:
             change = f"alpha lowered from {before.homes.alpha:.4g} to {after.alpha:.4g}"
         elif after.places != before.homes.places:

@@ -20,8 +20,8 @@ from ds_memo.profile.lengths import HiddenShapes
 from ds_memo.profile.requests import Most
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import RunCosts
-from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.slab import HostSlab
+from ds_memo.units import GIB
 
 
 class Budgets:
@@ -34,8 +34,8 @@ class Budgets:
     """
 
     def __init__(self, device_memory_gib: float | None, slab: HostSlab, device: torch.device) -> None:
-        self.host = slab.budget
-        """Bytes of this rank."""
+        self._host = self._told = slab.budget
+        """Bytes of this rank: whatever other models have; and beside these, as told last."""
         self.device = 0
         """Bytes beside parameters, gradients and optimizer states."""
         self.device_limit = 0
@@ -64,8 +64,8 @@ class Budgets:
         reserve = UNSEEN if self._head_bytes_per_token is None else RESERVE
         careful = device_budget(self._device, self._given, to_come, reserve, lost)
         most = device_budget(self._device, self._given, gradients, 0.0)  # Adam's states are a guess, and refuse no run
-        budgets = from_all_ranks((min(self.host, self._slab.budget), careful, most))
-        self.host, self.device, self.device_limit = map(min, zip(*budgets, strict=True))
+        budgets = from_all_ranks((min(self._host, self._slab.budget), careful, most))
+        self._host, self.device, self.device_limit = map(min, zip(*budgets, strict=True))
 
     def see_head(self, logged: Most | None, tokens: int, bytes_of_layers: int) -> None:
         """What head and loss took in a pass; the rank that needs most counts. All ranks call this together.
@@ -84,22 +84,28 @@ class Budgets:
         if None not in everybodys:
             self._head_bytes_per_token, self._backward_bytes = map(max, zip(*everybodys, strict=True))
 
-    def host_lowered(self) -> str | None:
-        """Since this was asked last, in words: the system refused memory, or other models have their part."""
-        held, self._slab.refused = self._slab.refused, None
-        found = [(held, "the system refused more")] if held is not None else []
-        if self._slab.has_part:
-            found.append((self._slab.budget, "other models' passes wait for their backward at the same time"))
-        least, why = min(found, default=(self.host, ""))
-        if least >= self.host:
-            return None
-        self.host = least
-        return f"host budget lowered to {self.host / GIB:.4g} GiB: {why}"
-
     @property
-    def host_at_hand(self) -> int:
+    def host(self) -> int:
+        """Bytes of this rank."""
+        return min(self._host, self._slab.part)
+
+    def host_changed(self) -> str | None:
+        """Since this was asked last, in words: the system refused memory, other models have their part, or are gone."""
+        before, held, self._slab.refused = min(self._told, self._host, self._slab.budget), self._slab.refused, None
+        why = "other models' passes wait for their backward at the same time"
+        if held is not None and held < self._host:
+            why = "the system refused more" if held < self.host else why
+            self._host = held
+        now = self._told = self.host
+        if now == before:
+            return None
+        if now > before:
+            return f"host budget raised to {now / GIB:.4g} GiB: models that had a part of it are gone"
+        return f"host budget lowered to {now / GIB:.4g} GiB: {why}"
+
+    def claim_host(self) -> int:
         """Of the host's bytes, what the pass that begins may have."""
-        return min(self.host, self._slab.at_hand)
+        return min(self._host, self._slab.claim())
 
     def costs(self, profile: Profile, shapes: HiddenShapes, together: Together, host: int) -> RunCosts:
         """What comes before a backward, of layers whose hidden states have these shapes, within these budgets.

@@ -12,8 +12,7 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
-from ds_memo.integrate.attach import running
-from ds_memo.integrate.memo import Memo, module_of
+from ds_memo.integrate.memo import Memo, in_forward, module_of
 from ds_memo.integrate.names import replace_in_modules
 from ds_memo.remat.modes import inside_a_layer
 
@@ -43,10 +42,10 @@ def give_back() -> None:
 def _checkpoint(stock: Callable[..., Any], fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if inside_a_layer():
         return _as_deepspeed_does(fn(*args, **kwargs))
-    memos = running()
-    if len(memos) != 1:
+    memo = in_forward()
+    if memo is None:
         return stock(fn, *args, **kwargs)
-    return _as_deepspeed_does(_run(memos[0], fn, args, kwargs))
+    return _as_deepspeed_does(_run(memo, fn, args, kwargs))
 
 
 def _run(memo: Memo, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

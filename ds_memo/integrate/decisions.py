@@ -111,7 +111,7 @@ class Decisions:
         return setting
 
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
-        budget, alpha, reason = self._slab.at_hand, self._config.alpha, "as configured"
+        budget, alpha, reason = self._slab.claim(), self._config.alpha, "as configured"
         others = [other for other in self._layers if other.index not in self.places.residents]
         if alpha is not None:  # layers of another class keep something else; the slab has the last word on all of them
             others = [other for other in others if type(other.module()) is type(layer.module())]

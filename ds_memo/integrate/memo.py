@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -55,7 +56,6 @@ class Memo:
             residents = RESIDENTS if config.resident_layers is None else config.resident_layers
             config = config.model_copy(update={"alpha": 1.0, "resident_layers": residents})
         self.config = config
-        self.in_forward = False
         self.warnings: list[str] = []
         self._model = weakref.ref(model)
         self._detached = False
@@ -116,7 +116,7 @@ class Memo:
             warnings.warn(message, MemoWarning, stacklevel=3)
 
     def _forward_begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.in_forward = True
+        _forwards.begins(self)
         training = module.training and torch.is_grad_enabled()
         if training:
             self.engine.settle()
@@ -146,7 +146,8 @@ class Memo:
             self.decisions.follow(self.autopilot.choose(shapes_of(args, kwargs), model, args, kwargs, self.calls))
 
     def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.in_forward = False
+        _forwards.ends(self)
+        self.slab.forward_over()
         # Without an output this one raised; with one, its caller may be at work on an error of before.
         if output is None and module.training and isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
             self.ran_out()
@@ -290,6 +291,7 @@ class Memo:
         if inside_a_layer():
             raise MemoError("detach() was called while a layer runs; call it between two steps")
         self._detached = True
+        _forwards.ends(self)
         self._takeover.undo()
         if self.addresses:
             self.addresses.close()
@@ -340,7 +342,7 @@ class Memo:
             gemm_flops_recomputed_fraction=work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
             attention_recomputed=work.attention_ops_recomputed,
             host={
-                "budget": self.slab.budget,
+                "budget": self.slab.part,
                 "slab": self.slab.size,
                 "peak_used": self.slab.peak_used,
                 "numa_node": self.slab.pool.node.number if self.slab.pool.node else None,
@@ -394,6 +396,34 @@ class Memo:
         inputs = (kept for layer in self.layers if layer.latest for kept in layer.latest.inputs if kept)
         kept = next(inputs, None)
         return kept.shape if kept else (0,)
+
+
+class _Forwards(threading.local):
+    """Of attached models, those that run in this thread: the innermost last. One that Ctrl-C ended, of which PyTorch's hooks tell
+    nothing, stays until its model's next forward, or one around it, is over."""
+
+    def __init__(self) -> None:
+        self._running: list[weakref.ref[Memo]] = []
+
+    def begins(self, memo: Memo) -> None:
+        self.ends(memo)
+        self._running.append(weakref.ref(memo))
+
+    def ends(self, memo: Memo) -> None:
+        known = [ref() for ref in self._running]
+        if memo in known:
+            del self._running[known.index(memo) :]
+
+    def innermost(self) -> Memo | None:
+        return next((memo for ref in reversed(self._running) if (memo := ref()) is not None), None)
+
+
+_forwards = _Forwards()
+
+
+def in_forward() -> Memo | None:
+    """Whose model's forward runs in this thread."""
+    return _forwards.innermost()
 
 
 def module_of(fn: Any) -> nn.Module | None:

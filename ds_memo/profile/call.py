@@ -183,9 +183,9 @@ def layer_calls(
 ) -> dict[int, LayerCall]:
     """The first call of each kind of layer in a forward, caught on its way in, in the order in which they come.
 
-    The first layer of a kind runs once more, for those behind it: without a graph, its parameters gathered where ZeRO-3 has them
-    in pieces. The next ones of that kind give the same output again. No random number is drawn for good, and what the model is
-    called with stays as it is.
+    The first layer of a kind runs once more, for those behind it: nothing is saved for a backward, its parameters are gathered
+    where ZeRO-3 has them in pieces. The next ones of that kind give the same output again. No random number is drawn for good,
+    and what the model is called with stays as it is.
 
     Args:
         kinds: of each layer, see ds_memo.profile.kinds.
@@ -195,10 +195,11 @@ def layer_calls(
         MemoError: the forward made no layer call.
     """
     calls: dict[int, LayerCall] = {}
+    inside: list[Layer] = []
     outputs: dict[Any, Any] = {}
 
     def catch(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
-        if inside_a_layer() or not torch.is_grad_enabled():
+        if inside or inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         if layer.index >= len(kinds):  # a function that the model checkpoints beside its layers
             with torch.no_grad():
@@ -209,7 +210,9 @@ def layer_calls(
             raise _Enough
         key = kind, call.shape
         if key not in outputs:
+            inside.append(layer)
             outputs[key] = _run_once(call, partial(fn, *args, **kwargs))
+            inside.pop()
         return outputs[key]
 
     try:
@@ -224,11 +227,15 @@ def layer_calls(
 
 def _run_once(call: LayerCall, run: Callable[[], Any]) -> Any:
     """Its outputs want a gradient where those of a training would, and what comes behind may change them in place."""
-    with torch.no_grad(), whole(call.layer.module()):
+    counted = any(hasattr(parameter, "ds_id") for parameter in call.layer.parameters)  # ZeRO-3 would wait for the backward
+    drop = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+    with torch.set_grad_enabled(not counted), drop, whole(call.layer.module()):
         out = run()
 
     def as_trained(value: Any) -> Any:
-        trained = isinstance(value, torch.Tensor) and value.is_floating_point() and call.trains
-        return value.detach().requires_grad_().clone() if trained else value
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        trained = call.trains if counted else value.requires_grad
+        return value.detach().requires_grad_(trained).clone()
 
     return tree_map(as_trained, out)

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-_inside = threading.local()
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 
 def inside_a_layer() -> bool:
     """Whether this thread is running a layer under one of the modes, so that a nested checkpoint is a plain call."""
-    return getattr(_inside, "depth", 0) > 0
+    return any(isinstance(mode, Mode) for mode in _get_current_dispatch_mode_stack())
 
 
 def under_a_checkpoint() -> bool:
@@ -53,14 +50,6 @@ def keep_dynamo_out() -> None:
 
 
 class Mode(TorchDispatchMode):
-    def __enter__(self) -> Any:
-        _inside.depth = getattr(_inside, "depth", 0) + 1
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        _inside.depth -= 1
-
     # Without this, every op would pass a wrapper that keeps dynamo out; keep_dynamo_out() does it once.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

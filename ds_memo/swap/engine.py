@@ -43,6 +43,8 @@ class Traffic:
     """Reloads issued one frame ahead."""
     frames_on_demand: int = 0
     """Reloads issued when the frame was already wanted: the first of a backward, or an unforeseen order."""
+    blocks_lost: int = 0
+    """Host blocks that were found again, of frames that nobody had buried."""
 
 
 class SwapEngine:
@@ -192,12 +194,13 @@ class SwapEngine:
         Autograd's queue holds on to nodes of such a graph, and they to their frames, until another backward runs (so in PyTorch
         2.11 to 2.13, with torch.utils.checkpoint too). So one does, where frames are still there.
         """
-        if all(ref() is None for ref in self._stack):
-            return
-        import torch
+        if any(ref() is not None for ref in self._stack):
+            import torch
 
-        with torch.enable_grad():
-            torch.ones((), device=self.device, requires_grad=True).clone().backward()
+            with torch.enable_grad():
+                torch.ones((), device=self.device, requires_grad=True).clone().backward()
+        self._clear_graves()
+        self._bury_lost()
         self._clear_graves()
 
     def close(self) -> None:
@@ -214,6 +217,7 @@ class SwapEngine:
                     frame.slots.clear()
                     self._give_block(frame)
             self._closed = True  # not before: a frame that dies meanwhile, on whatever thread, must be buried
+            self._bury_lost()
             self._clear_graves()
         finally:
             self._closed = True
@@ -248,6 +252,7 @@ class SwapEngine:
                 f"device memory: frame {frame.name} needs a buffer of {frame.layout.buffer_bytes / GIB:.3g} GiB to come back; "
                 f"{refusal}. Lower memo.resident_layers, memo.device_memory_gib or the batch."
             ) from refusal
+        frame.back = None
         frame.move("returning")
         self.streams.wait(H2D, self.streams.mark(COMPUTE))
         for index, rows in frame.rows.items():
@@ -289,15 +294,29 @@ class SwapEngine:
         if not self._closed and (frame.block is not None or frame.state == "returning"):
             self._graves.append((frame.block, frame.state, frame.sent, frame.back, frame.device, frame.slots))
 
+    def _bury_lost(self) -> None:
+        """Blocks of frames that have died unburied: a Ctrl-C came just then, and Python passes over what a destructor raises."""
+        buried = {grave[0] for grave in list(self._graves)} | {frame.block for ref in self._stack if (frame := ref()) is not None}
+        for block in self.slab.lent:
+            if block not in buried:
+                self.traffic.blocks_lost += 1
+                self._graves.append((None, "returning", None, None, {}, {}))  # which way its copies went nobody knows
+                self._graves.append((block, "recording", None, None, {}, {}))
+
     def _clear_graves(self) -> None:
         while self._graves:
             try:
-                block, state, sent, back, _device, _slots = self._graves.popleft()
+                grave = self._graves.popleft()
             except IndexError:  # whoever else lends from the pool, on another thread, was faster
                 return
-            if state in ("recording", "swapping"):
-                self.streams.wait(COMPUTE, sent or self.streams.mark(D2H))
-            elif state == "returning":
-                self.streams.wait(COMPUTE, back)
+            block, state, sent, back, _device, _slots = grave
+            try:  # an event is missing where the frame was interrupted
+                if state in ("recording", "swapping"):
+                    self.streams.wait(COMPUTE, sent or self.streams.mark(D2H))
+                elif state == "returning":
+                    self.streams.wait(COMPUTE, back or self.streams.mark(H2D))
+            except BaseException:
+                self._graves.appendleft(grave)
+                raise
             if block is not None:
                 self.slab.give(block)

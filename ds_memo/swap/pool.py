@@ -24,10 +24,10 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.swap import segments
-from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.numa import Node, on
 from ds_memo.swap.segments import Segment
 from ds_memo.swap.streams import finish_abandoned
+from ds_memo.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class HostPool:
         self.used = 0
         """Bytes lent now, in whole pages."""
         self._free: list[Range] = []
-        self.lost: deque[Mapping[int, Sequence[Range]]] = deque()
+        self.lost: deque[Mapping[object, Sequence[Range]]] = deque()
         """Nobody will give these back: what a slab had lent that is there no more, with its model."""
         self._lock = Lock()
         self._given_on: set[torch.cuda.Stream | None] = set()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
+import ds_memo
 from ds_memo.integrate import profiling
 from ds_memo.profile import run
 from ds_memo.profile.call import LayerCall, layer_calls
 from ds_memo.profile.kinds import kinds_of
 from ds_memo.profile.layer import measure
 from ds_memo.profile.sample import LayerProfile
+from ds_memo.remat.checkpoint import Layer
 from tests.integrate.test_kinds import assert_as_predicted, attached, batch, encoder_and_decoder, outcome
 from tests.models import assert_same
 
@@ -132,3 +136,24 @@ def test_what_the_device_holds_at_once_is_never_said_too_low(encoder: int, decod
     ]:
         assert want <= got <= most * want
     handle.detach()
+
+
+def test_what_wants_a_gradient_in_training_wants_one_in_the_profile() -> None:
+    """T5's layers hand on two position biases: of self-attention it is trained, of cross-attention it is zeros."""
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": 99}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)).train()
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    given, kinds = inputs(12, 8), kinds_of(handle.layers)
+    profiled = layer_calls(handle.remat, model, (), given, kinds, lambda calls: len(calls) == max(kinds) + 1)
+    trained: dict[int, LayerCall] = {}
+
+    def note(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
+        trained.setdefault(kinds[layer.index], LayerCall(layer, fn, args, kwargs))
+        return fn(*args, **kwargs)
+
+    with handle.remat.instead(note):
+        model(**given)
+    handle.detach()
+    wants = [[[x.requires_grad for x in call._others()] for call in calls.values()] for calls in (profiled, trained)]
+    assert wants[0] == wants[1] and list(profiled) == list(trained)
+    assert wants[0][-1].count(True) == 2, "the position bias and the encoder's states"

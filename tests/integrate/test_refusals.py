@@ -95,7 +95,9 @@ def assert_clean(handle: Any, model: nn.Module, before: tuple[int, int]) -> None
     assert not [found for found in gc.get_objects() if isinstance(found, Frame)], "frames"
     engine._clear_graves()
     assert (engine._unsent, [ref() for ref in engine._leaving]) == (None, [None] * len(engine._leaving)), "copies"
-    assert slab.used == 0 and slab.size == sum(free.nbytes for free in slab.pool._free), "host blocks"
+    assert slab.used == engine.traffic.blocks_lost == 0 and slab.size == sum(free.nbytes for free in slab.pool._free), (
+        "host blocks"
+    )
     assert (threading.active_count(), hooks(model)) == before, "threads or hooks"
     assert _len_torch_dispatch_stack() == 0 and torch._C._autograd._top_saved_tensors_default_hooks(False) is None, "modes"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +75,69 @@ def test_passes_that_wait_together_have_a_part_each(models):
     assert 0 < handles[1].slab.peak_used <= HOST // 2 and handles[0].slab.size <= HOST
 
 
+def test_two_threads_that_train_a_model_each(models) -> None:
+    """Both have chosen before either lends, in each pass but the first, where the second comes once the first has chosen."""
+    actors, stocks, handles = models
+    together, chosen, failures = threading.Barrier(2), threading.Event(), []
+
+    def has_chosen(*args: Any) -> None:
+        chosen.set()
+        together.wait(60)
+
+    def train(number: int) -> None:
+        try:
+            if number:
+                assert chosen.wait(60)
+            for _ in range(4):
+                loss_of(actors[number]).backward()
+        except BaseException as failure:
+            failures.append(failure)
+            together.abort()
+
+    for model in actors:
+        model.register_forward_pre_hook(has_chosen)  # after ours
+    threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert failures == [] and not any(thread.is_alive() for thread in threads)
+    for model, stock, handle in zip(actors, stocks, handles, strict=True):
+        for _ in range(4):
+            loss_of(stock).backward()
+        assert_same_grads(gradients(model), gradients(stock))
+        assert 0 < handle.report()["predicted"]["host_bytes"] <= HOST // 2
+        assert handle.report()["warnings"] == []
+    assert HOST / 2 < handles[0].slab.peak_used <= HOST and 0 < handles[1].slab.peak_used <= HOST // 2
+    assert handles[0].slab.size <= HOST
+
+
+@pytest.mark.parametrize("end", ["detached", "garbage"])
+def test_who_is_left_has_the_whole_host_again(models, end: str) -> None:
+    actors, stocks, handles = models
+    for _ in range(3):
+        (loss_of(actors[0]) + loss_of(actors[1])).backward()
+    actor, stock, handle = actors.pop(0), stocks[0], handles.pop(0)
+    before = handle.report()
+    actor.zero_grad()
+    if end == "detached":
+        handles.pop().detach()
+    else:
+        del actors[:], handles[:]
+        gc.collect()
+    for _ in range(2):
+        for model in (actor, stock):
+            loss_of(model).backward()
+    assert_same_grads(gradients(actor), gradients(stock))
+    after = handle.report()
+    handle.detach()
+    assert (before["host"]["budget"], after["host"]["budget"]) == (HOST // 2, HOST)
+    assert (before["profile"]["host_budget"], after["profile"]["host_budget"]) == (HOST // 2, HOST)
+    assert after["alpha"] > before["alpha"] and after["predicted"]["host_bytes"] > HOST // 2
+    assert handle.slab.used == 0 and handle.slab.peak_used > HOST // 2
+    assert after["profile"]["changes"][-1].startswith("host budget raised to")
+
+
 def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None:
     """Also where one needs more than half."""
     models = [build("llama"), build("gpt2")]
@@ -89,6 +154,40 @@ def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None
     assert handles[0].slab.peak_used > HOST * 3.5 / 3 / 2
     for handle in handles:
         handle.detach()
+
+
+def test_a_given_alpha_waits_while_another_model_holds_the_host(
+    own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The residents are open, and the device has no room for all: that pass does without memo.alpha, and says so."""
+    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # the other one takes all
+    models = [build("llama"), build("gpt2")]
+    stocks = [copy.deepcopy(model) for model in models]
+    rest = {"host_memory_gib": HOST / GIB, "plan": {"enabled": False}}
+    alone = ds_memo.attach(models[1], {"alpha": 0.05, **rest})
+    loss_of(models[1]).backward()
+    all_resident = alone.report()["predicted"]["device_bytes"]
+    alone.detach()
+    models[1].zero_grad()
+    sections = {"resident_layers": 0}, {"alpha": 0.05, "device_memory_gib": 0.95 * all_resident / GIB}
+    handles = [ds_memo.attach(model, section | rest) for model, section in zip(models, sections, strict=True)]
+    alphas = []
+    for number in range(3):
+        losses = loss_of(models[0]), loss_of(models[1]) if number else warned_loss_of(models[1])
+        sum(losses).backward()
+        alphas.append(handles[1].report()["alpha"])
+        for model, stock in zip(models, stocks, strict=True):
+            loss_of(stock).backward()
+            assert_same_grads(gradients(model), gradients(stock))
+    assert alphas == [0.0, 0.05, 0.05] and handles[1].slab.peak_used > 0
+    assert len(handles[1].report()["warnings"]) == 1
+    for handle in handles:
+        handle.detach()
+
+
+def warned_loss_of(model: nn.Module) -> torch.Tensor:
+    with pytest.warns(ds_memo.MemoWarning, match=r"without memo.alpha 0.05: other models, or forwards before it, held"):
+        return loss_of(model)
 
 
 def test_a_budget_that_ranks_have_agreed_on_is_no_change(own_cache: Any) -> None:

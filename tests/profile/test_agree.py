@@ -173,7 +173,7 @@ class TestTwoRanks(DistributedTest):
 
         run.CopyBench.rate = rate  # of this process, which ends with the test
         handle = ds_memo.attach(model := Toy(), HERE)
-        handle.slab.budget = handle.autopilot._budgets.host = 10**9 - dist.get_rank()
+        handle.slab.budget = handle.autopilot._budgets._host = 10**9 - dist.get_rank()
         model(**batch()).loss.backward()
         report = handle.report()["profile"]
         everybodys = agree.from_all_ranks(rates)

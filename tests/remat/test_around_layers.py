@@ -316,7 +316,7 @@ def test_two_models_that_call_checkpoint() -> None:
     for model, stock in zip(models, stocks, strict=True):
         assert_same(step(model, BATCH), step(stock, BATCH))
     assert all(handle.report()["frames"] == LAYERS for handle in handles)
-    with pytest.raises(ds_memo.MemoError, match="2 models attached and 0 of them in forward"):
+    with pytest.raises(ds_memo.MemoError, match="2 models attached and none of them in forward"):
         ds_memo.checkpoint(lambda x: models[0].blocks[0](x), BATCH.embeds)
     for handle in handles:
         handle.detach()

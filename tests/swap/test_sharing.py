@@ -8,6 +8,9 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
 
 import pytest
 import torch
@@ -42,10 +45,11 @@ def test_in_turns_each_has_everything_and_nothing_is_mapped_anew():
         slab.pass_begins()
         block = slab.take(10 * PAGE, "x")
         found.append(block.views(0, PAGE)[0].data_ptr())
-        assert slab.at_hand == 10 * PAGE
+        assert slab.claim() == 10 * PAGE
         slab.give(block)
+        slab.forward_over()
     assert len(set(found)) == 1 and slabs[0].size == slabs[1].size == 10 * PAGE
-    assert [slab.budget for slab in slabs] == [10 * PAGE] * 2
+    assert [slab.part for slab in slabs] == [10 * PAGE] * 2
     assert [slab.peak_used for slab in slabs] == [10 * PAGE] * 2
 
 
@@ -53,13 +57,17 @@ def test_together_each_has_its_part_from_then_on():
     first, second = two()
     first.pass_begins()
     block = first.take(8 * PAGE, "x")
+    first.forward_over()
     second.pass_begins()
-    assert (first.budget, second.budget) == (5 * PAGE, 5 * PAGE)
-    assert second.at_hand == 0, "the first still holds more than its part"
+    assert (first.part, second.part) == (5 * PAGE, 5 * PAGE)
+    assert second.claim() == 2 * PAGE, "the first still holds more than its part"
     with pytest.raises(MemoError, match=r"needs .* GiB, .* GiB are left beside .* GiB that other models hold"):
         second.take(3 * PAGE, "y")
     first.give(block)
-    assert second.at_hand == 5 * PAGE
+    assert second.claim() == 2 * PAGE, "of the pass under way"
+    second.forward_over()
+    second.pass_begins()
+    assert second.claim() == 5 * PAGE
     blocks = [slab.take(5 * PAGE, "x") for slab in (first, second)]
     assert first.size == 10 * PAGE
     for slab, block in zip((first, second), blocks, strict=True):
@@ -74,7 +82,7 @@ def test_one_that_never_lends_has_no_part():
     first, second, _reference = (HostSlab(10 * PAGE, pool) for _ in range(3))
     block = first.take(PAGE, "x")
     second.pass_begins()
-    assert [first.budget, second.budget] == [5 * PAGE] * 2
+    assert [first.part, second.part] == [5 * PAGE] * 2
     assert block.nbytes == PAGE
 
 
@@ -85,7 +93,7 @@ def test_a_third_has_its_part_too():
     for slab in slabs:
         slab.pass_begins()
         blocks.append(slab.take(PAGE, "x"))
-    assert [slab.budget for slab in slabs] == [4 * PAGE] * 3
+    assert [slab.part for slab in slabs] == [4 * PAGE] * 3
 
 
 def test_the_limit_is_of_all_together():
@@ -129,8 +137,8 @@ def test_what_a_model_that_was_let_go_held_is_lent_again(monkeypatch):
     del first, block
     assert second.pool.used == 10 * PAGE and not finished
     second.pass_begins()
-    assert second.budget == 10 * PAGE and finished == [1]
-    assert second.take(10 * PAGE, "y").nbytes == second.size == second.pool.used
+    assert second.claim() == 10 * PAGE
+    assert second.take(10 * PAGE, "y").nbytes == second.size == second.pool.used and finished == [1]
 
 
 def test_copies_that_nobody_waits_for_end_before_memory_is_lent_again():
@@ -215,8 +223,8 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
     block = slabs[0].take(10 * PAGE, "x")
     for slab in slabs[1:]:
         slab.pass_begins()
-        assert slab.at_hand == 0
-    assert [slab.budget for slab in slabs] == [4 * PAGE] * 3
+        assert slab.claim() == 2 * PAGE
+    assert [slab.part for slab in slabs] == [4 * PAGE] * 3
     slabs[0].give(block)
     blocks = [slab.take(4 * PAGE, "x") for slab in slabs]
     with pytest.raises(MemoError, match="GiB are left"):
@@ -231,10 +239,10 @@ def test_what_is_configured_has_no_part():
     first.fixed = True
     block = first.take(7 * PAGE, "x")
     second.pass_begins()
-    assert (first.budget, second.budget) == (10 * PAGE, 3 * PAGE) and second.at_hand == 3 * PAGE
+    assert (first.part, second.part) == (10 * PAGE, 3 * PAGE) and second.claim() == 3 * PAGE
     beside = second.take(2 * PAGE, "y")
     first.pass_begins()
-    assert first.at_hand == 8 * PAGE and second.at_hand == 3 * PAGE
+    assert first.claim() == 8 * PAGE and second.claim() == 3 * PAGE
     for slab, lent in ((first, block), (second, beside)):
         slab.give(lent)
 
@@ -250,10 +258,120 @@ def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
     later.pass_begins()
     block = later.take(8 * PAGE, "x")
     second.pass_begins()
-    assert (later.budget, second.budget) == (5 * PAGE, 5 * PAGE)
-    assert second.at_hand == 0, "the later one holds more than its part"
+    assert (later.part, second.part) == (5 * PAGE, 5 * PAGE)
+    assert second.claim() == 2 * PAGE, "the later one holds more than its part"
     later.give(block)
-    assert second.at_hand == 5 * PAGE
+    second.pass_begins()
+    assert second.claim() == 5 * PAGE
+
+
+@pytest.mark.parametrize("end", ["closed", "garbage"])
+def test_who_is_left_has_the_part_of_one_that_is_gone(end: str):
+    pool = HostPool(pinned=False)
+    slabs = [HostSlab(12 * PAGE, pool) for _ in range(3)]
+    blocks = []
+    for slab in slabs:
+        slab.pass_begins()
+        blocks.append(slab.take(PAGE, "x"))
+    for left in (2, 1):
+        for slab in slabs:
+            slab.forward_over()
+        del slab
+        gone = slabs.pop()
+        if end == "closed":
+            gone.give(blocks.pop())
+            gone.close()
+        del gone
+        assert [slab.part for slab in slabs] == [slab.claim() for slab in slabs] == [12 // left * PAGE] * left
+    slabs[0].pass_begins()
+    slabs[0].take(11 * PAGE, "all the others had")
+    assert pool.size == 12 * PAGE
+
+
+def test_who_is_left_has_what_a_configured_one_held():
+    first, second = two()
+    first.fixed = True
+    block = first.take(7 * PAGE, "x")
+    second.pass_begins()
+    assert second.part == 3 * PAGE
+    first.give(block)
+    first.close()
+    assert second.part == second.claim() == 10 * PAGE
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[ThreadPoolExecutor]:
+    """Another thread, which lives as long as the test."""
+    with ThreadPoolExecutor(1) as thread:
+        yield thread
+
+
+def test_passes_of_two_threads_have_a_part_each_before_either_lends(elsewhere: ThreadPoolExecutor):
+    first, second = two()
+    elsewhere.submit(first.pass_begins).result(5)
+    second.pass_begins()
+    assert [elsewhere.submit(first.claim).result(5), second.claim()] == [5 * PAGE] * 2
+    elsewhere.submit(first.take, 5 * PAGE, "x").result(5)
+    second.take(5 * PAGE, "y")
+
+
+def test_what_a_pass_was_promised_it_has_though_another_thread_begins_one(elsewhere: ThreadPoolExecutor):
+    first, second = two()
+    elsewhere.submit(first.pass_begins).result(5)
+    assert elsewhere.submit(first.claim).result(5) == 10 * PAGE
+    second.pass_begins()
+    assert second.claim() == 0
+    with pytest.raises(MemoError, match="GiB are left"):
+        second.take(PAGE, "y")
+    first.give(elsewhere.submit(first.take, 10 * PAGE, "x").result(5))
+    elsewhere.submit(first.forward_over).result(5)
+    for slab in (first, second):
+        slab.pass_begins()
+        assert slab.claim() == 5 * PAGE
+        slab.forward_over()
+
+
+@pytest.mark.parametrize("where", ["here", "in a thread that ended"])
+def test_a_forward_that_was_interrupted_claims_nothing_of_others(where: str):
+    first, second = two()
+    with ThreadPoolExecutor(1) as thread:
+        for begin in (first.pass_begins, first.claim):
+            begin() if where == "here" else thread.submit(begin).result(5)
+    second.pass_begins()
+    assert second.claim() == 10 * PAGE and not second.has_part
+
+
+def test_threads_that_train_a_model_each_are_never_refused():
+    """Whatever comes first: each takes no more than it was promised, and all together no more than the host has."""
+    pool, pages, failures, most = HostPool(pinned=False), 24, [], []
+    slabs = [HostSlab(pages * PAGE, pool) for _ in range(3)]
+
+    def train(slab: HostSlab, random: Random) -> None:
+        try:
+            for _ in range(300):
+                slab.pass_begins()
+                claim = slab.claim() // PAGE
+                frames = [slab.take(PAGE, "x") for _ in range(random.randint(0, claim))]
+                slab.forward_over()
+                most.append(pool.used)
+                for frame in frames:
+                    slab.give(frame)
+        except MemoError as error:
+            failures.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=train, args=(slab, Random(n)), daemon=True) for n, slab in enumerate(slabs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+    assert max(most) <= pages * PAGE and pool.used == 0 and [slab.used for slab in slabs] == [0] * 3
+    assert [slab.part for slab in slabs] == [pages // 3 * PAGE] * 3
 
 
 def test_blocks_are_counted_whoever_gives_them_back():
@@ -278,6 +396,20 @@ def test_blocks_are_counted_whoever_gives_them_back():
     finally:
         sys.setswitchinterval(before)
     assert slab.used == slab.pool.used == 0
+
+
+def test_a_block_that_was_found_again_is_given_back_once():
+    """By a thread that had it from a dead frame, when the slab has taken it back already."""
+    slab = HostSlab(10 * PAGE, HostPool(pinned=False))
+    lost, kept = slab.take(4 * PAGE, "x"), slab.take(PAGE, "y")
+    for block in slab.lent:
+        if block is not kept:
+            slab.give(block)
+    slab.give(lost)
+    assert slab.used == slab.pool.used == PAGE
+    slab.give(slab.take(9 * PAGE, "z"))
+    slab.give(kept)
+    assert slab.lent == [] and slab.used == slab.pool.used == 0
 
 
 def test_frames_in_reference_cycles_do_not_refuse_a_pass():
