@@ -10,6 +10,7 @@
 // It goes before a CUDA build of torch with LD_PRELOAD, and once more, as libcuda.so.1, in a folder of LD_LIBRARY_PATH.
 // EMULATED_GIB: of device memory; 139.8 without it.
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -33,11 +34,23 @@ size_t deviceBytes() {
 std::atomic<size_t> used{size_t{500} << 20};
 std::atomic<uintptr_t> next_handle{0x1000};
 std::mutex mutex;
-std::map<void*, size_t> blocks;
+std::map<void*, size_t> blocks;  // addresses of the device
+std::map<uintptr_t, size_t> pieces;  // of its memory, that segments which expand are made of
 template <class H>
 cudaError_t make(H* h) {
   *h = reinterpret_cast<H>(next_handle += 16);
   return cudaSuccess;
+}
+// Address space on the device, which takes nothing of its memory.
+char* reserve(size_t n) {
+  char* at = (char*)mmap(nullptr, n + kGranule, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) return nullptr;
+  char* a = (char*)(((uintptr_t)at + kGranule - 1) / kGranule * kGranule);
+  if (a > at) munmap(at, a - at);
+  if (a + n < at + n + kGranule) munmap(a + n, at + kGranule - a);
+  std::lock_guard<std::mutex> l(mutex);
+  blocks[a] = n;
+  return a;
 }
 bool small_copy(size_t n) { return n <= (size_t{1} << 20); }
 
@@ -169,6 +182,42 @@ int cuGetErrorString() { return 0; }
 int cuDeviceGetAttribute(int* v, int, int) { return *v = 0; }
 int cuDeviceGet(int* d, int) { return *d = 0; }
 int cuInit() { return 0; }
+int cuMemAddressReserve(uintptr_t* a, size_t n, size_t, uintptr_t, unsigned long long) {
+  *a = (uintptr_t)reserve(n);
+  return *a ? 0 : 2;
+}
+int cuMemAddressFree(uintptr_t a, size_t n) {
+  std::lock_guard<std::mutex> l(mutex);
+  munmap((void*)a, n);
+  blocks.erase((void*)a);
+  return 0;
+}
+int cuMemCreate(uintptr_t* piece, size_t n, void*, unsigned long long) {
+  if (n > deviceBytes() - used) return 2;  // CUDA_ERROR_OUT_OF_MEMORY
+  used += n;
+  make(piece);
+  std::lock_guard<std::mutex> l(mutex);
+  pieces[*piece] = n;
+  return 0;
+}
+int cuMemRelease(uintptr_t piece) {
+  std::lock_guard<std::mutex> l(mutex);
+  used -= pieces[piece];
+  pieces.erase(piece);
+  return 0;
+}
+int cuMemMap() { return 0; }
+int cuMemUnmap() { return 0; }
+int cuMemSetAccess() { return 0; }
+int cuMemGetAllocationGranularity(size_t* n, void*, int) { return *n = kGranule, 0; }
+int not_here() { return 801; }  // CUDA_ERROR_NOT_SUPPORTED
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** f, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  *f = dlsym(RTLD_DEFAULT, name);
+  if (!*f) *f = (void*)not_here;
+  if (found) *found = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
 int cuDriverGetVersion(int* v) { return *v = 13000, 0; }
 int cuDevicePrimaryCtxGetState(int, unsigned* f, int* a) {
   *f = 0, *a = 1;
@@ -263,16 +312,9 @@ cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream
 cudaError_t cudaMalloc(void** b, size_t n) {
   const size_t whole = (n + kGranule - 1) / kGranule * kGranule;
   if (whole > deviceBytes() - used) return cudaErrorMemoryAllocation;
-  char* at = (char*)mmap(nullptr, whole + kGranule, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (at == MAP_FAILED) return cudaErrorMemoryAllocation;
-  char* a = (char*)(((uintptr_t)at + kGranule - 1) / kGranule * kGranule);
-  if (a > at) munmap(at, a - at);
-  if (a + whole < at + whole + kGranule) munmap(a + whole, at + kGranule - a);
+  char* a = reserve(whole);
+  if (!a) return cudaErrorMemoryAllocation;
   used += whole;
-  {
-    std::lock_guard<std::mutex> l(mutex);
-    blocks[a] = whole;
-  }
   *b = a;
   return cudaSuccess;
 }
