@@ -147,8 +147,8 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     def take_step_and_tell(*args: Any, **kwargs: Any) -> Any:
         memo.step_begins()
         result = take_step(*args, **kwargs)
-        memo.stepped()
         running = itself()
+        memo.stepped(running.was_step_applied())
         if running.monitor.enabled and running.global_rank == 0:
             running.monitor.write_events(memo.events(running.global_samples))
         return result

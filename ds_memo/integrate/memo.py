@@ -214,8 +214,12 @@ class Memo:
         if self.addresses:
             self.addresses.step_begins()
 
-    def stepped(self) -> None:
-        """An optimizer step is over."""
+    def stepped(self, applied: bool = True) -> None:
+        """An optimizer step is over.
+
+        Args:
+            applied: it was none where gradients overflowed, and optimizer states may not exist yet.
+        """
         if self.addresses:
             self.addresses.step_ends()
         if self._speed.before_first_step:
@@ -225,7 +229,7 @@ class Memo:
         now = time.perf_counter()
         self._speed.stepped(now)
         self.calls.stepped()
-        if self.autopilot:
+        if self.autopilot and applied:
             self.autopilot.stepped(self._model(), self._passes, now, self._head_bytes)
 
     def _head_bytes(self, hidden_bytes: int) -> Most | None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import ds_memo
+from ds_memo.integrate.budgets import Budgets
 from tests.integrate import engines
 from tests.integrate.engines import MEMO, ds_config, start, train
 from tests.models import LAYERS, Batch, Block, Toy, build
@@ -356,6 +357,27 @@ def test_an_engine_chooses_by_itself(stage: int, tmp_path: Path) -> None:
         assert report["warnings"] == []
         assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
         engine.memo.detach()
+
+
+def test_a_step_that_overflowed_shows_no_optimizer_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16 skips its first steps. What the device has left is looked at again after the first step that was none of those."""
+    looks: list[bool] = []
+    look = Budgets.look
+
+    def noting(budgets: Budgets, model: nn.Module, has_engine: bool, stepped: bool) -> None:
+        looks.append(stepped)
+        look(budgets, model, has_engine, stepped)
+
+    monkeypatch.setattr(Budgets, "look", noting)
+    engine = start(ds_config(memo={"enabled": True, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}))
+    monkeypatch.setattr(engine, "was_step_applied", lambda: False)
+    train(engine, steps=2)
+    assert looks == [False]
+    monkeypatch.undo()
+    monkeypatch.setattr(Budgets, "look", noting)
+    train(engine, steps=2)
+    assert looks == [False, True]
+    engine.memo.detach()
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
