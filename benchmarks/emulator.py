@@ -1,7 +1,7 @@
 """ds_memo's CUDA paths at full width, on a machine without a GPU: bytes, calls, and what waits for what; no values.
 
     export DS_MEMO_CUDA_TORCH=/path/to/python
-    python -m benchmarks.emulator step [gpt7b|llama8b|ulysses8] [16384] [--memo '{"alpha": 0.5}'] [--models 2] [--slow-link 0.25]
+    python -m benchmarks.emulator step [gpt7b|llama8b|ulysses8] [16384] [--memo '{"alpha": 0.5}'] [--models 2] [--zero 3]
     python -m benchmarks.emulator capacity [gpt7b] [--device-gib 16] [--host-gib 32] [--rivals …]
     python -m benchmarks.emulator speed [gpt7b] [65536] [--hardware h200] [--host-gib 32] [--rivals …]
 
@@ -19,17 +19,25 @@ import argparse
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.emulated_time import Clock, keeping_time
 from benchmarks.speed import show
 from ds_memo.estimate import hardware
 from ds_memo.ops.builder import cuda_headers
 from ds_memo.plan.native import compiler
+
+if TYPE_CHECKING:  # not imported by the process that starts the emulated one
+    import torch
+    from torch import nn
+
+    from ds_memo.integrate.memo import Memo
 
 HERE = Path(__file__).parent
 HOST_GIB = 115
@@ -82,35 +90,90 @@ def without_values() -> None:
         module.available_bytes = lambda *_, **__: HOST_GIB << 30
 
 
+def _attached(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any]) -> tuple[Memo, Callable[[], Any]]:
+    """The handle, and what trains a step."""
+    import ds_memo
+    from benchmarks.rivals import Installed
+    from benchmarks.timing import Trainer
+
+    trainer = Trainer(model, ids)
+    return ds_memo.attach(model, memo), lambda: trainer.step(Installed())
+
+
+def _under_deepspeed(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any], zero: int) -> tuple[Memo, Callable[[], Any]]:
+    """As one rank, with gloo where a GPU has NCCL."""
+    import deepspeed
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    import ds_memo
+    from benchmarks.workloads import loss_of
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    for optimizer in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
+        optimizer.has_overflow = lambda *_, **__: False  # of values that there are not
+    stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda _: False
+    deepspeed.init_distributed(dist_backend="gloo")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": zero},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},  # DeepSpeed's own would be compiled first
+        "memo": memo,
+    }
+    engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step() -> None:
+        engine.backward(loss_of(engine, ids))
+        engine.step()
+
+    return engine.memo, step
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 def step(
-    clock: Clock, workload: str, length: int, memo: dict[str, Any], models: int = 1, slow_link: float | None = None
+    clock: Clock,
+    workload: str,
+    length: int,
+    memo: dict[str, Any],
+    models: int = 1,
+    slow_link: float | None = None,
+    zero: int | None = None,
 ) -> list[dict[str, Any]]:
     """Train some steps and tell, for each, what it took.
 
     Args:
         models: that take turns, each with half the tokens of the one before.
         slow_link: the share of the link's rate that copies have after some steps.
+        zero: the stage, under DeepSpeed; None: without DeepSpeed.
     """
     import torch
 
-    import ds_memo
-    from benchmarks.rivals import Installed
-    from benchmarks.timing import Memory, Trainer
+    from benchmarks.timing import Memory, seconds
     from benchmarks.workloads import batch, build, shapes
 
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
-    trainers = [Trainer(build(shape, device, torch.bfloat16), batch(shape, length >> turn, device)) for turn in range(models)]
-    handles = [ds_memo.attach(trainer.model, memo) for trainer in trainers]
+    trained = [(build(shape, device, torch.bfloat16), batch(shape, length >> turn, device)) for turn in range(models)]
+    if zero is None:
+        runs = [_attached(model, ids, memo) for model, ids in trained]
+    else:
+        runs = [_under_deepspeed(model, ids, memo, zero) for model, ids in trained]
     rows = []
     steps = STEPS if slow_link is None else SLOW_AFTER + STEPS
     for number, turn in itertools.product(range(1, steps + 1), range(models)):
         if slow_link is not None and number > SLOW_AFTER:
             clock.link_share(slow_link)
-        trainer, handle = trainers[turn], handles[turn]
+        handle, take_step = runs[turn]
         memory, before = Memory(device), handle.report()["plan"] or {}
         waits = clock.host_waits()
-        seconds = trainer.seconds(Installed())
+        took_s = seconds(take_step, device)
         waits = clock.host_waits() - waits - 1  # for the seconds
         took, report = memory.read(1, lambda: None), handle.report()
         plan = report["plan"] or {"arena": 0, "misses": {}, "hits": 0}
@@ -119,7 +182,7 @@ def step(
             {
                 "step": number,
                 "model": turn,
-                "ms": seconds * 1e3,
+                "ms": took_s * 1e3,
                 "host_waits": waits,
                 "requested": took["device_peak"],
                 "reserved": took["device_reserved_peak"],
@@ -135,7 +198,7 @@ def step(
                 "warnings": report["warnings"],
             }
         )
-    for handle in handles:
+    for handle, _ in runs:
         handle.detach()
     return rows
 
@@ -200,6 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("length", nargs="?", type=int, default=16384)
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='the "memo" section; default: all is solved')
     parser.add_argument("--models", type=int, default=1, metavar="N", help="that take turns in `step`; default: 1")
+    parser.add_argument("--zero", type=int, choices=range(4), help="train under DeepSpeed, one rank, at this stage; for `step`")
     parser.add_argument("--slow-link", type=float, metavar="X", help="share of the link that `step` has after some steps")
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
     parser.add_argument("--host-gib", type=float, default=32.0)
@@ -232,7 +296,7 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
         return
     with tempfile.TemporaryDirectory() as cache:  # never the user's: no profile of ours is of a GPU
         memo = {"enabled": True, **options.memo, "plan": {"cache_dir": cache, **options.memo.get("plan", {})}}
-        rows = step(clock, options.workload, options.length, memo, options.models, options.slow_link)
+        rows = step(clock, options.workload, options.length, memo, options.models, options.slow_link, options.zero)
     if options.json:
         print(json.dumps(rows))
         return

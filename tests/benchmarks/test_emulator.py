@@ -59,6 +59,16 @@ def test_models_that_take_turns_share_device_and_host(capfd: pytest.CaptureFixtu
     assert larger["alpha"] > 0 and smaller["alpha"] > 0
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_planned_steps_under_deepspeed(stage: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Gradients in buckets, Adam on the device; ZeRO-3 gathers on a stream of its own."""
+    before, last = steps(capfd, {"host_memory_gib": 64}, 32768, "--zero", str(stage), "--device-gib", "36")[-2:]
+    assert last["hits"] > 100 and last["missed"].keys() <= ({"stream"} if stage == 3 else set())
+    assert before["mallocs"] == last["mallocs"] == 0
+    if stage < 3:
+        assert last["reserved"] <= 1.02 * last["requested"]
+
+
 def test_without_a_plan_more_is_reserved(capfd: pytest.CaptureFixture[str]) -> None:
     """The comparison can fail."""
     last = steps(capfd, {"alpha": 0.5, "resident_layers": 2, "plan": {"enabled": False}})[-1]
