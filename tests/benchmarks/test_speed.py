@@ -23,7 +23,7 @@ class Clock:
     def __init__(self, monkeypatch, flops):
         self.now, self.points, self.saved = 15.0, [], 0
         self.failures, self.found, self.flops = [], {}, flops
-        for name in ("build", "clear", "_print", "claims"):
+        for name in ("build", "clear", "show", "claims"):
             monkeypatch.setattr(speed, name, lambda *arguments: [])
         monkeypatch.setattr(speed, "time", types.SimpleNamespace(perf_counter=self.seconds))
         monkeypatch.setattr(speed, "run_point", self.run_point)
@@ -118,7 +118,7 @@ def breaks(*arguments):
         (speed, "measure_bandwidth", "link: ValueError: boom"),
         (speed.host_memory, "budget", "host memory: ValueError: boom"),
         (speed, "claims", "gpt7b 48: ValueError: boom"),
-        (speed, "_print", "gpt7b 48, printed: ValueError: boom"),
+        (speed, "show", "gpt7b 48, printed: ValueError: boom"),
     ],
 )
 def test_what_breaks_beside_the_points_takes_none_with_it(module, name, failure, monkeypatch, tmp_path):

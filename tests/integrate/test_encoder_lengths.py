@@ -154,6 +154,6 @@ def test_what_wants_a_gradient_in_training_wants_one_in_the_profile() -> None:
     with handle.remat.instead(note):
         model(**given)
     handle.detach()
-    wants = [[[x.requires_grad for x in call._others()] for call in calls.values()] for calls in (profiled, trained)]
+    wants = [[[x.requires_grad for x in call._other_tensors()] for call in calls.values()] for calls in (profiled, trained)]
     assert wants[0] == wants[1] and list(profiled) == list(trained)
     assert wants[0][-1].count(True) == 2, "the position bias and the encoder's states"
