@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_memo.config import MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
+from ds_memo.integrate.forwards import in_forward
 from ds_memo.integrate.kernels import use_kernels
 from ds_memo.integrate.layers import find_layers
-from ds_memo.integrate.memo import Memo, in_forward, module_of
+from ds_memo.integrate.memo import Memo, module_of
 from ds_memo.remat.modes import inside_a_layer
 
 _attached: weakref.WeakKeyDictionary[nn.Module, Memo] = weakref.WeakKeyDictionary()

@@ -12,7 +12,8 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
-from ds_memo.integrate.memo import Memo, in_forward, module_of
+from ds_memo.integrate.forwards import in_forward
+from ds_memo.integrate.memo import Memo, module_of
 from ds_memo.integrate.names import replace_in_modules
 from ds_memo.remat.modes import inside_a_layer
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -17,7 +16,7 @@ from torch import nn
 
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError, MemoWarning
-from ds_memo.integrate import conflicts, first_step
+from ds_memo.integrate import conflicts, first_step, forwards
 from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.autopilot import Autopilot
 from ds_memo.integrate.calls import Calls
@@ -116,7 +115,7 @@ class Memo:
             warnings.warn(message, MemoWarning, stacklevel=3)
 
     def _forward_begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        _forwards.begins(self)
+        forwards.begins(self)
         training = module.training and torch.is_grad_enabled()
         if training:
             self.engine.settle()
@@ -146,7 +145,7 @@ class Memo:
             self.decisions.follow(self.autopilot.choose(shapes_of(args, kwargs), model, args, kwargs, self.calls))
 
     def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
-        _forwards.ends(self)
+        forwards.ends(self)
         self.slab.forward_over()
         # Without an output this one raised; with one, its caller may be at work on an error of before.
         if output is None and module.training and isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
@@ -295,7 +294,7 @@ class Memo:
         if inside_a_layer():
             raise MemoError("detach() was called while a layer runs; call it between two steps")
         self._detached = True
-        _forwards.ends(self)
+        forwards.ends(self)
         self._takeover.undo()
         if self.addresses:
             self.addresses.close()
@@ -400,34 +399,6 @@ class Memo:
         inputs = (kept for layer in self.layers if layer.latest for kept in layer.latest.inputs if kept)
         kept = next(inputs, None)
         return kept.shape if kept else (0,)
-
-
-class _Forwards(threading.local):
-    """Of attached models, those that run in this thread: the innermost last. One that Ctrl-C ended, of which PyTorch's hooks tell
-    nothing, stays until its model's next forward, or one around it, is over."""
-
-    def __init__(self) -> None:
-        self._running: list[weakref.ref[Memo]] = []
-
-    def begins(self, memo: Memo) -> None:
-        self.ends(memo)
-        self._running.append(weakref.ref(memo))
-
-    def ends(self, memo: Memo) -> None:
-        known = [ref() for ref in self._running]
-        if memo in known:
-            del self._running[known.index(memo) :]
-
-    def innermost(self) -> Memo | None:
-        return next((memo for ref in reversed(self._running) if (memo := ref()) is not None), None)
-
-
-_forwards = _Forwards()
-
-
-def in_forward() -> Memo | None:
-    """Whose model's forward runs in this thread."""
-    return _forwards.innermost()
 
 
 def module_of(fn: Any) -> nn.Module | None:

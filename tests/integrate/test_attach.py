@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ds_memo
-from ds_memo.integrate.memo import in_forward
+from ds_memo.integrate.forwards import in_forward
 from ds_memo.ops.allocator import Allocator
 from ds_memo.ops.builder import AllocatorBuilder
 from tests.integrate.traces import fingerprint, memo_threads

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_memo
-from ds_memo.integrate.memo import in_forward
+from ds_memo.integrate.forwards import in_forward
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Kept
 from tests.models import LAYERS, Batch, assert_same, build, step
