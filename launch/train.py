@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 import ds_memo
 from ds_memo.arguments import tokens
+from ds_memo.config import memo_config
 from ds_memo.estimate.flops import mfu, peak_flops
 from ds_memo.integrate import ulysses
 from ds_memo.integrate.transformers import model_flops
@@ -94,6 +95,7 @@ def read_ds_config(path: Path, no_memo: bool) -> dict:
 
     Raises:
         UsageError: Where there is no such file, it is not a JSON object, or it names no optimizer.
+        MemoConfigError: Where the "memo" section is wrong; before a model is made, which may take minutes.
     """
     if not path.is_file():
         raise UsageError(f"no DeepSpeed configuration at {path}")
@@ -105,6 +107,7 @@ def read_ds_config(path: Path, no_memo: bool) -> dict:
         raise UsageError(f'{path} needs an "optimizer" section')
     if no_memo:
         config.pop("memo", None)
+    memo_config(config.get("memo", {}))
     return config
 
 

@@ -38,6 +38,15 @@ def call(monkeypatch, capsys):
     return run
 
 
+def test_a_mistake_in_the_memo_section_shows_before_a_model_is_made(call, tmp_path, monkeypatch):
+    config = json.loads(Path(QUICKSTART).read_text())
+    config["memo"]["host_memory_gb"] = 64
+    (file := tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(script, "init_distributed", lambda: pytest.fail("too late"))
+    assert "host_memory_gb" in call(deepspeed_config=file)
+    assert "memo" not in script.read_ds_config(file, no_memo=True)
+
+
 def test_wrong_calls(call, tmp_path):
     write = lambda name, text: (tmp_path / name).write_text(text) and tmp_path / name  # noqa: E731
     assert "no DeepSpeed configuration at nowhere.json" in call(deepspeed_config="nowhere.json")
