@@ -50,11 +50,11 @@ from benchmarks.environment import environment
 from benchmarks.noise import distance, noise
 from benchmarks.timing import clear
 from benchmarks.workloads import batch, build, gpt_shape, loss_of
-from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.numa import node_of
 from ds_memo.swap.pool import HostPool
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, streams_for
+from ds_memo.units import GIB
 from tests import models
 
 LIMIT_S = 440

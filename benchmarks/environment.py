@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ds_memo.swap.host_memory import GIB, available_bytes, memlock_limit
+from ds_memo.swap.host_memory import available_bytes, memlock_limit
+from ds_memo.units import GIB
 
 
 def environment(device: torch.device) -> dict[str, Any]:

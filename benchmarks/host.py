@@ -9,7 +9,8 @@ from collections.abc import Callable, Sized
 
 import torch
 
-from ds_memo.swap.host_memory import GIB, available_bytes, budget_bytes
+from ds_memo.swap.host_memory import available_bytes, budget_bytes
+from ds_memo.units import GIB
 
 STEP = 4 * GIB
 PATIENCE_S = 2.0

@@ -211,8 +211,10 @@ def layer_calls(
         key = kind, call.shape
         if key not in outputs:
             inside.append(layer)
-            outputs[key] = _run_once(call, partial(fn, *args, **kwargs))
-            inside.pop()
+            try:
+                outputs[key] = _run_once(call, partial(fn, *args, **kwargs))
+            finally:
+                inside.pop()
         return outputs[key]
 
     try:

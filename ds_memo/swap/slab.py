@@ -19,7 +19,7 @@ from ds_memo.errors import MemoError
 from ds_memo.swap.numa import node_of
 from ds_memo.swap.pool import HostPool, Range, Refused
 from ds_memo.swap.segments import PAGE
-from ds_memo.units import GIB
+from ds_memo.units import GIB, round_up
 
 _deciding = RLock()
 """Who shares with whom, and what a pass may have, are decided by one thread at a time."""
@@ -151,7 +151,7 @@ class HostSlab:
             MemoError: the budget does not allow it beside what is lent, or the system refuses; names `wanted_by`, needed and
                 available GiB. Nothing that is lent has changed.
         """
-        pages = -(-nbytes // PAGE) * PAGE
+        pages = round_up(nbytes, PAGE)
         if pages > self.left:
             gc.collect()  # of a pass that raised, frames may be in reference cycles with its traceback
             self._clear_all()

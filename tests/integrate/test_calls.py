@@ -16,7 +16,7 @@ import ds_memo
 from ds_memo.integrate.calls import Calls
 from ds_memo.profile import run
 from ds_memo.profile.live import LiveBytes
-from ds_memo.swap.host_memory import GIB
+from ds_memo.units import GIB
 from tests.models import Batch, Toy, assert_same, assert_same_grads, build, gradients, step
 
 HEAD = 600 << 10

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import ds_memo
 from ds_memo.integrate import autopilot, profiling
 from ds_memo.integrate.looks import Looks
-from ds_memo.swap.host_memory import GIB
+from ds_memo.units import GIB
 from tests.models import BF16, HIDDEN, VOCAB, Batch, Block, Outcome, Toy, assert_same, build, gradients, step
 from tests.unit.common import ON_CPU, DistributedTest
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import ds_memo
 from ds_memo.profile import run
-from ds_memo.swap.host_memory import GIB
+from ds_memo.units import GIB
 from tests.models import Batch, assert_same_grads, build, gradients
 
 BATCH = Batch.random(4, 128)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ds_memo.swap import host_memory
-from ds_memo.swap.host_memory import GIB, RESERVE, available_bytes, budget_bytes, ranks_on_node
+from ds_memo.swap.host_memory import RESERVE, available_bytes, budget_bytes, ranks_on_node
+from ds_memo.units import GIB
 
 NO_LIMIT_V1 = 9223372036854771712
 

@@ -20,7 +20,7 @@ from ds_memo.swap import slab as slab_module
 from ds_memo.swap import streams
 from ds_memo.swap.pool import HostPool
 from ds_memo.swap.segments import PAGE
-from ds_memo.swap.slab import HostSlab, promised_bytes, shared_pool
+from ds_memo.swap.slab import Block, HostSlab, promised_bytes, shared_pool
 
 CPU = torch.device("cpu")
 
@@ -86,13 +86,18 @@ def test_one_that_never_lends_has_no_part():
     assert block.nbytes == PAGE
 
 
-def test_a_third_has_its_part_too():
+def three_that_wait_together() -> tuple[list[HostSlab], list[Block]]:
+    """Of 12 pages, each with one lent."""
     pool = HostPool(pinned=False)
-    slabs = [HostSlab(12 * PAGE, pool) for _ in range(3)]
-    blocks = []
+    slabs, blocks = [HostSlab(12 * PAGE, pool) for _ in range(3)], []
     for slab in slabs:
         slab.pass_begins()
         blocks.append(slab.take(PAGE, "x"))
+    return slabs, blocks
+
+
+def test_a_third_has_its_part_too():
+    slabs, _blocks = three_that_wait_together()
     assert [slab.part for slab in slabs] == [4 * PAGE] * 3
 
 
@@ -267,12 +272,7 @@ def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
 
 @pytest.mark.parametrize("end", ["closed", "garbage"])
 def test_who_is_left_has_the_part_of_one_that_is_gone(end: str):
-    pool = HostPool(pinned=False)
-    slabs = [HostSlab(12 * PAGE, pool) for _ in range(3)]
-    blocks = []
-    for slab in slabs:
-        slab.pass_begins()
-        blocks.append(slab.take(PAGE, "x"))
+    slabs, blocks = three_that_wait_together()
     for left in (2, 1):
         for slab in slabs:
             slab.forward_over()
@@ -285,7 +285,7 @@ def test_who_is_left_has_the_part_of_one_that_is_gone(end: str):
         assert [slab.part for slab in slabs] == [slab.claim() for slab in slabs] == [12 // left * PAGE] * left
     slabs[0].pass_begins()
     slabs[0].take(11 * PAGE, "all the others had")
-    assert pool.size == 12 * PAGE
+    assert slabs[0].size == 12 * PAGE
 
 
 def test_who_is_left_has_what_a_configured_one_held():

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from ds_memo.errors import MemoError
 from ds_memo.swap import segments
-from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.pool import HostPool
 from ds_memo.swap.segments import PAGE, Segment, map_pages
 from ds_memo.swap.slab import Block, HostSlab
+from ds_memo.units import GIB
 
 
 def slab(pages: int = 100) -> HostSlab:

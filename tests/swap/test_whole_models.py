@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.host_memory import GIB
 from ds_memo.swap.streams import D2H, H2D, ThreadStreams
+from ds_memo.units import GIB
 from tests.models import Batch, assert_same, assert_same_grads, build, gradients, step
 from tests.swap.delayed import DelayedStreams
 from tests.swap.ordered import OrderedStreams
