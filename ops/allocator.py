@@ -36,7 +36,7 @@ MISSES = ("native", "overlap", "size", "abandoned", "end", "unplanned", "stream"
 
 _MODES = ("off", "profile", "plan")
 """As csrc/allocator_core.h numbers them, and so the next one."""
-_KINDS = ("enter", "malloc", "free")
+_KINDS = ("enter", "malloc", "free", "elsewhere")
 _phases: dict[str, int] = {}  # numbers are given once per process
 _names: list[str] = []
 
@@ -45,13 +45,13 @@ class Request(NamedTuple):
     """One event of a profiled pass."""
 
     kind: str
-    """ "enter", "malloc" or "free"."""
+    """ "enter", "malloc", "free"; or "elsewhere", a malloc on another stream (CPU: thread) than the pass's: no plan serves it."""
     phase: str | None
-    """Of "enter" and "malloc"."""
+    """Of all but "free"."""
     id: int
-    """Of "malloc" and "free"."""
+    """Of all but "enter"."""
     size: int
-    """Of "malloc": bytes."""
+    """Of a malloc: bytes."""
 
 
 Slot = tuple[int, int]

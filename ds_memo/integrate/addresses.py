@@ -20,7 +20,7 @@ import atexit
 import functools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,9 +30,10 @@ from ds_memo.config import PlanConfig
 from ds_memo.integrate.plans import Known, Plans
 from ds_memo.ops.allocator import MISSES, Allocator, Request
 from ds_memo.plan import Plan
+from ds_memo.profile.beside import Beside, beside, carry
 from ds_memo.profile.device_memory import keep_blocks_whole
 from ds_memo.profile.lengths import PassKind, Shapes
-from ds_memo.profile.requests import Most, Place, RequestLog, most_in, read_log
+from ds_memo.profile.requests import Place, RequestLog, read_log
 from ds_memo.units import GIB
 
 _PATIENCE = 4
@@ -111,6 +112,8 @@ class Addresses:
         """The op's when the running pass began."""
         self._events: list[Request] = []
         """Of the running pass, as far as they were looked at."""
+        self._carried: dict[int, int] | None = {}
+        """Bytes by id of blocks that passes left behind, until that was asked."""
 
     def claim(self) -> None:
         """Have the addresses planned from now on.
@@ -187,6 +190,11 @@ class Addresses:
         self._good = False
         self.leave_phase()
 
+    def reduction_begins(self) -> None:
+        """Of gradients, by an engine, behind the backward; leave_phase() is called when it is over."""
+        if self.claimed:
+            self._allocator.phase("reduce")
+
     def step_begins(self) -> None:
         if self.claimed:
             self._allocator.phase("step")
@@ -201,16 +209,19 @@ class Addresses:
         if self.claimed:
             self._allocator.phase(None)
 
-    def head_bytes(self, hidden_bytes: int) -> Most | None:
-        """What head and loss held in the latest pass beside the layers; None: that was not logged.
+    def beside(self, hidden_bytes: int, forward: Mapping[int, int], backward: Mapping[int, int]) -> Beside | None:
+        """What the latest pass took beside the layers; None: that was not logged. Asked once, after the first step.
 
         Args:
             hidden_bytes: of the last layer's output.
+            forward, backward: by the number of the layer, in the order of the forward: see ds_memo.profile.beside.
         """
-        if not self._has_turn or self._allocator.mode != "profile":
+        carried, self._carried = self._carried, None
+        if not self._has_turn or self._allocator.mode != "profile" or carried is None:
             return None
         self._events += self._allocator.requests()
-        return most_in("head", self._events, hidden_bytes)
+        forward, backward = {f"L{i}.f": n for i, n in forward.items()}, {f"L{i}.b": n for i, n in backward.items()}
+        return beside(self._events, carried, hidden_bytes, forward, backward)
 
     # ---- what the user says
 
@@ -300,7 +311,10 @@ class Addresses:
         self._counts = {name: count + counts[name] for name, count in self._counts.items()}
         looked_at, self._events = self._events, []
         if mode == "profile":
-            log, wrapping = read_log([*looked_at, *self._allocator.requests()], self._escaped)
+            events = [*looked_at, *self._allocator.requests()]
+            log, wrapping = read_log(events, self._escaped)
+            if self._carried is not None:
+                carry(self._carried, events)
             if known is not None and complete:
                 known.now = (known.now and known.now.merged(log)) or log
                 known.wrapping = wrapping if self._escaped_from == self._kind else set()

@@ -29,13 +29,13 @@ from ds_memo.integrate.profiling import Profiling
 from ds_memo.integrate.ranks import meet_in_layers, talk_in_layers
 from ds_memo.integrate.stalls import StallWatch, slower
 from ds_memo.profile.agree import Failed, from_all_ranks, greatest, together
+from ds_memo.profile.beside import Beside
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.lengths import HiddenShapes, Shapes
-from ds_memo.profile.requests import Most
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.solve.homes import solve
-from ds_memo.solve.memory import bytes_at_head
+from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.units import GIB
 
@@ -229,13 +229,13 @@ class Autopilot:
                 raise
             limit = self._budgets.device_limit
             # What was left alone is there for such a pass, and what the head takes no setting changes: is it the layers?
-            alone = replace(run, head_bytes=0, backward_bytes=0, device_budget=limit)
+            alone = replace(run.without_beside(), device_budget=limit)
             solve(alone, *given, may_be_plain=False)
             if error.device_needed > limit:
                 self._warn(
-                    f"beside the layers {math.prod(shape[:2]):,} tokens take {run.head_bytes / GIB:.3g} GiB of device memory for "
-                    f"head, loss and gradients on their way ({run.backward_bytes / GIB:.3g} GiB). With them a step needs "
-                    f"{error.device_needed / GIB:.3g} GiB where {limit / GIB:.3g} are free: it may run out of memory. "
+                    f"beside the layers {math.prod(shape[:2]):,} tokens take {run.beside_bytes / GIB:.3g} GiB of device memory "
+                    f"for head, loss and gradients on their way ({max(run.backward_bytes) / GIB:.3g} GiB). With them a step "
+                    f"needs {error.device_needed / GIB:.3g} GiB where {limit / GIB:.3g} are free: it may run out of memory. "
                     "A tiled loss helps, or a smaller zero_optimization.reduce_bucket_size"
                 )
             run = replace(run, device_budget=error.device_needed)  # so that nothing is taken beyond what it needs
@@ -289,32 +289,39 @@ class Autopilot:
 
     # ---- between steps
 
-    def stepped(self, model: nn.Module | None, passes: int, now: float, head_bytes: Callable[[int], Most | None]) -> None:
+    def stepped(self, model: nn.Module | None, passes: int, now: float, beside: Callable[..., Beside | None]) -> None:
         """An optimizer step is over on all ranks.
 
         Args:
             passes: training passes so far.
             now: the time, in seconds.
-            head_bytes: for the bytes of the last layer's output, what head and loss held in the latest pass beside the layers, if
-                that was logged.
+            beside: what stood beside the layers in the latest pass, if that was logged: Addresses.beside.
         """
         if self.profile is None or model is None:
             return
         if not self._stepped:
             self._stepped = True
-            if (passed := self._latest) is None:
-                self._budgets.see_head(None, 0, 0)
-            else:
-                inputs = (output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
-                hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
-                of_layers = bytes_at_head(passed.run, passed.homes.places, passed.homes.alpha)
-                self._budgets.see_head(head_bytes(hidden_bytes), math.prod(passed.shape[:2]), of_layers)
+            self._see(self._latest, beside)
             self._budgets.look(model, self._has_engine, stepped=True)
             self._chosen.clear()
             return
         if self._config.alpha is None and (window := self._stalls.stepped(passes, now)):
             chosen = self._latest
             self._copies_are_slower(min(from_all_ranks(window.share(chosen.run, chosen.homes) if chosen else 1.0)))
+
+    def _see(self, passed: Chosen | None, beside: Callable[..., Beside | None]) -> None:
+        if passed is None:
+            self._budgets.see(None, 0, 0)
+            return
+        inputs = (output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
+        hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
+        forward, between, backward = bytes_of_layers(passed.run, passed.homes.places, passed.homes.alpha)
+        if len(passed.run.layers) == len(passed.solved):
+            by_layer = (dict(zip(passed.solved, nbytes.tolist(), strict=True)) for nbytes in (forward, backward))
+        else:  # more than one call of each: it is not known which is which
+            by_layer = {}, {}
+        logged = beside(hidden_bytes, *by_layer)
+        self._budgets.see(logged, math.prod(passed.shape[:2]), between)
 
     def _copies_are_slower(self, share: float) -> None:
         if share >= 1:

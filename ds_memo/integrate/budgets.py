@@ -1,7 +1,7 @@
 """Budgets: what host and device have for activations, and what else a step puts on the device. All ranks have the same.
 
 before the first step    half of what the device has free is left alone for what has not been seen
-after it                 head, loss and gradients on their way are known from the pass's request log, or bounded by CUDA's peak
+after it                 what stands beside the layers is known from the pass's request log, or bounded by CUDA's peak
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import nn
 
 from ds_memo.integrate.calls import Together
 from ds_memo.profile.agree import from_all_ranks
+from ds_memo.profile.beside import Beside, largest
 from ds_memo.profile.device_memory import RESERVE, UNSEEN, device_budget, lost_bytes, most_beyond, states_to_come
 from ds_memo.profile.lengths import HiddenShapes
-from ds_memo.profile.requests import Most
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import RunCosts
 from ds_memo.swap.slab import HostSlab
@@ -43,10 +43,9 @@ class Budgets:
         self._given = device_memory_gib
         self._slab = slab
         self._device = device
-        self._head_bytes_per_token: float | None = None
-        """Of head and loss, beside the layers; None: not seen."""
-        self._backward_bytes = 0
-        """What is there through the whole backward beside the layers, whatever the length: buckets of gradients to reduce."""
+        self._beside: Beside | None = None
+        """What stands beside the layers; None: not seen."""
+        self._head_bytes_per_token = 0.0
 
     def look(self, model: nn.Module, has_engine: bool, stepped: bool) -> None:
         """See what there is now. All ranks call this together.
@@ -61,28 +60,29 @@ class Budgets:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
         to_come, gradients = (0, 0) if stepped else (states_to_come(model, engine) for engine in (has_engine, True))
-        reserve = UNSEEN if self._head_bytes_per_token is None else RESERVE
+        reserve = UNSEEN if self._beside is None else RESERVE
         careful = device_budget(self._device, self._given, to_come, reserve, lost)
         most = device_budget(self._device, self._given, gradients, 0.0)  # Adam's states are a guess, and refuse no run
         budgets = from_all_ranks((min(self._host, self._slab.budget), careful, most))
         self._host, self.device, self.device_limit = map(min, zip(*budgets, strict=True))
 
-    def see_head(self, logged: Most | None, tokens: int, bytes_of_layers: int) -> None:
-        """What head and loss took in a pass; the rank that needs most counts. All ranks call this together.
+    def see(self, logged: Beside | None, tokens: int, bytes_of_layers: int) -> None:
+        """What stood beside the layers in a pass; the rank that needs most counts. All ranks call this together.
 
         Args:
-            logged: None: not known; then CUDA's peak tells what they took at most.
+            logged: None: not known; then CUDA's peak tells what it was at most.
             tokens: of this rank's batch in the pass; 0: there was none.
             bytes_of_layers: what layers kept on the device between its forward and its backward.
         """
         mine = None
         if tokens and logged:
-            mine = (logged.peak - logged.staying) / tokens, logged.staying
+            mine = logged.head / tokens, logged
         elif tokens and (most := most_beyond(self._device, bytes_of_layers)) is not None:
-            mine = most / tokens, 0
+            mine = most / tokens, Beside(most)
         everybodys = from_all_ranks(mine)
         if None not in everybodys:
-            self._head_bytes_per_token, self._backward_bytes = map(max, zip(*everybodys, strict=True))
+            per_token, besides = zip(*everybodys, strict=True)
+            self._head_bytes_per_token, self._beside = max(per_token), largest(besides)
 
     @property
     def host(self) -> int:
@@ -115,6 +115,16 @@ class Budgets:
         """
         at = [shape and (shape.batch, shape.length, shape.source) for shape in shapes]
         tokens = math.prod(profile.last(at)[:2]) * together.forwards
-        head = math.ceil((self._head_bytes_per_token or 0.0) * tokens) + self._backward_bytes
         run = profile.costs(at, host, self.device)
-        return replace(run, layers=run.layers * together.calls, head_bytes=head, backward_bytes=self._backward_bytes)
+        beside, calls = self._beside or Beside(0), together.calls
+        backward, most = beside.backward, max(beside.backward)
+        if len(backward) != len(run.layers):  # some are not called
+            backward = (most,) * len(run.layers)
+        return replace(
+            run,
+            layers=run.layers * calls,
+            working_bytes=beside.elsewhere,
+            forward_bytes=beside.forward,
+            head_bytes=math.ceil(self._head_bytes_per_token * tokens) + beside.staying,
+            backward_bytes=(most,) * (len(backward) * (calls - 1)) + backward,  # what a layer's last call has added stays
+        )

@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import hjson
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
@@ -27,6 +28,7 @@ from ds_memo.integrate.layers import find_layers
 from ds_memo.integrate.memo import Memo
 from ds_memo.integrate.names import Taken, other_holders, replace_in_modules, restore
 from ds_memo.profile import agree
+from ds_memo.profile.device_memory import keep_blocks_whole
 from ds_memo.units import MIB
 
 NO_SECTION = (
@@ -98,10 +100,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
         ulysses.refuse_conflicts(section)
         asked["mpu"] = ulysses.set_up(asked["model"], ranks)
-    returned = stock(*call.args, **call.kwargs)
-    if config.enabled:
-        attach_engine(returned[0], config)
-    return returned
+    if not config.enabled:
+        return stock(*call.args, **call.kwargs)
+    return _made_and_attached(lambda: stock(*call.args, **call.kwargs), config)
 
 
 def take_initialize_over() -> None:
@@ -125,6 +126,21 @@ def give_initialize_back() -> None:
         restore(_taken, _replaced, initialize)
         _replaced = None
         checkpointing.give_back()
+
+
+def _made_and_attached(make: Callable[[], tuple], config: MemoConfig) -> tuple:
+    """What `make` returns, its engine attached. DeepSpeed flattens and copies: what that leaves behind would be split for good,
+    and torch's allocator could not be told any more to keep blocks whole while passes are profiled."""
+    device = torch.device(get_accelerator().device_name())
+    planned = False
+    keep_blocks_whole(device, config.plan.enabled)
+    try:
+        returned = make()
+        planned = attach_engine(returned[0], config).addresses is not None
+    finally:
+        if not planned:
+            keep_blocks_whole(device, False)
+    return returned
 
 
 def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo:
@@ -163,6 +179,13 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
             memo.ran_out()
             raise
 
+    reduce = engine._backward_epilogue
+
+    @functools.wraps(reduce)
+    def tell_and_reduce(*args: Any, **kwargs: Any) -> Any:
+        with memo.reduction():
+            return reduce(*args, **kwargs)
+
     destroy = engine.destroy
 
     @functools.wraps(destroy)
@@ -171,7 +194,12 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
             memo.detach()
         return destroy(*args, **kwargs)
 
-    replaced = {"_take_model_step": take_step_and_tell, "backward": backward_and_explain, "destroy": detach_and_destroy}
+    replaced = {
+        "_take_model_step": take_step_and_tell,
+        "backward": backward_and_explain,
+        "_backward_epilogue": tell_and_reduce,
+        "destroy": detach_and_destroy,
+    }
     vars(engine).update(replaced)
     memo.on_detach(functools.partial(_give_methods_back, itself, tuple(replaced)))  # attached models must keep no engine
     engine.memo = memo

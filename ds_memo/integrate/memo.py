@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from ds_memo.integrate.takeover import Takeover, nothing
 from ds_memo.plan import Plan
 from ds_memo.profile.device_memory import device_seen
 from ds_memo.profile.lengths import shapes_of
-from ds_memo.profile.requests import Most
 from ds_memo.remat.cautions import has_compiled
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
@@ -208,6 +208,17 @@ class Memo:
         """Call this once the first optimizer step is over."""
         self._after_first_step = say
 
+    @contextmanager
+    def reduction(self) -> Iterator[None]:
+        """An engine reduces gradients behind the backward."""
+        if self.addresses:
+            self.addresses.reduction_begins()
+        try:
+            yield
+        finally:
+            if self.addresses:
+                self.addresses.leave_phase()
+
     def step_begins(self) -> None:
         """An optimizer step begins."""
         if self.addresses:
@@ -229,10 +240,7 @@ class Memo:
         self._speed.stepped(now)
         self.calls.stepped()
         if self.autopilot and applied:
-            self.autopilot.stepped(self._model(), self._passes, now, self._head_bytes)
-
-    def _head_bytes(self, hidden_bytes: int) -> Most | None:
-        return self.addresses.head_bytes(hidden_bytes) if self.addresses else None
+            self.autopilot.stepped(self._model(), self._passes, now, self.addresses.beside if self.addresses else nothing)
 
     def _said_of_first_step(self) -> Iterator[str]:
         chosen, traffic = self.decisions.chosen, self.engine.traffic

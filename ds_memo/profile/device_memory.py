@@ -45,6 +45,8 @@ def keep_blocks_whole(device: torch.device, on: bool) -> None:
 def _some_are_split() -> bool:
     """With that setting torch takes cached blocks of this size for whole segments: of one that was split before it would give a
     part back to the device, an error or worse (release_available_cached_blocks in c10/cuda/CUDACachingAllocator.cpp)."""
+    if not torch.cuda.is_initialized():  # and the snapshot would make a context, perhaps on another rank's device
+        return False
     torch.cuda.empty_cache()
     return any(s["total_size"] >= _WHOLE_MIB << 20 and len(s["blocks"]) > 1 for s in torch.cuda.memory_snapshot())
 

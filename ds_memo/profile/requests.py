@@ -10,7 +10,7 @@ comes after the forward): such a block *wraps around* and has its address to its
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -112,57 +112,6 @@ class RequestLog:
             (visit.phase, [(size, offsets.get(f"{v}:{k}", left)) for k, size in enumerate(visit.sizes)])
             for v, visit in enumerate(self.visits)
         ]
-
-
-class Most(NamedTuple):
-    """What the latest visit of a phase took: bytes of blocks that were born in it and did not outlive the log."""
-
-    peak: int
-    """The most alive at once."""
-    staying: int
-    """Of those that are still alive when the phase after it is over, but for the gradient that is passed on."""
-
-
-def most_in(phase: str, events: Sequence[Event], passed_on: int = 0) -> Most | None:
-    """What one phase of a pass took.
-
-    Args:
-        events: of the pass so far; what dies later counts as outliving it.
-        passed_on: bytes of the gradient that the next phase begins with. Autograd may add to it in place all the way down: it is
-            counted with what each layer's backward takes, and grows with the tokens.
-
-    Returns:
-        Of the phase's latest visit; None: it was not visited.
-    """
-    visit = last = 0
-    died: dict[int, int] = {}
-    for event in events:
-        if event.kind == "enter":
-            visit += 1
-            last = visit if event.phase == phase else last
-        elif event.kind == "free":
-            died[event.id] = visit
-    if not last:
-        return None
-    visit = alive = peak = 0
-    sizes: dict[int, int] = {}
-    staying: list[int] = []
-    for event in events:
-        if event.kind == "enter":
-            visit += 1
-        elif visit != last:
-            continue
-        elif event.kind == "malloc" and event.id in died:
-            sizes[event.id] = event.size
-            if died[event.id] > last + 1:
-                staying.append(event.size)
-            alive += event.size
-            peak = max(peak, alive)
-        else:
-            alive -= sizes.pop(event.id, 0)
-    if passed_on in staying:
-        staying.remove(passed_on)
-    return Most(peak, sum(staying))
 
 
 def read_log(events: Iterable[Event], escaped: dict[int, Place]) -> tuple[RequestLog, set[Place]]:

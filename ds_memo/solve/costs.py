@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -143,8 +143,10 @@ class RunCosts:
     head_bytes: int = 0
     """Of the device budget, what is needed between the last layer's forward and its backward beside all that the layers keep:
     logits, loss, their gradients."""
-    backward_bytes: int = 0
-    """Of the device budget, what is there through the whole backward beside the layers: gradients on their way."""
+    forward_bytes: int = 0
+    """Of the device budget, what is needed in the forward beside the layers: parameters that are gathered."""
+    backward_bytes: tuple[int, ...] = ()
+    """Of the device budget, what is there beside the layers in each layer's backward: gradients on their way. Empty: nothing."""
     head_s: float = 0.0
     """Between the last layer's forward and its backward: head and loss."""
 
@@ -154,6 +156,20 @@ class RunCosts:
         numbers: dict[LayerCosts, int] = {}
         of_layers = [numbers.setdefault(layer, len(numbers)) for layer in self.layers]
         return list(numbers), np.array(of_layers)
+
+    @cached_property
+    def on_their_way(self) -> np.ndarray:
+        """Bytes of gradients, by layer."""
+        return np.array(self.backward_bytes or (0,), np.int64)
+
+    @property
+    def beside_bytes(self) -> int:
+        """The most that is needed at once beside the layers."""
+        return self.working_bytes + max(self.head_bytes, self.forward_bytes, *self.backward_bytes)
+
+    def without_beside(self) -> RunCosts:
+        """Of the layers alone."""
+        return replace(self, working_bytes=0, head_bytes=0, forward_bytes=0, backward_bytes=())
 
 
 def host_bytes(layers: Iterable[LayerCosts], alpha: float) -> int:

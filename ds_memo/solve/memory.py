@@ -23,26 +23,20 @@ def device_bytes(run: RunCosts, places: Places, alpha: float) -> int:
     backward   a layer runs beside its own frame, the frames below it that stay and the reload of the next swapped one (but one
                whose attention is computed again comes back when it is wanted), and beside gradients on their way
     """
+    forward, between, backward = bytes_of_layers(run, places, alpha)
+    return run.working_bytes + max(
+        int(forward.max()) + run.forward_bytes, between + run.head_bytes, int((backward + run.on_their_way).max())
+    )
+
+
+def bytes_of_layers(run: RunCosts, places: Places, alpha: float) -> tuple[np.ndarray, int, np.ndarray]:
+    """What layers take and keep in each one's forward, between forward and backward, and in each one's backward."""
     codes = places.codes(len(run.layers))
     frame, forward, backward = _on_device(run, codes, alpha)
     below, next_swapped = _below(frame, codes)
     leaving = np.where(next_swapped >= 0, frame[next_swapped], 0)
     reload = np.where(DROPPED[codes[next_swapped]], 0, leaving)
-    peak = max(
-        int((below + leaving + forward).max()),
-        int(below[-1] + leaving[-1] + frame[-1]) + run.head_bytes,
-        int((below + frame + reload + backward).max()) + run.backward_bytes,
-    )
-    return run.working_bytes + peak
-
-
-def bytes_at_head(run: RunCosts, places: Places, alpha: float) -> int:
-    """What layers keep on the device between the forward and the backward: the frames that stay, the last layer's, and of those
-    below it one on its way out."""
-    codes = places.codes(len(run.layers))
-    frame, _, _ = _on_device(run, codes, alpha)
-    below, next_swapped = _below(frame, codes)
-    return int(below[-1] + frame[-1] + (frame[next_swapped[-1]] if next_swapped[-1] >= 0 else 0))
+    return below + leaving + forward, int(below[-1] + leaving[-1] + frame[-1]), below + frame + reload + backward
 
 
 def _below(frame: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -41,13 +41,13 @@ struct Slot {
 using Visit = std::vector<Slot>;                            // in the order of the requests
 using Plan = std::unordered_map<int, std::vector<Visit>>;  // phase -> its visits in the order of a pass
 
-enum class Kind : int { enter, malloc, free };
+enum class Kind : int { enter, malloc, free, elsewhere };
 
 struct Request {
-  Kind kind;
-  int phase;    // of `enter` and `malloc`
-  uint64_t id;  // of `malloc` and `free`
-  Bytes size;   // of `malloc`
+  Kind kind;    // `elsewhere`: a malloc on another stream than the pass's, which has no place in its order
+  int phase;    // of all but `free`
+  uint64_t id;  // of all but `enter`
+  Bytes size;   // of a malloc
 };
 
 // What became of a request that came in a phase while a plan was followed. Everything but `hit` went to the native allocator.
@@ -179,7 +179,7 @@ class Core {
     plans_.clear();
   }
 
-  // A pass on `stream`; requests on others are not logged. False where plan `key` was never loaded.
+  // A pass on `stream`. False where plan `key` was never loaded.
   bool begin_pass(Mode mode, int key, Stream stream) {
     stop();
     stream_ = stream;
@@ -272,11 +272,11 @@ class Core {
   // ---- profiling
 
   void log_malloc(Address address, Bytes size, Stream stream) {
-    if (mode() != Mode::profile || stream != stream_) return;
+    if (mode() != Mode::profile) return;
     const uint64_t id = next_id_++;
     ids_[address] = id;
     logged_ = ids_.size();
-    log_.push_back({Kind::malloc, phase_, id, size});
+    log_.push_back({stream == stream_ ? Kind::malloc : Kind::elsewhere, phase_, id, size});
   }
 
   // Notes the free of a block that was logged, in whatever mode.

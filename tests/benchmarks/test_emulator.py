@@ -14,6 +14,7 @@ from benchmarks import emulator
 from ds_memo.estimate import hardware
 from ds_memo.ops.builder import cuda_headers
 
+GIB = 1 << 30
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -65,8 +66,19 @@ def test_planned_steps_under_deepspeed(stage: int, capfd: pytest.CaptureFixture[
     before, last = steps(capfd, {"host_memory_gib": 64}, 32768, "--zero", str(stage), "--device-gib", "36")[-2:]
     assert last["hits"] > 100 and last["missed"].keys() <= ({"stream"} if stage == 3 else set())
     assert before["mallocs"] == last["mallocs"] == 0
+    assert last["reserved"] > 0.88 * 36 * GIB  # what there is is used
     if stage < 3:
         assert last["reserved"] <= 1.02 * last["requested"]
+        assert last["predicted"] == pytest.approx(last["arena"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "stage, device_gib, length", [(0, 28, 16384), (1, 28, 24576), (1, 26, 16384), (2, 30, 49152), (2, 26, 16384), (3, 30, 32768)]
+)
+def test_engines_train_where_memory_is_tight(stage: int, device_gib: int, length: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever DeepSpeed needs for gradients, on whatever stream, is left to it."""
+    last = steps(capfd, {"host_memory_gib": 64}, length, "--zero", str(stage), "--device-gib", str(device_gib))[-1]
+    assert last["hits"] > 100 and last["warnings"] == []
 
 
 def test_without_a_plan_more_is_reserved(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -38,9 +37,9 @@ def test_head_and_loss_are_seen_in_the_first_step() -> None:
     handle.detach()
     assert plain == [False] * 6
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.02)
-    without = device_bytes(dataclasses.replace(run, head_bytes=0, backward_bytes=0), homes.places, homes.alpha)
+    without = device_bytes(run.without_beside(), homes.places, homes.alpha)
     assert without < 0.2 * report["plan"]["arena"]  # as it would be predicted otherwise
-    assert solve(dataclasses.replace(run, head_bytes=0, backward_bytes=0)).plain  # and done
+    assert solve(run.without_beside()).plain  # and done
 
 
 def test_from_the_second_step_on_all_may_stay_on_the_device() -> None:

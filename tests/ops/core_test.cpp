@@ -350,8 +350,8 @@ void a_pass_is_logged() {
   core.log_free(0x300);
   const auto log = core.take_log();
   const std::vector<std::array<uint64_t, 4>> expected{
-      {0, kForward, 0, 0},  {1, kForward, 0, 64},  {1, kForward, 1, 16},           {0, kBackward, 0, 0},
-      {2, kBackward, 0, 0}, {1, kBackward, 2, 8}, {2, uint64_t(kNoPhase), 1, 0},
+      {0, kForward, 0, 0},  {1, kForward, 0, 64}, {3, kForward, 1, 32}, {1, kForward, 2, 16},           {0, kBackward, 0, 0},
+      {2, kBackward, 0, 0}, {2, kBackward, 1, 0}, {1, kBackward, 3, 8}, {2, uint64_t(kNoPhase), 2, 0},
   };
   CHECK(log.size() == expected.size());
   for (size_t i = 0; i < std::min(log.size(), expected.size()); ++i) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_memo.ops.allocator import Request
 from ds_memo.plan import plan_trace
-from ds_memo.profile.requests import NEVER, Most, Place, RequestLog, Visit, most_in, read_log
+from ds_memo.profile.requests import NEVER, Place, RequestLog, Visit, read_log
 
 
 def events(text: str, first_id: int = 0) -> list[Request]:
@@ -83,19 +83,6 @@ def test_an_escapee_that_dies_before_it_is_born_again_wraps_around() -> None:
     assert [(request.id, request.size) for request in trace.requests[:2]] == [("1:0", 512), ("0:0", 8)]
     plan = plan_trace(trace)
     assert plan.peak == 1024  # from the first request to the last, beside the other
-
-
-def test_the_most_of_one_phase() -> None:
-    pass_ = events("embed +a100 | head +b10 -a +c50 -b +d70 +e9 | L1.b +f1000 -c -d -f | L0.b -e | step")
-    assert most_in("head", pass_) == Most(peak=129, staying=9)
-    assert most_in("head", pass_, passed_on=9) == Most(peak=129, staying=0)  # a gradient that is added to all the way down
-    assert most_in("head", pass_, passed_on=70) == Most(peak=129, staying=9)  # one that the next layer uses up
-    assert most_in("head", events("head +a9 +b9 | L1.b | L0.b -a -b"), passed_on=9) == Most(18, 9)
-    assert most_in("L1.b", pass_) == Most(1000, 0)
-    assert most_in("other", pass_) is None
-    assert most_in("head", events("head +a7 | L0.b -a | step")) == Most(7, 0)
-    assert most_in("head", events("head +a7 | L0.b | step")) == Most(0, 0)  # a gradient
-    assert most_in("head", events("head +a7 -a | L0.b | head +b9 -b | L0.b")) == Most(9, 0)  # the latest visit
 
 
 def test_other_sizes() -> None:

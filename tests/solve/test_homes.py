@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from ds_memo.errors import MemoError
 from ds_memo.solve.alpha import best_alpha
 from ds_memo.solve.costs import ALIGN, PAGE, LayerCosts, RunCosts
 from ds_memo.solve.homes import alpha_for_host, solve
-from ds_memo.solve.memory import bytes_at_head, device_bytes
+from ds_memo.solve.memory import bytes_of_layers, device_bytes
 from ds_memo.solve.paper import paper_alpha
 from ds_memo.solve.places import Places, place, spread
 from ds_memo.solve.refusals import GIB, NothingFits
@@ -193,13 +194,28 @@ def test_head_and_loss_stand_beside_what_layers_keep() -> None:
     with_head = run(one, 8, device=8 * frame, head_bytes=head)
     assert device_bytes(with_head, Places(frozenset({6, 7})), 1.0) == 3 * frame + head  # two residents and one on its way out
     places = solve(with_head).places
-    assert bytes_at_head(with_head, places, 1.0) == device_bytes(with_head, places, 1.0) - head
+    assert bytes_of_layers(with_head, places, 1.0)[1] == device_bytes(with_head, places, 1.0) - head
     assert len(solve(with_head).places.residents) == 2 < len(solve(run(one, 8, device=8 * frame)).places.residents)
     plain = run(one, 8, device=8 * one.plain_bytes + head, head_bytes=head)
     assert solve(plain).plain
     assert not solve(replace(plain, head_bytes=head + 1)).plain
-    on_their_way = replace(with_head, backward_bytes=3 * head)
-    assert device_bytes(on_their_way, Places(frozenset({6, 7})), 1.0) == 3 * frame + 3 * head  # two residents and a reload
+
+
+def test_other_things_that_stand_beside_the_layers() -> None:
+    one = layer(1024)
+    frame, places = one.frame_bytes, Places(frozenset({6, 7}))
+    alone = run(one, 8, device=8 * frame)
+    need = device_bytes(alone, places, 1.0)
+
+    def grows(**beside: Any) -> int:
+        return device_bytes(replace(alone, **beside), places, 1.0) - need
+
+    assert grows(working_bytes=5) == grows(backward_bytes=(5,) * 8) == 5
+    first, last = grows(backward_bytes=(10 * frame, *[0] * 7)), grows(backward_bytes=(*[0] * 7, 10 * frame))
+    assert last == first + 2 * frame  # a resident below it, and one on its way back
+    assert 0 < grows(forward_bytes=10 * frame) <= 10 * frame
+    beside = replace(alone, working_bytes=5, head_bytes=6, forward_bytes=7, backward_bytes=(8,) * 8)
+    assert beside.beside_bytes == 13 and beside.without_beside() == alone
 
 
 def test_all_resident() -> None:

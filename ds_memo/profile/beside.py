@@ -1,0 +1,151 @@
+"""Beside: what a pass took of the device beside its layers, by its request log. The solver leaves that much from then on.
+
+head         logits, loss, their gradients: between the last layer's forward and its backward; grows with the tokens
+forward      parameters that are gathered, masks
+backward     gradients, and the buckets in which they are reduced: more with every layer
+elsewhere    on other streams, where no address is planned: what is gathered and reduced while layers compute
+
+Bytes that are still there when the log ends count nowhere: the device no longer has them free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from ds_memo.profile.requests import Event
+
+
+class Beside(NamedTuple):
+    """Bytes of one pass."""
+
+    head: int
+    """But for what stays."""
+    staying: int = 0
+    """Of head and loss, through the whole backward."""
+    forward: int = 0
+    backward: tuple[int, ...] = (0,)
+    """By layer, in the order of the forward."""
+    elsewhere: int = 0
+
+
+class Most(NamedTuple):
+    """What the latest visit of a phase took: bytes of blocks that were born in it and did not outlive the log."""
+
+    peak: int
+    """The most alive at once."""
+    staying: int
+    """Of those that are still alive when the phase after it is over, but for the gradient that is passed on."""
+
+
+def beside(
+    events: Sequence[Event],
+    carried: Mapping[int, int],
+    hidden_bytes: int,
+    forward: Mapping[str, int],
+    backward: Mapping[str, int],
+) -> Beside | None:
+    """What a pass took beside its layers; None: it had no head.
+
+    Args:
+        events: of the pass.
+        carried: bytes, by id, of blocks that passes before it left behind.
+        hidden_bytes: of the last layer's output. Autograd may add to its gradient in place all the way down: it is counted with
+            what each layer's backward takes, and grows with the tokens.
+        forward, backward: by phase, in the order of the forward, what layers were solved to take in it, with all that is kept.
+    """
+    head = most_in("head", events, hidden_bytes)
+    if head is None:
+        return None
+    peaks = _peaks(events, carried)
+    over = tuple(max(head.staying, peaks.get(phase, 0) - solved) for phase, solved in backward.items())
+    return Beside(
+        head=head.peak - head.staying,
+        staying=head.staying,
+        forward=max([0, *(peaks.get(phase, 0) - solved for phase, solved in forward.items())]),
+        backward=over or (head.staying,),
+        elsewhere=max(alive for _, alive in _alive(events, _sizes(events, "elsewhere"))),
+    )
+
+
+def largest(of_ranks: Sequence[Beside]) -> Beside:
+    """Of every number, that of the rank that has most of it."""
+    heads, staying, forwards, backwards, elsewhere = zip(*of_ranks, strict=True)
+    backward = tuple(map(max, zip_longest(*backwards, fillvalue=0)))
+    return Beside(max(heads), max(staying), max(forwards), backward, max(elsewhere))
+
+
+def carry(carried: dict[int, int], events: Iterable[Event]) -> None:
+    """Go on over a pass with the bytes, by id, of blocks that are left behind."""
+    for event in events:
+        if event.kind == "malloc":
+            carried[event.id] = event.size
+        elif event.kind == "free":
+            carried.pop(event.id, None)
+
+
+def most_in(phase: str, events: Sequence[Event], passed_on: int = 0) -> Most | None:
+    """What one phase of a pass took.
+
+    Args:
+        events: of the pass so far; what dies later counts as outliving it.
+        passed_on: bytes of the gradient that the next phase begins with, which does not count as staying.
+
+    Returns:
+        Of the phase's latest visit; None: it was not visited.
+    """
+    visit = last = 0
+    died: dict[int, int] = {}
+    for event in events:
+        if event.kind == "enter":
+            visit += 1
+            last = visit if event.phase == phase else last
+        elif event.kind == "free":
+            died[event.id] = visit
+    if not last:
+        return None
+    visit = alive = peak = 0
+    sizes: dict[int, int] = {}
+    staying: list[int] = []
+    for event in events:
+        if event.kind == "enter":
+            visit += 1
+        elif visit != last:
+            continue
+        elif event.kind == "malloc" and event.id in died:
+            sizes[event.id] = event.size
+            if died[event.id] > last + 1:
+                staying.append(event.size)
+            alive += event.size
+            peak = max(peak, alive)
+        else:
+            alive -= sizes.pop(event.id, 0)
+    if passed_on in staying:
+        staying.remove(passed_on)
+    return Most(peak, sum(staying))
+
+
+def _peaks(events: Sequence[Event], carried: Mapping[int, int]) -> dict[str, int]:
+    """By phase, the most alive at once on the pass's stream."""
+    peaks: dict[str, int] = {}
+    for phase, alive in _alive(events, {**carried, **_sizes(events, "malloc")}, frozenset(carried)):
+        peaks[phase] = max(peaks.get(phase, 0), alive)
+    return peaks
+
+
+def _sizes(events: Iterable[Event], kind: str) -> dict[int, int]:
+    return {event.id: event.size for event in events if event.kind == kind}
+
+
+def _alive(events: Sequence[Event], sizes: Mapping[int, int], before: frozenset[int] = frozenset()) -> Iterator[tuple[str, int]]:
+    """After each event its phase, and what is alive of these blocks and dies before the end."""
+    died = {event.id for event in events if event.kind == "free"} & sizes.keys()
+    alive, phase = sum(sizes[id_] for id_ in died & before), ""
+    yield phase, alive
+    for event in events:
+        if event.kind == "enter":
+            phase = event.phase or ""
+        elif event.id in died:
+            alive += -sizes[event.id] if event.kind == "free" else sizes[event.id]
+        yield phase, alive
