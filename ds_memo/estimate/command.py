@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo, paper and full_swap have one)"
     )
+    how.add_argument(
+        "--device-memory-gib", type=gib, metavar="X", help="of a GPU, beside its context: states and activations (default: all)"
+    )
     how.add_argument("--host-memory-gib", type=gib, metavar="X", help="of a node, for activations (default: from --hardware)")
     how.add_argument("--profile", metavar="FILE", help="link speeds and layer times of a real run, by `ds-memo profile`")
     ask = parser.add_argument_group("other questions, in place of one fixed length")
@@ -105,9 +108,12 @@ def _question(args: argparse.Namespace) -> Question:
         raise EstimateError("--gpus does not go with --min-gpus")
     if args.timeline and (args.sweep is not None or args.compare):
         raise EstimateError("--timeline draws one answer: it does not go with --sweep and --compare")
+    machine = hardware.load(args.hardware)
+    if args.device_memory_gib is not None:
+        machine = machine.with_device_memory(args.device_memory_gib * GIB)
     question = Question(
         model=model.load(args.model),
-        hardware=hardware.load(args.hardware),
+        hardware=machine,
         gpus=args.gpus or 1,
         seq_length=args.seq_length or 1024,
         batch=args.batch,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,10 @@ class Hardware:
     @property
     def usable_device_bytes(self) -> float:
         return self.device_memory - self.device_reserve
+
+    def with_device_memory(self, nbytes: float) -> Hardware:
+        """With so much on each GPU beside the context: what memo.device_memory_gib says of a run."""
+        return replace(self, device_memory=nbytes, device_reserve=0.0)
 
     def bandwidth(self, ranks: int) -> float:
         """Bus bandwidth of collectives among this many neighbouring ranks."""

@@ -61,6 +61,18 @@ def test_alpha_plan_and_batch_are_obeyed(capsys):
     assert many["sequences"] == 16 and 15 < many["step_s"] / one["step_s"] < 16
 
 
+def test_a_device_budget_is_beside_the_context(capsys):
+    words = ("--seq-length", "512K")
+    whole, small = answer(capsys, *words), answer(capsys, *words, "--device-memory-gib", "40")
+    assert small["status"] == "ok" and small["device_gib"] <= 40 < whole["device_gib"]
+    assert small["homes"] != whole["homes"] and small["step_s"] > whole["step_s"]
+    assert "context and communication" not in small["parts"]["device_gib"]
+    assert cli.main([*BASE, *words, "--device-memory-gib", "40"]) == 0
+    assert "of 40.0 GiB\n" in capsys.readouterr().out
+    assert answer(capsys, *words, "--device-memory-gib", "8")["status"] == "oom"
+    assert answer(capsys, *words, "--device-memory-gib", "40", "--method", "none")["status"] == "oom"
+
+
 def test_ulysses_ends_with_the_heads(capsys):
     base = ("estimate", "--model", LLAMA, "--hardware", "h200", "--gpus", "4096")
     got = answer(capsys, "--seq-length", "64Ki", base=base)
@@ -152,6 +164,7 @@ def test_it_imports_no_torch():
         (("--seq-length", "1M", "--gpus", "64", "--sp", "64"), "Ulysses ends at sp 32"),
         (("--seq-length", "1M", "--tp", "16"), "not a multiple"),
         (("--seq-length", "1M", "--host-memory-gib", "-1"), "'-1'"),
+        (("--seq-length", "1M", "--device-memory-gib", "0"), "'0'"),
         (("--seq-length", "1M", "--hardware", "abacus"), "abacus"),
         (("--seq-length", "1M", "--model", "nowhere.json"), "nowhere.json"),
         (("--seq-length", "1M", "--profile", "nowhere.json"), "nowhere.json"),
