@@ -6,6 +6,7 @@ import argparse
 import csv
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ds_memo.arguments import count, gib, number, short, tokens
@@ -41,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device-memory-gib", type=gib, metavar="X", help="of a GPU, beside its context: states and activations (default: all)"
     )
     how.add_argument("--host-memory-gib", type=gib, metavar="X", help="of a node, for activations (default: from --hardware)")
+    how.add_argument(
+        "--fused-kernels",
+        action="store_true",
+        help="norms, rotary embedding, activations are one kernel each, as Liger's",
+    )
     how.add_argument("--profile", metavar="FILE", help="link speeds and layer times of a real run, by `ds-memo profile`")
     ask = parser.add_argument_group("other questions, in place of one fixed length")
     ask.add_argument("--max-length", action="store_true", help="the longest sequence that fits")
@@ -112,7 +118,7 @@ def _question(args: argparse.Namespace) -> Question:
     if args.device_memory_gib is not None:
         machine = machine.with_device_memory(args.device_memory_gib * GIB)
     question = Question(
-        model=model.load(args.model),
+        model=replace(model.load(args.model), fused=args.fused_kernels),
         hardware=machine,
         gpus=args.gpus or 1,
         seq_length=args.seq_length or 1024,

@@ -81,6 +81,11 @@ class Question:
         return self.hardware.host_memory * self.hardware.host_usable if self.host_memory is None else self.host_memory
 
     @property
+    def megatron(self) -> bool:
+        """Whether it is laid out as the paper's runs were, which had Megatron's kernels, too."""
+        return self.tp is not None or self.cp is not None or (self.method == "paper" and self.sp is None)
+
+    @property
     def ranks_on_node(self) -> int:
         return min(self.gpus, int(self.hardware.gpus_per_node))
 
@@ -186,10 +191,9 @@ def check(question: Question) -> None:
 
 def candidates(question: Question) -> Iterable[Layout]:
     q = question
-    megatron = q.tp is not None or q.cp is not None or (q.method == "paper" and q.sp is None)
-    zero = q.zero if q.zero is not None else 1 if megatron else 3
+    zero = q.zero if q.zero is not None else 1 if q.megatron else 3
     if (q.tp, q.cp, q.sp) == (None, None, None):
-        if megatron:
+        if q.megatron:
             return layouts.megatron(q.model, q.hardware, q.gpus, zero, q.batch)
         return layouts.ulysses(q.model, q.gpus, zero, q.batch)
     return [layouts.check(Layout(q.gpus, q.tp or 1, q.cp or 1, q.sp or 1, zero), q.model)]
@@ -197,7 +201,7 @@ def candidates(question: Question) -> Iterable[Layout]:
 
 def _on(question: Question, layout: Layout) -> Estimate:
     """The answer on one layout."""
-    costs = Costs(question.model, question.hardware, layout, question.seq_length)
+    costs = Costs(question.model, question.hardware, layout, question.seq_length, question.megatron and question.method != "memo")
     notes = list(question.model.notes)
     if layout.dp > question.batch:
         more = f"{layout.dp} replicas work on {layout.dp} sequences a step"
