@@ -95,7 +95,8 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     if done.returncode:
         return found | {"estimate": None, "why": done.stderr.strip()[-300:]}
     answer = json.loads(done.stdout)
-    optimizer_s = answer["parts"]["step_s"].get("optimizer", 0.0)  # Adam's, and ranks that reduce: here there is neither
-    step_s = None if answer["step_s"] is None else answer["step_s"] - optimizer_s
+    step_s = answer["step_s"]
+    if step_s is not None:  # its optimizer is Adam on ranks that reduce, another than the one here
+        step_s += trainer.update_s() - answer["parts"]["step_s"]["optimizer"]
     keys = ("status", "layout", "step_s", "alpha", "resident_layers", "binding", "mfu", "device_gib", "host_gib", "parts")
     return found | {"step_s": step_s, "estimate": {key: answer.get(key) for key in keys}}

@@ -94,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         if beyond is not None and beyond is not shown:
             where = f"{beyond.question.gpus} GPUs" if args.min_gpus else f"{short(beyond.question.seq_length)} tokens"
             print(f"  with {where}: {beyond.status}, {beyond.binding}")
+        if args.timeline:
+            print(f"written to {args.timeline}")
     return 0
 
 
@@ -278,6 +280,8 @@ def _write_timeline(answer: Estimate, path: str) -> None:
 
 
 def _lengths(text: str) -> list[int]:
+    if not all(text.replace(":", ",").split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected A:B or A,B,…, e.g. 64K:1M")
     if ":" in text:
         ends = text.split(":")
         if len(ends) != 2:

@@ -97,9 +97,7 @@ class Costs:
         forward = self._gemm(model.active_layer_parameters) + self._elementwise(0) + attention + exchange
         backward = 2 * self._gemm(model.active_layer_parameters) + self._elementwise(1) + attention_back
         backward += 6 * hidden_gather + ulysses
-        if layout.zero == 3:
-            gather = self._zero3_gather()
-            forward, backward = max(forward, gather), max(backward, 2 * gather)
+        forward, backward = max(forward, self.gather_s), max(backward, 2 * self.gather_s)
         return Seconds(
             forward=forward,
             backward=backward,
@@ -127,7 +125,11 @@ class Costs:
         inside, outside = min(sp, node) - 1, max(0, sp - node)
         return max(nbytes * inside / self.hardware.intra_node, nbytes * outside / self.hardware.inter_node)
 
-    def _zero3_gather(self) -> float:
+    @property
+    def gather_s(self) -> float:
+        """Of a layer's parameters under ZeRO-3, hidden behind what it computes as far as they go."""
+        if self.layout.zero < 3:
+            return 0.0
         shards = self.layout.sharded
         nbytes = 2 * self.model.layer_parameters / self.layout.tp * (shards - 1) / shards
         return nbytes / self.hardware.bandwidth(self.layout.gpus)

@@ -106,7 +106,11 @@ def load(name_or_path: str) -> Hardware:
         return _parse(json.loads((_folder() / f"{name_or_path.lower()}.json").read_text()), name_or_path)
     path = Path(name_or_path)
     if not path.is_file():
-        raise EstimateError(f"hardware {name_or_path!r} is neither a file nor one of {', '.join(names())}")
+        example = _folder() / "h200.json"
+        raise EstimateError(
+            f"hardware {name_or_path!r} is neither a file nor one of {', '.join(names())}; for another machine copy {example}, "
+            "put its numbers in and name that file"
+        )
     return _parse(read_json(path, "hardware"), name_or_path)
 
 

@@ -139,7 +139,8 @@ def load(path: str) -> Model:
             raise EstimateError(f"model {path!r}: there is no config.json in that folder")
     if not file.is_file():
         raise EstimateError(
-            f"model {path!r}: no such file; expected a Hugging Face config JSON, e.g. ds_configs/models/gpt-7b.json"
+            f"model {path!r}: no such file or folder; expected a Hugging Face config JSON, e.g. ds_configs/models/gpt-7b.json, "
+            "or a folder with one (nothing is downloaded)"
         )
     return from_config(read_json(file, "model"), file.stem)
 
