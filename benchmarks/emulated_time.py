@@ -102,13 +102,21 @@ def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
         return 2.5 * flops / (machine.peak * machine.attention_backward_efficiency)
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result) / (machine.peak * machine.gemm_efficiency)
+    return moved_bytes(func, args, kwargs, result) / (machine.device_bandwidth * machine.device_bandwidth_efficiency)
+
+
+def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Through the device's memory, by an op that only reads and writes."""
+    packet = func._overloadpacket
+    if func.is_view or packet in _FREE:
+        return 0
+    taken = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
     if packet in _ROWS:
-        moved = 2 * _bytes(result)
-    elif packet in _TO_ROWS:
-        moved = 2 * _bytes(taken[-1])
-    else:
-        moved = sum(map(_bytes, tensors)) + sum(_bytes(x) for x in _written(func, args, kwargs))
-    return moved / (machine.device_bandwidth * machine.device_bandwidth_efficiency)
+        return 2 * _bytes(result)
+    if packet in _TO_ROWS:
+        return 2 * _bytes(taken[-1])
+    tensors = {id(x): x for x in (*taken, *(x for x in tree_leaves(result) if torch.is_tensor(x)))}.values()
+    return sum(map(_bytes, tensors)) + sum(_bytes(x) for x in _written(func, args, kwargs))
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     export DS_MEMO_CUDA_TORCH=/path/to/python
     python -m benchmarks.emulator step [gpt7b|llama8b|ulysses8] [16384] [--memo '{"alpha": 0.5}'] [--models 2] [--zero 3]
     python -m benchmarks.emulator capacity [gpt7b] [--device-gib 16] [--host-gib 32] [--rivals …]
-    python -m benchmarks.emulator speed [gpt7b] [65536] [--hardware h200] [--host-gib 32] [--rivals …]
+    python -m benchmarks.emulator speed [gpt7b] [65536] [--hardware h200] [--device-gib 20] [--host-gib 32] [--rivals …]
 
 emulator.cpp stands in for CUDA below a real CUDA build of torch: the caching allocator, autograd's thread, streams and events,
 and the allocator op are used as on a GPU, kernels do nothing and take the time that emulated_time.py says. `step` shows what each

@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks import results, streams
 from benchmarks.noise import distance, noise
-from benchmarks.predict import hardware_of, predict
+from benchmarks.predict import hardware_of, in_words, predict
 from benchmarks.rivals import GIB, INPUT_OFFLOAD, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, Rival
 from benchmarks.timing import Memory, Trainer, arena, clear, does_not_fit, homes, timed, use_expandable
 from benchmarks.workloads import Shape, batch, step_flops, tokens_of
@@ -52,7 +52,7 @@ def run_point(
         compare: the gradients too.
         folder: for the profile, the trace and the picture of the streams.
         until: no turn begins later, by time.perf_counter().
-        tell: called with the point after every turn of a rival.
+        tell: called with the point after the prediction, and after every turn of a rival.
     """
     trainer = Trainer(model, batch(shape, length, budget.device))
     budget = replace(budget, ranks=shape.ranks, layer_forward_s=trainer.layer_forward_s(shape.layers))
@@ -61,6 +61,7 @@ def run_point(
     point: dict[str, Any] = {"workload": shape.name, "length": length, "rows_of_this_rank": tokens_of(shape, length)}
     point |= {"rivals": rows, "failures": [], "layers": shape.layers}
     point |= {"layer_forward_s": budget.layer_forward_s, "host_budget": budget.host_bytes}
+    point["device_budget"] = budget.device_bytes
 
     def part(name: str, work: Callable[[], Any]) -> None:
         """One that breaks takes no rival's numbers with it."""
@@ -78,6 +79,8 @@ def run_point(
 
     if any(rival.name in OURS and rival.missing() is None for rival in rivals):  # before anything is timed
         part("predicted", lambda: predict(trainer, shape, length, budget, folder, hardware_of(budget.device)))
+        results.say(f"      predicted: {in_words(point['predicted'])}")
+        tell(point)
     turns, steps = visits
     try:
         for turn in range(turns):

@@ -1,4 +1,5 @@
-"""What ds_memo says of a point before it is measured: the solver's layers, and `ds-memo estimate` from the measured profile."""
+"""What ds_memo says of a point before it is measured: the solver's layers, and `ds-memo estimate` from the measured profile,
+within the same budgets."""
 
 from __future__ import annotations
 
@@ -11,18 +12,39 @@ from typing import Any
 
 import torch
 
-from benchmarks.rivals import GIB, RIVALS, Budget
+from benchmarks.rivals import GIB, PLANNED, RIVALS, Budget
 from benchmarks.timing import Trainer, does_not_fit, homes
-from benchmarks.workloads import Shape
+from benchmarks.workloads import Shape, tokens_of
+from ds_memo.estimate import model
+from ds_memo.estimate.estimate import LOGIT_BYTES, TILE_TOKENS
 from ds_memo.estimate.hardware import named
 
 SETTLED_AFTER = 4
 """Steps, at most."""
+STATE_BYTES = 16
+"""That the estimator counts of a parameter, without ZeRO: itself, its gradient, and Adam's fp32 weight and two moments."""
 
 
 def hardware_of(device: torch.device) -> str | None:
     """The estimator's name of the device; None: it has none."""
     return named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def in_words(said: dict[str, Any], measured_s: float | None = None) -> str:
+    """A prediction in one line.
+
+    Args:
+        measured_s: the step that was predicted; None: not measured.
+    """
+    if why := said.get("skipped") or said.get("why"):
+        return why
+    step_s, estimated = said.get("step_s"), said["estimate"]
+    if step_s is not None:
+        step = f"step {step_s * 1e3:.1f} ms"
+        step += f", measured {measured_s * 1e3:.1f} ms ({step_s / measured_s - 1:+.1%})" if measured_s else ""
+    else:
+        step = f"no step: {estimated['binding']}" if estimated else "no step: the estimator does not know this device"
+    return f"{step}; alpha {said['alpha']:.4g}, {said['resident_layers']} resident; {said['binding']}"
 
 
 def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder: Path, hardware: str | None) -> dict[str, Any]:
@@ -36,7 +58,7 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
         hardware: the estimator's name of this device; None: only the solver's word is taken.
     """
     try:
-        with RIVALS["ds_memo"].on(trainer.model, replace(budget, ranks=shape.ranks)) as installed:
+        with RIVALS[PLANNED].on(trainer.model, replace(budget, ranks=shape.ranks)) as installed:
             reports: list[dict[str, Any]] = []
             while len(reports) < SETTLED_AFTER and (len(reports) < 2 or homes(reports[-2]) != homes(reports[-1])):
                 trainer.step(installed)
@@ -59,7 +81,11 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     trainer.model.config.to_json_file(str(config_file))
     ranks = str(shape.ranks)  # the layers' times are those of one rank of so many, measured
     words = ["--model", str(config_file), "--hardware", hardware, "--gpus", ranks, "--sp", ranks, "--zero", "0"]
-    words += ["--seq-length", str(length), "--host-memory-gib", f"{shape.ranks * budget.host_bytes / GIB:.3f}"]
+    words += ["--seq-length", str(length), "--host-memory-gib", f"{shape.ranks * budget.host_bytes / GIB:.9f}"]
+    # What the solver had for layers, and what the estimator takes off for others.
+    counted, rows = model.load(str(config_file)), tokens_of(shape, length)
+    beside = STATE_BYTES * counted.parameters + LOGIT_BYTES * counted.vocab * min(rows, TILE_TOKENS)
+    words += ["--device-memory-gib", f"{(report['profile']['device_budget'] + beside) / GIB:.9f}"]
     words += ["--profile", str(profile_file), "--json"]
     command = [sys.executable, "-m", "ds_memo.cli", "estimate", *words]
     try:
@@ -69,5 +95,8 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     if done.returncode:
         return found | {"estimate": None, "why": done.stderr.strip()[-300:]}
     answer = json.loads(done.stdout)
-    keys = ("status", "layout", "step_s", "alpha", "resident_layers", "binding", "mfu", "device_gib", "host_gib")
-    return found | {"step_s": answer.get("step_s"), "estimate": {key: answer.get(key) for key in keys}}
+    step_s = answer["step_s"]
+    if step_s is not None:  # its optimizer is Adam on ranks that reduce, another than the one here
+        step_s += trainer.update_s() - answer["parts"]["step_s"]["optimizer"]
+    keys = ("status", "layout", "step_s", "alpha", "resident_layers", "binding", "mfu", "device_gib", "host_gib", "parts")
+    return found | {"step_s": step_s, "estimate": {key: answer.get(key) for key in keys}}

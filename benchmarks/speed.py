@@ -15,8 +15,9 @@ where it did not come to rest).
 "ds_memo, swapping" keeps two layers on the device whatever there is room for, as the paper does: where everything fits, ds_memo
 itself is plain training, and its speed would say nothing of swapping.
 
---host-gib lowers the host budget of ds_memo and of the paper's MEMO: host-bound points. A virtual machine whose memory grows as
-it is used is made to grow first (benchmarks/host.py).
+--host-gib lowers the host budget of ds_memo and of the paper's MEMO: host-bound points; --device-gib the device budget that
+ds_memo is told. What `ds-memo estimate` predicts of "ds_memo, planned" under these budgets is written before anything is timed. A
+virtual machine whose memory grows as it is used is made to grow first (benchmarks/host.py).
 
 Details go into one archive beside the JSON: profiles, streams, traces as far as they are small.
 """
@@ -38,7 +39,8 @@ from benchmarks import attention, results
 from benchmarks import host as host_memory
 from benchmarks.claims import claims
 from benchmarks.point import NEEDED, WARM_UP, run_point, urgency
-from benchmarks.rivals import GIB, OURS, RIVALS, SWAPPING, Budget, Rival
+from benchmarks.predict import in_words
+from benchmarks.rivals import GIB, OURS, PLANNED, RIVALS, SWAPPING, Budget, Rival
 from benchmarks.timing import clear
 from benchmarks.workloads import Shape, build, shapes, step_flops
 from ds_memo.profile.bandwidth import measure_bandwidth
@@ -198,14 +200,7 @@ def show(point: dict[str, Any]) -> None:
         say(text + f"  device {row['memory']['device_peak'] / GIB:7.3f} GiB")
     results.say_claims(point["claims"])
     if point.get("predicted"):
-        said = point["predicted"]
-        layers = (said.get("solver") or {}).get("layers_s")
-        text = (
-            said.get("skipped")
-            or said.get("why")
-            or f"alpha {said['alpha']:.3g}, {said['resident_layers']} resident, layers {layers * 1e3:.1f} ms"
-        )
-        say(f"      predicted: {text}" + (f", step {said['step_s'] * 1e3:.1f} ms" if said.get("step_s") else ""))
+        say(f"      predicted: {in_words(point['predicted'], point['rivals'].get(PLANNED, {}).get('median_s'))}")
     if "hidden_share" in point.get("streams", ()):
         seen = point["streams"]
         hidden = ", ".join(f"{row} {share:.1%} hidden" for row, share in seen["hidden_share"].items() if share is not None)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import FOLDER
+from benchmarks.rivals import PLANNED
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- results: made by `bash benchmarks/gpu.sh table` -->", "<!-- end of results -->"
@@ -72,19 +73,19 @@ def summary(data: dict[str, Any]) -> str:
 
 
 def _points(runs: list[dict[str, Any]]) -> list[str]:
-    latest: dict[tuple[str, int, int, tuple[str, ...]], dict[str, Any]] = {}  # other rivals are another comparison
+    latest: dict[tuple[Any, ...], dict[str, Any]] = {}  # other rivals are another comparison
     for run in runs:
         for point in run.get("points", ()):
-            latest[point["workload"], point["length"], point["host_budget"], tuple(sorted(point["rivals"]))] = point
+            device = point.get("device_budget") or 0
+            latest[point["workload"], point["length"], point["host_budget"], device, tuple(sorted(point["rivals"]))] = point
     rivals = list(dict.fromkeys(name for point in latest.values() for name in point["rivals"]))
     lines = ["Median milliseconds of a step:", ""]
-    lines.append(f"| workload | tokens | host GiB | {' | '.join(rivals)} | predicted |")
-    lines.append("|---" * (len(rivals) + 4) + "|")
-    for (workload, length, host, _), point in sorted(latest.items()):
-        cells = [_step(point["rivals"].get(name)) for name in rivals]
-        predicted = point.get("predicted", {}).get("step_s")
-        cells.append("–" if predicted is None else f"{predicted * 1e3:,.0f}")
-        lines.append(f"| {workload} | {_short(length)} | {host / (1 << 30):.0f} | {' | '.join(cells)} |")
+    lines.append(f"| workload | tokens | host GiB | device GiB | {' | '.join(rivals)} | predicted of {PLANNED} |")
+    lines.append("|---" * (len(rivals) + 5) + "|")
+    for (workload, length, host, device, _), point in sorted(latest.items()):
+        cells = [f"{host / (1 << 30):.0f}", f"{device / (1 << 30):g}" if device else "all"]
+        cells += [_step(point["rivals"].get(name)) for name in rivals]
+        lines.append(f"| {workload} | {_short(length)} | {' | '.join(cells)} | {_predicted(point)} |")
     return lines
 
 
@@ -135,6 +136,15 @@ def _step(row: dict[str, Any] | None) -> str:
     if "median_s" not in row:
         return _why(row["out"])
     return f"{row['median_s'] * 1e3:,.0f}" + (" (unsettled)" if row.get("unsettled") else "")
+
+
+def _predicted(point: dict[str, Any]) -> str:
+    """How long a step was said to take, and how far that is from what it took."""
+    said = point.get("predicted", {}).get("step_s")
+    if said is None:
+        return "–"
+    took = point["rivals"].get(PLANNED, {}).get("median_s")
+    return f"{said * 1e3:,.0f}" + (f" ({said / took - 1:+.1%})" if took else "")
 
 
 def _why(out: str) -> str:

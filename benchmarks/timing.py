@@ -49,8 +49,15 @@ class Trainer:
     def step(self, installed: Installed) -> None:
         with installed.around():
             loss_of(self.model, self.ids).backward()
+        self._update()
+
+    def _update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
+
+    def update_s(self) -> float:
+        """Of the optimizer's part of a step."""
+        return seconds(self._update, self.ids.device)
 
     def seconds(self, installed: Installed) -> float:
         """Of one step; on CUDA between events on the stream."""

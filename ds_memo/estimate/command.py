@@ -6,6 +6,7 @@ import argparse
 import csv
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ds_memo.arguments import count, gib, number, short, tokens
@@ -37,7 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo, paper and full_swap have one)"
     )
+    how.add_argument(
+        "--device-memory-gib", type=gib, metavar="X", help="of a GPU, beside its context: states and activations (default: all)"
+    )
     how.add_argument("--host-memory-gib", type=gib, metavar="X", help="of a node, for activations (default: from --hardware)")
+    how.add_argument(
+        "--fused-kernels",
+        action="store_true",
+        help="norms, rotary embedding, activations are one kernel each, as Liger's",
+    )
     how.add_argument("--profile", metavar="FILE", help="link speeds and layer times of a real run, by `ds-memo profile`")
     ask = parser.add_argument_group("other questions, in place of one fixed length")
     ask.add_argument("--max-length", action="store_true", help="the longest sequence that fits")
@@ -85,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         if beyond is not None and beyond is not shown:
             where = f"{beyond.question.gpus} GPUs" if args.min_gpus else f"{short(beyond.question.seq_length)} tokens"
             print(f"  with {where}: {beyond.status}, {beyond.binding}")
+        if args.timeline:
+            print(f"written to {args.timeline}")
     return 0
 
 
@@ -105,9 +116,12 @@ def _question(args: argparse.Namespace) -> Question:
         raise EstimateError("--gpus does not go with --min-gpus")
     if args.timeline and (args.sweep is not None or args.compare):
         raise EstimateError("--timeline draws one answer: it does not go with --sweep and --compare")
+    machine = hardware.load(args.hardware)
+    if args.device_memory_gib is not None:
+        machine = machine.with_device_memory(args.device_memory_gib * GIB)
     question = Question(
-        model=model.load(args.model),
-        hardware=hardware.load(args.hardware),
+        model=replace(model.load(args.model), fused=args.fused_kernels),
+        hardware=machine,
         gpus=args.gpus or 1,
         seq_length=args.seq_length or 1024,
         batch=args.batch,
@@ -266,6 +280,8 @@ def _write_timeline(answer: Estimate, path: str) -> None:
 
 
 def _lengths(text: str) -> list[int]:
+    if not all(text.replace(":", ",").split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected A:B or A,B,…, e.g. 64K:1M")
     if ":" in text:
         ends = text.split(":")
         if len(ends) != 2:

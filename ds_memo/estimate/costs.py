@@ -4,7 +4,8 @@ Tokens are those of this rank, T = s / ranks. Bytes are bf16 unless said otherwi
 
     GEMM         2·T FLOPs a parameter forward, twice that backward
     attention    2·s²·width FLOPs a sequence forward (causal), 2.5 times that backward (flash recomputes the scores)
-    elementwise  bytes through device memory: norms, residuals, rotary, activation
+    elementwise  bytes through device memory: norms, residuals, rotary, activation; op by op as in Transformers (traffic.py), or
+                 by a table of Megatron's kernels, which the paper's runs had
     Ulysses      q, k, v in and the output back: four all-to-alls each way, and again in a replay
     tensor par.  four gathers or reduce-scatters of the hidden states forward, six backward, three in a replay
     context par. keys and values around the ring, hidden behind attention as far as it goes
@@ -20,14 +21,16 @@ from ds_memo.estimate import requests
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
+from ds_memo.estimate.traffic import norm_bytes, traffic
 from ds_memo.solve.costs import LayerCosts, Output
 
-# Elementwise traffic, bytes per token and element of width: forward, backward, replay (which ends before the last residual).
+# Megatron's elementwise traffic, bytes per token and element of width: forward, backward, replay (which ends before the last
+# residual). The constants of hardware_data/a800.json are calibrated with it.
 _HIDDEN_BYTES = (24, 46, 14)
 _UNGATED_BYTES = (4, 6, 4)
 _GATED_BYTES = (10, 18, 10)
-_LOGIT_BYTES = 20
-"""Through device memory for each logit: made, cast, exponentiated, and back."""
+_LOGIT_BYTES, _MEGATRON_LOGIT_BYTES = 36, 20
+"""Through device memory for each logit: made, cast to fp32, exponentiated, and back."""
 _OPTIMIZER_BYTES = 32
 """Through device memory for each parameter of this rank: fp32 weight, two moments and gradient, read and written."""
 
@@ -52,10 +55,12 @@ class Costs:
 
     Args:
         seq_length: tokens of a sequence.
+        megatron: with Megatron's kernels, not those of Transformers.
     """
 
-    def __init__(self, model: Model, hardware: Hardware, layout: Layout, seq_length: int) -> None:
+    def __init__(self, model: Model, hardware: Hardware, layout: Layout, seq_length: int, megatron: bool = False) -> None:
         self.model = model
+        self.megatron = megatron
         self.hardware = hardware
         self.layout = layout
         self.seq_length = seq_length
@@ -72,6 +77,8 @@ class Costs:
         return 2 * self.tokens * parameters / self._gemm_rate
 
     def _elementwise(self, which: int) -> float:
+        if not self.megatron:
+            return self.tokens * traffic(self.model)[which] / self._memory_rate
         ffn_bytes = _GATED_BYTES if self.model.gated else _UNGATED_BYTES
         width = _HIDDEN_BYTES[which] * self.model.hidden + ffn_bytes[which] * self.model.active_ffn
         return self.tokens * width / self._memory_rate
@@ -90,9 +97,7 @@ class Costs:
         forward = self._gemm(model.active_layer_parameters) + self._elementwise(0) + attention + exchange
         backward = 2 * self._gemm(model.active_layer_parameters) + self._elementwise(1) + attention_back
         backward += 6 * hidden_gather + ulysses
-        if layout.zero == 3:
-            gather = self._zero3_gather()
-            forward, backward = max(forward, gather), max(backward, 2 * gather)
+        forward, backward = max(forward, self.gather_s), max(backward, 2 * self.gather_s)
         return Seconds(
             forward=forward,
             backward=backward,
@@ -120,16 +125,21 @@ class Costs:
         inside, outside = min(sp, node) - 1, max(0, sp - node)
         return max(nbytes * inside / self.hardware.intra_node, nbytes * outside / self.hardware.inter_node)
 
-    def _zero3_gather(self) -> float:
+    @property
+    def gather_s(self) -> float:
+        """Of a layer's parameters under ZeRO-3, hidden behind what it computes as far as they go."""
+        if self.layout.zero < 3:
+            return 0.0
         shards = self.layout.sharded
         nbytes = 2 * self.model.layer_parameters / self.layout.tp * (shards - 1) / shards
         return nbytes / self.hardware.bandwidth(self.layout.gpus)
 
     @property
     def head_s(self) -> float:
-        """Head and loss, forward and backward."""
-        logits = self.tokens * self.model.vocab
-        return 3 * self._gemm(self.model.vocab * self.model.hidden) + _LOGIT_BYTES * logits / self._memory_rate
+        """Head and loss, forward and backward, with the norm before them."""
+        norm, of_logit = (0.0, _MEGATRON_LOGIT_BYTES) if self.megatron else (norm_bytes(self.model), _LOGIT_BYTES)
+        moved = self.tokens * (norm + of_logit * self.model.vocab)
+        return 3 * self._gemm(self.model.vocab * self.model.hidden) + moved / self._memory_rate
 
     @property
     def optimizer_s(self) -> float:
@@ -151,7 +161,7 @@ class Costs:
         """
         found = [of(self)] * self.model.layers
         if self.model.dense_layers:
-            dense = of(Costs(self.model.dense, self.hardware, self.layout, self.seq_length))
+            dense = of(Costs(self.model.dense, self.hardware, self.layout, self.seq_length, self.megatron))
             for index in self.model.dense_layers:
                 found[index] = dense
         return tuple(found)

@@ -81,6 +81,11 @@ class Question:
         return self.hardware.host_memory * self.hardware.host_usable if self.host_memory is None else self.host_memory
 
     @property
+    def megatron(self) -> bool:
+        """Whether it is laid out as the paper's runs were, which had Megatron's kernels, too."""
+        return self.tp is not None or self.cp is not None or (self.method == "paper" and self.sp is None)
+
+    @property
     def ranks_on_node(self) -> int:
         return min(self.gpus, int(self.hardware.gpus_per_node))
 
@@ -186,10 +191,9 @@ def check(question: Question) -> None:
 
 def candidates(question: Question) -> Iterable[Layout]:
     q = question
-    megatron = q.tp is not None or q.cp is not None or (q.method == "paper" and q.sp is None)
-    zero = q.zero if q.zero is not None else 1 if megatron else 3
+    zero = q.zero if q.zero is not None else 1 if q.megatron else 3
     if (q.tp, q.cp, q.sp) == (None, None, None):
-        if megatron:
+        if q.megatron:
             return layouts.megatron(q.model, q.hardware, q.gpus, zero, q.batch)
         return layouts.ulysses(q.model, q.gpus, zero, q.batch)
     return [layouts.check(Layout(q.gpus, q.tp or 1, q.cp or 1, q.sp or 1, zero), q.model)]
@@ -197,7 +201,7 @@ def candidates(question: Question) -> Iterable[Layout]:
 
 def _on(question: Question, layout: Layout) -> Estimate:
     """The answer on one layout."""
-    costs = Costs(question.model, question.hardware, layout, question.seq_length)
+    costs = Costs(question.model, question.hardware, layout, question.seq_length, question.megatron and question.method != "memo")
     notes = list(question.model.notes)
     if layout.dp > question.batch:
         more = f"{layout.dp} replicas work on {layout.dp} sequences a step"
@@ -238,13 +242,14 @@ def _memo(question: Question, costs: Costs) -> Estimate:
         homes = solve(run, alpha=question.alpha)
     except NothingFits as nothing:
         status = OOHM if nothing.where == "host" else OOM
+        why = str(nothing) if budget > 0 else _too_large(question, layout, states)
         least = {
             "transients": max(layer.working_without_attention.backward for layer in layers),
             "reload buffers": 2 * max(layer.smallest_frame_bytes for layer in layers),
         }
         parts = _parts(question, states, {**working, **least})
         host = nothing.needed * question.ranks_on_node if status == OOHM else 0.0
-        return Estimate(question, layout, status, str(nothing), parts, host)
+        return Estimate(question, layout, status, why, parts, host)
     kept = _frames(run, homes.places, homes.alpha)
     name = "resident layers and reload buffers" if homes.places.swapped(model.layers) else "layers that stay"
     working |= {"transients": homes.device_bytes - run.working_bytes - kept, name: kept}
@@ -264,6 +269,13 @@ def _memo(question: Question, costs: Costs) -> Estimate:
         places=homes.places,
     )
     return _timed(answer, costs)
+
+
+def _too_large(question: Question, layout: Layout, states: dict[str, float]) -> str:
+    """Where nothing that is done with activations helps."""
+    whole, usable = sum(states.values()) / GIB, question.hardware.usable_device_bytes / GIB
+    helps = "more GPUs" if layout.zero == 3 else "a higher ZeRO stage, more GPUs"
+    return f"device memory: the model's states alone take {whole:.4g} of {usable:.4g} GiB. What helps: {helps}, a smaller model."
 
 
 def _frames(run: RunCosts, places: Places, alpha: float) -> int:
@@ -320,7 +332,7 @@ def _published(question: Question, costs: Costs) -> Estimate:
     rate = question.hardware.d2h
     run = RunCosts(layers, rate, question.hardware.h2d, 0, 0, head_s=costs.head_s)
     if method in ("none", "full_recompute"):
-        run = _plain(run, recomputes=method == "full_recompute")
+        run = _plain(run, costs, recomputes=method == "full_recompute")
         swapless = replace(answer, status=OK, run=run, places=Places(residents=frozenset(range(model.layers))))
         return _timed(replace(swapless, resident_layers=model.layers if method == "none" else 0), costs)
     swapped = max(0, model.layers - 2)
@@ -364,9 +376,14 @@ def _pinned(layer: LayerCosts, alpha: float) -> int:
     return 1 << max(0, math.ceil(layer.whole_bytes + alpha * layer.split_bytes) - 1).bit_length()
 
 
-def _plain(run: RunCosts, recomputes: bool) -> RunCosts:
-    """No copies; each layer's backward begins with nothing, or with its forward."""
-    return _each(run, lambda layer: replace(layer, outputs=(), replay_s=layer.forward_s if recomputes else 0.0, gemm_s=0.0))
+def _plain(run: RunCosts, costs: Costs, recomputes: bool) -> RunCosts:
+    """No copies; each layer's backward begins with nothing, or with its forward, which torch's checkpointing leaves as soon as
+    all that is needed is there."""
+
+    def again(layer: LayerCosts) -> float:
+        return layer.forward_s if costs.megatron else max(layer.gemm_s + layer.attention_s, costs.gather_s)
+
+    return _each(run, lambda layer: replace(layer, outputs=(), replay_s=again(layer) if recomputes else 0.0, gemm_s=0.0))
 
 
 # ---- parts

@@ -138,11 +138,17 @@ FUSED_QKV = {
 FUSED_GATE = {"glm", "glm4", "phi3"}
 """Families with one GEMM for the MLP's gate and what it is multiplied with."""
 
-SHARED_GATE = {"qwen2_moe"}
-"""Mixtures whose shared expert comes before the others and has a weight for each token."""
+SHARED_FIRST = {"ernie4_5_moe", "hunyuan_v1_moe"}
+"""Mixtures whose shared expert comes before the others."""
 
-FLOAT_ROUTER = {"glm4_moe", "dots1", "ernie4_5_moe"}
+SHARED_GATE = {"qwen2_moe"}
+"""The same, and it has a weight for each token."""
+
+FLOAT_ROUTER = {"glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe"}
 """Mixtures whose router is in float32."""
+
+FLOAT_ROUTES = {"glm4_moe", "dots1", "hunyuan_v1_moe", "mixtral", "minimax_m2"}
+"""Mixtures whose routing weights are in float32, and so are their experts' outputs once they are weighted."""
 
 NO_ROTARY = {"biogpt", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "xglm"}
 """Families whose positions are learned, or a bias of attention."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,10 @@ class Hardware:
     def usable_device_bytes(self) -> float:
         return self.device_memory - self.device_reserve
 
+    def with_device_memory(self, nbytes: float) -> Hardware:
+        """With so much on each GPU beside the context: what memo.device_memory_gib says of a run."""
+        return replace(self, device_memory=nbytes, device_reserve=0.0)
+
     def bandwidth(self, ranks: int) -> float:
         """Bus bandwidth of collectives among this many neighbouring ranks."""
         return self.intra_node if ranks <= self.gpus_per_node else self.inter_node
@@ -102,7 +106,11 @@ def load(name_or_path: str) -> Hardware:
         return _parse(json.loads((_folder() / f"{name_or_path.lower()}.json").read_text()), name_or_path)
     path = Path(name_or_path)
     if not path.is_file():
-        raise EstimateError(f"hardware {name_or_path!r} is neither a file nor one of {', '.join(names())}")
+        example = _folder() / "h200.json"
+        raise EstimateError(
+            f"hardware {name_or_path!r} is neither a file nor one of {', '.join(names())}; for another machine copy {example}, "
+            "put its numbers in and name that file"
+        )
     return _parse(read_json(path, "hardware"), name_or_path)
 
 

@@ -57,14 +57,20 @@ class Model:
     """Queries and keys are normalised, head by head."""
     shared_ffn: int = 0
     """Width of the shared expert, which every token visits."""
+    shared_first: bool = False
+    """That expert comes before the others."""
     shared_gate: bool = False
-    """That expert comes first, and its output is weighted."""
+    """It does, and its output is weighted."""
     float_router: bool = False
     """The router's GEMM is in float32."""
+    float_routes: bool = False
+    """Its experts' outputs are weighted and summed in float32."""
     dense_layers: tuple[int, ...] = ()
     """Of a mixture, indices of the layers that have one MLP in place of experts."""
     dense_ffn: int = 0
     """Width of that MLP."""
+    fused: bool = False
+    """Norms, rotary embedding and the activation with its product are one kernel each, as Liger's; else Transformers' code."""
     notes: tuple[str, ...] = ()
     """What of the config is not modelled."""
 
@@ -133,7 +139,8 @@ def load(path: str) -> Model:
             raise EstimateError(f"model {path!r}: there is no config.json in that folder")
     if not file.is_file():
         raise EstimateError(
-            f"model {path!r}: no such file; expected a Hugging Face config JSON, e.g. ds_configs/models/gpt-7b.json"
+            f"model {path!r}: no such file or folder; expected a Hugging Face config JSON, e.g. ds_configs/models/gpt-7b.json, "
+            "or a folder with one (nothing is downloaded)"
         )
     return from_config(read_json(file, "model"), file.stem)
 
@@ -305,8 +312,10 @@ class _Reader:
             "experts": experts,
             "experts_per_token": per_token,
             "shared_ffn": shared,
+            "shared_first": self.kind in families.SHARED_FIRST,
             "shared_gate": self.kind in families.SHARED_GATE,
             "float_router": self.kind in families.FLOAT_ROUTER,
+            "float_routes": self.kind in families.FLOAT_ROUTES,
             "dense_layers": dense,
             "dense_ffn": dense_ffn if dense else 0,
         }

@@ -49,19 +49,22 @@ def layer_tape(model: Model) -> Tape:
         ops += [*mlp, *experts, *gate]
         mlp = gate
     else:
-        ops += [*experts, *mlp]
+        ops += [*mlp, *experts] if model.shared_first else [*experts, *mlp]
     parts = [norm(model.post_norms, f"{part[-1].name}_norm", part[-1].name) for part in (experts, mlp) if part]
     ops.append(Op("output", hidden, ("residual", *parts), adds=True))
     return Tape(tuple(ops))
 
 
 def _norm(model: Model, name: str, reads: str, nbytes: float) -> Op:
-    """RMSNorm computes in float32 and saves it, and what it multiplies with its weight; LayerNorm saves what it reads."""
-    if model.rms and model.float_weights:
-        return Op(name, nbytes, (reads,), inner=4 * nbytes, temporary=2 * nbytes, back=8 * nbytes)
-    if model.rms:
-        return Op(name, nbytes, (reads,), inner=3 * nbytes, temporary=2 * nbytes, back=7 * nbytes)
-    return Op(name, nbytes, (reads,), (reads,))
+    """RMSNorm computes in float32 and saves it, and what it multiplies with its weight; LayerNorm and one kernel save what they
+    read."""
+    if model.fused or not model.rms:
+        return Op(name, nbytes, (reads,), (reads,))
+    if model.float_weights:
+        moved = {"moved": 20 * nbytes, "moved_back": 52 * nbytes}
+        return Op(name, nbytes, (reads,), inner=4 * nbytes, temporary=2 * nbytes, back=8 * nbytes, **moved)
+    moved = {"moved": 18 * nbytes, "moved_back": 46 * nbytes}
+    return Op(name, nbytes, (reads,), inner=3 * nbytes, temporary=2 * nbytes, back=7 * nbytes, **moved)
 
 
 def _attention(model: Model, into: str, width: float, kv: float) -> list[Op]:
@@ -78,13 +81,18 @@ def _attention(model: Model, into: str, width: float, kv: float) -> list[Op]:
     for name in ("q", "k") if model.rotary else ():
         size = sizes[name]
         view = (("qkv", size),)
-        ops.append(Op(f"{name}_rotated", size, (used[name],), temporary=2 * size, back=2 * size, views=view))
+        rotated = Op(f"{name}_rotated", size, (used[name],), temporary=2 * size, back=2 * size, views=view)
+        several = {"moved": (12 if model.fused_qkv else 10) * size, "moved_back": (20 if model.fused_qkv else 16) * size}
+        one = {"temporary": 0.0, "back": 0.0}
+        ops.append(replace(rotated, **(one if model.fused else several)))
         used[name] = f"{name}_rotated"
     reads = tuple(dict.fromkeys(used.values()))
     back = 2 * width + (2 * width if kv < width else 0)  # dq in float32; dk and dv of every head before groups are summed
     view = (("qkv", sum(sizes[name] for name in sizes if used[name] == "qkv")),)
     saves = (*reads, "attended")
-    return [*ops, Op("attended", width + 4 * model.heads, reads, saves, back=back, views=view, kind="attention")]
+    copied = 2 * width if model.fused_qkv and model.rotary else 0.0  # its output has the queries' strides
+    attended = Op("attended", width + 4 * model.heads, reads, saves, back=back, views=view, kind="attention", moved=copied)
+    return [*ops, attended]
 
 
 def _mlp(model: Model, into: str, hidden: float, ffn: float) -> list[Op]:
@@ -95,26 +103,31 @@ def _mlp(model: Model, into: str, hidden: float, ffn: float) -> list[Op]:
             _activation(model, "product", ffn, "up"),
             replace(down, holds=(into, "o")),
         ]
+    if model.fused:
+        parts = {"gate_up": 2 * ffn} if model.fused_gate else {"gate": ffn, "up": ffn}
+        gemms = [Op(name, size, (into,), (into,), kind="gemm") for name, size in parts.items()]
+        return [*gemms, Op("product", ffn, tuple(parts), tuple(parts)), down]
     if model.fused_gate:
         half = (("gate_up", ffn),)
         return [
             Op("gate_up", 2 * ffn, (into,), (into,), kind="gemm"),
             replace(_activation(model, "activated", ffn, "gate_up"), views=half),
-            Op("product", ffn, ("activated", "gate_up"), ("activated", "gate_up"), views=half),
+            Op("product", ffn, ("activated", "gate_up"), ("activated", "gate_up"), views=half, moved_back=6 * ffn),
             down,
         ]
     return [
         Op("gate", ffn, (into,), (into,), kind="gemm"),
         _activation(model, "activated", ffn, "gate"),
         Op("up", ffn, (into,), (into,), kind="gemm"),
-        Op("product", ffn, ("activated", "up"), ("activated", "up")),
+        Op("product", ffn, ("activated", "up"), ("activated", "up"), moved_back=6 * ffn),
         down,
     ]
 
 
 def _activation(model: Model, name: str, ffn: float, reads: str) -> Op:
-    inner = model.activation_saves * ffn
-    return Op(name, ffn, (reads,), (reads,), inner=inner, back=ffn if inner else 0.0)
+    inner = 0.0 if model.fused else model.activation_saves * ffn
+    moved = {"moved": 6 * inner, "moved_back": 9 * inner} if inner else {}
+    return Op(name, ffn, (reads,), (reads,), inner=inner, back=ffn if inner else 0.0, **moved)
 
 
 def _experts(model: Model, into: str, hidden: float) -> list[Op]:
@@ -122,23 +135,29 @@ def _experts(model: Model, into: str, hidden: float) -> list[Op]:
     visit, multiplied, weighted, put back in their order and summed."""
     visits, experts = model.experts_per_token, model.experts
     routed, ffn = visits * hidden, visits * 2 * model.ffn
+    wide, summed = (2 * routed, 2 * hidden) if model.float_routes else (routed, 0.0)
     inner = (2 if model.gated else 1) * ffn
     router = Op("router", 2 * experts, (into,), (into,), kind="choice")
     if model.float_router:
-        router = replace(router, nbytes=4 * experts, saves=(), inner=2 * hidden)
+        router = replace(router, nbytes=4 * experts, saves=(), inner=2 * hidden, moved=3 * hidden, moved_back=3 * hidden)
     return [
         router,
         Op("scores", 4 * experts, ("router",), ("scores",), temporary=4 * experts),
         Op("chosen", 12 * visits, ("scores",), kind="choice", no_gradient=True),
         Op("order", 16 * visits, ("chosen",), kind="choice", no_gradient=True),
-        Op("routed", routed, (into, "order"), inner=8 * visits, back=routed),
+        Op("routed", routed, (into, "order"), inner=8 * visits, back=routed, moved=2 * routed),
         Op("gate_up", inner, ("routed",), ("routed",), kind="gemm"),
-        Op("expert", ffn, ("gate_up",), ("gate_up",), inner=ffn if model.gated else 0),
+        Op("expert", ffn, ("gate_up",), ("gate_up",), inner=ffn if model.gated else 0, **_expert_moves(model, ffn)),
         Op("expert_out", routed, ("expert",), ("expert",), kind="gemm"),
-        Op("weighted", routed, ("expert_out",), ("expert_out",), inner=2 * visits, back=routed),
-        Op("sorted_back", routed, ("weighted",), inner=8 * visits, back=routed),
-        Op("mixed", hidden, ("sorted_back",), holds=(into, "routed", "expert_out")),
+        Op("weighted", wide, ("expert_out",), ("expert_out",), inner=2 * visits, back=wide, moved_back=2 * routed + 4 * wide),
+        Op("sorted_back", wide, ("weighted",), inner=8 * visits, back=wide, moved_back=3 * wide),
+        Op("mixed", hidden, ("sorted_back",), holds=(into, "routed", "expert_out"), temporary=summed),
     ]
+
+
+def _expert_moves(model: Model, ffn: float) -> dict[str, float]:
+    """Gate and up are halves of one tensor, whose gradients are put side by side."""
+    return {"moved": 5 * ffn, "moved_back": 13 * ffn} if model.gated else {}
 
 
 def kept(model: Model, gemms: bool = True, attention: bool = True) -> frozenset[str]:

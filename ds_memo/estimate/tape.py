@@ -39,6 +39,10 @@ class Op:
     adds: bool = False
     """A sum: its inputs' gradients are that of its output, the same memory."""
     no_gradient: bool = False
+    moved: float | None = None
+    """Through device memory; None: what it reads and its output, once, and nothing of GEMMs and attention."""
+    moved_back: float | None = None
+    """The same in its backward; None: gradients and what it saved, once."""
 
 
 @dataclass

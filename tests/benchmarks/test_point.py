@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import point, predict, speed, streams, timing
-from benchmarks.rivals import GIB, RIVALS, Budget
+from benchmarks.rivals import GIB, PLANNED, RIVALS, Budget
 from benchmarks.streams import Span
 from ds_memo.errors import MemoError
 
@@ -244,6 +244,49 @@ def test_the_prediction_comes_from_the_solver_and_from_the_estimator(workload, l
     assert found["estimate"]["layout"]["sp"] == shape.ranks
 
 
+def test_the_prediction_keeps_to_the_device_budget(tmp_path):
+    """The estimator is told what the solver had, and says what it says."""
+    shape = speed.shapes(CPU)["gpt7b"]
+    trainer = timing.Trainer(speed.build(shape, CPU, torch.float32), point.batch(shape, 96, CPU))
+    said = [
+        predict.predict(trainer, shape, 96, Budget(CPU, GIB, nbytes, cache_dir=str(tmp_path)), tmp_path, hardware="h200")
+        for nbytes in (500_000, 800_000, GIB)
+    ]
+    for found in said:
+        assert "why" not in found and found["estimate"]["status"] == "ok"
+        assert found["estimate"]["resident_layers"] == found["resident_layers"]
+        assert found["estimate"]["alpha"] == pytest.approx(found["alpha"], abs=1e-3)
+        assert found["step_s"] == pytest.approx(found["solver"]["layers_s"], rel=0.3)  # an optimizer beside tiny layers
+    assert [found["estimate"]["binding"].startswith("everything fits") for found in said] == [False, False, True]
+    assert said[0]["estimate"]["device_gib"] < said[1]["estimate"]["device_gib"] < said[2]["estimate"]["device_gib"]
+
+
+def test_the_prediction_is_told_before_anything_is_timed(tmp_path):
+    shape = speed.shapes(CPU)["gpt7b"]
+    model = speed.build(shape, CPU, torch.float32)
+    told = []
+
+    def tell(found):
+        told.append((found["predicted"].get("alpha"), [len(row["samples_s"]) for row in found["rivals"].values()]))
+
+    budget = Budget(CPU, GIB, 500_000, cache_dir=str(tmp_path))
+    rivals = [RIVALS[PLANNED]]
+    found = point.run_point(model, shape, 48, rivals, budget, visits=(1, 2), compare=False, folder=tmp_path, tell=tell)
+    alpha = found["predicted"]["alpha"]
+    assert told == [(alpha, [0]), (alpha, [2])] and alpha is not None
+    assert found["device_budget"] == 500_000 and found["failures"] == []
+
+
+def test_a_prediction_in_words():
+    said = {"alpha": 0.5, "resident_layers": 3, "binding": "link", "step_s": 2.0, "estimate": {"binding": "link"}}
+    assert predict.in_words(said) == "step 2000.0 ms; alpha 0.5, 3 resident; link"
+    assert predict.in_words(said, 1.6) == "step 2000.0 ms, measured 1600.0 ms (+25.0%); alpha 0.5, 3 resident; link"
+    said |= {"step_s": None}
+    assert predict.in_words(said).startswith("no step: link; alpha")
+    assert predict.in_words(said | {"estimate": None}).startswith("no step: the estimator does not know this device; alpha")
+    assert predict.in_words({"skipped": "no time left"}) == "no time left"
+
+
 @dataclass
 class Profiled:
     ranks_per_sequence: int = 1
@@ -266,7 +309,7 @@ def test_the_solver_is_asked_when_its_answer_stays(tmp_path, monkeypatch):
 
         yield point.Installed(report=report, profile=lambda: Profiled())
 
-    monkeypatch.setitem(RIVALS, "ds_memo", replace(RIVALS["none"], name="ds_memo", install=install))
+    monkeypatch.setitem(RIVALS, PLANNED, replace(RIVALS["none"], name=PLANNED, install=install))
     shape = speed.shapes(CPU)["gpt7b"]
     trainer = types.SimpleNamespace(model=None, step=steps.append)
     found = predict.predict(trainer, shape, 48, Budget(CPU, GIB), tmp_path, hardware=None)

@@ -7,7 +7,7 @@ import tarfile
 import torch
 
 from benchmarks import results, table
-from benchmarks.rivals import GIB
+from benchmarks.rivals import GIB, PLANNED
 from tests.benchmarks.test_capacity import found_length
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_the_table_is_made_from_cuda_results_only(tmp_path):
     table.update(readme, tmp_path)
     text = readme.read_text()
     assert "gpt7b 64K; dropped for time: gpt7b 128K; no failures, 1 of 2 bars held" in text
-    assert "| gpt7b | 64K | 64 | 2,500 | does not fit | 2,000 |" in text
+    assert "| gpt7b | 64K | 64 | all | 2,500 | does not fit | 2,000 |" in text
 
 
 def test_a_run_with_other_rivals_does_not_hide_the_one_before():
@@ -50,8 +50,16 @@ def test_a_run_with_other_rivals_does_not_hide_the_one_before():
     others = RESULT | {"points": [point | {"rivals": {"none": {"median_s": 2.4}, "deepspeed": {"median_s": 3.0}}}]}
     again = RESULT | {"points": [point | {"rivals": {"none": {"median_s": 2.3}, "paper": {"median_s": 2.9}}}]}
     text = table.render([("a.json", RESULT), ("b.json", others), ("c.json", again)])
-    assert "| gpt7b | 64K | 64 | 2,400 | – | 3,000 | 2,000 |" in text
-    assert "| gpt7b | 64K | 64 | 2,300 | 2,900 | – | 2,000 |" in text and "2,500" not in text
+    assert "| gpt7b | 64K | 64 | all | 2,400 | – | 3,000 | 2,000 |" in text
+    assert "| gpt7b | 64K | 64 | all | 2,300 | 2,900 | – | 2,000 |" in text and "2,500" not in text
+
+
+def test_a_device_budget_is_another_row_with_what_was_predicted_and_measured():
+    point = RESULT["points"][0]
+    small = point | {"device_budget": 20 * GIB, "rivals": {"none": {"median_s": 2.5}, PLANNED: {"median_s": 1.6}}}
+    text = table.render([("a.json", RESULT), ("b.json", RESULT | {"points": [small]})])
+    assert "| 64 | all | 2,500 | does not fit | – | 2,000 |" in text
+    assert "| 64 | 20 | 2,500 | – | 1,600 | 2,000 (+25.0%) |" in text
 
 
 def test_the_table_of_attention_kernels():

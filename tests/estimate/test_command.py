@@ -52,6 +52,19 @@ def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
     assert lean["homes"] == {"residents": 6, "lean": 26, "dropped": 0, "plain": 0}
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "alone take 972.3 of 129.3 GiB. What helps: more GPUs, a smaller model."),
+        (("--zero", "1"), "What helps: a higher ZeRO stage, more GPUs"),
+    ],
+)
+def test_a_model_whose_states_do_not_fit(capsys, words, says):
+    large = ("estimate", "--model", GPT.replace("7b", "65b"), "--hardware", "h200", "--gpus", "1", "--seq-length", "1K")
+    got = answer(capsys, *words, base=large)
+    assert got["status"] == "oom" and says in got["binding"]
+
+
 def test_alpha_plan_and_batch_are_obeyed(capsys):
     swapped = ("--seq-length", "256K", "--tp", "4", "--cp", "2", "--method", "paper")
     assert answer(capsys, *swapped, "--alpha", "0.5")["alpha"] == 0.5
@@ -59,6 +72,18 @@ def test_alpha_plan_and_batch_are_obeyed(capsys):
     assert planned["mfu"] > loose["mfu"] and planned["device_gib"] < loose["device_gib"]
     one, many = answer(capsys, *swapped), answer(capsys, *swapped, "--batch", "16")
     assert many["sequences"] == 16 and 15 < many["step_s"] / one["step_s"] < 16
+
+
+def test_a_device_budget_is_beside_the_context(capsys):
+    words = ("--seq-length", "512K")
+    whole, small = answer(capsys, *words), answer(capsys, *words, "--device-memory-gib", "40")
+    assert small["status"] == "ok" and small["device_gib"] <= 40 < whole["device_gib"]
+    assert small["homes"] != whole["homes"] and small["step_s"] > whole["step_s"]
+    assert "context and communication" not in small["parts"]["device_gib"]
+    assert cli.main([*BASE, *words, "--device-memory-gib", "40"]) == 0
+    assert "of 40.0 GiB\n" in capsys.readouterr().out
+    assert answer(capsys, *words, "--device-memory-gib", "8")["status"] == "oom"
+    assert answer(capsys, *words, "--device-memory-gib", "40", "--method", "none")["status"] == "oom"
 
 
 def test_ulysses_ends_with_the_heads(capsys):
@@ -152,13 +177,17 @@ def test_it_imports_no_torch():
         (("--seq-length", "1M", "--gpus", "64", "--sp", "64"), "Ulysses ends at sp 32"),
         (("--seq-length", "1M", "--tp", "16"), "not a multiple"),
         (("--seq-length", "1M", "--host-memory-gib", "-1"), "'-1'"),
-        (("--seq-length", "1M", "--hardware", "abacus"), "abacus"),
+        (("--seq-length", "1M", "--device-memory-gib", "0"), "'0'"),
+        (("--seq-length", "1M", "--hardware", "abacus"), "hardware_data/h200.json"),
         (("--seq-length", "1M", "--model", "nowhere.json"), "nowhere.json"),
+        (("--seq-length", "1M", "--model", "meta-llama/Llama-3.1-8B"), "nothing is downloaded"),
         (("--seq-length", "1M", "--profile", "nowhere.json"), "nowhere.json"),
         (("--seq-length", "1M", "--timeline", "x.txt"), ".json or .html"),
         (("--seq-length", "1M", "--timeline", "/nowhere/x.json"), "/nowhere/x.json"),
         (("--seq-length", "1M", "-o", "x.csv"), "--sweep or --compare"),
         (("--sweep", "2M:1M"), "A not above B"),
+        (("--sweep", "64K:"), "'64K:', expected A:B or A,B"),
+        (("--sweep", "64K,"), "'64K,', expected A:B or A,B"),
         (("--sweep", "1M", "--method", "none", "--alpha", "0.5"), "only memo and paper have an alpha"),
         (("--sweep", "64K:1M", "-o", "x.pdf"), "x.pdf"),
         (("--max-length", "--sweep", "1M"), "do not go with"),
