@@ -95,35 +95,24 @@ def most_in(phase: str, events: Sequence[Event], passed_on: int = 0) -> Most | N
     Returns:
         Of the phase's latest visit; None: it was not visited.
     """
-    visit = last = 0
+    visits: list[str | None] = []
+    born: dict[int, tuple[int, int]] = {}
     died: dict[int, int] = {}
     for event in events:
         if event.kind == "enter":
-            visit += 1
-            last = visit if event.phase == phase else last
+            visits.append(event.phase)
+        elif event.kind == "malloc":
+            born[event.id] = len(visits), event.size
         elif event.kind == "free":
-            died[event.id] = visit
-    if not last:
+            died[event.id] = len(visits)
+    if phase not in visits:
         return None
-    visit = alive = peak = 0
-    sizes: dict[int, int] = {}
-    staying: list[int] = []
-    for event in events:
-        if event.kind == "enter":
-            visit += 1
-        elif visit != last:
-            continue
-        elif event.kind == "malloc" and event.id in died:
-            sizes[event.id] = event.size
-            if died[event.id] > last + 1:
-                staying.append(event.size)
-            alive += event.size
-            peak = max(peak, alive)
-        else:
-            alive -= sizes.pop(event.id, 0)
+    last = len(visits) - visits[::-1].index(phase)
+    sizes = {id_: size for id_, (visit, size) in born.items() if visit == last and id_ in died}
+    staying = [size for id_, size in sizes.items() if died[id_] > last + 1]
     if passed_on in staying:
         staying.remove(passed_on)
-    return Most(peak, sum(staying))
+    return Most(max(alive for _, alive in _alive(events, sizes)), sum(staying))
 
 
 def _peaks(events: Sequence[Event], carried: Mapping[int, int]) -> dict[str, int]:
