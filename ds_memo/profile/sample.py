@@ -267,7 +267,7 @@ def from_json(text: str) -> Profile:
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"it is no JSON ({error})") from None
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise ProfileError(f"it is no profile of format {FORMAT}, which `ds-memo profile` writes here")
+        raise ProfileError(f"it is no profile of format {FORMAT}, which this version's `ds-memo profile` writes")
     try:
         kinds = tuple(_layer_profile(kind) for kind in data.pop("kinds"))
         profile = Profile(kinds=kinds, layers=tuple(data.pop("layers")), **data)

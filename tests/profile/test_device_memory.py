@@ -70,6 +70,7 @@ def settings(monkeypatch):
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
     monkeypatch.setattr(device_memory, "_blocks_are_whole", False)
     monkeypatch.setattr(device_memory, "_asked", False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
@@ -107,6 +108,14 @@ def test_where_a_large_block_is_split_already(settings, monkeypatch, mib, blocks
     keep_blocks_whole(CUDA, False)
     keep_blocks_whole(CUDA, True)
     assert device_memory._blocks_are_whole
+
+
+def test_without_a_context_nothing_is_split_and_none_is_made(settings, monkeypatch):
+    """It would be made on the first device, whichever this rank will have."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pytest.fail("makes a context"))
+    keep_blocks_whole(CUDA, True)
+    assert settings == ["max_split_size_mb:32"] and device_memory._blocks_are_whole
 
 
 def test_a_process_that_is_limited_to_a_part_of_the_card(card, monkeypatch):
