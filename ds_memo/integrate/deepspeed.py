@@ -208,6 +208,8 @@ def _takes_no_steps(asked: dict[str, Any], section: dict[str, Any]) -> str:
 
 def _smallest(number: int, device: torch.device) -> int:
     """Over all ranks: what alpha is worked out from must be the same everywhere, or ranks wait for the one with the least."""
+    # The one collective of attach_engine. A rank without memo meets it with whatever comes next there; test_uneven_ranks answers
+    # it with one all_reduce of its own.
     smallest = torch.tensor(number, device=device)
     torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN)
     return int(smallest)
