@@ -65,6 +65,9 @@ class Policy(Protocol):
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         """Alpha for a layer of these sizes. Raises MemoError when it cannot fit."""
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the host can take so many bytes of a layer's call; if not, nothing but its input is kept, on the device."""
+
 
 class Layer:
     """What is known of one transformer block across its calls.
@@ -180,10 +183,12 @@ class Remat:
         preserve_rng_state: bool,
     ) -> Any:
         """`keywords` are those that `fn`, and `again` in the replay, have by themselves."""
-        # Who has attention computed again is short of memory: nothing is reloaded before it is wanted.
-        frame = self.engine.begin(layer.name, setting.resident, layer.index, setting.keeps_attention)
         key = layer.kind_of_call(args, setting) if layer.module() is not None else None
         recipe = layer.recipes.get(key) if layer.follows_recipes else None
+        if recipe is not None and not (setting.resident or self.policy.has_room(recipe.layout.host_bytes)):
+            return self._run_checkpointed(layer, FULL_RECOMPUTE, fn, again, args, keywords, preserve_rng_state)
+        # Who has attention computed again is short of memory: nothing is reloaded before it is wanted.
+        frame = self.engine.begin(layer.name, setting.resident, layer.index, setting.keeps_attention)
         call = Call(self.engine, frame, recipe, self.work)
         nested = [value for value in args if not isinstance(value, torch.Tensor)]
         call.stays = [Stays(layer.name, leaf) for leaf in tree_leaves((nested, keywords)) if isinstance(leaf, torch.Tensor)]
@@ -246,6 +251,11 @@ class Remat:
         if alpha is None:
             alpha = self.policy.alpha(layer, *seen.sizes()) if seen.packs else 1.0
         recipe, tensors = make_recipe(seen, alpha)
+        if not (frame.resident or self.policy.has_room(recipe.layout.host_bytes)):
+            frame.resident, key = True, None  # in this call: the next one is analysed again
+            seen.run_attention_again()
+            seen.close_over_inputs(all_rows_kept=False)
+            recipe, tensors = make_recipe(seen, 0.0)
         call.recipe = layer.latest = recipe
         if key is not None:
             layer.remember(key, recipe)
