@@ -2,8 +2,8 @@
 
     python -m tests.ops.cuda_scenarios            # all that this machine can run; one line each, ends with 1 if one failed
 
-Most run over cuda_standin.cpp too, where device memory is host memory, copies happen at once and there are no kernels: data is
-moved by copies alone, and what streams wait for is read from the stand-in's log. Those marked `gpu` need the real thing.
+Most run over benchmarks/emulator.cpp too, where device memory is host memory, copies happen at once and kernels do nothing: data
+is moved by copies alone, and what streams wait for is read from the calls that it notes. Those marked `gpu` need the real thing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def standin(run: Callable[[], None]) -> Callable[[], None]:
 
 
 def is_standin() -> bool:
-    return torch.cuda.get_device_name() == "stand-in"
+    return hasattr(ctypes.CDLL(None), "emulated_calls")
 
 
 def expandable() -> bool:
@@ -62,7 +62,7 @@ def expandable() -> bool:
 
 def standin_calls() -> list[tuple[str, int, int]]:
     """(what, event or block, stream or bytes) since the last time."""
-    take = ctypes.CDLL(None).standin_calls
+    take = ctypes.CDLL(None).emulated_calls
     take.restype = ctypes.c_char_p
     return [(call, int(a), int(b)) for call, a, b in map(str.split, take().decode().splitlines())]
 
