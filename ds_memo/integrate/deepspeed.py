@@ -43,6 +43,11 @@ TOO_LATE = (
     "ds_memo.install() came after deepspeed.initialize was kept by {}: engines made through that run without memo. Call "
     "install() before, or make engines with deepspeed.initialize"
 )
+NO_LAUNCHER = (
+    ". No launcher has set {} for this process, so DeepSpeed asks MPI, which is not here. Start the script with one, on a single "
+    "GPU too: deepspeed train.py, torchrun train.py, or deepspeed --module ds_memo.run train.py"
+)
+_LAUNCHERS_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 initialized = False
 """Whether initialize() was called."""
 _replaced: Callable[..., tuple] | None = None
@@ -98,7 +103,12 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
         ulysses.refuse_conflicts(section)
         asked["mpu"] = ulysses.set_up(asked["model"], ranks)
-    returned = stock(*call.args, **call.kwargs)
+    try:
+        returned = stock(*call.args, **call.kwargs)
+    except ModuleNotFoundError as error:
+        if error.name == "mpi4py":  # DeepSpeed's error, with the words that it lacks
+            error.msg += NO_LAUNCHER.format(", ".join(name for name in _LAUNCHERS_SET if name not in os.environ))
+        raise
     if config.enabled:
         attach_engine(returned[0], config)
     return returned
