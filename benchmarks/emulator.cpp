@@ -1,8 +1,8 @@
-// An H200 without kernels, for `python -m benchmarks.emulator`: device memory is address space that nobody touches; launches,
-// GEMMs and copies of more than 1 MiB do nothing. What is real is everything above it: torch's caching allocator, autograd's
-// device thread, the dispatcher's choice of kernels, and ds_memo with its allocator op. So bytes and calls of a step at full width
-// can be counted on a machine without a GPU. Values cannot. (tests/ops has another stand-in, whose memory is small and real, and
-// which logs what the op asks of CUDA.)
+// An H200 without kernels, for `python -m benchmarks.emulator` and the op's tests: device memory is address space that nobody
+// touches; launches, GEMMs and copies of more than EMULATED_COPY_MIB (1 without it) do nothing. What is real is everything above it:
+// torch's caching allocator, autograd's device thread, the dispatcher's choice of kernels, and ds_memo with its allocator op. So
+// bytes and calls of a step at full width can be counted on a machine without a GPU. Values cannot, but what copies alone move:
+// tests/ops has all of them done, and reads what the op asks of CUDA from emulated_calls, which are noted with EMULATED_CALLS=1.
 //
 // Streams, events and the host keep time by a clock of their own, the Clock below. Kernels cost what emulated_work says, copies
 // what emulated_links says; until either is said all work costs nothing, and every stream is always done.
@@ -22,6 +22,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <string>
 
 namespace {
 
@@ -52,7 +53,21 @@ char* reserve(size_t n) {
   blocks[a] = n;
   return a;
 }
-bool small_copy(size_t n) { return n <= (size_t{1} << 20); }
+bool is_done(size_t copied) {
+  static const char* mib = getenv("EMULATED_COPY_MIB");
+  static const size_t most = size_t(mib ? atoi(mib) : 1) << 20;
+  return copied <= most;
+}
+
+std::string calls;  // under `mutex`
+void log(const char* call, const void* a, const void* b = nullptr) {
+  static const bool kept = getenv("EMULATED_CALLS");
+  if (!kept) return;
+  char line[96];
+  snprintf(line, sizeof line, "%s %llu %llu\n", call, (unsigned long long)a, (unsigned long long)b);
+  std::lock_guard<std::mutex> l(mutex);
+  calls += line;
+}
 
 // When each stream, each event and the host would be where they are, in seconds. The host takes some time for each launch, and
 // waits where CUDA makes it wait, and where a stream's queue of launches is full, as the driver's is.
@@ -175,6 +190,15 @@ void emulated_links(double d2h, double h2d) { timing().links(d2h, h2d); }  // by
 void emulated_work(cudaStream_t s, double seconds) { timing().work(s, seconds); }
 double emulated_now() { return timing().host(); }
 size_t emulated_host_waits() { return timing().host_waits(); }
+// Allocations, copies, events recorded and waited for, and host memory that was locked, since the last time: lines of a call, an
+// event or block, and a stream or bytes.
+const char* emulated_calls() {
+  static std::string taken;
+  std::lock_guard<std::mutex> l(mutex);
+  taken.swap(calls);
+  calls.clear();
+  return taken.c_str();
+}
 
 int cuCtxGetCurrent(void** c) { return *c = (void*)0x10, 0; }
 int cuCtxSetCurrent() { return 0; }
@@ -316,10 +340,11 @@ cudaError_t cudaMalloc(void** b, size_t n) {
   if (!a) return cudaErrorMemoryAllocation;
   used += whole;
   *b = a;
-  return cudaSuccess;
+  return log("malloc", a, (void*)n), cudaSuccess;
 }
 cudaError_t cudaFree(void* b) {
   if (!b) return cudaSuccess;
+  log("free", b);
   std::lock_guard<std::mutex> l(mutex);
   auto f = blocks.find(b);
   if (f == blocks.end()) return cudaErrorInvalidValue;
@@ -333,22 +358,23 @@ cudaError_t cudaMemGetInfo(size_t* f, size_t* t) {
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind, cudaStream_t s) {
-  if (small_copy(n)) std::memcpy(to, from, n);
+  log("copy", to, s);
+  if (is_done(n)) std::memcpy(to, from, n);
   timed_copy(to, from, n, s);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind) {
-  if (small_copy(n)) std::memcpy(to, from, n);
+  if (is_done(n)) std::memcpy(to, from, n);
   timed_copy(to, from, n, nullptr);
   timing().host_waits(timing().at(cudaStream_t{}));
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* to, int v, size_t n) {
-  if (small_copy(n)) std::memset(to, v, n);
+  if (is_done(n)) std::memset(to, v, n);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int v, size_t n, cudaStream_t) {
-  if (small_copy(n)) std::memset(to, v, n);
+  if (is_done(n)) std::memset(to, v, n);
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
@@ -357,8 +383,15 @@ cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
   return lock_range(*p, n), cudaSuccess;
 }
 cudaError_t cudaFreeHost(void* p) { return unlock_range(p), cudaSuccess; }
-cudaError_t cudaHostRegister(void* p, size_t n, unsigned) { return lock_range(p, n), cudaSuccess; }
-cudaError_t cudaHostUnregister(void* p) { return unlock_range(p), cudaSuccess; }
+cudaError_t cudaHostRegister(void* p, size_t n, unsigned) { return log("register", p, (void*)n), lock_range(p, n), cudaSuccess; }
+cudaError_t cudaHostUnregister(void* p) { return log("unregister", p), unlock_range(p), cudaSuccess; }
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* b) {
+  std::memset(handle, 0, sizeof *handle);
+  return std::memcpy(handle, &b, sizeof b), cudaSuccess;
+}
+cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* handle, cudaEvent_t) {
+  return std::memset(handle, 0, sizeof *handle), cudaSuccess;
+}
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void*) {
   *a = {};
   a->type = cudaMemoryTypeUnregistered;
@@ -388,9 +421,11 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
   return *ms = (float)std::max(1e-3, 1e3 * (timing().at(to) - timing().at(from))), cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t e) { return timing().host_waits(timing().at(e)), cudaSuccess; }
-cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return timing().record(e, s), cudaSuccess; }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return timing().record(e, s), cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) { return timing().wait(s, e), cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return log("record", e, s), timing().record(e, s), cudaSuccess; }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return cudaEventRecord(e, s); }
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
+  return log("wait", e, s), timing().wait(s, e), cudaSuccess;
+}
 int cublasCreate_v2(void** h) { return make(h); }
 int cublasDestroy_v2() { return 0; }
 int cublasSetStream_v2() { return 0; }

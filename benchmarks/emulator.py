@@ -54,6 +54,17 @@ def compiled(folder: Path, headers: Path) -> Path:
     return library
 
 
+def environment(folder: Path, headers: Path, device_gib: float) -> dict[str, str]:
+    """Of a process whose CUDA is the stand-in."""
+    return {
+        "LD_PRELOAD": str(compiled(folder, headers)),
+        "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "EMULATED_GIB": str(device_gib),
+        "DS_ACCELERATOR": "cuda",
+        "CUDA_MODULE_LOADING": "LAZY",
+    }
+
+
 def run_emulated(python: str, arguments: list[str], device_gib: float) -> int:
     """These arguments of this module in a process whose CUDA is the stand-in."""
     headers = cuda_headers()
@@ -61,17 +72,10 @@ def run_emulated(python: str, arguments: list[str], device_gib: float) -> int:
         print("emulator: no CUDA runtime headers: neither a toolkit nor the packages of a CUDA build of torch", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        library = compiled(Path(folder), headers)
-        given = os.environ | {
-            "LD_PRELOAD": str(library),
-            "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-            "EMULATED_GIB": str(device_gib),
-            "DS_ACCELERATOR": "cuda",
-            "CUDA_MODULE_LOADING": "LAZY",
-            "PYTHONPATH": f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}",
-        }
+        given = environment(Path(folder), headers, device_gib)
+        given["PYTHONPATH"] = f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
         command = [python, "-m", "benchmarks.emulator", *arguments, "--emulated"]
-        return subprocess.run(command, env=given, cwd=HERE.parent, check=False).returncode
+        return subprocess.run(command, env=os.environ | given, cwd=HERE.parent, check=False).returncode
 
 
 def without_values() -> None:

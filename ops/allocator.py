@@ -20,6 +20,7 @@ C++: csrc/allocator_core.h (what is decided), allocator_cpu.cpp and allocator_cu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -38,7 +39,8 @@ _MODES = ("off", "profile", "plan")
 """As csrc/allocator_core.h numbers them, and so the next one."""
 _KINDS = ("enter", "malloc", "free", "elsewhere")
 _phases: dict[str, int] = {}  # numbers are given once per process
-_names: list[str] = []
+_names: dict[int, str] = {}
+_numbers = itertools.count()
 
 
 class Request(NamedTuple):
@@ -62,7 +64,7 @@ class Allocator:
     """The op on one device. All instances of a device share its state.
 
     Args:
-        device: where; a CUDA device without index is the current one.
+        device: where; on CUDA with its index.
 
     Raises:
         RuntimeError: the op cannot be built here, with what is missing.
@@ -72,7 +74,7 @@ class Allocator:
         self._op = AllocatorBuilder(device.type).load()
         if device.type == "cuda":
             torch.cuda.init()
-        self._device = 0 if device.type == "cpu" else torch.cuda.current_device() if device.index is None else device.index
+        self._device = 0 if device.type == "cpu" else device.index
         self.min_bytes = MIN_BYTES[device.type]
 
     def install(self) -> None:
@@ -200,6 +202,6 @@ def number_of(phase: str) -> int:
     """The op's number for a phase name."""
     number = _phases.get(phase)
     if number is None:
-        number = _phases[phase] = len(_names)
-        _names.append(phase)
+        number = _phases.setdefault(phase, next(_numbers))  # another thread may ask, too
+        _names[number] = phase
     return number

@@ -11,13 +11,14 @@ the accumulation of gradients. Per such *kind* of pass:
 The third plan is the last: it is followed while it serves most requests, else the kind is left to torch's allocator. While a pass
 is profiled, that one splits no large block: the memory is full, and what splitting loses would be missing.
 
-Models on one device take turns: a pass of one ends that of another, and they share the arena.
+Models on one device take turns, whatever threads run them: a pass of one ends that of another, and they share the arena.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -41,19 +42,32 @@ _PATIENCE = 4
 for new ones each time."""
 
 _claimed: weakref.WeakSet[Addresses] = weakref.WeakSet()
-_turns: weakref.WeakValueDictionary[tuple[str, int], Addresses] = weakref.WeakValueDictionary()
+_turns: weakref.WeakValueDictionary[torch.device, Addresses] = weakref.WeakValueDictionary()
 """Whose pass runs on each device."""
+_lock = threading.RLock()
 
 
-def _end(allocator: Allocator, place: tuple[str, int], known: dict[PassKind, Known]) -> None:
+def _turning(change: Callable[..., None]) -> Callable[..., None]:
+    """What changes one of these two, and tells the op, does so in one thread at a time."""
+
+    @functools.wraps(change)
+    def locked(*args: Any, **kwargs: Any) -> None:
+        with _lock:
+            change(*args, **kwargs)
+
+    return locked
+
+
+@_turning
+def _end(allocator: Allocator, device: torch.device, known: dict[PassKind, Known]) -> None:
     """The last one of a device leaves no arena, the last of a kind of device torch's allocator as it was."""
     for plan in known.values():
         allocator.forget_plan(plan.number)
-    if not any(other._place == place for other in _claimed):
+    if not any(other._device == device for other in _claimed):
         allocator.reset()
-    if not any(other._place[0] == place[0] for other in _claimed):
+    if not any(other._device.type == device.type for other in _claimed):
         allocator.uninstall()
-        keep_blocks_whole(torch.device(*place), False)
+        keep_blocks_whole(device, False)
 
 
 def _make_workspaces(device: torch.device) -> None:
@@ -88,7 +102,6 @@ class Addresses:
     def __init__(self, device: torch.device, config: PlanConfig, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._allocator = Allocator(device)
-        self._place = (device.type, device.index or 0)
         self._device = device
         self._last_layer = -1
         self._plans = Plans(self._allocator, device.type, config, warn)
@@ -115,6 +128,7 @@ class Addresses:
         self._carried: dict[int, int] | None = {}
         """Bytes by id of blocks that passes left behind, until that was asked."""
 
+    @_turning
     def claim(self) -> None:
         """Have the addresses planned from now on.
 
@@ -126,20 +140,22 @@ class Addresses:
             _let_backward_end_before_exit()
         self._allocator.install()
         _claimed.add(self)
-        self._end = weakref.finalize(self, _end, self._allocator, self._place, self._plans.known)
+        self._end = weakref.finalize(self, _end, self._allocator, self._device, self._plans.known)
         self._end.atexit = False
         self.claimed = True
 
     # ---- what the run says
 
+    @_turning
     def profile_begins(self) -> None:
         """Layers are about to be measured, before the first pass: what that leaves behind would be split. What other models have
         in the arena is free then, and is seen so."""
-        if any(other._place == self._place for other in _claimed):
+        if any(other._device == self._device for other in _claimed):
             self._end_turn()
             self._allocator.release()
         keep_blocks_whole(self._device, True)
 
+    @_turning
     def pass_begins(self, shapes: Shapes, last_layer: int, last: bool, settings: Any = None) -> None:
         """A training forward begins; once claimed.
 
@@ -163,6 +179,7 @@ class Addresses:
         keep_blocks_whole(self._device, self._allocator.mode == "profile" and self._waited <= _PATIENCE)
         self._allocator.phase("embed")
 
+    @_turning
     def plain_pass_begins(self) -> None:
         """A training forward begins whose layers run as they are: torch's allocator serves it."""
         if self.claimed:
@@ -258,13 +275,14 @@ class Addresses:
         known = self._plans.known.get(self._kind)
         return known.log if known else None
 
+    @_turning
     def close(self) -> None:
         """End planning. Blocks that are still alive stay valid."""
         if self.claimed:
             self._finish_pass()
             _claimed.discard(self)
             self._end()
-        elif not any(other._place[0] == self._device.type for other in _claimed):
+        elif not any(other._device.type == self._device.type for other in _claimed):
             keep_blocks_whole(self._device, False)
 
     # ---- inside
@@ -276,7 +294,7 @@ class Addresses:
     def _next_pass(self) -> bool:
         """Whether the pass that begins is the first of an iteration."""
         self._end_turn()
-        _turns[self._place] = self
+        _turns[self._device] = self
         self._stats = self._allocator.stats()
         first = self._stepped or not self.steps_happen
         if first:
@@ -286,11 +304,11 @@ class Addresses:
 
     @property
     def _has_turn(self) -> bool:
-        return _turns.get(self._place) is self
+        return _turns.get(self._device) is self
 
     def _end_turn(self) -> None:
         """Whoever has it."""
-        if (running := _turns.get(self._place)) is not None:
+        if (running := _turns.get(self._device)) is not None:
             running._finish_pass()
 
     def _since(self) -> dict[str, int]:
@@ -302,7 +320,7 @@ class Addresses:
         """Learn from the pass that is over."""
         if not self._has_turn:
             return
-        del _turns[self._place]
+        del _turns[self._device]
         known = self._plans.known.get(self._kind)
         mode, complete = self._allocator.mode, self._good and not self._in_backward
         self._allocator.stop()

@@ -40,7 +40,7 @@ def attach(
         model: its layers are found by themselves: Hugging Face layers, else the longest ``nn.ModuleList`` of one class.
         config: the "memo" section.
         layers: names or modules, where they cannot be found; empty for a model that calls ``ds_memo.checkpoint`` itself.
-        device: where the layers compute; absent: where the first parameter is.
+        device: where the layers compute, "cuda" being the current one; absent: where the first parameter is.
 
     Returns:
         A handle with ``.detach()``, ``.report()`` and ``.config``.
@@ -81,6 +81,7 @@ def attach_model(
     check_residents(config, len(found))
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = torch.empty(0, device=device).device  # "cuda" is the current one
     memo = _attached[model] = Memo(model, config, found, device, of_engine)
     memo.on_detach(functools.partial(_forget, weakref.ref(model)))
     return memo

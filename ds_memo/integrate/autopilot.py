@@ -24,6 +24,7 @@ from ds_memo.config import MemoConfig
 from ds_memo.integrate.budgets import Budgets
 from ds_memo.integrate.calls import Calls, Together
 from ds_memo.integrate.chosen import Chosen
+from ds_memo.integrate.decisions import WITHOUT_ALPHA
 from ds_memo.integrate.looks import REMEMBERED, Looks
 from ds_memo.integrate.profiling import Profiling
 from ds_memo.integrate.ranks import meet_in_layers, talk_in_layers
@@ -212,10 +213,7 @@ class Autopilot:
             if alpha is None or error.where != "host" or host >= self._budgets.host:
                 raise
             chosen = self._solve(host, shapes, may_be_plain, None)
-        self._warn(
-            f"a pass was run without memo.alpha {alpha}: other models, or forwards before it, held what that needs of the host. "
-            "Leave memo.alpha out, and each has what there is"
-        )
+        self._warn(WITHOUT_ALPHA.format(alpha))
         return chosen
 
     def _solve(self, host: int, shapes: HiddenShapes, may_be_plain: bool, alpha: float | None) -> Chosen:

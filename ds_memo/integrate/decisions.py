@@ -7,6 +7,7 @@ without profile  where none can be made: two resident layers, and as much alpha 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,6 +25,10 @@ RESIDENTS = 2
 """Where nothing is known: the last two, whose copies could not hide behind anything."""
 _SLACK_PER_FRAME = 1 << 16
 """Bytes that alignment and page rounding may add to a frame; only counts when alpha is worked out from the budget."""
+WITHOUT_ALPHA = (
+    "a pass was run without memo.alpha {}: other models, or forwards before it, held what that needs of the host. "
+    "Leave memo.alpha out, and each has what there is"
+)
 
 
 class Decisions:
@@ -51,6 +56,8 @@ class Decisions:
         self.places = self._place()
         self.alpha_used = config.alpha
         self.binding = "not known before the first forward"
+        self._needs: dict[type, int] = {}
+        """Bytes of the host for a pass at the configured alpha, by the class of layers."""
         if layers and config.resident_layers == len(layers):
             self.binding = f"as configured: all {len(layers)} layers are resident, nothing is swapped"
         if config.ablation == "full_recompute":
@@ -111,7 +118,8 @@ class Decisions:
         return setting
 
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
-        budget, alpha, reason = self._slab.claim(), self._config.alpha, "as configured"
+        alpha, reason = self._config.alpha, "as configured"
+        budget = self._slab.part if self._slab.fixed else self._slab.claim()  # though others may hold it now: see has_room()
         others = [other for other in self._layers if other.index not in self.places.residents]
         if alpha is not None:  # layers of another class keep something else; the slab has the last word on all of them
             others = [other for other in others if type(other.module()) is type(layer.module())]
@@ -132,9 +140,20 @@ class Decisions:
         if alpha is None:
             alpha, reason = fits, "host memory" if fits < 1 else "all rows fit the host"
         used = swapped * (whole_bytes + alpha * split_bytes)
+        if self._slab.fixed:
+            of_class, need = type(layer.module()), math.ceil(used) + swapped * _SLACK_PER_FRAME
+            self._needs[of_class] = max(need, self._needs.get(of_class, 0))
+            self._slab.needs = sum(self._needs.values())
         self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of host memory at alpha {alpha:.3g}"
         self.alpha_used = alpha
         return alpha
+
+    def has_room(self, nbytes: int) -> bool:
+        """What is open was promised it for the pass. Where not even an empty host holds what is configured, the slab raises."""
+        if not (nbytes and self._slab.fixed) or self._slab.needs > self._slab.part or self._slab.has_room(nbytes):
+            return True
+        self._warn(WITHOUT_ALPHA.format(self._config.alpha))
+        return False
 
     def _place(self) -> Places:
         wanted = 0 if self._config.ablation == "full_recompute" else self._config.resident_layers

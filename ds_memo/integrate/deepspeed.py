@@ -9,8 +9,8 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import deepspeed
@@ -45,6 +45,11 @@ TOO_LATE = (
     "ds_memo.install() came after deepspeed.initialize was kept by {}: engines made through that run without memo. Call "
     "install() before, or make engines with deepspeed.initialize"
 )
+NO_LAUNCHER = (
+    ". No launcher has set {} for this process, so DeepSpeed asks MPI, which is not here. Start the script with one, on a single "
+    "GPU too: deepspeed train.py, torchrun train.py, or deepspeed --module ds_memo.run train.py"
+)
+_LAUNCHERS_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 initialized = False
 """Whether initialize() was called."""
 _replaced: Callable[..., tuple] | None = None
@@ -100,9 +105,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
         ulysses.refuse_conflicts(section)
         asked["mpu"] = ulysses.set_up(asked["model"], ranks)
-    if not config.enabled:
-        return stock(*call.args, **call.kwargs)
-    return _made_and_attached(lambda: stock(*call.args, **call.kwargs), config)
+    make = functools.partial(stock, *call.args, **call.kwargs)
+    with _words_for_mpi():
+        return _made_and_attached(make, config) if config.enabled else make()
 
 
 def take_initialize_over() -> None:
@@ -126,6 +131,17 @@ def give_initialize_back() -> None:
         restore(_taken, _replaced, initialize)
         _replaced = None
         checkpointing.give_back()
+
+
+@contextmanager
+def _words_for_mpi() -> Iterator[None]:
+    """DeepSpeed's error, with those that it lacks."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name == "mpi4py":
+            error.msg += NO_LAUNCHER.format(", ".join(name for name in _LAUNCHERS_SET if name not in os.environ))
+        raise
 
 
 def _made_and_attached(make: Callable[[], tuple], config: MemoConfig) -> tuple:
@@ -236,6 +252,8 @@ def _takes_no_steps(asked: dict[str, Any], section: dict[str, Any]) -> str:
 
 def _smallest(number: int, device: torch.device) -> int:
     """Over all ranks: what alpha is worked out from must be the same everywhere, or ranks wait for the one with the least."""
+    # The one collective of attach_engine. A rank without memo meets it with whatever comes next there; test_uneven_ranks answers
+    # it with one all_reduce of its own.
     smallest = torch.tensor(number, device=device)
     torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN)
     return int(smallest)

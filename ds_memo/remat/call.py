@@ -76,7 +76,7 @@ def noticing_draws(device: torch.device, func: Any, args: tuple, kwargs: dict) -
 def generator_of(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.cuda.default_generators[device.index]
 
 
 def storage_of(tensor: torch.Tensor) -> int:

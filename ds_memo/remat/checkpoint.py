@@ -32,6 +32,8 @@ from ds_memo.swap.frame import Frame
 _RECIPES = 64
 _TIMES_LEFT = 3
 """Recipes of a layer that are left one after the other, until it is analysed each time."""
+_TIMES_ALIKE = 3
+"""Of these analyses, how many in a row must find nothing new until recipes are followed again."""
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -63,6 +65,9 @@ class Policy(Protocol):
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         """Alpha for a layer of these sizes. Raises MemoError when it cannot fit."""
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the host can take so many bytes of a layer's call; if not, nothing but its input is kept, on the device."""
+
 
 class Layer:
     """What is known of one transformer block across its calls.
@@ -80,8 +85,13 @@ class Layer:
         self.parameters = list(module.parameters()) if module is not None else []
         self.recipes: dict[Any, Recipe] = {}
         self.latest: Recipe | None = None
-        self.follows_recipes = module is not None
         self.times_left = 0
+        """Recipes, since one was followed to its end."""
+        self._times_alike = 0
+
+    @property
+    def follows_recipes(self) -> bool:
+        return self.times_left < _TIMES_LEFT
 
     def kind_of_call(self, args: tuple, setting: Setting) -> Any:
         """Everything cheap to see that a recipe depends on; what it misses shows in Record as leaving the recipe."""
@@ -92,6 +102,10 @@ class Layer:
 
     def remember(self, key: Any, recipe: Recipe) -> None:
         """Keep a recipe for later calls of its kind, up to a number: lengths may never repeat."""
+        if not self.follows_recipes:
+            self._times_alike = self._times_alike + 1 if recipe == self.recipes.get(key) else 0
+            if self._times_alike == _TIMES_ALIKE:
+                self.times_left = _TIMES_LEFT - 1  # if the next call leaves it, that is enough
         if len(self.recipes) >= _RECIPES:
             del self.recipes[next(iter(self.recipes))]
         self.recipes[key] = recipe
@@ -169,10 +183,12 @@ class Remat:
         preserve_rng_state: bool,
     ) -> Any:
         """`keywords` are those that `fn`, and `again` in the replay, have by themselves."""
+        key = layer.kind_of_call(args, setting) if layer.module() is not None else None
+        recipe = layer.recipes.get(key) if layer.follows_recipes else None
+        if recipe is not None and not (setting.resident or self.policy.has_room(recipe.layout.host_bytes)):
+            return self._run_checkpointed(layer, FULL_RECOMPUTE, fn, again, args, keywords, preserve_rng_state)
         # Who has attention computed again is short of memory: nothing is reloaded before it is wanted.
         frame = self.engine.begin(layer.name, setting.resident, layer.index, setting.keeps_attention)
-        key = layer.kind_of_call(args, setting) if layer.follows_recipes else None
-        recipe = layer.recipes.get(key)
         call = Call(self.engine, frame, recipe, self.work)
         nested = [value for value in args if not isinstance(value, torch.Tensor)]
         call.stays = [Stays(layer.name, leaf) for leaf in tree_leaves((nested, keywords)) if isinstance(leaf, torch.Tensor)]
@@ -235,6 +251,11 @@ class Remat:
         if alpha is None:
             alpha = self.policy.alpha(layer, *seen.sizes()) if seen.packs else 1.0
         recipe, tensors = make_recipe(seen, alpha)
+        if not (frame.resident or self.policy.has_room(recipe.layout.host_bytes)):
+            frame.resident, key = True, None  # in this call: the next one is analysed again
+            seen.run_attention_again()
+            seen.close_over_inputs(all_rows_kept=False)
+            recipe, tensors = make_recipe(seen, 0.0)
         call.recipe = layer.latest = recipe
         if key is not None:
             layer.remember(key, recipe)
@@ -262,7 +283,6 @@ class Remat:
         """A call left its recipe. A layer that does nothing else (experts in a Python loop) is analysed each time."""
         layer.recipes.clear()
         layer.times_left += 1
-        layer.follows_recipes = layer.times_left < _TIMES_LEFT
 
     def _warn(self, layer: Layer, recipe: Recipe) -> None:
         """Say once per class of layers what makes its replay dearer than it should be, or its results wrong."""

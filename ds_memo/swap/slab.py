@@ -74,6 +74,8 @@ class HostSlab:
         """Refers to what has the blocks of frames that have died given back."""
         self.fixed = False
         """What its model stores is configured, and no smaller part would do."""
+        self.needs = 0
+        """Bytes of that for a pass, as far as they are known before all of them were lent."""
         self.has_part = False
         """Its passes and others' have waited together; these may be gone by now."""
         self._forward_in: Thread | None = None
@@ -98,7 +100,7 @@ class HostSlab:
         if not self.has_part:
             return self.budget
         sharing = self._sharing()
-        fixed = sum(slab.peak_used for slab in sharing if slab.fixed)
+        fixed = sum(max(slab.needs, slab.peak_used) for slab in sharing if slab.fixed)
         return min(self.budget, max(0, _limit(sharing) - fixed) // sum(slab.has_part for slab in sharing))
 
     @property
@@ -152,17 +154,14 @@ class HostSlab:
                 available GiB. Nothing that is lent has changed.
         """
         pages = round_up(nbytes, PAGE)
-        if pages > self.left:
-            gc.collect()  # of a pass that raised, frames may be in reference cycles with its traceback
-            self._clear_all()
-            if pages > (left := self.left):
-                others = self.pool.used - self.used
-                held = f" beside {others / GIB:.3g} GiB that other models hold" if others else ""
-                raise MemoError(
-                    f"host memory: {wanted_by} needs {pages / GIB:.3g} GiB, {max(0, left) / GIB:.3g} of "
-                    f"{self.part / GIB:.3g} GiB are left{held}. Lower memo.alpha, raise memo.resident_layers or "
-                    "memo.host_memory_gib, or run fewer forwards before a backward."
-                )
+        if not self.has_room(nbytes):
+            others = self.pool.used - self.used
+            held = f" beside {others / GIB:.3g} GiB that other models hold" if others else ""
+            raise MemoError(
+                f"host memory: {wanted_by} needs {pages / GIB:.3g} GiB, {max(0, self.left) / GIB:.3g} of "
+                f"{self.part / GIB:.3g} GiB are left{held}. Lower memo.alpha, raise memo.resident_layers or "
+                "memo.host_memory_gib, or run fewer forwards before a backward."
+            )
         try:
             block = Block(self.pool.lend(pages, _limit(self._sharing()), wanted_by))
         except Refused as refusal:
@@ -174,6 +173,14 @@ class HostSlab:
             self.used += pages
             self.peak_used = max(self.peak_used, self.used)
         return block
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a block of `nbytes` can be lent now, unless the system refuses."""
+        pages = round_up(nbytes, PAGE)
+        if pages > self.left:
+            gc.collect()  # of a pass that raised, frames may be in reference cycles with its traceback
+            self._clear_all()
+        return pages <= self.left
 
     def give(self, block: Block) -> None:
         """Take a block back. All copies from and to it must be ordered before whatever the next borrower issues."""

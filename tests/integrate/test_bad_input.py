@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import types
 from typing import Any
 
@@ -18,6 +19,25 @@ from tests.models import HIDDEN, LAYERS, Batch, Block, Toy, assert_same, assert_
 
 BATCH = Batch.random(2, 17)
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
+
+
+# ---- how the script was started
+
+
+@pytest.mark.parametrize("memo", [{"enabled": True}, {"enabled": False}], ids=["with memo", "without"])
+def test_no_launcher(memo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own error, which names a package for MPI, with the words that it lacks."""
+    deepspeed = pytest.importorskip("deepspeed")
+    if deepspeed.comm.is_initialized():
+        pytest.skip("a process group is there already")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "memo": memo}
+    said = r"mpi4py.* No launcher has set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR for this.*: deepspeed train\.py, torchrun"
+    with pytest.raises(ModuleNotFoundError, match=said):
+        ds_memo.initialize(model=Toy(), config=config)
 
 
 # ---- which layers

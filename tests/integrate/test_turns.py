@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
+import time
 import warnings
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import ds_memo
+from ds_memo.integrate import addresses
 from tests.integrate.planned import BARE, BATCH, CONFIG, CPU, Counting, bit_equal, outcomes
 from tests.models import assert_same_grads, build, gradients, step
 
@@ -118,3 +123,46 @@ def test_passes_that_wait_together(order: str) -> None:
                 assert_same_grads(gradients(model), gradients(stock))
                 model.zero_grad()
                 stock.zero_grad()
+
+
+class SlowTurns(weakref.WeakValueDictionary):
+    """Other threads run right after every look at whose turn it is, and every end of one."""
+
+    def get(self, *args: Any) -> Any:
+        found = super().get(*args)
+        time.sleep(0.02)
+        return found
+
+    def __delitem__(self, device: torch.device) -> None:
+        super().__delitem__(device)
+        time.sleep(0.02)
+
+
+def test_turns_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trains a model of its own. They begin their passes together, and one of them ends the pass before."""
+    monkeypatch.setattr(addresses, "_turns", SlowTurns())
+    together, failures = threading.Barrier(2), []
+
+    def train(model: nn.Module) -> None:
+        try:
+            for _ in range(8):
+                together.wait(60)
+                loss_of(model).backward()
+        except BaseException as failure:
+            failures.append(failure)
+            together.abort()
+
+    models = [build("llama"), build("plain")]
+    stocks = [copy.deepcopy(model) for model in models]
+    with Counting(models[0]), Counting(models[1]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ds_memo.MemoWarning)
+        threads = [threading.Thread(target=train, args=(model,), daemon=True) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    assert failures == [] and not any(thread.is_alive() for thread in threads)
+    for model, stock in zip(models, stocks, strict=True):
+        for _ in range(8):
+            loss_of(stock).backward()
+        assert_same_grads(gradients(model), gradients(stock))

@@ -14,6 +14,8 @@ from torch import nn
 
 import ds_memo
 from ds_memo.profile import run
+from ds_memo.swap.segments import PAGE
+from ds_memo.swap.slab import HostSlab
 from ds_memo.units import GIB
 from tests.models import Batch, assert_same_grads, build, gradients
 
@@ -181,6 +183,36 @@ def test_a_given_alpha_waits_while_another_model_holds_the_host(
             assert_same_grads(gradients(model), gradients(stock))
     assert alphas == [0.0, 0.05, 0.05] and handles[1].slab.peak_used > 0
     assert len(handles[1].report()["warnings"]) == 1
+    for handle in handles:
+        handle.detach()
+
+
+def test_a_configured_model_waits_while_another_one_holds_the_host(
+    own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever came first: passes that find too little go without, with one warning, and the open model leaves it from then on."""
+    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # the open one takes all
+    models = [build("llama"), build("gpt2")]
+    stocks = [copy.deepcopy(model) for model in models]
+    rest = {"resident_layers": 0, "host_memory_gib": HOST / GIB, "plan": {"enabled": False}}
+    handles = [ds_memo.attach(models[0], rest), ds_memo.attach(models[1], {"alpha": 0.05, **rest})]
+    held = []
+    for number in range(4):
+        losses = loss_of(models[0]), loss_of(models[1]) if number else warned_loss_of(models[1])
+        held.append(handles[1].slab.used)
+        sum(losses).backward()
+        for model, stock in zip(models, stocks, strict=True):
+            loss_of(stock).backward()
+            assert_same_grads(gradients(model), gradients(stock))
+    assert held[0] < held[1] == held[2] == held[3], held
+    assert len(handles[1].report()["warnings"]) == 1 and handles[0].report()["warnings"] == []
+    third = HostSlab(HOST, handles[1].slab.pool)
+    block = third.take(HOST - PAGE, "a third")  # recipes are known by now
+    loss_of(models[1]).backward()
+    loss_of(stocks[1]).backward()
+    assert_same_grads(gradients(models[1]), gradients(stocks[1]))
+    third.give(block)
+    third.close()
     for handle in handles:
         handle.detach()
 

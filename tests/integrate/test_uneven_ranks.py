@@ -14,6 +14,7 @@ from torch import nn
 
 import ds_memo
 from ds_memo.integrate import autopilot, profiling
+from ds_memo.integrate import deepspeed as integration
 from ds_memo.integrate.stalls import Window
 from ds_memo.profile import agree, run
 from ds_memo.solve.homes import Homes, judged
@@ -202,12 +203,28 @@ class TestMissingRanks(DistributedTest):
         monkeypatch.setattr(agree, "ARRIVAL_S", 0.5)
         if dist.get_rank() == 1:
             start(2)
-            dist.all_reduce(torch.tensor(0))  # so that the other one goes on
+            dist.all_reduce(torch.tensor(0))  # the one that attach_engine waits in, so that the other rank goes on
         else:
             with pytest.warns(
                 ds_memo.MemoWarning, match=r"waits in ds_memo.initialize, and ranks \[1\] have not come there for 0.5 s"
             ):
                 start(2, alpha=0.5)
+
+    def test_attaching_takes_one_collective(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The rank of the test above that is not under memo answers one all_reduce, and no more."""
+        made, attach, c10d = [], integration.attach_engine, torch.distributed.ProcessGroup
+        kinds = ("allreduce", "allgather", "_allgather_base", "broadcast", "reduce", "gather", "scatter", "barrier")
+
+        def attach_and_count(*args: Any) -> Any:
+            with monkeypatch.context() as patch:
+                for kind in kinds:
+                    real = getattr(c10d, kind)
+                    patch.setattr(c10d, kind, lambda *a, kind=kind, real=real, **k: made.append(kind) or real(*a, **k))
+                return attach(*args)
+
+        monkeypatch.setattr(integration, "attach_engine", attach_and_count)
+        start(2, alpha=0.5)
+        assert made == ["allreduce"]
 
     def test_nobody_is_missed_who_comes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(agree, "ARRIVAL_S", 30.0)

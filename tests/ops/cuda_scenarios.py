@@ -2,8 +2,8 @@
 
     python -m tests.ops.cuda_scenarios            # all that this machine can run; one line each, ends with 1 if one failed
 
-Most run over cuda_standin.cpp too, where device memory is host memory, copies happen at once and there are no kernels: data is
-moved by copies alone, and what streams wait for is read from the stand-in's log. Those marked `gpu` need the real thing.
+Most run over benchmarks/emulator.cpp too, where device memory is host memory, copies happen at once and kernels do nothing: data
+is moved by copies alone, and what streams wait for is read from the calls that it notes. Those marked `gpu` need the real thing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams
 from tests.ops.rig import Rig, same
 
 MIB = 1 << 20
+DEVICE = torch.device("cuda", 0)
 SCENARIOS: dict[str, Callable[[], None]] = {}
 ON_A_GPU: set[str] = set()
 ON_A_STANDIN: set[str] = set()
@@ -51,7 +52,7 @@ def standin(run: Callable[[], None]) -> Callable[[], None]:
 
 
 def is_standin() -> bool:
-    return torch.cuda.get_device_name() == "stand-in"
+    return hasattr(ctypes.CDLL(None), "emulated_calls")
 
 
 def expandable() -> bool:
@@ -61,7 +62,7 @@ def expandable() -> bool:
 
 def standin_calls() -> list[tuple[str, int, int]]:
     """(what, event or block, stream or bytes) since the last time."""
-    take = ctypes.CDLL(None).standin_calls
+    take = ctypes.CDLL(None).emulated_calls
     take.restype = ctypes.c_char_p
     return [(call, int(a), int(b)) for call, a, b in map(str.split, take().decode().splitlines())]
 
@@ -74,7 +75,7 @@ class Slots:
     """
 
     def __init__(self, *slots: tuple[int, int]) -> None:
-        self.allocator = Allocator(torch.device("cuda"))
+        self.allocator = Allocator(DEVICE)
         self.allocator.install()
         places = [(size * MIB, NATIVE if offset == NATIVE else offset * MIB) for offset, size in slots]
         self.allocator.load_plan(0, [("embed", places)] * 8)
@@ -163,7 +164,7 @@ def a_kernels_own_memory_counts_in_a_profile() -> None:
     circle = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")]
     circle.append(circle)
     del circle
-    with bytes_made(torch.device("cuda", 0)) as count, LiveBytes("cuda") as tensors:
+    with bytes_made(DEVICE) as count, LiveBytes("cuda") as tensors:
         output = torch.empty(3 * MIB + 5, dtype=torch.uint8, device="cuda")
         workspace = torch.UntypedStorage(16 * MIB, device="cuda")
         assert count.live == count.peak == 19 * MIB + 5 and tensors.peak == 3 * MIB + 5
@@ -190,7 +191,7 @@ def history_is_recorded() -> None:
 @scenario
 def blocks_of_before_and_after() -> None:
     """Native blocks from before the install, and planned ones from before the uninstall."""
-    Allocator(torch.device("cuda")).uninstall()
+    Allocator(DEVICE).uninstall()
     before = write(torch.empty(4 * MIB, dtype=torch.uint8, device="cuda"), 1)
     allocated = torch.cuda.memory_allocated()
     slots = Slots((0, 8))
@@ -209,7 +210,7 @@ def blocks_of_before_and_after() -> None:
 
 @scenario
 def a_pass_is_logged() -> None:
-    allocator = Allocator(torch.device("cuda"))
+    allocator = Allocator(DEVICE)
     allocator.install()
     allocator.profile()
     allocator.phase("embed")
@@ -411,7 +412,7 @@ def no_native_calls_once_warm() -> None:
 def random_requests() -> None:
     """Right or wrong sizes, overlapping slots, two streams, arenas that change: what is written is what is read."""
     draw = random.Random(0)
-    allocator = Allocator(torch.device("cuda"))
+    allocator = Allocator(DEVICE)
     allocator.install()
     side = torch.cuda.Stream()
     visits = [[(draw.randrange(1, 5) * MIB, draw.randrange(0, 60) * MIB) for _ in range(12)] for _ in range(20)]
@@ -465,10 +466,9 @@ def a_planned_block_has_an_ipc_handle() -> None:
 @scenario
 def a_frame_goes_to_the_host_and_back() -> None:
     """Every copy behind an event of the stream that made or freed its memory, through host memory that is locked."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    slab, streams = HostSlab(64 * MIB, HostPool(pinned=True)), CudaStreams(device)
-    engine = SwapEngine(streams, slab, device)
-    tensors = [write(torch.empty(4, MIB, dtype=torch.uint8, device=device), value) for value in (3, 5)]
+    slab, streams = HostSlab(64 * MIB, HostPool(pinned=True)), CudaStreams(DEVICE)
+    engine = SwapEngine(streams, slab, DEVICE)
+    tensors = [write(torch.empty(4, MIB, dtype=torch.uint8, device=DEVICE), value) for value in (3, 5)]
     layout = Layout()
     kept = [layout.add(tensor, rows) for tensor, rows in zip(tensors, (4, 2), strict=True)]
     frame = engine.begin("layer 0", resident=False)
@@ -509,7 +509,7 @@ def a_frame_goes_to_the_host_and_back() -> None:
 
 @gpu
 def a_planned_pass() -> None:
-    rig = Rig(torch.device("cuda"), rows=1024)
+    rig = Rig(DEVICE, rows=1024)
     rig.forward_and_backward()
     reference = rig.forward_and_backward()
     rig.planned()
@@ -652,7 +652,7 @@ def runnable() -> list[str]:
 
 def run(name: str) -> str:
     """Nothing, or what went wrong."""
-    allocator = Allocator(torch.device("cuda"))
+    allocator = Allocator(DEVICE)
     allocator.install()
     expected = allocator.retired_arenas + (name in LEAVES_AN_ARENA)
     try:
@@ -670,7 +670,7 @@ def run(name: str) -> str:
 
 def main() -> int:
     torch.cuda.init()
-    Allocator(torch.device("cuda")).uninstall()  # what was never installed
+    Allocator(DEVICE).uninstall()  # what was never installed
     failed = 0
     for name in runnable():
         print(f"run {name}", flush=True)

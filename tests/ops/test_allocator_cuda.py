@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import emulator
 from ds_memo.ops.builder import AllocatorBuilder, cuda_headers
 from tests.ops import cuda_scenarios
 from tests.ops.compiling import compiler, lacks
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "ops" / "csrc"
 EXPANDABLE = {"torch's segments": "expandable_segments:False", "expandable segments": "expandable_segments:True"}
 
@@ -81,11 +81,8 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if reason := lacks() or (cuda_headers() is None and "no CUDA runtime headers"):
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("standin")
-    library = folder / "libcuda.so.1"
-    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{cuda_headers()}"]
-    subprocess.run([*compiler(), *flags, HERE / "cuda_standin.cpp", "-o", library], check=True)
-    paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
-    return {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": paths, "DS_ACCELERATOR": "cuda", "PYTHONPATH": str(ROOT)}
+    copies = {"EMULATED_COPY_MIB": "1024", "EMULATED_CALLS": "1"}
+    return emulator.environment(folder, cuda_headers(), device_gib=8) | copies | {"PYTHONPATH": str(ROOT)}
 
 
 def run(python: str, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:

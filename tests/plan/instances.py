@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import permutations
 from pathlib import Path
 
@@ -13,6 +16,15 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 TRACES = sorted((DATA / "requests").glob("*.txt"))
 MINIMALLOC = sorted((DATA / "minimalloc").glob("?.1048576.csv"))
 CAPACITY = 1 << 20
+
+
+@contextmanager
+def a_second_at_most() -> Iterator[None]:
+    """A search with such a limit, which goes on for a minute without one. Seconds of this process and of its children on a
+    processor, which other processes cannot make more of, and with room for what comes before the search and after it."""
+    before = sum(os.times()[:4])
+    yield
+    assert sum(os.times()[:4]) - before < 5
 
 
 def dense(n: int, seed: int, *, pinwheels: float = 0.2, trim: float = 0.0, drop: float = 0.0, upright: float = 0.5) -> Problem:

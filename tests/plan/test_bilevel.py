@@ -1,4 +1,3 @@
-import time
 from itertools import pairwise
 
 import pytest
@@ -11,7 +10,7 @@ from ds_memo.plan.dsa import Buffer, Lifespan, Problem, lower_bound
 from ds_memo.plan.errors import TooLarge, TracesDiffer
 from ds_memo.plan.formats import make_trace, parse_trace
 from ds_memo.plan.trace import Request, Trace, repeat_layer
-from tests.plan.instances import TRACES, dense
+from tests.plan.instances import TRACES, a_second_at_most, dense
 
 LONG = [p for p in TRACES if "_L4_" in p.name]
 
@@ -188,11 +187,10 @@ def test_random_traces_with_cbc(trace):
 
 @pytest.mark.parametrize("solver", ["greedy", "search", "cbc", "highs"])
 @pytest.mark.parametrize("n", [60, 300, 3000])
-def test_a_limit_of_one_second_is_kept_within_two(solver, n):
+def test_a_limit_of_one_second_is_kept(solver, n):
     hard = Problem(tuple(b._replace(size=b.size + i % 512) for i, b in enumerate(dense(n, seed=1, trim=0.2).buffers)))
-    began = time.monotonic()
-    found = solve(hard, solver=solver, seconds=1)
-    assert time.monotonic() - began < 2
+    with a_second_at_most():
+        found = solve(hard, solver=solver, seconds=1)
     assert verify.check(hard.buffers, found.offsets, peak=found.peak) is None
 
 
@@ -204,7 +202,6 @@ def test_a_limit_of_one_second_is_kept_for_a_trace():
         events = sorted([(b.lifespan.upper, 0, b) for b in rows] + [(b.lifespan.lower, 1, b) for b in rows])
         requests += [Request(f"{p}:{b.id}", b.size * 513 if birth else None) for _, birth, b in events]
     trace = make_trace(requests, marks)
-    began = time.monotonic()
-    plan = plan_trace(trace, seconds=1)
-    assert time.monotonic() - began < 2
+    with a_second_at_most():
+        plan = plan_trace(trace, seconds=1)
     reverify(plan, trace)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
+from ds_memo.remat import checkpoint
 from tests.models import (
     BF16,
     LAYERS,
@@ -125,6 +126,32 @@ def test_mixture_of_experts_in_a_python_loop(config: dict) -> None:
     """How many tokens an expert gets differs from step to step: no recipe can be followed."""
     model = build("mixtral", experts_implementation="eager")
     compare_with_stock(model, lambda model, number: step(model, Batch.random(2, 17, seed=number)), config, steps=5)
+
+
+@every_config
+def test_work_that_settles_is_analysed_no_more(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose first calls, and one later on, are each unlike the one before."""
+    unlike = [0, 1, 2, 3, 1, 2, 3] + [0] * 6 + [1] + [0] * 3
+    analyses: list[int] = []
+    analyse = checkpoint.Analyse
+    monkeypatch.setattr(checkpoint, "Analyse", lambda *args: analyses.append(number) or analyse(*args))
+
+    class Varies(Lines):
+        def forward(self, x: torch.Tensor, products: int) -> torch.Tensor:
+            y = F.gelu(self.a(self.norm(x)))
+            for _ in range(products):
+                y = F.gelu(self.c(y))
+            return x + self.b(y)
+
+    def varied(model: nn.Module, step_number: int) -> Outcome:
+        nonlocal number
+        number = step_number
+        return step(model, BATCH, products=unlike[number])
+
+    number = 0
+    compare_with_stock(toy(Varies, layers=1), varied, config | {"resident_layers": 0}, steps=len(unlike))
+    # Recipes are left at 1, 3 and 5; from 6 on all are analysed until three in a row are as the one before. At 13 one is left.
+    assert analyses == [0, 2, 4, *range(6, 11), 14], analyses
 
 
 @every_config
