@@ -2,6 +2,7 @@
 
     export DS_MEMO_CUDA_TORCH=/path/to/python
     python -m benchmarks.emulator step [gpt7b|llama8b|ulysses8] [16384] [--memo '{"alpha": 0.5}'] [--models 2] [--zero 3]
+    python -m benchmarks.emulator step gpt7b 32768 --zero 3 --device-gib 36 --rival checkpoint
     python -m benchmarks.emulator capacity [gpt7b] [--device-gib 16] [--host-gib 32] [--rivals …]
     python -m benchmarks.emulator speed [gpt7b] [65536] [--hardware h200] [--device-gib 20] [--host-gib 32] [--rivals …]
 
@@ -16,6 +17,7 @@ DS_MEMO_CUDA_TORCH: the Python of an environment with a CUDA build of torch, Dee
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -36,6 +38,7 @@ if TYPE_CHECKING:  # not imported by the process that starts the emulated one
     import torch
     from torch import nn
 
+    from benchmarks.rivals import Installed
     from ds_memo.integrate.memo import Memo
 
 HERE = Path(__file__).parent
@@ -44,6 +47,7 @@ HOST_GIB = 115
 STEPS = 9
 SLOW_AFTER = 7
 """Steps that --slow-link leaves alone; as many as STEPS come after."""
+_NO_REPORT = {"plan": None, "predicted": None, "profile": None, "resident_layers": 0, "alpha": 0.0, "warnings": []}
 
 
 def compiled(folder: Path, headers: Path) -> Path:
@@ -93,17 +97,19 @@ def without_values() -> None:
         module.available_bytes = lambda *_, **__: HOST_GIB << 30
 
 
-def _attached(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any]) -> tuple[Memo, Callable[[], Any]]:
-    """The handle, and what trains a step."""
+Run = tuple["Memo | None", Callable[[], Any]]
+"""The handle, if it is under ds_memo, and what trains a step."""
+
+
+def _attached(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any] | None, rival: Installed) -> Run:
     import ds_memo
-    from benchmarks.rivals import Installed
     from benchmarks.timing import Trainer
 
     trainer = Trainer(model, ids)
-    return ds_memo.attach(model, memo), lambda: trainer.step(Installed())
+    return ds_memo.attach(model, memo) if memo else None, lambda: trainer.step(rival)
 
 
-def _under_deepspeed(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any], zero: int) -> tuple[Memo, Callable[[], Any]]:
+def _under_deepspeed(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any] | None, rival: Installed, zero: int) -> Run:
     """As one rank, with gloo where a GPU has NCCL."""
     import deepspeed
     from deepspeed.runtime.zero import stage3, stage_1_and_2
@@ -122,15 +128,17 @@ def _under_deepspeed(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any], 
         "zero_optimization": {"stage": zero},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},  # DeepSpeed's own would be compiled first
-        "memo": memo,
+        **({"memo": memo} if memo else {}),
     }
     engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step() -> None:
-        engine.backward(loss_of(engine, ids))
+        with rival.around():
+            loss = loss_of(engine, ids)
+        engine.backward(loss)
         engine.step()
 
-    return engine.memo, step
+    return engine.memo if memo else None, step
 
 
 def step(
@@ -141,6 +149,7 @@ def step(
     models: int = 1,
     slow_link: float | None = None,
     zero: int | None = None,
+    rival: str | None = None,
 ) -> list[dict[str, Any]]:
     """Train some steps and tell, for each, what it took.
 
@@ -148,30 +157,34 @@ def step(
         models: that take turns, each with half the tokens of the one before.
         slow_link: the share of the link's rate that copies have after some steps.
         zero: the stage, under DeepSpeed; None: without DeepSpeed.
+        rival: to train with in place of ds_memo.
     """
     import torch
 
+    from benchmarks.rivals import GIB, RIVALS, Budget, Installed
     from benchmarks.timing import Memory, seconds
     from benchmarks.workloads import batch, build, shapes
 
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
     trained = [(build(shape, device, torch.bfloat16), batch(shape, length >> turn, device)) for turn in range(models)]
-    if zero is None:
-        runs = [_attached(model, ids, memo) for model, ids in trained]
-    else:
-        runs = [_under_deepspeed(model, ids, memo, zero) for model, ids in trained]
+    make = _attached if zero is None else functools.partial(_under_deepspeed, zero=zero)
+    if rival is None:
+        runs = [make(model, ids, memo, Installed()) for model, ids in trained]
+    else:  # for the rest of the process
+        on = [RIVALS[rival].on(model, Budget(device, HOST_GIB * GIB)) for model, _ in trained]
+        runs = [make(model, ids, None, there.__enter__()) for (model, ids), there in zip(trained, on, strict=True)]
     rows = []
     steps = STEPS if slow_link is None else SLOW_AFTER + STEPS
     for number, turn in itertools.product(range(1, steps + 1), range(models)):
         if slow_link is not None and number > SLOW_AFTER:
             clock.link_share(slow_link)
         handle, take_step = runs[turn]
-        memory, before = Memory(device), handle.report()["plan"] or {}
+        memory, before = Memory(device), (handle and handle.report()["plan"]) or {}
         waits = clock.host_waits()
         took_s = seconds(take_step, device)
         waits = clock.host_waits() - waits - 1  # for the seconds
-        took, report = memory.read(1, lambda: None), handle.report()
+        took, report = memory.read(1, lambda: None), handle.report() if handle else _NO_REPORT | {"binding": rival}
         plan = report["plan"] or {"arena": 0, "misses": {}, "hits": 0}
         missed = {name: count - before["misses"][name] for name, count in plan["misses"].items()}
         rows.append(
@@ -195,7 +208,8 @@ def step(
             }
         )
     for handle, _ in runs:
-        handle.detach()
+        if handle:
+            handle.detach()
     return rows
 
 
@@ -261,6 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='the "memo" section; default: all is solved')
     parser.add_argument("--models", type=int, default=1, metavar="N", help="that take turns in `step`; default: 1")
     parser.add_argument("--zero", type=int, choices=range(4), help="train under DeepSpeed, one rank, at this stage; for `step`")
+    parser.add_argument("--rival", metavar="NAME", help="of `speed`, for `step` to train with in place of ds_memo")
     parser.add_argument("--slow-link", type=float, metavar="X", help="share of the link that `step` has after some steps")
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
     parser.add_argument("--host-gib", type=float, default=32.0)
@@ -293,7 +308,7 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
         return
     with tempfile.TemporaryDirectory() as cache:  # never the user's: no profile of ours is of a GPU
         memo = {"enabled": True, **options.memo, "plan": {"cache_dir": cache, **options.memo.get("plan", {})}}
-        rows = step(clock, options.workload, options.length, memo, options.models, options.slow_link, options.zero)
+        rows = step(clock, options.workload, options.length, memo, options.models, options.slow_link, options.zero, options.rival)
     if options.json:
         print(json.dumps(rows))
         return

@@ -84,6 +84,14 @@ def test_engines_train_where_memory_is_tight(stage: int, device_gib: int, length
     assert last["hits"] > 100 and last["warnings"] == []
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_rival_is_faster_under_deepspeed(stage: int, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ({"host_memory_gib": 64}, 32768, "--zero", str(stage), "--device-gib", "36")
+    ours = steps(capfd, *asked)[-1]["ms"]
+    theirs = [steps(capfd, *asked, "--rival", rival)[-1]["ms"] for rival in ("checkpoint", "hf_offload")]
+    assert ours < 0.95 * min(theirs)
+
+
 def test_without_a_plan_more_is_reserved(capfd: pytest.CaptureFixture[str]) -> None:
     """The comparison can fail."""
     last = steps(capfd, {"alpha": 0.5, "resident_layers": 2, "plan": {"enabled": False}})[-1]
