@@ -152,6 +152,7 @@ def _made_and_attached(make: Callable[[], tuple], config: MemoConfig) -> tuple:
     keep_blocks_whole(device, config.plan.enabled)
     try:
         returned = make()
+        get_accelerator().empty_cache()  # whole blocks are of little use to other sizes
         planned = attach_engine(returned[0], config).addresses is not None
     finally:
         if not planned:
