@@ -31,7 +31,7 @@ from ds_memo.config import PlanConfig
 from ds_memo.integrate.plans import Known, Plans
 from ds_memo.ops.allocator import MISSES, Allocator, Request
 from ds_memo.plan import Plan
-from ds_memo.profile.beside import Beside, beside, carry
+from ds_memo.profile.beside import Beside, beside, carry, most_elsewhere
 from ds_memo.profile.device_memory import keep_blocks_whole
 from ds_memo.profile.lengths import PassKind, Shapes
 from ds_memo.profile.requests import Place, RequestLog, read_log
@@ -125,8 +125,8 @@ class Addresses:
         """The op's when the running pass began."""
         self._events: list[Request] = []
         """Of the running pass, as far as they were looked at."""
-        self._carried: dict[int, int] | None = {}
-        """Bytes by id of blocks that passes left behind, until that was asked."""
+        self._carried: dict[int, int] = {}
+        """Bytes by id of blocks that logged passes left behind."""
 
     @_turning
     def claim(self) -> None:
@@ -227,18 +227,20 @@ class Addresses:
             self._allocator.phase(None)
 
     def beside(self, hidden_bytes: int, forward: Mapping[int, int], backward: Mapping[int, int]) -> Beside | None:
-        """What the latest pass took beside the layers; None: that was not logged. Asked once, after the first step.
+        """What the latest pass took beside the layers; None: that was not logged.
 
         Args:
             hidden_bytes: of the last layer's output.
             forward, backward: by the number of the layer, in the order of the forward: see ds_memo.profile.beside.
         """
-        carried, self._carried = self._carried, None
-        if not self._has_turn or self._allocator.mode != "profile" or carried is None:
+        if (events := self._logged()) is None:
             return None
-        self._events += self._allocator.requests()
         forward, backward = {f"L{i}.f": n for i, n in forward.items()}, {f"L{i}.b": n for i, n in backward.items()}
-        return beside(self._events, carried, hidden_bytes, forward, backward)
+        return beside(events, self._carried, hidden_bytes, forward, backward)
+
+    def elsewhere(self) -> int:
+        """The most that the latest pass held at once on other streams; 0 too where that was not logged."""
+        return most_elsewhere(self._logged() or ())
 
     # ---- what the user says
 
@@ -287,6 +289,13 @@ class Addresses:
 
     # ---- inside
 
+    def _logged(self) -> list[Request] | None:
+        """Of the latest pass, so far."""
+        if not self._has_turn or self._allocator.mode != "profile":
+            return None
+        self._events += self._allocator.requests()
+        return self._events
+
     def _backward_ended(self) -> None:
         self._in_backward = False
         self.leave_phase()
@@ -331,8 +340,7 @@ class Addresses:
         if mode == "profile":
             events = [*looked_at, *self._allocator.requests()]
             log, wrapping = read_log(events, self._escaped)
-            if self._carried is not None:
-                carry(self._carried, events)
+            carry(self._carried, events)
             if known is not None and complete:
                 known.now = (known.now and known.now.merged(log)) or log
                 known.wrapping = wrapping if self._escaped_from == self._kind else set()

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from ds_memo.config import MemoConfig
+from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.budgets import Budgets
 from ds_memo.integrate.calls import Calls, Together
 from ds_memo.integrate.chosen import Chosen
@@ -30,7 +31,6 @@ from ds_memo.integrate.profiling import Profiling
 from ds_memo.integrate.ranks import meet_in_layers, talk_in_layers
 from ds_memo.integrate.stalls import StallWatch, slower
 from ds_memo.profile.agree import Failed, from_all_ranks, greatest, together
-from ds_memo.profile.beside import Beside
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.lengths import HiddenShapes, Shapes
 from ds_memo.profile.sample import Profile
@@ -42,6 +42,8 @@ from ds_memo.units import GIB
 
 _TRIES = 3
 """Passes that may fail before their first layer until no profile is made."""
+_SETTLED = 4
+"""Steps until ZeRO-3 has seen twice in which order layers come, and so keeps and gathers ahead what it will."""
 
 
 class Autopilot:
@@ -87,7 +89,7 @@ class Autopilot:
         self._budgets = Budgets(config.device_memory_gib, self._slab, self._device)
         self._copies_at = 1.0
         """The share of the profiled bandwidth that copies were seen to reach."""
-        self._stepped = False
+        self._steps = 0
         self._missed = 0
         """Passes whose first layer call could not be caught."""
         self._stalls = StallWatch(remat.engine.streams)
@@ -183,7 +185,7 @@ class Autopilot:
 
     @property
     def _may_be_plain(self) -> bool:
-        return self._stepped or not self.sees_head
+        return self._steps > 0 or not self.sees_head
 
     def _solved(self, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
         """Forwards of before may hold more of the host than is left by what is solved for now: nobody knew that this one comes,
@@ -287,27 +289,31 @@ class Autopilot:
 
     # ---- between steps
 
-    def stepped(self, model: nn.Module | None, passes: int, now: float, beside: Callable[..., Beside | None]) -> None:
+    def stepped(self, model: nn.Module | None, passes: int, now: float, addresses: Addresses | None) -> None:
         """An optimizer step is over on all ranks.
 
         Args:
             passes: training passes so far.
             now: the time, in seconds.
-            beside: what stood beside the layers in the latest pass, if that was logged: Addresses.beside.
+            addresses: know what stood beside the layers in the latest pass, if that was logged.
         """
         if self.profile is None or model is None:
             return
-        if not self._stepped:
-            self._stepped = True
-            self._see(self._latest, beside)
+        self._steps += 1
+        if self._steps == 1:
+            self._see(self._latest, addresses)
             self._budgets.look(model, self._has_engine, stepped=True)
             self._chosen.clear()
             return
+        if self._meets_in_layers and self._steps <= _SETTLED:
+            elsewhere = addresses.elsewhere() if addresses else 0
+            if self._budgets.see_elsewhere(elsewhere):
+                self._chosen.clear()
         if self._config.alpha is None and (window := self._stalls.stepped(passes, now)):
             chosen = self._latest
             self._copies_are_slower(min(from_all_ranks(window.share(chosen.run, chosen.homes) if chosen else 1.0)))
 
-    def _see(self, passed: Chosen | None, beside: Callable[..., Beside | None]) -> None:
+    def _see(self, passed: Chosen | None, addresses: Addresses | None) -> None:
         if passed is None:
             self._budgets.see(None, 0, 0)
             return
@@ -318,7 +324,7 @@ class Autopilot:
             by_layer = (dict(zip(passed.solved, nbytes.tolist(), strict=True)) for nbytes in (forward, backward))
         else:  # more than one call of each: it is not known which is which
             by_layer = {}, {}
-        logged = beside(hidden_bytes, *by_layer)
+        logged = addresses.beside(hidden_bytes, *by_layer) if addresses else None
         self._budgets.see(logged, math.prod(passed.shape[:2]), between)
 
     def _copies_are_slower(self, share: float) -> None:

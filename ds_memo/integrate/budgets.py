@@ -84,6 +84,14 @@ class Budgets:
             per_token, besides = zip(*everybodys, strict=True)
             self._head_bytes_per_token, self._beside = max(per_token), largest(besides)
 
+    def see_elsewhere(self, logged: int) -> bool:
+        """What a later pass held on other streams; whether that is more than was known. All ranks call this together."""
+        most = max(from_all_ranks(logged))
+        if self._beside is None or most <= self._beside.elsewhere:
+            return False
+        self._beside = self._beside._replace(elsewhere=most)
+        return True
+
     @property
     def host(self) -> int:
         """Bytes of this rank."""

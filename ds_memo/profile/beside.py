@@ -65,8 +65,13 @@ def beside(
         staying=head.staying,
         forward=max([0, *(peaks.get(phase, 0) - solved for phase, solved in forward.items())]),
         backward=over or (head.staying,),
-        elsewhere=max(alive for _, alive in _alive(events, _sizes(events, "elsewhere"))),
+        elsewhere=most_elsewhere(events),
     )
+
+
+def most_elsewhere(events: Sequence[Event]) -> int:
+    """The most alive at once on other streams in a pass."""
+    return max(alive for _, alive in _alive(events, _sizes(events, "elsewhere")))
 
 
 def largest(of_ranks: Sequence[Beside]) -> Beside:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import ds_memo
+from ds_memo.integrate import autopilot
 from ds_memo.integrate import deepspeed as integration
+from ds_memo.integrate.addresses import Addresses
 from ds_memo.solve.memory import device_bytes
 from tests.integrate.engines import ON_ONE_CPU_RANK, deepspeed, ds_config, start
 from tests.models import build
@@ -50,6 +52,18 @@ def test_gradients_that_accumulate_are_there_in_the_next_forward() -> None:
     weights, run = sum(parameter.numel() for parameter in engine.module.parameters()), engine.memo.decisions.chosen.run
     engine.destroy()
     assert 4 * weights <= run.forward_bytes <= 1.5 * 4 * weights
+
+
+@pytest.mark.parametrize("stage, known", [(2, 0), (3, 5 << 20)])
+def test_zero_3_is_looked_at_until_it_has_settled(stage: int, known: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gathers ahead, and keeps what is wanted again soon, only once it has seen in which order layers come."""
+    seen = iter([2 << 20, 5 << 20, 3 << 20])
+    monkeypatch.setattr(Addresses, "elsewhere", lambda addresses: next(seen))
+    monkeypatch.setattr(autopilot, "meet_in_layers", lambda model: stage == 3)  # one rank has nothing to gather
+    engine = trained(stage)
+    run, left = engine.memo.decisions.chosen.run, list(seen)
+    engine.destroy()
+    assert run.working_bytes == known and bool(left) is (stage == 2)
 
 
 def test_what_comes_behind_the_backward_is_planned() -> None:
