@@ -73,9 +73,9 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
 
 
 def lost_bytes(device: torch.device) -> int:
-    """The most that torch's allocator held beyond the most it was asked for, since the peaks were reset; 0 on a CPU, and while
-    blocks are kept whole: it would have given back what it held."""
-    if device.type != "cuda" or _blocks_are_whole:
+    """The most that torch's allocator held beyond the most it was asked for, since the peaks were reset; 0 on a CPU, and where
+    blocks are kept whole, or segments expand: it would have given back what it held."""
+    if device.type != "cuda" or _blocks_are_whole or any(s["is_expandable"] for s in torch.cuda.memory_snapshot()):
         return 0
     stats = torch.cuda.memory_stats(device)
     return stats["reserved_bytes.all.peak"] - stats["requested_bytes.all.peak"]

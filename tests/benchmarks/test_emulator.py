@@ -63,9 +63,14 @@ def test_models_that_take_turns_share_device_and_host(capfd: pytest.CaptureFixtu
     assert larger["alpha"] > 0 and smaller["alpha"] > 0
 
 
+@pytest.mark.parametrize("expands", ["", "expandable_segments:True"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_planned_steps_under_deepspeed(stage: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_planned_steps_under_deepspeed(
+    stage: int, expands: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients in buckets, Adam on the device; ZeRO-3 gathers on a stream of its own."""
+    if expands:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", expands)
     before, last = steps(capfd, {"host_memory_gib": 64}, 32768, "--zero", str(stage), "--device-gib", "36")[-2:]
     assert last["hits"] > 100 and last["missed"].keys() <= ({"stream"} if stage == 3 else set())
     assert before["mallocs"] == last["mallocs"] == 0

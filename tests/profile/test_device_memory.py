@@ -57,10 +57,18 @@ def test_a_card(card, configured, to_come, reserve, expected_gib):
 def test_what_the_allocator_lost_is_left_alone(card, monkeypatch):
     peaks = {"reserved_bytes.all.peak": 30 * GIB, "requested_bytes.all.peak": 22 * GIB}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: peaks)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": False}])
     assert (lost_bytes(CUDA), lost_bytes(CPU)) == (8 * GIB, 0)
     assert device_budget(CUDA, None, 0, RESERVE, lost_bytes(CUDA)) == 48 * GIB  # 58 that are free, less 8 and a quarter
     assert device_budget(CUDA, None, GIB, RESERVE, GIB) == int(58 * GIB * (1 - RESERVE)) - GIB
     assert device_budget(CUDA, None, 0, 0.0, 8 * GIB) == 58 * GIB  # what could be had at most
+
+
+def test_segments_that_expand_lose_nothing(monkeypatch):
+    """Pages of theirs that are free go back to the device."""
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: pytest.fail("asked for"))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": False}, {"is_expandable": True}])
+    assert lost_bytes(CUDA) == 0
 
 
 @pytest.fixture
