@@ -232,9 +232,11 @@ class Autopilot:
             alone = replace(run.without_beside(), device_budget=limit)
             solve(alone, *given, may_be_plain=False)
             if error.device_needed > limit:
+                beside = run.beside()
+                most = beside.pop("always") + max(beside.values())
                 self._warn(
-                    f"beside the layers {math.prod(shape[:2]):,} tokens take {run.beside_bytes / GIB:.3g} GiB of device memory "
-                    f"for head, loss and gradients on their way ({max(run.backward_bytes) / GIB:.3g} GiB). With them a step "
+                    f"beside the layers {math.prod(shape[:2]):,} tokens take {most / GIB:.3g} GiB of device memory "
+                    f"for head, loss and gradients on their way ({beside['backward'] / GIB:.3g} GiB). With them a step "
                     f"needs {error.device_needed / GIB:.3g} GiB where {limit / GIB:.3g} are free: it may run out of memory. "
                     "A tiled loss helps, or a smaller zero_optimization.reduce_bucket_size"
                 )

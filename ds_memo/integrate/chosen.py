@@ -78,6 +78,7 @@ class Chosen:
             "h2d_stall_s": homes.h2d_stall_s,
             "host_bytes": homes.host_bytes,
             "device_bytes": homes.device_bytes,
+            "beside_bytes": self.run.beside(),
             "stored_bytes_per_layer": list(self.stored_bytes),
         }
 

@@ -24,6 +24,7 @@ _NEEDED = (
     *("active", "alpha", "resident_layers", "residents", "binding", "layers", "bytes_to_host", "bytes_from_host"),
     *("stored_bytes_per_layer", "gemm_flops_recomputed_fraction", "attention_recomputed", "host", "stall_s", "plan", "warnings"),
 )
+_BESIDE = {"forward": "forward", "head": "head and loss", "backward": "backward", "always": "other streams"}
 _BAR = 30
 
 
@@ -111,6 +112,9 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "predicted",
             f"{predicted['layers_s']:.4g} s for the layers of a pass; {size(predicted['host_bytes'])} host, {device} device",
         )
+        beside = predicted.get("beside_bytes", {})  # files of earlier versions do not have it
+        if parts := [f"{size(beside[part])} {name}" for part, name in _BESIDE.items() if beside.get(part)]:
+            yield "beside layers", ", ".join(parts)
     if profile := report.get("profile"):
         rates = (f"{profile[f'{way}_bytes_per_s'] / 1e9:.3g} GB/s {way}" for way in ("d2h", "h2d"))
         source = ", from the cache" if profile["from_cache"] else ""

@@ -162,10 +162,10 @@ class RunCosts:
         """Bytes of gradients, by layer."""
         return np.array(self.backward_bytes or (0,), np.int64)
 
-    @property
-    def beside_bytes(self) -> int:
-        """The most that is needed at once beside the layers."""
-        return self.working_bytes + max(self.head_bytes, self.forward_bytes, *self.backward_bytes)
+    def beside(self) -> dict[str, int]:
+        """What is needed beside the layers, by when or where."""
+        backward = max(self.backward_bytes, default=0)
+        return {"forward": self.forward_bytes, "head": self.head_bytes, "backward": backward, "always": self.working_bytes}
 
     def without_beside(self) -> RunCosts:
         """Of the layers alone."""

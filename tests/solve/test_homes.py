@@ -215,7 +215,8 @@ def test_other_things_that_stand_beside_the_layers() -> None:
     assert last == first + 2 * frame  # a resident below it, and one on its way back
     assert 0 < grows(forward_bytes=10 * frame) <= 10 * frame
     beside = replace(alone, working_bytes=5, head_bytes=6, forward_bytes=7, backward_bytes=(8,) * 8)
-    assert beside.beside_bytes == 13 and beside.without_beside() == alone
+    assert beside.beside() == {"forward": 7, "head": 6, "backward": 8, "always": 5}
+    assert beside.without_beside() == alone and set(alone.beside().values()) == {0}
 
 
 def test_all_resident() -> None:
