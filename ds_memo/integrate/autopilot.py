@@ -287,11 +287,14 @@ class Autopilot:
 
     # ---- between steps
 
-    def stepped(self, model: nn.Module | None, passes: int, now: float, beside: Callable[..., Beside | None]) -> None:
+    def stepped(
+        self, model: nn.Module | None, passes: int, calls: int, now: float, beside: Callable[..., Beside | None]
+    ) -> None:
         """An optimizer step is over on all ranks.
 
         Args:
             passes: training passes so far.
+            calls: of each layer before its backward, the most lately.
             now: the time, in seconds.
             beside: what stood beside the layers in the latest pass, if that was logged: Addresses.beside.
         """
@@ -299,7 +302,7 @@ class Autopilot:
             return
         if not self._stepped:
             self._stepped = True
-            self._see(self._latest, beside)
+            self._see(self._latest, calls, beside)
             self._budgets.look(model, self._has_engine, stepped=True)
             self._chosen.clear()
             return
@@ -307,14 +310,14 @@ class Autopilot:
             chosen = self._latest
             self._copies_are_slower(min(from_all_ranks(window.share(chosen.run, chosen.homes) if chosen else 1.0)))
 
-    def _see(self, passed: Chosen | None, beside: Callable[..., Beside | None]) -> None:
+    def _see(self, passed: Chosen | None, calls: int, beside: Callable[..., Beside | None]) -> None:
         if passed is None:
             self._budgets.see(None, 0, 0)
             return
         inputs = (output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
         hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
         forward, between, backward = bytes_of_layers(passed.run, passed.homes.places, passed.homes.alpha)
-        if len(passed.run.layers) == len(passed.solved):
+        if calls == 1 and len(passed.run.layers) == len(passed.solved):
             by_layer = (dict(zip(passed.solved, nbytes.tolist(), strict=True)) for nbytes in (forward, backward))
         else:  # more than one call of each: it is not known which is which
             by_layer = {}, {}
