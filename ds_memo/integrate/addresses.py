@@ -128,7 +128,6 @@ class Addresses:
         self._carried: dict[int, int] | None = {}
         """Bytes by id of blocks that passes left behind, until that was asked."""
 
-    @_turning
     def claim(self) -> None:
         """Have the addresses planned from now on.
 
@@ -138,8 +137,9 @@ class Addresses:
         if self._device.type == "cuda":
             _make_workspaces(self._device)
             _let_backward_end_before_exit()
-        self._allocator.install()
-        _claimed.add(self)
+        with _lock:  # only now: a backward waits for autograd's thread, which may be in the middle of another model's end
+            self._allocator.install()
+            _claimed.add(self)
         self._end = weakref.finalize(self, _end, self._allocator, self._device, self._plans.known)
         self._end.atexit = False
         self.claimed = True
