@@ -126,7 +126,9 @@ class Addresses:
         self._events: list[Request] = []
         """Of the running pass, as far as they were looked at."""
         self._carried: dict[int, int] | None = {}
-        """Bytes by id of blocks that passes left behind, until that was asked."""
+        """Bytes by id of blocks that passes left behind, until beside() is asked."""
+        self._logged: tuple[PassKind | None, list[Request], dict[int, int]] | None = None
+        """Of the last profiled pass its events, and what passes before it had left behind; as long."""
 
     def claim(self) -> None:
         """Have the addresses planned from now on.
@@ -227,18 +229,24 @@ class Addresses:
             self._allocator.phase(None)
 
     def beside(self, hidden_bytes: int, forward: Mapping[int, int], backward: Mapping[int, int]) -> Beside | None:
-        """What the latest pass took beside the layers; None: that was not logged. Asked once, after the first step.
+        """What the latest pass took beside the layers, or the last one of its kind that was logged; None: none was. Asked once,
+        after the first step, which may be long in coming: gradients accumulate, or overflow.
 
         Args:
             hidden_bytes: of the last layer's output.
             forward, backward: by the number of the layer, in the order of the forward: see ds_memo.profile.beside.
         """
-        carried, self._carried = self._carried, None
-        if not self._has_turn or self._allocator.mode != "profile" or carried is None:
+        carried, logged, self._carried, self._logged = self._carried, self._logged, None, None
+        if not self._has_turn or carried is None:
             return None
-        self._events += self._allocator.requests()
+        if self._allocator.mode == "profile":
+            self._events += self._allocator.requests()
+            logged = self._kind, self._events, carried
+        if logged is None or logged[0] != self._kind:
+            return None
+        _, events, carried = logged
         forward, backward = {f"L{i}.f": n for i, n in forward.items()}, {f"L{i}.b": n for i, n in backward.items()}
-        return beside(self._events, carried, hidden_bytes, forward, backward)
+        return beside(events, carried, hidden_bytes, forward, backward)
 
     # ---- what the user says
 
@@ -256,12 +264,17 @@ class Addresses:
             "peak": plan.peak if plan else 0,
             "lower_bound": plan.lower_bound if plan else 0,
             "proven": plan.proven if plan else False,
-            "arena": self._allocator.arena_bytes if self.claimed else 0,
+            "arena": self.arena_bytes,
             "gave_way": counts["gave_way"],
             "plans": sum(known.plan is not None for known in self._plans.known.values()),
             "hits": counts["hit"],
             "misses": {name: counts[name] for name in MISSES},
         }
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of the device, what is set aside for planned addresses."""
+        return self._allocator.arena_bytes if self.claimed else 0
 
     @property
     def plan(self) -> Plan | None:
@@ -332,6 +345,7 @@ class Addresses:
             events = [*looked_at, *self._allocator.requests()]
             log, wrapping = read_log(events, self._escaped)
             if self._carried is not None:
+                self._logged = (self._kind, events, dict(self._carried)) if complete else None
                 carry(self._carried, events)
             if known is not None and complete:
                 known.now = (known.now and known.now.merged(log)) or log

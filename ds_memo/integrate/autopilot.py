@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from ds_memo.config import MemoConfig
+from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.budgets import Budgets
 from ds_memo.integrate.calls import Calls, Together
 from ds_memo.integrate.chosen import Chosen
@@ -30,7 +31,6 @@ from ds_memo.integrate.profiling import Profiling
 from ds_memo.integrate.ranks import meet_in_layers, talk_in_layers
 from ds_memo.integrate.stalls import StallWatch, slower
 from ds_memo.profile.agree import Failed, from_all_ranks, greatest, together
-from ds_memo.profile.beside import Beside
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.lengths import HiddenShapes, Shapes
 from ds_memo.profile.sample import Profile
@@ -287,22 +287,20 @@ class Autopilot:
 
     # ---- between steps
 
-    def stepped(
-        self, model: nn.Module | None, passes: int, calls: int, now: float, beside: Callable[..., Beside | None]
-    ) -> None:
+    def stepped(self, model: nn.Module | None, passes: int, calls: int, now: float, addresses: Addresses | None) -> None:
         """An optimizer step is over on all ranks.
 
         Args:
             passes: training passes so far.
             calls: of each layer before its backward, the most lately.
             now: the time, in seconds.
-            beside: what stood beside the layers in the latest pass, if that was logged: Addresses.beside.
+            addresses: have seen what stood beside the layers; None: they are not planned.
         """
         if self.profile is None or model is None:
             return
         if not self._stepped:
             self._stepped = True
-            self._see(self._latest, calls, beside)
+            self._see(self._latest, calls, addresses)
             self._budgets.look(model, self._has_engine, stepped=True)
             self._chosen.clear()
             return
@@ -310,10 +308,11 @@ class Autopilot:
             chosen = self._latest
             self._copies_are_slower(min(from_all_ranks(window.share(chosen.run, chosen.homes) if chosen else 1.0)))
 
-    def _see(self, passed: Chosen | None, calls: int, beside: Callable[..., Beside | None]) -> None:
+    def _see(self, passed: Chosen | None, calls: int, addresses: Addresses | None) -> None:
         if passed is None:
             self._budgets.see(None, 0, 0)
             return
+        arena = addresses.arena_bytes if addresses else 0  # whoever asks the device what is alive sees all of it
         inputs = (output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
         hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
         forward, between, backward = bytes_of_layers(passed.run, passed.homes.places, passed.homes.alpha)
@@ -321,8 +320,8 @@ class Autopilot:
             by_layer = (dict(zip(passed.solved, nbytes.tolist(), strict=True)) for nbytes in (forward, backward))
         else:  # more than one call of each: it is not known which is which
             by_layer = {}, {}
-        logged = beside(hidden_bytes, *by_layer)
-        self._budgets.see(logged, math.prod(passed.shape[:2]), between)
+        logged = addresses.beside(hidden_bytes, *by_layer) if addresses else None
+        self._budgets.see(logged, math.prod(passed.shape[:2]), between - arena)
 
     def _copies_are_slower(self, share: float) -> None:
         if share >= 1:

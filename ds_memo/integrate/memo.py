@@ -240,8 +240,7 @@ class Memo:
         self._speed.stepped(now)
         self.calls.stepped()
         if self.autopilot and applied:
-            beside = self.addresses.beside if self.addresses else nothing
-            self.autopilot.stepped(self._model(), self._passes, self.calls.most.calls, now, beside)
+            self.autopilot.stepped(self._model(), self._passes, self.calls.most.calls, now, self.addresses)
 
     def _said_of_first_step(self) -> Iterator[str]:
         chosen, traffic = self.decisions.chosen, self.engine.traffic

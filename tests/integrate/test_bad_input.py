@@ -44,7 +44,7 @@ def test_a_package_for_mpi_that_something_else_wants(monkeypatch: pytest.MonkeyP
     integration = pytest.importorskip("ds_memo.integrate.deepspeed")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
-    with pytest.raises(ModuleNotFoundError, match="^No module named 'mpi4py'$"), integration._words_for_mpi():
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'mpi4py'$"), integration._words_for_mpi():
         raise ModuleNotFoundError("No module named 'mpi4py'", name="mpi4py")
 
 
