@@ -127,8 +127,9 @@ class Addresses:
         """Of the running pass, as far as they were looked at."""
         self._carried: dict[int, int] = {}
         """Bytes by id of blocks that logged passes left behind."""
+        self._logged: tuple[PassKind | None, list[Request], dict[int, int]] = (None, [], {})
+        """Of the last logged pass that got to its end: its events, and what passes before it had left behind."""
 
-    @_turning
     def claim(self) -> None:
         """Have the addresses planned from now on.
 
@@ -138,8 +139,9 @@ class Addresses:
         if self._device.type == "cuda":
             _make_workspaces(self._device)
             _let_backward_end_before_exit()
-        self._allocator.install()
-        _claimed.add(self)
+        with _lock:  # only now: a backward waits for autograd's thread, which may be in the middle of another model's end
+            self._allocator.install()
+            _claimed.add(self)
         self._end = weakref.finalize(self, _end, self._allocator, self._device, self._plans.known)
         self._end.atexit = False
         self.claimed = True
@@ -227,20 +229,22 @@ class Addresses:
             self._allocator.phase(None)
 
     def beside(self, hidden_bytes: int, forward: Mapping[int, int], backward: Mapping[int, int]) -> Beside | None:
-        """What the latest pass took beside the layers; None: that was not logged.
+        """What the latest pass took beside the layers, or the last one of its kind that was logged; None: none was. The first step
+        may be long in coming: gradients accumulate, or overflow.
 
         Args:
             hidden_bytes: of the last layer's output.
             forward, backward: by the number of the layer, in the order of the forward: see ds_memo.profile.beside.
         """
-        if (events := self._logged()) is None:
+        if (seen := self._seen()) is None:
             return None
         forward, backward = {f"L{i}.f": n for i, n in forward.items()}, {f"L{i}.b": n for i, n in backward.items()}
-        return beside(events, self._carried, hidden_bytes, forward, backward)
+        return beside(*seen, hidden_bytes, forward, backward)
 
     def elsewhere(self) -> int:
-        """The most that the latest pass held at once on other streams; 0 too where that was not logged."""
-        return most_elsewhere(self._logged() or ())
+        """The most that it held at once on other streams; 0 too where none was logged."""
+        seen = self._seen()
+        return most_elsewhere(seen[0]) if seen else 0
 
     # ---- what the user says
 
@@ -258,12 +262,17 @@ class Addresses:
             "peak": plan.peak if plan else 0,
             "lower_bound": plan.lower_bound if plan else 0,
             "proven": plan.proven if plan else False,
-            "arena": self._allocator.arena_bytes if self.claimed else 0,
+            "arena": self.arena_bytes,
             "gave_way": counts["gave_way"],
             "plans": sum(known.plan is not None for known in self._plans.known.values()),
             "hits": counts["hit"],
             "misses": {name: counts[name] for name in MISSES},
         }
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of the device, what is set aside for planned addresses."""
+        return self._allocator.arena_bytes if self.claimed else 0
 
     @property
     def plan(self) -> Plan | None:
@@ -289,12 +298,15 @@ class Addresses:
 
     # ---- inside
 
-    def _logged(self) -> list[Request] | None:
-        """Of the latest pass, so far."""
-        if not self._has_turn or self._allocator.mode != "profile":
+    def _seen(self) -> tuple[list[Request], dict[int, int]] | None:
+        """Of the latest pass, or the last one of its kind that was logged, the events so far, and what was left behind before."""
+        if not self._has_turn:
             return None
-        self._events += self._allocator.requests()
-        return self._events
+        if self._allocator.mode == "profile":
+            self._events += self._allocator.requests()
+            return self._events, self._carried
+        kind, events, carried = self._logged
+        return (events, carried) if events and kind == self._kind else None
 
     def _backward_ended(self) -> None:
         self._in_backward = False
@@ -340,6 +352,8 @@ class Addresses:
         if mode == "profile":
             events = [*looked_at, *self._allocator.requests()]
             log, wrapping = read_log(events, self._escaped)
+            if complete:
+                self._logged = self._kind, events, dict(self._carried)
             carry(self._carried, events)
             if known is not None and complete:
                 known.now = (known.now and known.now.merged(log)) or log

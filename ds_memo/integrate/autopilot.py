@@ -291,19 +291,20 @@ class Autopilot:
 
     # ---- between steps
 
-    def stepped(self, model: nn.Module | None, passes: int, now: float, addresses: Addresses | None) -> None:
+    def stepped(self, model: nn.Module | None, passes: int, calls: int, now: float, addresses: Addresses | None) -> None:
         """An optimizer step is over on all ranks.
 
         Args:
             passes: training passes so far.
+            calls: of each layer before its backward, the most lately.
             now: the time, in seconds.
-            addresses: know what stood beside the layers in the latest pass, if that was logged.
+            addresses: know what stood beside the layers; None: they are not planned.
         """
         if self.profile is None or model is None:
             return
         self._steps += 1
         if self._steps == 1:
-            self._see(self._latest, addresses)
+            self._see(self._latest, calls, addresses)
             self._budgets.look(model, self._has_engine, stepped=True)
             self._chosen.clear()
             return
@@ -315,19 +316,20 @@ class Autopilot:
             chosen = self._latest
             self._copies_are_slower(min(from_all_ranks(window.share(chosen.run, chosen.homes) if chosen else 1.0)))
 
-    def _see(self, passed: Chosen | None, addresses: Addresses | None) -> None:
+    def _see(self, passed: Chosen | None, calls: int, addresses: Addresses | None) -> None:
         if passed is None:
             self._budgets.see(None, 0, 0)
             return
+        arena = addresses.arena_bytes if addresses else 0  # whoever asks the device what is alive sees all of it
         inputs = (output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
         hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
         forward, between, backward = bytes_of_layers(passed.run, passed.homes.places, passed.homes.alpha)
-        if len(passed.run.layers) == len(passed.solved):
+        if calls == 1 and len(passed.run.layers) == len(passed.solved):
             by_layer = (dict(zip(passed.solved, nbytes.tolist(), strict=True)) for nbytes in (forward, backward))
         else:  # more than one call of each: it is not known which is which
             by_layer = {}, {}
         logged = addresses.beside(hidden_bytes, *by_layer) if addresses else None
-        self._budgets.see(logged, math.prod(passed.shape[:2]), between)
+        self._budgets.see(logged, math.prod(passed.shape[:2]), between - arena)
 
     def _copies_are_slower(self, share: float) -> None:
         if share >= 1:

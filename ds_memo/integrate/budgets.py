@@ -72,7 +72,7 @@ class Budgets:
         Args:
             logged: None: not known; then CUDA's peak tells what it was at most.
             tokens: of this rank's batch in the pass; 0: there was none.
-            bytes_of_layers: what layers kept on the device between its forward and its backward.
+            bytes_of_layers: what layers kept on the device between its forward and its backward, beyond an arena's bytes.
         """
         mine = None
         if tokens and logged:

@@ -58,6 +58,8 @@ class Decisions:
         self.binding = "not known before the first forward"
         self._needs: dict[type, int] = {}
         """Bytes of the host for a pass at the configured alpha, by the class of layers."""
+        self._refused: tuple[int, int] | None = None
+        """In the running pass: bytes that there was no room for, and what was lent in all by then."""
         if layers and config.resident_layers == len(layers):
             self.binding = f"as configured: all {len(layers)} layers are resident, nothing is swapped"
         if config.ablation == "full_recompute":
@@ -79,6 +81,7 @@ class Decisions:
     def follow(self, chosen: Chosen | None) -> None:
         """For the pass that begins; None: what needs no profile."""
         self.chosen = chosen
+        self._refused = None
         if chosen is not None:
             homes = chosen.homes
             self.places, self.alpha_used, self.binding = chosen.places, homes.alpha, homes.binding
@@ -150,8 +153,13 @@ class Decisions:
 
     def has_room(self, nbytes: int) -> bool:
         """What is open was promised it for the pass. Where not even an empty host holds what is configured, the slab raises."""
-        if not (nbytes and self._slab.fixed) or self._slab.needs > self._slab.part or self._slab.has_room(nbytes):
+        if not (nbytes and self._slab.fixed) or self._slab.needs > self._slab.part:
             return True
+        if self._refused and nbytes >= self._refused[0] and self._slab.pool.used == self._refused[1]:
+            return False  # to ask again takes a collection of garbage, and a pass that goes without has many layers
+        if self._slab.has_room(nbytes):
+            return True
+        self._refused = nbytes, self._slab.pool.used
         self._warn(WITHOUT_ALPHA.format(self._config.alpha))
         return False
 

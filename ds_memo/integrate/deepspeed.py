@@ -139,8 +139,9 @@ def _words_for_mpi() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name == "mpi4py":
-            error.msg += NO_LAUNCHER.format(", ".join(name for name in _LAUNCHERS_SET if name not in os.environ))
+        missing = [name for name in _LAUNCHERS_SET if name not in os.environ]
+        if error.name == "mpi4py" and missing:  # else something else wants it, as a 1-bit optimizer
+            error.msg += NO_LAUNCHER.format(", ".join(missing))
         raise
 
 

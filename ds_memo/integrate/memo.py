@@ -240,7 +240,7 @@ class Memo:
         self._speed.stepped(now)
         self.calls.stepped()
         if self.autopilot and applied:
-            self.autopilot.stepped(self._model(), self._passes, now, self.addresses)
+            self.autopilot.stepped(self._model(), self._passes, self.calls.most.calls, now, self.addresses)
 
     def _said_of_first_step(self) -> Iterator[str]:
         chosen, traffic = self.decisions.chosen, self.engine.traffic

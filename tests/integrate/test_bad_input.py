@@ -40,6 +40,14 @@ def test_no_launcher(memo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> N
         ds_memo.initialize(model=Toy(), config=config)
 
 
+def test_a_package_for_mpi_that_something_else_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    integration = pytest.importorskip("ds_memo.integrate.deepspeed")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'mpi4py'$"), integration._words_for_mpi():
+        raise ModuleNotFoundError("No module named 'mpi4py'", name="mpi4py")
+
+
 # ---- which layers
 
 

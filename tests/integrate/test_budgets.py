@@ -8,14 +8,16 @@ import pytest
 import torch
 
 import ds_memo
+from ds_memo.integrate import budgets
+from ds_memo.integrate.addresses import Addresses
 from ds_memo.solve.homes import solve
-from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.memory import bytes_of_layers, device_bytes
 from tests.models import build
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def trained(memory_gib: float, steps: int = 6, **memo: Any) -> Any:
+def trained(memory_gib: float, steps: int = 6, accumulate: int = 1, **memo: Any) -> Any:
     """A model whose logits are larger than everything its layers keep."""
     model = build("gpt2", vocab_size=8000, n_positions=300)
     tokens = torch.randint(0, 8000, (2, 300), generator=torch.Generator().manual_seed(3))
@@ -23,7 +25,8 @@ def trained(memory_gib: float, steps: int = 6, **memo: Any) -> Any:
     handle = ds_memo.attach(model, {"enabled": True, "device_memory_gib": memory_gib, **memo})
     plain = []
     for _ in range(steps):
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        for _ in range(accumulate):
+            model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         plain.append(not handle.report()["checkpointing"])
@@ -40,6 +43,29 @@ def test_head_and_loss_are_seen_in_the_first_step() -> None:
     without = device_bytes(run.without_beside(), homes.places, homes.alpha)
     assert without < 0.2 * report["plan"]["arena"]  # as it would be predicted otherwise
     assert solve(run.without_beside()).plain  # and done
+
+
+def test_a_first_step_that_follows_a_plan() -> None:
+    """Many passes come before it, and the plan is there for the last of them: those that were logged are of the same kind."""
+    handle, _ = trained(0.062, steps=2)
+    want = handle.decisions.chosen.run
+    handle.detach()
+    handle, plain = trained(0.062, steps=2, accumulate=4)
+    run, hits = handle.decisions.chosen.run, handle.report()["plan"]["hits"]
+    handle.detach()
+    assert plain == [False] * 2 and hits > 100
+    assert (run.head_bytes, run.forward_bytes, run.backward_bytes) == (want.head_bytes, want.forward_bytes, want.backward_bytes)
+
+
+def test_where_nothing_was_logged_the_arena_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's peak tells then, of which the device says that all of the arena is still there."""
+    known: list[int] = []
+    monkeypatch.setattr(Addresses, "beside", lambda *args: None)
+    monkeypatch.setattr(budgets, "most_beyond", lambda device, nbytes: known.append(nbytes))
+    handle, _ = trained(0.062, steps=1, accumulate=4)
+    run, homes, arena = handle.decisions.chosen.run, handle.decisions.chosen.homes, handle.report()["plan"]["arena"]
+    handle.detach()
+    assert arena > 0 and known == [bytes_of_layers(run, homes.places, homes.alpha)[1] - arena]
 
 
 def test_from_the_second_step_on_all_may_stay_on_the_device() -> None:

@@ -138,6 +138,16 @@ def test_with_planned_addresses(tmp_path: Path) -> None:
     handle.detach()
 
 
+def test_calls_that_nobody_expected_are_not_beside_the_layers(tmp_path: Path) -> None:
+    """The first pass is solved for one of each: the others' frames are in its log, and are solved for from then on."""
+    model = shared(3, 2)
+    handle = attached(model, tmp_path, device_memory_gib=30 / 1024, plan={"cache_dir": str(tmp_path)})
+    steps(model, 2)
+    run = handle.decisions.chosen.run
+    handle.detach()
+    assert run.forward_bytes == 0 and max(run.backward_bytes) == 0 and run.head_bytes > HEAD
+
+
 def test_fewer_calls_count_after_some_steps() -> None:
     calls, weight = Calls(), torch.ones((), requires_grad=True)
 
