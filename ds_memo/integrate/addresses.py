@@ -229,8 +229,8 @@ class Addresses:
             self._allocator.phase(None)
 
     def beside(self, hidden_bytes: int, forward: Mapping[int, int], backward: Mapping[int, int]) -> Beside | None:
-        """What the latest pass took beside the layers, or the last one of its kind that was logged; None: none was. The first step
-        may be long in coming: gradients accumulate, or overflow.
+        """What the latest pass took beside the layers, or the last one of its kind that was logged; None: none was. The first
+        step may be long in coming: gradients accumulate, or overflow.
 
         Args:
             hidden_bytes: of the last layer's output.
