@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import threading
 import time
 import weakref
@@ -45,6 +46,15 @@ _claimed: weakref.WeakSet[Addresses] = weakref.WeakSet()
 _turns: weakref.WeakValueDictionary[torch.device, Addresses] = weakref.WeakValueDictionary()
 """Whose pass runs on each device."""
 _lock = threading.RLock()
+
+
+def _forget_who_locked() -> None:
+    """A thread that a child of fork does not have."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_who_locked)
 
 
 def _turning(change: Callable[..., None]) -> Callable[..., None]:

@@ -71,7 +71,9 @@ class Record(NotingMode):
         ):
             self._leave()
         out = self._dispatch(kind, func, args, kwargs)
-        if touched and kind is not OpKind.GEMM and kind is not OpKind.ATTENTION and kind is not OpKind.CHOICE:
+        if touched and keep.overwrites_all(func, args) and not self._reads_left_out((*args[1:], *kwargs.values())):
+            self._left_out.pop(storage_of(args[0]), None)  # a mask of dropout, made like what it masks
+        elif touched and kind is not OpKind.GEMM and kind is not OpKind.ATTENTION and kind is not OpKind.CHOICE:
             self._leave_out(out)
             if kind is OpKind.MUTATES:
                 self._leave_out(keep.written_tensors(func, args, kwargs))

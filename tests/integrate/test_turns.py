@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import threading
 import time
 import warnings
@@ -166,3 +167,21 @@ def test_turns_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(8):
             loss_of(stock).backward()
         assert_same_grads(gradients(model), gradients(stock))
+
+
+def test_a_child_of_fork_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    holds, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with addresses._lock:
+            holds.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holds.wait()
+    if not (child := os.fork()):
+        os._exit(not addresses._lock.acquire(timeout=5))
+    done.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0

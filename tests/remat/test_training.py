@@ -129,6 +129,15 @@ def test_mixture_of_experts_in_a_python_loop(config: dict) -> None:
 
 
 @every_config
+def test_dropout_of_a_product_that_the_replay_leaves_out(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mask is made like the product (on a CPU), of which it has nothing: the recipe of the first call is followed."""
+    analyse, analyses = checkpoint.Analyse, []
+    monkeypatch.setattr(checkpoint, "Analyse", lambda *args: analyses.append(1) or analyse(*args))
+    compare_with_stock(toy(lambda: Block(dropout=0.2)), drive, config, steps=4)
+    assert len(analyses) == LAYERS
+
+
+@every_config
 def test_work_that_settles_is_analysed_no_more(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer whose first calls, and one later on, are each unlike the one before."""
     unlike = [0, 1, 2, 3, 1, 2, 3] + [0] * 6 + [1] + [0] * 3
