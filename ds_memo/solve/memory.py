@@ -79,13 +79,13 @@ def most_that_fit(high: int, fits: Callable[[int], bool]) -> int:
 def _on_device(run: RunCosts, codes: np.ndarray, alpha: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each layer the bytes of its frame while that is on the device, and what its forward and its backward need besides."""
     layers, kinds = run.kinds
-    return tuple(np.stack([_by_home(layer, alpha > 0) for layer in layers])[kinds, codes].T)
+    return tuple(_by_home(tuple(layers), alpha > 0)[:, kinds, codes])
 
 
-@lru_cache(maxsize=1 << 8)
-def _by_home(layer: LayerCosts, splits: bool) -> np.ndarray:
-    """By the code of a home, where swapped layers keep some rows of GEMM outputs, or none."""
-    return np.array([_with_home(layer, home, float(splits)) for home in HOMES], np.int64)
+@lru_cache(maxsize=1 << 6)
+def _by_home(layers: tuple[LayerCosts, ...], splits: bool) -> np.ndarray:
+    """These three by layer and code of a home, where swapped layers keep some rows of GEMM outputs, or none."""
+    return np.array([[_with_home(layer, home, float(splits)) for home in HOMES] for layer in layers], np.int64).transpose(2, 0, 1)
 
 
 def _with_home(layer: LayerCosts, home: Home, alpha: float) -> tuple[int, int, int]:

@@ -78,6 +78,7 @@ def spread(layers: int, count: int) -> frozenset[int]:
     return frozenset(last) | {(2 * i + 1) * room // (2 * rest) for i in range(rest)}
 
 
+@lru_cache(maxsize=1 << 12)
 def place(layers: int, residents: int, plain: int = 0) -> Places:
     """So many residents and plain layers. Where the plain ones are depends on their number alone, so that ranks can agree."""
     without = spread(layers, plain)
