@@ -17,6 +17,7 @@ DS_MEMO_CUDA_TORCH: the Python of an environment with a CUDA build of torch, Dee
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -141,6 +142,13 @@ def _under_deepspeed(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any] |
     return engine.memo if memo else None, step
 
 
+def _rivals_of_step() -> list[str]:
+    """Those that are not ours, and need no measured bandwidth."""
+    from benchmarks.rivals import RIVALS
+
+    return [name for name in RIVALS if not name.startswith(("ds_memo", "paper"))]
+
+
 def step(
     clock: Clock,
     workload: str,
@@ -169,11 +177,11 @@ def step(
     shape = shapes(device)[workload]
     trained = [(build(shape, device, torch.bfloat16), batch(shape, length >> turn, device)) for turn in range(models)]
     make = _attached if zero is None else functools.partial(_under_deepspeed, zero=zero)
+    stack, budget = contextlib.ExitStack(), Budget(device, HOST_GIB * GIB)
     if rival is None:
         runs = [make(model, ids, memo, Installed()) for model, ids in trained]
-    else:  # for the rest of the process
-        on = [RIVALS[rival].on(model, Budget(device, HOST_GIB * GIB)) for model, _ in trained]
-        runs = [make(model, ids, None, there.__enter__()) for (model, ids), there in zip(trained, on, strict=True)]
+    else:
+        runs = [make(model, ids, None, stack.enter_context(RIVALS[rival].on(model, budget))) for model, ids in trained]
     rows = []
     steps = STEPS if slow_link is None else SLOW_AFTER + STEPS
     for number, turn in itertools.product(range(1, steps + 1), range(models)):
@@ -207,6 +215,7 @@ def step(
                 "warnings": report["warnings"],
             }
         )
+    stack.close()  # a step that fails ends the process
     for handle, _ in runs:
         if handle:
             handle.detach()
@@ -292,6 +301,8 @@ def main(arguments: list[str] | None = None) -> int:
         whole = options.device_gib if options.what == "step" and options.device_gib else 139.8
         return run_emulated(python, list(sys.argv[1:] if arguments is None else arguments), whole)
     without_values()
+    if options.rival and options.rival not in (rivals := _rivals_of_step()):
+        parser.error(f"--rival: got {options.rival!r}; allowed: {', '.join(rivals)}")
     with keeping_time(hardware.load(options.hardware)) as clock:
         _run(clock, options)
     return 0

@@ -27,9 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_thread_stays")
 @pytest.mark.parametrize("memo", [{"enabled": True}, {"enabled": False}], ids=["with memo", "without"])
 def test_no_launcher(memo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's own error, which names a package for MPI, with the words that it lacks."""
-    deepspeed = pytest.importorskip("deepspeed")
-    if deepspeed.comm.is_initialized():
-        pytest.skip("a process group is there already")
+    pytest.importorskip("deepspeed")
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)

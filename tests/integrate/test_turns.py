@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -142,27 +143,21 @@ class SlowTurns(weakref.WeakValueDictionary):
 def test_turns_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each trains a model of its own. They begin their passes together, and one of them ends the pass before."""
     monkeypatch.setattr(addresses, "_turns", SlowTurns())
-    together, failures = threading.Barrier(2), []
+    together = threading.Barrier(2)
 
     def train(model: nn.Module) -> None:
-        try:
-            for _ in range(8):
-                together.wait(60)
-                loss_of(model).backward()
-        except BaseException as failure:
-            failures.append(failure)
-            together.abort()
+        for _ in range(8):
+            together.wait(20)
+            loss_of(model).backward()
 
     models = [build("llama"), build("plain")]
     stocks = [copy.deepcopy(model) for model in models]
-    with Counting(models[0]), Counting(models[1]), warnings.catch_warnings():
+    with Counting(models[0]), Counting(models[1]), warnings.catch_warnings(), ThreadPoolExecutor(2) as threads:
         warnings.simplefilter("ignore", ds_memo.MemoWarning)
-        threads = [threading.Thread(target=train, args=(model,), daemon=True) for model in models]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-    assert failures == [] and not any(thread.is_alive() for thread in threads)
+        trained = [threads.submit(train, model) for model in models]
+        wait(trained)
+    failed = [failure for run in trained if (failure := run.exception()) is not None]
+    assert failed == []
     for model, stock in zip(models, stocks, strict=True):
         for _ in range(8):
             loss_of(stock).backward()

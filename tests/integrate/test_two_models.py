@@ -158,6 +158,17 @@ def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None
         handle.detach()
 
 
+def wait_together(models: list[nn.Module], stocks: list[nn.Module], second: Any, warned: bool) -> int:
+    """Both forwards, then both backwards, with gradients as stock has them; the host's bytes that the second had meanwhile."""
+    losses = loss_of(models[0]), warned_loss_of(models[1]) if warned else loss_of(models[1])
+    held = second.slab.used
+    sum(losses).backward()
+    for model, stock in zip(models, stocks, strict=True):
+        loss_of(stock).backward()
+        assert_same_grads(gradients(model), gradients(stock))
+    return held
+
+
 def test_a_given_alpha_waits_while_another_model_holds_the_host(
     own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,12 +186,8 @@ def test_a_given_alpha_waits_while_another_model_holds_the_host(
     handles = [ds_memo.attach(model, section | rest) for model, section in zip(models, sections, strict=True)]
     alphas = []
     for number in range(3):
-        losses = loss_of(models[0]), loss_of(models[1]) if number else warned_loss_of(models[1])
-        sum(losses).backward()
+        wait_together(models, stocks, handles[1], warned=not number)
         alphas.append(handles[1].report()["alpha"])
-        for model, stock in zip(models, stocks, strict=True):
-            loss_of(stock).backward()
-            assert_same_grads(gradients(model), gradients(stock))
     assert alphas == [0.0, 0.05, 0.05] and handles[1].slab.peak_used > 0
     assert len(handles[1].report()["warnings"]) == 1
     for handle in handles:
@@ -196,14 +203,7 @@ def test_a_configured_model_waits_while_another_one_holds_the_host(
     stocks = [copy.deepcopy(model) for model in models]
     rest = {"resident_layers": 0, "host_memory_gib": HOST / GIB, "plan": {"enabled": False}}
     handles = [ds_memo.attach(models[0], rest), ds_memo.attach(models[1], {"alpha": 0.05, **rest})]
-    held = []
-    for number in range(4):
-        losses = loss_of(models[0]), loss_of(models[1]) if number else warned_loss_of(models[1])
-        held.append(handles[1].slab.used)
-        sum(losses).backward()
-        for model, stock in zip(models, stocks, strict=True):
-            loss_of(stock).backward()
-            assert_same_grads(gradients(model), gradients(stock))
+    held = [wait_together(models, stocks, handles[1], warned=not number) for number in range(4)]
     assert held[0] < held[1] == held[2] == held[3], held
     assert len(handles[1].report()["warnings"]) == 1 and handles[0].report()["warnings"] == []
     third = HostSlab(HOST, handles[1].slab.pool)
