@@ -303,23 +303,21 @@ class Autopilot:
         if self.profile is None or model is None:
             return
         self._steps += 1
-        if self._steps == 1:
-            self._see(self._latest, calls, addresses)
+        first = self._steps == 1
+        if (first or (self._meets_in_layers and self._steps <= _SETTLED)) and self._see(self._latest, calls, addresses):
+            self._chosen.clear()
+        if first:
             self._budgets.look(model, self._has_engine, stepped=True)
             self._chosen.clear()
             return
-        if self._meets_in_layers and self._steps <= _SETTLED:
-            elsewhere = addresses.elsewhere() if addresses else 0
-            if self._budgets.see_elsewhere(elsewhere):
-                self._chosen.clear()
         if self._config.alpha is None and (window := self._stalls.stepped(passes, now)):
             chosen = self._latest
             self._copies_are_slower(min(from_all_ranks(window.share(chosen.run, chosen.homes) if chosen else 1.0)))
 
-    def _see(self, passed: Chosen | None, calls: int, addresses: Addresses | None) -> None:
+    def _see(self, passed: Chosen | None, calls: int, addresses: Addresses | None) -> bool:
+        """What stood beside the layers of the latest pass; whether some of it is more than was known."""
         if passed is None:
-            self._budgets.see(None, 0, 0)
-            return
+            return self._budgets.see(None, 0, 0)
         arena = addresses.arena_bytes if addresses else 0  # whoever asks the device what is alive sees all of it
         inputs = (output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
         hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
@@ -329,7 +327,7 @@ class Autopilot:
         else:  # more than one call of each: it is not known which is which
             by_layer = {}, {}
         logged = addresses.beside(hidden_bytes, *by_layer) if addresses else None
-        self._budgets.see(logged, math.prod(passed.shape[:2]), between - arena)
+        return self._budgets.see(logged, math.prod(passed.shape[:2]), between - arena)
 
     def _copies_are_slower(self, share: float) -> None:
         if share >= 1:
