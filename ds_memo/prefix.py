@@ -28,11 +28,11 @@ from ds_memo.integrate import install
 
 STARTUP = str(Path(__file__).with_name("startup"))
 GIVEN = "PYTHON_DS_MEMO"
-"""The variable with --memo. DeepSpeed's launcher takes to other nodes what starts with PYTHON, but quotes no quotes: so in hex."""
-LISTENER = "DS_MEMO_RUN"
-"""The variable with the address at which `ds-memo run` listens, on this machine. The kernel keeps it, so nothing is left behind."""
+"""The variable with --memo. DeepSpeed's launcher takes to its nodes what starts with PYTHON, but quotes no quotes: so in hex."""
+LISTENER = "PYTHON_DS_MEMO_LISTENER"
+"""The variable with the address where `ds-memo run` listens, on this machine. The kernel keeps it: nothing is left behind."""
 IDLE = (
-    "ds-memo run: no process on this machine called deepspeed.initialize under memo, so memo had no effect. "
+    "ds-memo run: no process on this machine called deepspeed.initialize under memo. If none did elsewhere, memo had no effect: "
     "docs/integrations.md says which processes are not reached"
 )
 INPUT_ERRORS = (MemoError,)
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "ds-memo run [--memo JSON] COMMAND ARGS"
     parser.epilog = "Example: ds-memo run deepspeed train.py --deepspeed_config ds.json"
     parser.add_argument("--memo", metavar="JSON", help='the "memo" section, for DeepSpeed configurations that have none')
-    parser.add_argument("command", metavar="COMMAND ARGS", nargs=argparse.REMAINDER, help="what would be typed without the prefix")
+    parser.add_argument("command", metavar="COMMAND ARGS", nargs=argparse.REMAINDER, help="as without the prefix")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
-"""Python runs this file wherever it starts under `ds-memo run`: the folder is on PYTHONPATH, and the name is what Python looks for.
+"""Every Python that starts under `ds-memo run` runs this file: the folder is on PYTHONPATH, and it looks for this name.
 
-It may be any Python, with ds_memo or without. Until one of them imports deepspeed nothing happens, and nothing is imported.
+It may be of any version, with ds_memo or without. Until it imports deepspeed nothing happens, and nothing is imported.
 """
 
 import os
@@ -22,7 +22,7 @@ class _Watch:
             install_as_told()
         except Exception as error:
             if find_spec(name):
-                sys.stderr.write("ds-memo run: %s runs DeepSpeed without memo: %s\n" % (sys.executable, error))
+                sys.stderr.write("ds-memo run: " + sys.executable + " runs DeepSpeed without memo: " + str(error) + "\n")
         return find_spec(name)
 
 
@@ -41,5 +41,6 @@ def _run_the_one_behind():
         sys.path.insert(0, here)  # some give sys.path to those they start
 
 
-sys.meta_path.insert(0, _Watch())
+if sys.version_info >= (3, 4):  # noqa: UP036  older ones ask finders in another way
+    sys.meta_path.insert(0, _Watch())
 _run_the_one_behind()
