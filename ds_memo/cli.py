@@ -1,7 +1,7 @@
 """The `ds-memo` command: one verb per stage, each a module of its own that is imported only when its verb is used.
 
 A verb's module has `add_arguments(parser)`, `run(args) -> exit code`, and INPUT_ERRORS, the exceptions whose message is
-for the user. Exit codes: 0 done, 1 no plan fits, 2 wrong input or usage.
+for the user. Exit codes: 0 done, 1 no plan fits, 2 wrong input or usage; `run` has its command's.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _was_told(listener: socket.socket) -> bool:
 
 
 def _wait_for(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """As subprocess.call(), and the command gets the signals that were sent to this process alone."""
+    """As subprocess.call(), and the command gets the signals that processes send to this one (those to all of a group twice)."""
     awaited = {*_PASSED_ON, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
 
