@@ -1,7 +1,7 @@
 """The `ds-memo` command: one verb per stage, each a module of its own that is imported only when its verb is used.
 
 A verb's module has `add_arguments(parser)`, `run(args) -> exit code`, and INPUT_ERRORS, the exceptions whose message is
-for the user. Exit codes: 0 done, 1 no plan fits, 2 wrong input or usage.
+for the user. Exit codes: 0 done, 1 no plan fits, 2 wrong input or usage; `run` has its command's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ds_memo import __version__
 from ds_memo.arguments import one_line_errors
 
 VERBS = {  # verb: (module, what it does)
+    "run": ("ds_memo.prefix", "run a training command, unchanged, with every process of it under memo"),
     "profile": ("ds_memo.profile.command", "measure a model's layers and this machine's copies"),
     "plan": ("ds_memo.plan.command", "from a request trace to an address for every tensor"),
     "estimate": ("ds_memo.estimate.command", "what a run would take in time and memory, before anything is rented"),

@@ -1,4 +1,4 @@
-"""Run a training script under ds_memo, unchanged.
+"""Run a training script under ds_memo, unchanged; `ds-memo run` (prefix.py) does it for whole commands.
 
     deepspeed --module ds_memo.run train.py ARGS
     accelerate launch --use_deepspeed --deepspeed_config_file ds.json -m ds_memo.run train.py ARGS
@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import importlib.machinery
 import io
-import json
 import os
 import runpy
 import sys
 from collections.abc import Callable
 from types import CodeType, ModuleType, TracebackType
 
+from ds_memo import prefix
+from ds_memo.errors import MemoConfigError
 from ds_memo.integrate.install import WATCHED, install
 
 USAGE = "usage: python -m ds_memo.run [--memo JSON] [-m MODULE | SCRIPT] ARGS"
-OTHERS = ". Processes that it started itself are not under memo: docs/integrations.md has other ways to start"
+OTHERS = ". Processes that it started itself are under memo with `ds-memo run COMMAND`: see docs/integrations.md"
 _LAUNCHERS_FLAGS = ("--local_rank", "--local-rank")
 
 
@@ -47,9 +48,9 @@ def main() -> None:
     target, arguments = words[0], [*flags, *words[1:]]
     sys.excepthook = _without_our_frames(sys.excepthook)
     try:
-        install(None if memo is None else json.loads(memo))
-    except ValueError as error:  # MemoConfigError is one
-        print(f"ds_memo.run: --memo {memo!r}: {error}", file=sys.stderr)
+        install(None if memo is None else prefix.section(memo))
+    except MemoConfigError as error:
+        print(f"ds_memo.run: {error}", file=sys.stderr)
         sys.exit(2)
     try:
         if as_module:
@@ -105,7 +106,7 @@ def _run_as_main(main: ModuleType, code: CodeType) -> None:
 def tell_if_idle() -> None:
     """A script that never made an engine ran without memo, which whoever started it this way did not want."""
     ours = sys.modules.get("ds_memo.integrate.deepspeed")
-    if ours is None or not ours.initialized:
+    if (ours is None or not ours.initialized) and prefix.LISTENER not in os.environ:  # else `ds-memo run` tells, once
         why = "never imported DeepSpeed" if WATCHED not in sys.modules else "never called deepspeed.initialize"
         print(f"ds_memo.run: the script {why}, so memo had no effect{OTHERS}", file=sys.stderr)
 

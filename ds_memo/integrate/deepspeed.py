@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
+from ds_memo import prefix
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.integrate import checkpointing, conflicts, install, kernels, ulysses
@@ -36,12 +37,12 @@ from ds_memo.units import MIB
 NO_SECTION = (
     f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": '
     '{"enabled": true} to the JSON (that of Accelerate names one by deepspeed_config_file) or the dict, or start with '
-    "ds_memo.run --memo JSON"
+    "ds-memo run --memo JSON COMMAND"
 )
 NOT_ENABLED = f'this engine runs without memo: the "{SECTION}" section does not say "enabled": true'
 LATE = (
     "rank {} waits in ds_memo.initialize, and ranks {} have not come there for {:g} s. Do they run under ds_memo? Where a script "
-    "starts its ranks by itself (Lightning, mp.spawn), start it with torchrun -m ds_memo.run, or call ds_memo.install() in it"
+    "starts its ranks by itself (Lightning, mp.spawn), start it with ds-memo run COMMAND, or call ds_memo.install() in it"
 )
 TOO_LATE = (
     "ds_memo.install() came after deepspeed.initialize was kept by {}: engines made through that run without memo. Call "
@@ -49,7 +50,7 @@ TOO_LATE = (
 )
 NO_LAUNCHER = (
     ". No launcher has set {} for this process, so DeepSpeed asks MPI, which is not here. Start the script with one, on a single "
-    "GPU too: deepspeed train.py, torchrun train.py, or deepspeed --module ds_memo.run train.py"
+    "GPU too: deepspeed train.py, torchrun train.py, or ds-memo run deepspeed train.py"
 )
 _LAUNCHERS_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 initialized = False
@@ -74,6 +75,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     """
     global initialized
     initialized = True
+    prefix.tell()
     stock = _replaced or deepspeed.initialize
     call = inspect.signature(stock).bind(*args, **kwargs)
     asked = call.arguments

@@ -6,15 +6,12 @@ Nothing is imported before the script itself imports deepspeed: what it sets up 
 
 from __future__ import annotations
 
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
-
-from ds_memo.config import memo_config
 
 WATCHED = "deepspeed"
 section: Mapping[str, Any] | None = None
@@ -34,6 +31,8 @@ def install(memo: Mapping[str, Any] | None = None) -> None:
     """
     global section
     if memo is not None:
+        from ds_memo.config import memo_config  # not before: whole processes only ask whether there is a deepspeed
+
         memo_config(memo)
         section = memo
     if WATCHED in sys.modules and not _is_loading(sys.modules[WATCHED]):
@@ -61,7 +60,7 @@ def _is_loading(module: ModuleType) -> bool:
     return getattr(module.__spec__, "_initializing", False)
 
 
-class _Watch(importlib.abc.MetaPathFinder):
+class _Watch:
     """Stands before the other finders until deepspeed has been imported. Many only ask whether it could be."""
 
     def __init__(self) -> None:
@@ -82,10 +81,10 @@ class _Watch(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _ThenInstall(importlib.abc.Loader):
+class _ThenInstall:
     """The loader found, and install() once it is done. Everything else it has or can do is its own."""
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
+    def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def __getattr__(self, name: str) -> object:

@@ -219,27 +219,46 @@ class TestAccelerate(DistributedTest):
         assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-def launch(*command: object, ranks: int = 2) -> str:
-    """Run a launcher as a person would; returns what it printed."""
+def launch(*command: object, ranks: int = 2, **environment: str) -> str:
+    """Run a command of this Python's as a person would; returns what it printed."""
     words = [str(Path(sys.executable).parent / str(command[0])), *map(str, command[1:])]
-    done = subprocess.run(words, env=cpu_environment(ranks), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env=cpu_environment(ranks) | environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "no effect" not in done.stderr
+    assert (done.stdout + done.stderr).count("ds_memo is active: ") == 1
     return done.stdout + done.stderr
 
 
+UNDER_MEMO = ("python", "-m", "ds_memo.cli", "run")
+
+
+def test_a_command_under_memo(tmp_path: Path) -> None:
+    """It knows nothing of memo, nor does its configuration."""
+    path = Path(ds_config(tmp_path, 2, None, optimizer=False))
+    config = json.loads(path.read_text())
+    del config["memo"]
+    path.write_text(json.dumps(config))
+    of_accelerate = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = f"{sys.executable} {SCRIPTS / 'accelerate_loop.py'} {tmp_path / 'losses.json'}; exit $?"
+    launch(*UNDER_MEMO, "--memo", json.dumps(MEMO), "sh", "-c", command, ranks=1, **of_accelerate, **rank)
+    assert len(json.loads((tmp_path / "losses.json").read_text())) == 8
+
+
 @pytest.mark.slow
-def test_deepspeeds_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_prefix", [True, False], ids=["prefix", "module"])
+def test_deepspeeds_launcher(as_prefix: bool, tmp_path: Path) -> None:
     words = trainer_words(tmp_path / "out", ds_config(tmp_path, 3, MEMO), steps=2)
-    ports = ("--num_gpus", 2, "--master_port", free_port())
-    out = launch("deepspeed", *ports, "--module", "ds_memo.run", SCRIPTS / "trainer.py", *words)
-    assert out.count("ds_memo is active: ") == 1 and "no effect" not in out
+    before, between = ((*UNDER_MEMO, "deepspeed"), ()) if as_prefix else (("deepspeed",), ("--module", "ds_memo.run"))
+    launch(*before, "--num_gpus", 2, "--master_port", free_port(), *between, SCRIPTS / "trainer.py", *words)
     assert len(logged(tmp_path / "out" / "checkpoint-2")) == 2
 
 
 @pytest.mark.slow
-def test_accelerates_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_prefix", [True, False], ids=["prefix", "module"])
+def test_accelerates_launcher(as_prefix: bool, tmp_path: Path) -> None:
     config = ds_config(tmp_path, 2, MEMO, optimizer=False)
     options = ["--use_deepspeed", "--deepspeed_config_file", config, "--num_processes", 2, "--main_process_port", free_port()]
-    out = launch("accelerate", "launch", *options, "-m", "ds_memo.run", SCRIPTS / "accelerate_loop.py", tmp_path / "losses.json")
-    assert out.count("ds_memo is active: ") == 1
+    before, between = ((*UNDER_MEMO, "accelerate"), ()) if as_prefix else (("accelerate",), ("-m", "ds_memo.run"))
+    launch(*before, "launch", *options, *between, SCRIPTS / "accelerate_loop.py", tmp_path / "losses.json")
     assert len(json.loads((tmp_path / "losses.json").read_text())) == 8

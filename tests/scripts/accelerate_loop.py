@@ -1,6 +1,6 @@
 """A training loop with Accelerate and its DeepSpeed plug-in, as people write it; it knows nothing of ds_memo.
 
-accelerate launch --use_deepspeed --deepspeed_config_file ds.json [-m ds_memo.run] accelerate_loop.py [--lora] LOSSES.json
+[ds-memo run] accelerate launch --use_deepspeed --deepspeed_config_file ds.json accelerate_loop.py [--lora] LOSSES.json
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Preference tuning with TRL's DPOTrainer and a reference model, as people write it; it knows nothing of ds_memo.
 
-deepspeed [--module ds_memo.run] dpo.py --deepspeed ds.json --output_dir DIR …                         (TRL's DPOConfig)
+[ds-memo run] deepspeed dpo.py --deepspeed ds.json --output_dir DIR …                         (TRL's DPOConfig)
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Supervised fine-tuning with TRL's SFTTrainer and LoRA from PEFT, as people write it; it knows nothing of ds_memo.
 
-deepspeed [--module ds_memo.run] sft.py --deepspeed ds.json --output_dir DIR …                         (TRL's SFTConfig)
+[ds-memo run] deepspeed sft.py --deepspeed ds.json --output_dir DIR …                         (TRL's SFTConfig)
 """
 
 import deepspeed

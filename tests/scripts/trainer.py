@@ -1,6 +1,6 @@
 """A training script as people write them with the Hugging Face Trainer; it knows nothing of ds_memo.
 
-deepspeed [--module ds_memo.run] trainer.py --deepspeed ds.json --output_dir DIR …        (Hugging Face TrainingArguments)
+[ds-memo run] deepspeed trainer.py --deepspeed ds.json --output_dir DIR …        (Hugging Face TrainingArguments)
 """
 
 import os
