@@ -6,8 +6,7 @@ waits for them, as NCCL's do. So this one rank of N has the pieces, gathers, buc
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ class Alike(dist.ProcessGroup):
         clock: on which collectives take their time, by the bus bandwidth that the machine has among so many ranks.
     """
 
-    def __init__(self, rank: int, size: int, clock: Clock) -> None:
+    def __init__(self, rank: int, size: int, name: str, clock: Clock) -> None:
         super().__init__(rank, size)
-        self._rank, self._size, self._clock = rank, size, clock
+        self._rank, self._size, self._name, self._clock = rank, size, name, clock
         self._stream = torch.cuda.Stream()
 
     def size(self) -> int:
@@ -43,8 +42,15 @@ class Alike(dist.ProcessGroup):
         return NAME
 
     @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
     def supports_splitting(self) -> bool:
         return False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(options=SimpleNamespace(_timeout=dist.default_pg_timeout))
 
     # ---- what each rank has is what this one has
 
@@ -134,7 +140,10 @@ class _Under_way(dist.Work):
 
 def among(ranks: int, clock: Clock) -> None:
     """From now on this process is rank 0 of so many."""
-    make = lambda options, _: Alike(options.group_rank, options.group_size, clock)  # noqa: E731
+
+    def make(options: Any, _: Any) -> Alike:
+        return Alike(options.group_rank, options.group_size, options.group_id, clock)
+
     dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
     dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=ranks)
     agree._say = lambda problem: [problem] * ranks  # who would answer has the same to say

@@ -1,8 +1,9 @@
 """Pace: the host runs no further ahead of the device than it must.
 
-Where ranks hold parameters in pieces, each layer's are gathered on another stream, into memory that is the layer's until the device
-has passed it, however long ago the host let it go. A host that is a whole forward ahead has the parameters of the whole model in
-memory: torch's allocator asks for more, empties its cache, and both wait.
+Under ZeRO-3 each layer's parameters are gathered on a stream of their own. Their memory is free for the next layer's only once
+the device has passed the layer, however long ago the host let it go. A host that is a whole forward ahead has gathered the whole
+model: torch's allocator asks for more and more memory, empties its cache when there is none, and all wait for that. (FSDP limits
+its all-gathers for the same reason; DeepSpeed limits those that are under way, not those that compute has yet to use.)
 """
 
 from __future__ import annotations
