@@ -77,6 +77,7 @@ def run_emulated(python: str, module: str, arguments: list[str], device_gib: flo
         return 2
     with tempfile.TemporaryDirectory() as folder:
         given = environment(Path(folder), headers, device_gib)
+        given["XDG_CACHE_HOME"] = folder  # never the user's: no profile made here is of a GPU
         given["PYTHONPATH"] = f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
         return subprocess.run([python, "-m", module, *arguments], env=os.environ | given, cwd=HERE.parent, check=False).returncode
 
@@ -307,10 +308,9 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
         point = speed(options.workload, options.length, options.rivals, link, options.host_gib, options.device_gib)
         print(json.dumps(point)) if options.json else show(point)
         return
-    with tempfile.TemporaryDirectory() as cache:  # never the user's: no profile of ours is of a GPU
-        memo = {"enabled": True, **options.memo, "plan": {"cache_dir": cache, **options.memo.get("plan", {})}}
-        with_what = options.models, options.slow_link, options.zero, options.ranks, options.rival
-        rows = step(clock, options.workload, options.length, memo, *with_what)
+    memo = {"enabled": True, **options.memo}
+    with_what = options.models, options.slow_link, options.zero, options.ranks, options.rival
+    rows = step(clock, options.workload, options.length, memo, *with_what)
     if options.json:
         print(json.dumps(rows))
         return
