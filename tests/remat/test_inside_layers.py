@@ -293,6 +293,18 @@ def _into_empty(ctx: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _into_empty_permuted(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_permuted(x.shape, (0, 1, 2))
+    np.multiply(x.detach().numpy(), 3, out=out.numpy())
+    return out
+
+
+def _onto_new_ones(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.arange(1.0).new_ones(x.shape)
+    out.numpy()[...] *= 3 * x.detach().numpy()
+    return out
+
+
 def _onto_zeros(ctx: Any, x: torch.Tensor) -> torch.Tensor:
     out = torch.zeros(x.shape)
     out.numpy()[...] += 3 * x.detach().numpy()
@@ -321,7 +333,13 @@ def _in_place_and_says_so(ctx: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @every_config
-@pytest.mark.parametrize("compute", [_into_empty, _onto_zeros, _onto_zeroed, _elsewhere, _in_place, _in_place_and_says_so])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        *(_into_empty, _into_empty_permuted, _onto_new_ones, _onto_zeros, _onto_zeroed),
+        *(_elsewhere, _in_place, _in_place_and_says_so),
+    ],
+)
 def test_a_kernel_out_of_sight(config: dict, compute: Any) -> None:
     kernel = unseen(compute, lambda grad: 3 * grad)
 
