@@ -42,8 +42,10 @@ class Call:
 
     def about_to_change(self, tensor: torch.Tensor) -> None:
         """Somebody is about to write to `tensor` in place: what is kept of it must keep its present value."""
-        self.engine.about_to_change(self.frame, tensor)
         storage = storage_of(tensor)
+        if not storage:  # nothing is kept of a sparse tensor
+            return
+        self.engine.about_to_change(self.frame, tensor)
         for index, values in self.loose.items():
             if any(isinstance(value, torch.Tensor) and storage_of(value) == storage for value in values):
                 self.altered.add(index)
@@ -80,6 +82,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
+    """What tells the tensor's memory from all other that is alive, whichever views look at it; 0: it has no storage (sparse)."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
 
 

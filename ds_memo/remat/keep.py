@@ -113,7 +113,9 @@ def _is_collective_in_place(func: OpOverload) -> bool:
 
 def overwrites_all(func: OpOverload, args: Sequence[Any]) -> bool:
     """Whether nothing is left of what args[0]'s memory held before."""
-    return func in OVERWRITES and args[0].nbytes == args[0].untyped_storage().nbytes()
+    if func not in OVERWRITES or not torch._C._has_storage(args[0]):  # a sparse tensor has none
+        return False
+    return args[0].nbytes == args[0].untyped_storage().nbytes()
 
 
 def chooses_by(func: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
