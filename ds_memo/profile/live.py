@@ -41,6 +41,8 @@ class LiveBytes(TorchDispatchMode):
         4096
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, device: str | torch.device = "cpu") -> None:
         super().__init__()
         self.device = torch.device(device)

@@ -97,6 +97,8 @@ def kind_of(func: OpOverload) -> OpKind:
 
 
 def _classify(func: OpOverload) -> OpKind:
+    if _is_higher_order(func):
+        return OpKind.PLAIN
     if func in GEMM:
         return OpKind.GEMM
     if func in ATTENTION or func.name() in ATTENTION_NAMES:
@@ -104,6 +106,11 @@ def _classify(func: OpOverload) -> OpKind:
     if func in CHOICE:
         return OpKind.CHOICE
     return OpKind.MUTATES if func._schema.is_mutable or _is_collective_in_place(func) else OpKind.PLAIN
+
+
+def _is_higher_order(func: Any) -> bool:
+    """torch.cond, flex_attention and the like: what they run is not seen, and runs again in each replay."""
+    return not isinstance(func, OpOverload)
 
 
 def _is_collective_in_place(func: OpOverload) -> bool:
@@ -124,6 +131,8 @@ def chooses_by(func: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
         return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
     if func is aten.masked_select.default:
         return args[1:2]
+    if _is_higher_order(func):
+        return args[:1] if func.name() == "cond" else ()
     return args[:1] if func in (aten.nonzero.default, aten._local_scalar_dense.default) else ()
 
 
@@ -132,6 +141,8 @@ def looks_at_values(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
     Its result steers Python or shapes (item, nonzero), or goes to the host (tolist), or it has none (an assertion).
     """
+    if _is_higher_order(func):
+        return True
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return True
     if func is aten._to_copy.default:
