@@ -30,6 +30,7 @@ from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
 _RECIPES = 64
+"""That a layer remembers at most: the oldest goes."""
 _TIMES_LEFT = 3
 """Recipes of a layer that are left one after the other, until it is analysed each time."""
 _TIMES_ALIKE = 3
@@ -106,7 +107,7 @@ class Layer:
             self._times_alike = self._times_alike + 1 if recipe == self.recipes.get(key) else 0
             if self._times_alike == _TIMES_ALIKE:
                 self.times_left = _TIMES_LEFT - 1  # if the next call leaves it, that is enough
-        if len(self.recipes) >= _RECIPES:
+        if key not in self.recipes and len(self.recipes) >= _RECIPES:
             del self.recipes[next(iter(self.recipes))]
         self.recipes[key] = recipe
 
