@@ -65,7 +65,7 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
     if left is None:
         if device_memory_gib is not None:
             return int(device_memory_gib * GIB)
-        return max(0, int(available_bytes(locked=False) * (1 - reserve)) // ranks_on_node() - to_come)
+        return max(0, int(available_bytes() * (1 - reserve)) // ranks_on_node() - to_come)
     if device_memory_gib is not None:
         left = min(left, int(device_memory_gib * GIB) - torch.cuda.memory_allocated(device))
     alone = max(left * reserve, LOSES_MORE * lost) if reserve else 0
