@@ -96,7 +96,9 @@ def alone(what: Callable[[], T]) -> T:
 
 
 def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    """Its first line: PyTorch's errors may go on for a page, and the rest is in the cause of `Failed`."""
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}"
 
 
 def late() -> list[int]:

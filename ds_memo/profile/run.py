@@ -244,9 +244,8 @@ def _measure_kind(
         except Failed as failed:  # a layer may know its length: DeepSpeed's Ulysses does, unless told that lengths vary
             if not source and (asked.method != "fit" or lengths == (full,)):
                 raise
-            why = str(failed).partition("\n")[0]
             beside = f" beside {source:,}" if source else ""
-            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens{beside} ({why}); it is at {full:,}")
+            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens{beside} ({failed}); it is at {full:,}")
             samples, half = measured((full,), 0), []
     profile = do(lambda: _profile(name, asked.method, samples, warn))
     # Where it keeps other tensors then, what a token of the source takes is not known.
