@@ -1,4 +1,4 @@
-"""How much host memory this node has left for us: the cgroup's limit, the kernel's word, RLIMIT_MEMLOCK."""
+"""How much host memory this node has left: by the cgroups' limits, the kernel's MemAvailable, and RLIMIT_MEMLOCK."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ds_memo.units import GIB
 
 RESERVE = 0.10
-"""Share of what is free that is left to data loaders, optimizer staging and the page cache."""
+"""Share of the free memory that is left to data loaders, optimizer staging and the page cache."""
 
 _NO_LIMIT = 1 << 62
 """cgroup v1 writes "no limit" as the largest multiple of a page."""
@@ -87,7 +87,7 @@ class Cgroup:
 
 
 def seen() -> dict[str, Any]:
-    """Everything that a budget is made of, for people; bytes."""
+    """All numbers that a budget follows from, in bytes, for reports and profiles."""
     return {
         "available_to_kernel": _mem_available(Path("/")),
         "cgroups": [asdict(group) for group in _cgroups(Path("/"))],

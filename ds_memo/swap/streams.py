@@ -1,4 +1,4 @@
-"""Three streams behind four methods: mark, wait, copy, close.
+"""The three streams of ds_memo.swap.protocol, on CUDA and on a CPU.
 
 `compute` runs the model; `d2h` and `h2d` run copies, each in the order they were issued. On CUDA they are CUDA streams. On a CPU
 the compute stream is the calling thread and the other two are real threads, so that every ordering bug of the schedule can be
