@@ -28,7 +28,7 @@ ATTENTION = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._flash_attention_forward.default,
 }
-"""Quadratic in the length: kept whole with the log-sum-exp, never recomputed (PAPER part 1)."""
+"""Quadratic in the length: kept whole with the log-sum-exp and never recomputed, as in MEMO (SIGMOD 2025)."""
 
 ATTENTION_NAMES = {
     "torch_attn::_varlen_attn",  # torch.nn.attention.varlen; the aten op inside it is not seen
