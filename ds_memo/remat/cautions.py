@@ -1,4 +1,4 @@
-"""Cautions: what makes a layer's replay dearer than it should be, or its results wrong."""
+"""Cautions: what makes a layer's replay slower than need be, or its results wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEM_EFFICIENT_TOKENS = 1 << 16
 
 
 def cautions(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
-    """What is to be said of a layer, each as the rest of a sentence."""
+    """The warnings that a layer's recipe calls for, each as the rest of a sentence that begins with "layer NAME: "."""
     if recipe.rewritten:
         yield (
             f"outputs of {recipe.rewritten} were changed in place by a kernel that PyTorch cannot see "
