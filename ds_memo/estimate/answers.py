@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.estimate import OK, OOHM, Estimate, Question, estimate
+from ds_memo.estimate.estimate import OK, OOHM, Estimate, Question, check, estimate
 
 GRAIN = 32
 """The longest length is found to one part in GRAIN of itself, or to 1 Ki tokens."""
@@ -44,7 +44,11 @@ def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
     """The fewest GPUs (one node's 1, 2, 4, …, then whole nodes, doubled) with which the length fits, and the last that did not.
 
     Once more GPUs only make more replicas and their states are shards already, no number will do: None, and the last tried.
+
+    Raises:
+        EstimateError: a value that is out of range for any number of GPUs.
     """
+    check(question)
     before = None
     for gpus in _counts(int(question.hardware.gpus_per_node), _MOST_GPUS):
         try:
