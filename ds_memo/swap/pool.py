@@ -55,11 +55,13 @@ class HostPool:
     Args:
         pinned: lock the memory for CUDA (cudaHostRegister).
         node: the NUMA node that pinned memory should lie on; absent: wherever the thread happens to run.
+        device: the CUDA device that copies from and to it; absent: the current one.
     """
 
-    def __init__(self, pinned: bool, node: Node | None = None) -> None:
+    def __init__(self, pinned: bool, node: Node | None = None, device: torch.device | None = None) -> None:
         self.pinned = pinned
         self.node = node
+        self.device = device
         self.size = 0
         """Bytes held now, lent or free."""
         self.used = 0
@@ -82,9 +84,9 @@ class HostPool:
         """
         with self._lock:
             self._take_lost_back()
-            stream = torch.cuda.current_stream() if self.pinned else None
+            stream = torch.cuda.current_stream(self.device) if self.pinned else None
             if not self._given_on <= {stream}:  # copies on behalf of other streams may still use it: no event orders them
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(self.device)
                 self._given_on.clear()
             if self.size > limit:
                 self._shrink(self.size - limit)
@@ -112,7 +114,7 @@ class HostPool:
 
     def _take_lost_back(self) -> None:
         if self.lost:
-            finish_abandoned()  # no event tells of its copies
+            finish_abandoned(self.device)  # no event tells of its copies
         while self.lost:
             for pieces in self.lost.popleft().values():
                 self._free_again(pieces)
@@ -188,7 +190,7 @@ class HostPool:
         """Forget free ranges that are whole segments. Each segment is unlocked and unmapped when the last reference to it goes,
         which is the caller's."""
         if idle and self.pinned:
-            torch.cuda.synchronize()  # a copy from them may still be under way
+            torch.cuda.synchronize(self.device)  # a copy from them may still be under way
         for free in idle:
             self._free.remove(free)
             self.size -= free.nbytes

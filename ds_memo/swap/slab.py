@@ -257,7 +257,7 @@ def shared_pool(host_memory_gib: float | None, device: torch.device) -> HostPool
     """The pool that all models of this process on one device share that are configured with the same memo.host_memory_gib."""
     pool = _pools.get((host_memory_gib, device))
     if pool is None:
-        pool = _pools[host_memory_gib, device] = HostPool(device.type == "cuda", node_of(device))
+        pool = _pools[host_memory_gib, device] = HostPool(device.type == "cuda", node_of(device), device)
     return pool
 
 

@@ -149,10 +149,14 @@ def _stop(
         work.put(None)
 
 
-def finish_abandoned() -> None:
-    """Wait for the copies of streams that nobody has closed."""
+def finish_abandoned(device: torch.device | None = None) -> None:
+    """Wait for the copies of streams that nobody has closed.
+
+    Args:
+        device: of CUDA streams; absent: the current one.
+    """
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     while _ending:
         _ending.pop().join()
 
