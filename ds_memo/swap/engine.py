@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.frame import Frame, Kept, Layout
@@ -29,7 +29,7 @@ from ds_memo.units import GIB
 if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
     import torch
 
-    from ds_memo.swap.slab import HostSlab
+    from ds_memo.swap.slab import Block, HostSlab
 
 
 @dataclass
@@ -45,6 +45,18 @@ class Traffic:
     """Reloads issued when the frame was already wanted: the first of a backward, or an unforeseen order."""
     blocks_lost: int = 0
     """Host blocks that were found still lent though their frame was gone: its destructor had been interrupted."""
+
+
+class _Grave(NamedTuple):
+    """What a dead frame leaves until its copies are over."""
+
+    block: Block | None
+    state: str
+    sent: Any = None
+    back: Any = None
+    """An event is missing where the frame was interrupted."""
+    memory: tuple[Any, ...] = ()
+    """Device tensors that copies may still read or write."""
 
 
 class SwapEngine:
@@ -67,7 +79,7 @@ class SwapEngine:
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not let go yet
         self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None  # kept, but its copy is not issued yet
         self._ahead: Callable[[], Frame | None] = lambda: None  # weak: the frame that was reloaded before anyone asked
-        self._graves: deque[tuple[Any, ...]] = deque()  # of dead frames: a block, and the events that must come before it is lent
+        self._graves: deque[_Grave] = deque()
         self._closed = False
         slab.clear = weakref.WeakMethod(self._clear_graves)
 
@@ -298,16 +310,18 @@ class SwapEngine:
         Must not wait: this may be a copy thread. `_clear_graves` waits, on the compute stream.
         """
         if not self._closed and (frame.block is not None or frame.state == "returning"):
-            self._graves.append((frame.block, frame.state, frame.sent, frame.back, frame.device, frame.slots))
+            self._graves.append(_Grave(frame.block, frame.state, frame.sent, frame.back, (frame.device, frame.slots)))
 
     def _bury_lost(self) -> None:
         """Find blocks of frames that died without `_bury`: a Ctrl-C inside a destructor, whose exceptions Python ignores."""
-        buried = {grave[0] for grave in list(self._graves)} | {frame.block for ref in self._stack if (frame := ref()) is not None}
+        buried = {grave.block for grave in list(self._graves)} | {
+            frame.block for ref in self._stack if (frame := ref()) is not None
+        }
         for block in self.slab.lent:
             if block not in buried:
                 self.traffic.blocks_lost += 1
-                self._graves.append((None, "returning", None, None, {}, {}))  # copies of both directions may be under way
-                self._graves.append((block, "recording", None, None, {}, {}))
+                self._graves.append(_Grave(None, "returning"))  # copies of both directions may be under way
+                self._graves.append(_Grave(block, "recording"))
 
     def _clear_graves(self) -> None:
         while self._graves:
@@ -315,14 +329,13 @@ class SwapEngine:
                 grave = self._graves.popleft()
             except IndexError:  # another model of the pool, on another thread, was faster
                 return
-            block, state, sent, back, _device, _slots = grave
-            try:  # an event is missing where the frame was interrupted
-                if state in ("recording", "swapping"):
-                    self.streams.wait(COMPUTE, sent or self.streams.mark(D2H))
-                elif state == "returning":
-                    self.streams.wait(COMPUTE, back or self.streams.mark(H2D))
+            try:
+                if grave.state in ("recording", "swapping"):
+                    self.streams.wait(COMPUTE, grave.sent or self.streams.mark(D2H))
+                elif grave.state == "returning":
+                    self.streams.wait(COMPUTE, grave.back or self.streams.mark(H2D))
             except BaseException:
                 self._graves.appendleft(grave)
                 raise
-            if block is not None:
-                self.slab.give(block)
+            if grave.block is not None:
+                self.slab.give(grave.block)
