@@ -84,7 +84,7 @@ class Analyse(NotingMode):
 
     def _note(self, tensor: torch.Tensor) -> None:
         self.seen.packs += 1
-        self.seen.flops_batched_again = self.seen.flops_batched
+        self.seen.unkept.batched_flops_again = self.seen.unkept.batched_flops
         self.seen.wanted |= self._made_of(tensor)
 
     def _note_what_stays(self, module: nn.Module) -> None:
@@ -127,7 +127,7 @@ class Analyse(NotingMode):
         out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
         if state is not None:
             self.call.rng_after[len(self.seen.ops)] = state
-        self.seen.attention_again += kind is OpKind.ATTENTION and under_a_checkpoint()
+        self.seen.unkept.attention_ops += kind is OpKind.ATTENTION and under_a_checkpoint()
         outputs = tuple(detached(value) for value in as_tuple(out))
         self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
         if kind is OpKind.CHOICE:
@@ -137,7 +137,7 @@ class Analyse(NotingMode):
 
     def _saw_gemm(self, func: Any, args: tuple, out: torch.Tensor, sources: int) -> None:
         product, flops = out.detach(), keep.gemm_flops(func, args, out)
-        self.seen.flops_again += flops if under_a_checkpoint() else 0
+        self.seen.unkept.gemm_flops += flops if under_a_checkpoint() else 0
         gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))
         self.seen.ops.append(gemm)
         self._gemms.append(gemm)
@@ -173,7 +173,7 @@ class Analyse(NotingMode):
         storages = [storage_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         if func in keep.BATCHED:
             if any(storage in self._weights or self._holds_a_parameter(storage) for storage in storages):
-                self.seen.flops_batched += keep.gemm_flops(func, args, out)
+                self.seen.unkept.batched_flops += keep.gemm_flops(func, args, out)
         elif storages and self._weights.issuperset(storages) and isinstance(out, torch.Tensor):
             self._weights.add(storage_of(out))
             self._alive.append(StorageWeakRef(out.untyped_storage()))

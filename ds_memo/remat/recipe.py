@@ -56,6 +56,20 @@ class Whole:
         )
 
 
+@dataclass
+class Unkept:
+    """Work of one call that a recipe cannot spare the backward, whatever alpha is."""
+
+    attention_ops: int = 0
+    """Attention calls under a torch.utils.checkpoint inside the layer, which runs them again whatever is kept."""
+    gemm_flops: int = 0
+    """FLOPs of GEMMs under such a checkpoint."""
+    batched_flops: int = 0
+    """FLOPs of batched products with weights, which are not kept."""
+    batched_flops_again: int = 0
+    """Of these, the ones before the last saved tensor, where the replay ends: they are computed again."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything later calls of the same kind need to know."""
@@ -69,18 +83,11 @@ class Recipe:
     """Name of an op that materialised attention scores."""
     rewritten: str = ""
     """Names of ops whose outputs were changed out of our sight, separated by commas."""
-    attention_again: int = 0
-    """Attention calls under a torch.utils.checkpoint inside the layer, which runs them again whatever is kept."""
-    flops_again: int = 0
-    """FLOPs of GEMMs under such a checkpoint."""
-    flops_batched: int = 0
-    """FLOPs of batched products with weights, which are not kept."""
-    flops_batched_again: int = 0
-    """Of these, the ones before the last saved tensor, where the replay ends: they are computed again."""
+    unkept: Unkept = field(default_factory=Unkept)
 
     @cached_property
     def gemm_flops(self) -> int:
-        return self.flops_batched + sum(op.flops for op in self.ops if isinstance(op, Gemm))
+        return self.unkept.batched_flops + sum(op.flops for op in self.ops if isinstance(op, Gemm))
 
     @cached_property
     def attention_ops(self) -> int:
@@ -140,11 +147,7 @@ class Seen:
     """Copies of tensors that the layer went on to change in place."""
     rewritten: list[str] = field(default_factory=list)
     """Ops whose outputs were changed by a kernel that PyTorch cannot see."""
-    attention_again: int = 0
-    flops_again: int = 0
-    flops_batched: int = 0
-    flops_batched_again: int = 0
-    """These four as in Recipe."""
+    unkept: Unkept = field(default_factory=Unkept)
 
     def note_unseen_writes(self) -> None:
         """Find outputs that a kernel changed in place without PyTorch's knowing, as Triton kernels for rotary embeddings do.
@@ -241,10 +244,7 @@ def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torc
         packs=seen.packs,
         softmax=seen.softmax,
         rewritten=", ".join(seen.rewritten),
-        attention_again=seen.attention_again,
-        flops_again=seen.flops_again,
-        flops_batched=seen.flops_batched,
-        flops_batched_again=seen.flops_batched_again,
+        unkept=seen.unkept,
     )
     return recipe, tensors
 
