@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
@@ -96,9 +97,9 @@ def alone(what: Callable[[], T]) -> T:
 
 
 def _in_words(error: Exception) -> str:
-    """Its first line: PyTorch's errors may go on for a page, and the rest is in the cause of `Failed`."""
-    first = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first}"
+    """On one line. PyTorch's errors may go on for a page: they are cut, and whole in the cause of `Failed`."""
+    text = str(error) if isinstance(error, MemoError) else shorten(str(error), 300, placeholder=" …")
+    return f"{type(error).__name__}: {text}"
 
 
 def late() -> list[int]:
