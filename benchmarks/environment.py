@@ -33,7 +33,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "deepspeed", "flash_attn", "numpy")},
         "memlock_limit": memlock_limit(),
-        "host_memory_gib": round(available_bytes(locked=False) / GIB, 1),
+        "host_memory_gib": round(available_bytes() / GIB, 1),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

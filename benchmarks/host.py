@@ -50,7 +50,7 @@ def touch(nbytes: int) -> mmap.mmap:
 def grow(
     wanted: int,
     total: Callable[[], int] = total_bytes,
-    free: Callable[[], int] = lambda: available_bytes(locked=False),
+    free: Callable[[], int] = lambda: available_bytes(),
     use: Callable[[int], Sized] = touch,
     wait: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,

@@ -1,4 +1,4 @@
-"""MEMO as the paper has it, as a rival: every skeletal tensor is swapped, one alpha, two rounding buffers (PAPER part 1).
+"""MEMO as the paper has it, as a rival: every skeletal tensor is swapped, one alpha, two rounding buffers (SIGMOD 2025).
 
     forward    of every tensor that autograd saves inside a layer, the first alpha of its rows goes to the host; layer input and
                attention output with its log-sum-exp go whole; the last two layers stay on the device

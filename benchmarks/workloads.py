@@ -131,7 +131,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def step_flops(shape: Shape, length: int) -> float:
-    """Forward and backward of this process, recomputation not counted (PAPER: 6 s P + 6 n h s² for causal attention)."""
+    """Forward and backward of this process, recomputation not counted (as MEMO counts: 6 s P + 6 n h s² for causal attention)."""
     size, n = shape.size, shape.layers
     gated = 3 if shape.family == "llama" else 2
     kv = size.hidden * size.kv_heads // size.heads

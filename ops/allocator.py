@@ -11,9 +11,9 @@
     allocator.follow(0)                  # a pass begins that follows plan 0
     allocator.phase("L0.f")
 
-Words: a *pass* is one training forward with what follows until the next; it *visits* phases; the k-th request of a visit gets
-slot k. A request that does not fit the plan goes to torch's own allocator and is counted; no wrong plan can make two live
-blocks overlap. State belongs to the device, not to a thread: on CUDA the backward runs on another one.
+Words: a *pass* is one training forward and everything until the next one begins; it *visits* phases; the k-th request of a visit
+gets slot k. A request that does not fit the plan goes to torch's own allocator and is counted, and no wrong plan can make two
+live blocks overlap. The state belongs to a device, not to a thread: on CUDA the backward runs on another thread.
 
 C++: csrc/allocator_core.h (what is decided), allocator_cpu.cpp and allocator_cuda.cpp (where it hooks into torch).
 """
@@ -36,7 +36,7 @@ MISSES = ("native", "overlap", "size", "abandoned", "end", "unplanned", "stream"
 """Why a request inside a phase did not get its planned address; see Outcome in csrc/allocator_core.h."""
 
 _MODES = ("off", "profile", "plan")
-"""As csrc/allocator_core.h numbers them, and so the next one."""
+"""In the order of csrc/allocator_core.h, and so the next one."""
 _KINDS = ("enter", "malloc", "free", "elsewhere")
 _phases: dict[str, int] = {}  # numbers are given once per process
 _names: dict[int, str] = {}
@@ -78,7 +78,8 @@ class Allocator:
         self.min_bytes = MIN_BYTES[device.type]
 
     def install(self) -> None:
-        """Put the op before torch's allocator of this kind of device. Twice is once; nothing changes until a pass begins.
+        """Put the op in front of torch's allocator for this kind of device; nothing if it is there already. It changes nothing
+        until a pass begins.
 
         Raises:
             RuntimeError: another allocator is in the way.
@@ -87,8 +88,11 @@ class Allocator:
         self._op.set_min_bytes(self._device, self.min_bytes)
 
     def uninstall(self) -> None:
-        """End the pass, forget the plans, let the arena go and put torch's allocator back. Where blocks of the arena are still
-        alive they stay valid, and the arena goes with the last of them; until it has gone the op stays in front, and off."""
+        """End the pass, forget the plans, let the arena go and put torch's allocator back.
+
+        Blocks of the arena that are still alive stay valid, and the arena goes with the last of them. Until then the op stays in
+        front, switched off.
+        """
         if self.installed:
             self.reset()
             self._op.uninstall()
@@ -123,7 +127,8 @@ class Allocator:
         self._op.enter(self._device, -1 if name is None else number_of(name))
 
     def requests(self) -> list[Request]:
-        """What was logged since the pass began, or since the last call. Frees of blocks of earlier passes have their old ids."""
+        """What was logged since the pass began, or since the last call. A free has the id of its malloc, even if that was in an
+        earlier pass."""
         return [
             Request(_KINDS[kind], _names[phase] if phase >= 0 and _KINDS[kind] != "free" else None, id_, size)
             for kind, phase, id_, size in self._op.take_log(self._device)
@@ -135,12 +140,12 @@ class Allocator:
         Args:
             key: any number; an earlier plan of this number is replaced.
             visits: the phases in the order of the pass, each with its slots in the order of its requests.
-            spare: bytes that a slot may have more than its request asks for; more or less than that does not match.
+            spare: a slot matches a request of its own size, or of up to so many bytes less.
         """
         self._op.load_plan(self._device, key, [(number_of(phase), list(slots)) for phase, slots in visits], spare)
 
     def forget_plan(self, key: int) -> None:
-        """A pass that follows it ends."""
+        """Forget a plan. A pass that follows it ends."""
         self._op.forget_plan(self._device, key)
 
     def reset(self) -> None:
@@ -149,7 +154,8 @@ class Allocator:
         self._op.set_arena(self._device, 0)
 
     def reserve(self, nbytes: int) -> None:
-        """Have an arena of exactly so many bytes; 0 for none. One that is in use lives on until its last block is freed.
+        """Replace the arena by one of exactly so many bytes; 0 for none. An old one that is in use lives on until its last block
+        is freed.
 
         Raises:
             torch.OutOfMemoryError: (CUDA) the native allocator has no such block; the arena is as before.
@@ -158,7 +164,7 @@ class Allocator:
         self._op.set_arena(self._device, nbytes)
 
     def release(self) -> int:
-        """Give the arena back to the native allocator, for an evaluation, say.
+        """End the pass and give the arena back to the native allocator, for an evaluation, say.
 
         Returns:
             How many bytes that were.
@@ -179,7 +185,7 @@ class Allocator:
 
     @property
     def live_blocks(self) -> int:
-        """In the present arena."""
+        """Blocks alive in the present arena."""
         return self._op.arena(self._device)[2]
 
     @property
@@ -192,9 +198,14 @@ class Allocator:
         return self._op.owns(self._device, address)
 
     def stats(self) -> dict[str, int]:
-        """Counts since the process began: "hit" and each of MISSES, in requests; "waits" of the compute stream for others;
-        "gave_way", empty arenas that went back to the native allocator because it had no room (CUDA); "live_bytes", "peak_bytes"
-        in arenas; "highest_end", the end of the highest slot that was handed out."""
+        """Counts since the process began:
+
+        "hit" and each of MISSES   requests
+        "waits"                    events of other streams that the compute stream had to wait for before it could use a slot
+        "gave_way"                 empty arenas that went back to the native allocator because it had no room (CUDA)
+        "live_bytes", "peak_bytes" in arenas, now and at most
+        "highest_end"              the end of the highest slot that was handed out, in bytes from the arena's start
+        """
         return self._op.stats(self._device)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.estimate import OK, OOHM, Estimate, Question, estimate
+from ds_memo.estimate.estimate import OK, OOHM, Estimate, Question, check, estimate
 
 GRAIN = 32
 """The longest length is found to one part in GRAIN of itself, or to 1 Ki tokens."""
@@ -15,7 +15,7 @@ _MOST_GPUS = 1 << 16
 
 
 def longest(question: Question) -> tuple[Estimate | None, Estimate]:
-    """The longest sequence that fits, in whole Ki tokens; None where not even 1 Ki does. And the next longer one, which does not.
+    """The longest sequence that fits, in whole Ki tokens (None: not even 1 Ki does), and the shortest one found that does not.
 
     `question.seq_length` is ignored.
     """
@@ -41,10 +41,15 @@ def longest(question: Question) -> tuple[Estimate | None, Estimate]:
 
 
 def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
-    """The fewest GPUs (one node's 1, 2, 4, …, then whole nodes, doubled) with which the length fits, and the last that did not.
+    """The fewest GPUs with which the length fits (of 1, 2, 4, … in a node, then of 1, 2, 4, … nodes), and the last number that
+    did not do.
 
-    Once more GPUs only make more replicas and their states are shards already, no number will do: None, and the last tried.
+    The search ends where more GPUs only add replicas and no longer save memory: then the answer is None, and the last one tried.
+
+    Raises:
+        EstimateError: a value that is out of range for any number of GPUs.
     """
+    check(question)
     before = None
     for gpus in _counts(int(question.hardware.gpus_per_node), _MOST_GPUS):
         try:
@@ -61,7 +66,7 @@ def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
 
 
 def _misses(answer: Estimate) -> float:
-    """Bytes of what there is not enough of."""
+    """Bytes needed of the memory that there is too little of."""
     return answer.host_bytes / answer.question.ranks_on_node if answer.status == OOHM else answer.device_total
 
 

@@ -41,7 +41,7 @@ OK, OOM, OOHM = "ok", "oom", "oohm"
 _MOST_BYTES = 1 << 60
 """The solver counts in 64 bits."""
 TILE_TOKENS = 1024
-"""Of ds_memo's tiled loss (launch/loss.py)."""
+"""Tokens of a tile of ds_memo's tiled loss (launch/loss.py)."""
 LOGIT_BYTES, FUSED_LOGIT_BYTES = 12, 4
 """Per logit: bf16 and fp32 logits and their gradients; Megatron's vocabulary-parallel loss works in place in fp32."""
 CACHE_GROWTH = 12
@@ -51,7 +51,7 @@ ablation flushes begin between 64 Ki and 128 Ki tokens, which is between 9 and 1
 
 @dataclass(frozen=True)
 class Question:
-    """What to estimate. Sizes are of the whole job; absent ones are chosen."""
+    """What to estimate. Sizes are of the whole job; those that are None are chosen."""
 
     model: Model
     hardware: Hardware
@@ -77,12 +77,12 @@ class Question:
 
     @property
     def host_bytes(self) -> float:
-        """Of a node, for activations."""
+        """Bytes of a node that activations may take."""
         return self.hardware.host_memory * self.hardware.host_usable if self.host_memory is None else self.host_memory
 
     @property
     def megatron(self) -> bool:
-        """Whether it is laid out as the paper's runs were, which had Megatron's kernels, too."""
+        """Whether it is laid out as the paper's runs were (tensor and context parallel, with Megatron's kernels)."""
         return self.tp is not None or self.cp is not None or (self.method == "paper" and self.sp is None)
 
     @property
@@ -279,13 +279,13 @@ def _too_large(question: Question, layout: Layout, states: dict[str, float]) -> 
 
 
 def _frames(run: RunCosts, places: Places, alpha: float) -> int:
-    """Of the device, what layers keep there and reload: the peak without what comes and goes inside a layer."""
+    """Bytes of the device that layers keep and reload: the peak, not counting what comes and goes inside a layer."""
     nothing = dict.fromkeys(("working", "working_at_0", "working_without_attention"), Working())
     return device_bytes(replace(_each(run, lambda layer: replace(layer, **nothing)), working_bytes=0), places, alpha)
 
 
 def _each(run: RunCosts, change: Callable[[LayerCosts], LayerCosts]) -> RunCosts:
-    """The run with every layer changed; those that were the same object still are."""
+    """The run with every layer changed. Layers that were the same object are the same object again: the solver counts on it."""
     changed = {layer: change(layer) for layer in set(run.layers)}
     return replace(run, layers=tuple(changed[layer] for layer in run.layers))
 

@@ -6,7 +6,6 @@ its tensors only know their bytes, and this module moves compute's clock on as k
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -132,9 +131,6 @@ class VirtualSlab:
         return self
 
     def give(self, block: VirtualSlab) -> None: ...
-
-    def give_others(self, blocks: Iterable[VirtualSlab]) -> int:
-        return 0
 
     def close(self) -> None: ...
 

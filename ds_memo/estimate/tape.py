@@ -33,21 +33,22 @@ class Op:
     back: float = 0.0
     """Alive while its backward runs, beside gradients."""
     views: tuple[tuple[str, float], ...] = ()
-    """Of what it reads, that of which it only sees so many bytes: the gradient that it makes is no larger."""
+    """(name, bytes) of what it reads only a part of: the gradient that it makes is no larger than that part."""
     kind: str = "plain"
     """As ds_memo.solve.costs has it: gemm, attention, choice; all others are plain."""
     adds: bool = False
-    """A sum: its inputs' gradients are that of its output, the same memory."""
+    """A sum: the gradient of its output is that of its inputs too, in the same memory."""
     no_gradient: bool = False
+    """Nothing flows back through it: what it makes are indices."""
     moved: float | None = None
-    """Through device memory; None: what it reads and its output, once, and nothing of GEMMs and attention."""
+    """Bytes that it moves through device memory. None: what it reads and makes, once; 0 for GEMMs and attention."""
     moved_back: float | None = None
-    """The same in its backward; None: gradients and what it saved, once."""
+    """The same in its backward. None: gradients and what it saved, once."""
 
 
 @dataclass
 class _Memory:
-    """Requests in their order: a name with bytes is asked for, without is given back."""
+    """A list of requests in order: (name, bytes) asks for memory, (name, None) gives it back."""
 
     requests: list[tuple[str, float | None]] = field(default_factory=list)
     alive: set[str] = field(default_factory=set)
@@ -156,7 +157,7 @@ class Tape:
 
 
 def _release(memory: _Memory, holders: Counter[str], gradient: str) -> None:
-    """One reader less; the gradient that the layer began with is the caller's."""
+    """A gradient has one reader less, and goes with the last. The one that the layer's backward began with is not the layer's."""
     if gradient == GRADIENT:
         return
     holders[gradient] -= 1

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ds_memo.plan import verify
-from ds_memo.plan.dsa import Buffer, Lifespan, Problem, lower_bound, peak, worst_moment
+from ds_memo.plan.dsa import Buffer, Lifespan, Offset, Problem, lower_bound, peak, worst_moment
 from ds_memo.plan.solver import Progress, Solution, solve
 from ds_memo.plan.trace import UNIT, Tensor, Trace, rounded, varying_phases
+
+Solved = Callable[[Problem, float], Solution]  # of a problem, in this share of the time that is left
 
 
 class Slot(NamedTuple):
@@ -132,15 +134,18 @@ def plan_trace(
     problem = Problem(tuple(_buffer(t) for t in planned))
     buffers, bound = problem.buffers, lower_bound(problem.buffers)
 
-    reports, solutions, inside = _level1(trace, planned, varying, solver, deadline, progress)
-    notes = [n for s in solutions.values() for n in s.notes]
-    bilevel, method, seen, block_bound, unpacked = _level2(planned, reports, inside, bound, solver, deadline, progress)
-    notes += seen
-    best = bilevel_peak = peak(buffers, bilevel)
-    offsets, kind, flat_peak, proven_bound = bilevel, "bilevel", None, bound
+    def solved(problem: Problem, share: float) -> Solution:
+        """In a share of the time that is left."""
+        left_s = max(0.1, share * (deadline - time.monotonic()))
+        return solve(problem, solver=solver, seconds=left_s, progress=progress)
+
+    phases, notes = _level1(trace, planned, solved)
+    bilevel = _level2(planned, phases, bound, solved)
+    notes += bilevel.notes
+    best = bilevel_peak = peak(buffers, bilevel.offsets)
+    offsets, kind, method, flat_peak, proven_bound = bilevel.offsets, "bilevel", bilevel.method, None, bound
     if bilevel_peak > bound:
-        left_s = max(0.1, deadline - time.monotonic())
-        flat = solve(problem, solver=solver, seconds=left_s, progress=progress)
+        flat = solved(problem, 1.0)
         notes += flat.notes
         flat_peak, proven_bound = flat.peak, flat.bound
         if flat.peak < best:
@@ -150,54 +155,89 @@ def plan_trace(
         Slot(t.id, t.birth_phase, t.k, t.birth, t.death, t.death_phase, t.size, o) for t, o in zip(planned, offsets, strict=True)
     )
     return Plan(
-        slots, tuple(reports), best, bound, best == proven_bound, kind, method, block_bound,
-        unpacked, bilevel_peak, flat_peak,
-        time.monotonic() - began, tuple(left), tuple(dict.fromkeys([*trace.notes, *notes])),
-    )  # fmt: skip
+        slots=slots,
+        phases=tuple(replace(phase.report, varying=p in varying) for p, phase in enumerate(phases)),
+        peak=best,
+        lower_bound=bound,
+        proven=best == proven_bound,
+        kind=kind,
+        method=method,
+        block_bound=bilevel.block_bound,
+        unpacked=tuple(phases[p].report.name for p in sorted(bilevel.unpacked)),
+        bilevel_peak=bilevel_peak,
+        flat_peak=flat_peak,
+        seconds=time.monotonic() - began,
+        left=tuple(left),
+        notes=tuple(dict.fromkeys([*trace.notes, *notes])),
+    )
 
 
 def _buffer(t: Tensor) -> Buffer:
     return Buffer(t.id, Lifespan(t.birth, t.death), rounded(t.size))
 
 
-def _level1(trace, planned, varying, solver, deadline, progress):
+class _Phase(NamedTuple):
+    """A phase with its level-1 plan."""
+
+    report: PhaseReport
+    inside: list[int]  # its transient tensors, as indices into the planned ones
+    offsets: list[Offset]  # theirs, from the start of the phase's block
+
+
+class _Level2(NamedTuple):
+    offsets: list[Offset]  # of all planned tensors
+    method: str
+    notes: tuple[str, ...]
+    block_bound: int  # see Plan
+    unpacked: list[int]  # phases
+
+
+def _level1(trace: Trace, planned: Sequence[Tensor], solved: Solved) -> tuple[list[_Phase], list[str]]:
     """Solves the transient tensors of each phase, once per shape. Times are relative to the phase."""
-    inside: dict[int, list[int]] = defaultdict(list)  # phase -> its transient tensors, as indices into `planned`
+    inside: dict[int, list[int]] = defaultdict(list)
     for i, t in enumerate(planned):
         if t.transient:
             inside[t.birth_phase].append(i)
     shapes: dict[tuple, int] = {}
-    solutions: dict[int, Solution] = {}
-    reports, members = [], {}
+    solutions: list[Solution] = []  # by shape
+    phases = []
     for p, phase in enumerate(trace.phases):
         mine = [planned[i] for i in inside[p]]
         rows = tuple((t.birth - phase.first, t.death - phase.first, rounded(t.size)) for t in mine)
         shape = shapes.setdefault(rows, len(shapes))
-        fresh = shape not in solutions
+        fresh = shape == len(solutions)
         if fresh:
-            problem = Problem(tuple(Buffer(t.id, Lifespan(a, b), z) for t, (a, b, z) in zip(mine, rows, strict=True)))
-            # A shape may use half of the time that is left; real layers need milliseconds.
-            allowed = max(0.1, (deadline - time.monotonic()) / 2)
-            solutions[shape] = solve(problem, solver=solver, seconds=allowed, progress=progress)
+            problem = Problem.of((t.id, *row) for t, row in zip(mine, rows, strict=True))
+            solutions.append(solved(problem, 0.5))  # real layers need milliseconds
         s = solutions[shape]
-        members[p] = (inside[p], s.offsets)
-        reports.append(
-            PhaseReport(
-                phase.name, phase.first, phase.end, shape, len(mine), s.peak, s.lower_bound, s.proven, s.method,
-                s.seconds if fresh else 0.0, p in varying,
-            )
-        )  # fmt: skip
-    return reports, solutions, members
+        report = PhaseReport(
+            name=phase.name,
+            first=phase.first,
+            end=phase.end,
+            shape=shape,
+            tensors=len(mine),
+            peak=s.peak,
+            lower_bound=s.lower_bound,
+            proven=s.proven,
+            method=s.method,
+            seconds=s.seconds if fresh else 0.0,
+        )
+        phases.append(_Phase(report, inside[p], s.offsets))
+    return phases, [note for s in solutions for note in s.notes]
 
 
-def _level2(planned, reports, inside, bound, solver, deadline, progress):
-    """Plans pseudo blocks beside the tensors that outlive their phase; returns one offset per planned tensor."""
+def _level2(planned: Sequence[Tensor], phases: Sequence[_Phase], bound: int, solved: Solved) -> _Level2:
+    """Plans pseudo blocks beside the tensors that outlive their phase.
+
+    Args:
+        bound: the lower bound of all planned tensors. While blocks raise it, those at the worst moment are unpacked.
+    """
     blocks: dict[int, Buffer] = {}
-    for p, (members, _) in inside.items():
-        if members:
-            alive = [planned[i] for i in members]
+    for p, phase in enumerate(phases):
+        if phase.inside:
+            alive = [planned[i] for i in phase.inside]
             span = Lifespan(min(t.birth for t in alive), max(t.death for t in alive))
-            blocks[p] = Buffer(f"block {reports[p].name}", span, reports[p].peak)
+            blocks[p] = Buffer(f"block {phase.report.name}", span, phase.report.peak)
     loose = [i for i, t in enumerate(planned) if not t.transient]
     unpacked: list[int] = []
     block_bound = None
@@ -210,15 +250,13 @@ def _level2(planned, reports, inside, bound, solver, deadline, progress):
             break
         for p in guilty:
             del blocks[p]
-            loose += inside[p][0]
+            loose += phases[p].inside
             unpacked.append(p)
-    left = deadline - time.monotonic()
-    solution = solve(Problem(tuple(buffers)), solver=solver, seconds=max(0.1, left / 2), progress=progress)
+    solution = solved(Problem(tuple(buffers)), 0.5)
     offsets = [0] * len(planned)
-    for i, o in zip(loose, solution.offsets, strict=False):
+    for i, o in zip(loose, solution.offsets, strict=False):  # the blocks' come after them
         offsets[i] = o
     for p, base in zip(blocks, solution.offsets[len(loose) :], strict=True):
-        for i, o in zip(*inside[p], strict=True):
+        for i, o in zip(phases[p].inside, phases[p].offsets, strict=True):
             offsets[i] = base + o
-    names = tuple(reports[p].name for p in sorted(unpacked))
-    return offsets, f"level 2: {solution.method}", solution.notes, block_bound, names
+    return _Level2(offsets, f"level 2: {solution.method}", solution.notes, block_bound, unpacked)

@@ -31,7 +31,7 @@ class TruncatedInput(MalformedInput):
 
 
 class UnknownPhase(MalformedInput):
-    """A phase name outside DESIGN's vocabulary."""
+    """A phase name that is none of trace.PHASE_WORDS."""
 
 
 class BadSize(MalformedInput):

@@ -5,8 +5,8 @@
                             A_j + S_j <= A_i + (1 - z_ij) * U
                             0 <= A_i,  0 <= M <= U,  z binary
 
-`tight` adds what DESIGN lists: M >= the lower bound, U the best known peak, the largest buffer in the lower half
-(turned upside down a solution stays one), and the best known plan as the start. Both forms run with a gap of zero:
+`tight` adds four things: M >= the lower bound; U the best known peak; the largest buffer in the lower half (a solution
+turned upside down stays one); and the best known plan as the start. Both forms run with a gap of zero:
 the default of 1e-4 calls plans optimal that are not.
 
 The solver runs in a child process, because it does not keep time limits (a limit of 60 s took up to 138 s) and can

@@ -1,7 +1,7 @@
 """Compiles ops/csrc/dsa_search.cpp at first use and loads it with ctypes.
 
 The library is cached in $XDG_CACHE_HOME/ds_memo (~/.cache/ds_memo), named by a hash of source, compiler and flags, so a
-changed source or compiler builds anew. `ds_memo.plan.native.build()` builds it ahead of time (3 s).
+changed source or compiler builds anew. `ds_memo.plan.native.build()` builds it ahead of time (some 3 s).
 """
 
 from __future__ import annotations

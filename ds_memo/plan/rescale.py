@@ -2,7 +2,7 @@
 
 Tensor sizes of a transformer are affine in the sequence length, `size = a + b·s`, and which tensor lies above which is
 the hard part of a plan. So two profiled lengths give every size (`fit_sizes`), and `rescale` keeps the vertical order
-and stacks anew: each slot as low as the ones below it allow. 6,000 slots take some 40 ms.
+and stacks anew: each slot as low as the ones below it allow. 6,000 slots take some tens of milliseconds.
 
 The result is verified, and its lower bound is that of the new sizes: it can be above it, where the order is no longer
 the best.
@@ -38,21 +38,22 @@ class Affine(NamedTuple):
 
 @dataclass
 class Lines:
-    """Sizes of a run's requests by the sequence length, and at which lengths it asks for these."""
+    """Sizes of a run's requests as functions of the sequence length, and the lengths for which they are known to be right."""
 
     sizes: dict[str, Affine]
     least: int
     most: int
-    """From the one to the other it does."""
+    """From `least` to `most` tokens passes make these requests."""
     under: float = 0
     over: float = inf
-    """Here it does not, nor beyond."""
+    """At `under` tokens and below, at `over` and above, they make others."""
 
     def hold_at(self, length: int) -> bool:
+        """Whether passes of this length are known to make these requests."""
         return self.least <= length <= self.most
 
     def may_hold_at(self, length: int, min_bytes: int) -> bool:
-        """Whether nothing speaks against it: every request is of `min_bytes` or more there, or it would not be seen."""
+        """Whether they may, as far as is known. A request below `min_bytes` would not be seen, so all must be of that or more."""
         return self.under < length < self.over and min(line.at(length) for line in self.sizes.values()) >= min_bytes
 
     def learn(self, length: int, fits: bool) -> None:
@@ -137,7 +138,7 @@ def rescale(plan: Plan, sizes: Sequence[int]) -> Plan:
 
 
 def _neighbours(plan: Plan) -> list[list[int]]:
-    """For each slot the slots that at some time lie directly above it. All other overlaps follow from these."""
+    """For each slot the slots that at some time lie directly above it. If none of these overlap it, no other slot can."""
     events = [(s.birth, 1, i) for i, s in enumerate(plan.slots)] + [(s.death, 0, i) for i, s in enumerate(plan.slots)]
     events.sort()
     keys = [(s.offset, i) for i, s in enumerate(plan.slots)]

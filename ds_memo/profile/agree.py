@@ -1,9 +1,9 @@
 """What all ranks must have in common: the configuration, the profile, the budgets. The most careful of each wins.
 
-Two ways to hear of each other, and why there are two. A collective serves where every rank is sure to come. Where a rank may
-fail on the way, while others wait for it in a collective of their own (a layer's all-to-all, a gather of ZeRO-3), one more
-collective from the rank that failed would meet theirs: they hang, or read each other's bytes. So `together` speaks through the
-process group's key-value store, which belongs to no group and holds nobody up.
+There are two ways for ranks to talk. Where every rank is sure to come, a collective does. But where a rank may fail on the way
+while others wait for it inside a collective of their own (a layer's all-to-all, a gather of ZeRO-3), a collective by the rank
+that failed would be matched with theirs: they would hang, or read each other's bytes. So `together` and `late` use the process
+group's key-value store, which no collective waits on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
@@ -24,11 +25,11 @@ from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Prof
 
 T = TypeVar("T")
 PATIENCE_S = 600.0
-"""How long a rank that is well waits for what the others have to say."""
+"""How long a rank that succeeded waits for the others' answers."""
 GRACE_S = 60.0
-"""How long a rank that failed does: those who do not answer by then are waiting for it themselves."""
+"""How long a rank that failed does. Ranks that do not answer within it are waiting for this one."""
 ARRIVAL_S = 60.0
-"""After which a rank says who has not come to a place where it waits for all."""
+"""How long `late` waits for the others."""
 _meetings = itertools.count()
 
 
@@ -44,7 +45,7 @@ def world_size() -> int:
 
 
 def from_all_ranks(mine: Any) -> list[Any]:
-    """What every rank has to say, in the order of the ranks; all ranks must call this together."""
+    """Every rank's object, in the order of the ranks; all ranks must call this together."""
     if world_size() == 1:
         return [mine]
     everybody: list[Any] = [None] * world_size()
@@ -64,12 +65,12 @@ def together(what: Callable[[], T]) -> T:
     """Do something on all ranks, each by itself; all ranks must call this together.
 
     Returns:
-        This rank's result, once all of them have theirs.
+        This rank's result, once all ranks have theirs.
 
     Raises:
         Failed: on all ranks, if it failed on any.
-        MemoError: a rank did not answer, so there is no way on. A rank that fails in the middle of something that the ranks do
-            with each other ends so; its end is what ends the others, who wait for it.
+        MemoError: a rank did not answer, so the run cannot go on. So it is if a rank fails in the middle of a collective: the
+            others wait for it there. It raises this, and its end ends them.
     """
     result, error = None, None
     try:
@@ -84,10 +85,10 @@ def together(what: Callable[[], T]) -> T:
 
 
 def alone(what: Callable[[], T]) -> T:
-    """Do something on this rank, of which the others know nothing.
+    """As `together`, for this rank alone: the others neither wait for it nor hear of a failure.
 
     Raises:
-        Failed: if it failed.
+        Failed: it failed.
     """
     try:
         return what()
@@ -96,11 +97,13 @@ def alone(what: Callable[[], T]) -> T:
 
 
 def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    """On one line. PyTorch's errors may go on for a page: they are cut, and whole in the cause of `Failed`."""
+    text = str(error) if isinstance(error, MemoError) else shorten(str(error), 300, placeholder=" …")
+    return f"{type(error).__name__}: {text}"
 
 
 def late() -> list[int]:
-    """Ranks that have not come here after ARRIVAL_S; all ranks must call this together, and some may not know of it."""
+    """Wait until all ranks have called this; returns those that have not after ARRIVAL_S. For ranks that may have failed."""
     if world_size() == 1:
         return []
     store, meeting = _get_default_store(), next(_meetings)
@@ -118,7 +121,7 @@ def _key(meeting: int, rank: int) -> str:
 
 
 def _say(problem: str) -> list[str]:
-    """What every rank has to say; "" is nothing."""
+    """Tell the others of a problem; returns every rank's, "" where there is none."""
     if world_size() == 1:
         return [problem]
     store, me, meeting = _get_default_store(), dist.get_rank(), next(_meetings)
@@ -161,9 +164,9 @@ def refuse_differences(what: str, everybody: Sequence[dict[str, Any]]) -> None:
 
 
 def most_careful(profiles: Sequence[Profile]) -> Profile:
-    """One profile for all: the slowest copies, and of every layer the samples of the rank that needs the most memory.
+    """One profile for all ranks: the slowest copies, and for each kind of layer the most memory that any rank needs.
 
-    Times are rank 0's: ranks wait for each other in every step, so a slower one slows all.
+    Times are rank 0's: the ranks have the same layers, and wait for each other in every step.
     """
     return replace(
         profiles[0],
@@ -190,7 +193,7 @@ def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
 
 
 def _needs(kind: LayerProfile, there: LayerSample) -> list[int]:
-    """DEVICE_BYTES there: as measured or, on a rank that has measured at other lengths, by its lines."""
+    """A kind's DEVICE_BYTES at the length of sample `there`: as measured, or by its lines if it was measured at others."""
     where = there.batch, there.length, there.source
     for sample in (*kind.taken, *filter(None, [kind.half_source])):
         if (sample.batch, sample.length, sample.source) == where:

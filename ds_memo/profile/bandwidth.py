@@ -40,7 +40,7 @@ class CopyBench:
 
     def __init__(self, device: torch.device, pinned: bool, budget: int, chunk: int = CHUNK) -> None:
         self._device = device
-        self._slab = HostSlab(max(PAGE, min(chunk, budget) // PAGE * PAGE), HostPool(pinned, node_of(device)))
+        self._slab = HostSlab(max(PAGE, min(chunk, budget) // PAGE * PAGE), HostPool(pinned, node_of(device), device))
         self._block = _largest(self._slab)
         self.chunk = self._block.nbytes
         try:

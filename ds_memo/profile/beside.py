@@ -1,11 +1,11 @@
-"""Beside: what a pass took of the device beside its layers, by its request log. The solver leaves that much from then on.
+"""What a pass took of the device beside its layers, worked out from its request log. The solver leaves that much free afterwards.
 
 head         logits, loss, their gradients: between the last layer's forward and its backward; grows with the tokens
 forward      parameters that are gathered, masks
 backward     gradients, and the buckets in which they are reduced: more with every layer
 elsewhere    on other streams, where no address is planned: what is gathered and reduced while layers compute
 
-Bytes that are still there when the log ends count nowhere: the device no longer has them free.
+Blocks that are still alive when the log ends do not count: what the device has free no longer includes them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Beside(NamedTuple):
     """Bytes of one pass."""
 
     head: int
-    """But for what stays."""
+    """Of head and loss, between the last layer's forward and its backward; without `staying`."""
     staying: int = 0
-    """Of head and loss, through the whole backward."""
+    """Of head and loss, and there through the whole backward."""
     forward: int = 0
     backward: tuple[int, ...] = (0,)
     """By layer, in the order of the forward."""
@@ -31,12 +31,12 @@ class Beside(NamedTuple):
 
 
 class Most(NamedTuple):
-    """What the latest visit of a phase took: bytes of blocks that were born in it and did not outlive the log."""
+    """What the latest visit of a phase took: bytes of the blocks that were born in it and died before the log ended."""
 
     peak: int
     """The most alive at once."""
     staying: int
-    """Of those that are still alive when the phase after it is over, but for the gradient that is passed on."""
+    """Of those still alive at the end of the next phase, without the gradient that is passed on to it."""
 
 
 def beside(
@@ -50,10 +50,11 @@ def beside(
 
     Args:
         events: of the pass.
-        carried: bytes, by id, of blocks that passes before it left behind.
-        hidden_bytes: of the last layer's output. Autograd may add to its gradient in place all the way down: it is counted with
-            what each layer's backward takes, and grows with the tokens.
-        forward, backward: by phase, in the order of the forward, what layers were solved to take in it, with all that is kept.
+        carried: bytes, by id, of blocks that earlier passes left behind.
+        hidden_bytes: of the last layer's output, and so of its gradient. Autograd may add to that in place all the way down; it
+            is counted in what each layer's backward takes, so it does not count as staying.
+        forward, backward: by phase, in the order of the forward, the bytes that the solver took the layers to need then, with
+            everything that is kept.
     """
     head = most_in("head", events, hidden_bytes)
     if head is None:
@@ -75,14 +76,14 @@ def most_elsewhere(events: Sequence[Event]) -> int:
 
 
 def largest(of_ranks: Sequence[Beside]) -> Beside:
-    """Of every number, that of the rank that has most of it."""
+    """The largest of each number over the ranks."""
     heads, staying, forwards, backwards, elsewhere = zip(*of_ranks, strict=True)
     backward = tuple(map(max, zip_longest(*backwards, fillvalue=0)))
     return Beside(max(heads), max(staying), max(forwards), backward, max(elsewhere))
 
 
 def carry(carried: dict[int, int], events: Iterable[Event]) -> None:
-    """Go on over a pass with the bytes, by id, of blocks that are left behind."""
+    """Update `carried`, the bytes by id of the blocks that are alive, with a pass's events."""
     for event in events:
         if event.kind == "malloc":
             carried[event.id] = event.size
@@ -98,7 +99,7 @@ def most_in(phase: str, events: Sequence[Event], passed_on: int = 0) -> Most | N
         passed_on: bytes of the gradient that the next phase begins with, which does not count as staying.
 
     Returns:
-        Of the phase's latest visit; None: it was not visited.
+        None if the phase was not visited.
     """
     visits: list[str | None] = []
     born: dict[int, tuple[int, int]] = {}
@@ -133,7 +134,12 @@ def _sizes(events: Iterable[Event], kind: str) -> dict[int, int]:
 
 
 def _alive(events: Sequence[Event], sizes: Mapping[int, int], before: frozenset[int] = frozenset()) -> Iterator[tuple[str, int]]:
-    """After each event its phase, and what is alive of these blocks and dies before the end."""
+    """The phase and the bytes alive after each event, counting those of these blocks that die before the log ends.
+
+    Args:
+        sizes: bytes of the blocks, by id.
+        before: ids of those that are alive from the start.
+    """
     died = {event.id for event in events if event.kind == "free"} & sizes.keys()
     alive, phase = sum(sizes[id_] for id_ in died & before), ""
     yield phase, alive

@@ -20,14 +20,14 @@ from ds_memo.remat.random_states import forked
 
 _WHOLE = (torch.int32, torch.int64)
 _STATISTICS = 1 << 20
-"""Bytes; a larger buffer is a table or a quantised weight, which no forward changes and which a copy may not fit beside."""
+"""Bytes. A larger buffer is a table or a quantised weight: no forward changes it, and there may be no room for a copy."""
 
 
 class LayerCall:
     """A layer and what it was called with, to be called again at other lengths.
 
     Args:
-        layer: whose parameters and name count. Its module is there: it is being called, or the model that called it is.
+        layer: its module must be alive.
         fn, args, kwargs: as ds_memo.remat.checkpoint.Remat.run_with takes them.
     """
 
@@ -59,8 +59,10 @@ class LayerCall:
 
     @property
     def source(self) -> int:
-        """Length of the other states that it attends to: of the same batch, and no narrower than half (no rotary tables); 0:
-        there are none, or they are as long as the hidden states."""
+        """Length of the other states that it attends to, an encoder's; 0: none, or they are as long as the hidden states.
+
+        They are told from rotary tables and the like by the same batch and at least half the width.
+        """
         if self.hidden.dim() < 3:
             return 0
         states = (x for x in self._other_tensors() if x.dim() == self.hidden.dim() and x.is_floating_point())
@@ -73,11 +75,11 @@ class LayerCall:
         return HiddenShape(self.batch, self.length, tuple(rest), self.source)
 
     def others(self, apart: bool = False) -> list[list[Any]]:
-        """Shapes and dtypes of the other tensors that it is given (a mask, an encoder's states), with "length" for that. Not of
-        vectors, as the ends of documents: each batch has another number of them.
+        """Shapes and dtypes of the other tensors that it is given (a mask, an encoder's states), in which the word
+        "length" stands for its length. Vectors are left out, as the ends of documents: their number is another in each batch.
 
         Args:
-            apart: what depends on the source is known apart: "source" for that.
+            apart: the word "source" stands for the source's length, too.
         """
         names = {self.length: "length", **({self.source: "source"} if apart else {})}
         return [[names.get(n, n) for n in x.shape] + [str(x.dtype)] for x in self._other_tensors() if x.dim() > 1]
@@ -87,22 +89,24 @@ class LayerCall:
 
     @property
     def trains(self) -> bool:
-        """Whether anything in it, or before it, wants a gradient: else it keeps nothing."""
+        """Whether a parameter or an input of it wants a gradient. If none does, it keeps nothing."""
         return any(x.requires_grad for x in (self.hidden, *self._other_tensors(), *self.layer.parameters))
 
     def can_shorten(self) -> bool:
-        """Whether it can be told from the batch, and no argument says where documents end: then cutting it is safe."""
+        """Whether it is safe to cut the call to a shorter length: the length differs from the batch, and no argument says where
+        documents end."""
         return self.length != self.batch and not any(map(self._ends_documents, tree_leaves((self._args, self._kwargs))))
 
     def _ends_documents(self, value: Any) -> bool:
-        """As flash-attention's cu_seqlens: kernels would read beyond what was cut."""
+        """Whether it looks like flash-attention's cu_seqlens, by which kernels would read beyond what was cut."""
         if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.numel() < 2 or value.dtype not in _WHOLE:
             return False
         first, last = value[[0, -1]].tolist()
         return first == 0 and last >= self.length
 
     def _dims_of(self, length: int, tensor: torch.Tensor) -> list[int]:
-        """Models as wide as a sequence is long are no rarity: the hidden size is none of them."""
+        """The dimensions of a tensor that have this size. Not the last one of hidden states: a model may be as wide as a sequence
+        is long."""
         hidden = self.hidden.shape
         states = tensor.dim() == len(hidden) and tensor.shape[-1] == hidden[-1]
         return [dim for dim, size in enumerate(tensor.shape[:-1] if states else tensor.shape) if size == length]
@@ -138,10 +142,8 @@ class LayerCall:
 
 @contextmanager
 def beside_the_training(module: nn.Module) -> Iterator[None]:
-    """Run something that the training must not see: buffers get their values back, saved-tensor hooks see no tensor.
-
-    With hooks of its own on top, as save_on_cpu or a torch.utils.checkpoint around the whole model, the caller would take the
-    profile's tensors for the forward's.
+    """Run something that the training must not see: afterwards buffers have their old values, and saved-tensor hooks of the
+    caller (save_on_cpu, or a torch.utils.checkpoint around the whole model) have not taken the profile's tensors for its own.
     """
     # Through .data: the value is the old one again, so autograd need not know of a change.
     buffers = [
@@ -165,7 +167,7 @@ def beside_the_training(module: nn.Module) -> Iterator[None]:
 
 
 def _copied(value: Any) -> Any:
-    """What a forward may change in place."""
+    """A copy, which a forward may change in place."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
@@ -181,15 +183,16 @@ def layer_calls(
     kinds: Sequence[int],
     enough: Callable[[dict[int, LayerCall]], bool],
 ) -> dict[int, LayerCall]:
-    """The first call of each kind of layer in a forward, caught on its way in, in the order in which they come.
+    """Run a forward of the model to catch the first call of each kind of layer, in the order in which they come.
 
-    The first layer of a kind runs once more, for those behind it: nothing is saved for a backward, its parameters are gathered
-    where ZeRO-3 has them in pieces. The next ones of that kind give the same output again. No random number is drawn for good,
-    and what the model is called with stays as it is.
+    The layers behind a caught one need its output, so the first layer of each kind runs, with nothing saved for a backward and
+    its parameters gathered where ZeRO-3 has them in pieces; later layers of that kind return the same output. Random generators
+    and the arguments of the model are left as they were.
 
     Args:
+        args, kwargs: of the model's forward.
         kinds: of each layer, see ds_memo.profile.kinds.
-        enough: whether the forward may end here, given the calls so far.
+        enough: given the calls so far, whether the forward may end here.
 
     Raises:
         MemoError: the forward made no layer call.
@@ -228,7 +231,8 @@ def layer_calls(
 
 
 def _run_once(call: LayerCall, run: Callable[[], Any]) -> Any:
-    """Its outputs want a gradient where those of a training would, and what comes behind may change them in place."""
+    """Run a layer without saving anything. Its outputs want a gradient where they would in training, and are copies: what comes
+    behind may change them in place."""
     counted = any(hasattr(parameter, "ds_id") for parameter in call.layer.parameters)  # ZeRO-3 would wait for the backward
     drop = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
     with torch.set_grad_enabled(not counted), drop, whole(call.layer.module()):

@@ -12,12 +12,13 @@ from ds_memo.swap.host_memory import available_bytes, ranks_on_node
 from ds_memo.units import GIB
 
 RESERVE = 0.08
-"""Share of what is free that is left to workspaces of kernels and to what torch's allocator loses between blocks until addresses
-are planned, at least."""
+"""Share of the free memory that is left alone at least: for kernels' workspaces, and for what torch's allocator loses between
+blocks until addresses are planned."""
 UNSEEN = 0.50
-"""The same as long as it has not been seen what head, loss and optimizer take: logits can be larger than all that layers keep."""
+"""The share that is left alone in the first step, before it was seen what head, loss and optimizer take: logits can be larger
+than everything that layers keep."""
 LOSES_MORE = 1.25
-"""What torch's allocator loses in the passes after the first step, over what it lost in that."""
+"""How many times more torch's allocator loses between blocks in later passes than it lost in the first step."""
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _WHOLE_MIB = 32
@@ -25,12 +26,13 @@ _asked = _blocks_are_whole = False
 
 
 def keep_blocks_whole(device: torch.device, on: bool) -> None:
-    """Have torch's allocator split no block of more than 32 MiB, so that it can give all that is free back to the device and ask
-    for another size: nothing is lost between blocks, at the price of more cudaMalloc. For passes whose addresses are not planned
-    yet.
+    """Have torch's allocator split no block of more than 32 MiB, or undo that.
 
-    Does nothing on a CPU, where the environment has settings of its own (PyTorch: "Optimizing memory usage with
-    PYTORCH_CUDA_ALLOC_CONF"), and where such a block is split already. Settings made at run time are lost.
+    A block that is whole can go back to the device when another size is needed: nothing is lost between blocks, at the price of
+    more cudaMalloc calls. For passes whose addresses are not planned yet.
+
+    Does nothing on a CPU; where the environment configures the allocator (PyTorch: "Optimizing memory usage with
+    PYTORCH_CUDA_ALLOC_CONF"); and where a large block is split already. Replaces settings that were made at run time.
     """
     global _asked, _blocks_are_whole
     if device.type != "cuda" or on == _asked or any(map(os.environ.get, _SETTINGS)):
@@ -85,14 +87,14 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
         device_memory_gib: of the whole device that this process may use; absent: what is free. On a CPU, where parameters and
             activations share what there is, it is what activations may take.
         to_come: bytes of gradients and optimizer states that do not exist yet.
-        reserve: share of what is free that is left alone: RESERVE, UNSEEN, or 0 for what could be had at most.
-        lost: bytes that are left alone at least, where any are.
+        reserve: share of the free memory that is left alone: RESERVE, UNSEEN, or 0.
+        lost: see `lost_bytes`. LOSES_MORE times as much is left alone if that is more than the reserve, which must not be 0.
     """
     left = device_free(device)
     if left is None:
         if device_memory_gib is not None:
             return int(device_memory_gib * GIB)
-        return max(0, int(available_bytes(locked=False) * (1 - reserve)) // ranks_on_node() - to_come)
+        return max(0, int(available_bytes() * (1 - reserve)) // ranks_on_node() - to_come)
     if device_memory_gib is not None:
         left = min(left, int(device_memory_gib * GIB) - torch.cuda.memory_allocated(device))
     alone = max(left * reserve, LOSES_MORE * lost) if reserve else 0
@@ -100,8 +102,8 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
 
 
 def lost_bytes(device: torch.device) -> int:
-    """The most that torch's allocator held beyond the most it was asked for, since the peaks were reset; 0 on a CPU, and where
-    blocks are kept whole, or segments expand: it would have given back what it held."""
+    """By how much the peak of what torch's allocator reserved exceeds the peak of what it was asked for, since the peaks were
+    reset. 0 on a CPU, and where blocks are kept whole or segments expand: it could have given the difference back."""
     if device.type != "cuda" or _blocks_are_whole or any(s["is_expandable"] for s in torch.cuda.memory_snapshot()):
         return 0
     stats = torch.cuda.memory_stats(device)
@@ -109,8 +111,8 @@ def lost_bytes(device: torch.device) -> int:
 
 
 def device_free(device: torch.device) -> int | None:
-    """Bytes that torch's allocator could still hand out, within what this process was limited to; None on a CPU, where memory
-    that is not touched takes none."""
+    """Bytes that torch's allocator could still hand out within this process's limit (set_per_process_memory_fraction); None on a
+    CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -119,14 +121,14 @@ def device_free(device: torch.device) -> int | None:
 
 
 def most_beyond(device: torch.device, known: int) -> int | None:
-    """The most that was alive at once beyond what is alive now and `known` bytes, since the process began; None: not known."""
+    """By how much the most that was ever allocated at once exceeds what is allocated now and `known` bytes; None on a CPU."""
     if device.type != "cuda":
         return None
     return max(0, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device) - known)
 
 
 def device_seen(device: torch.device) -> dict[str, int] | None:
-    """Bytes of the device in all, free, and held by this process, for people; None on a CPU, where the host's count."""
+    """Bytes of the device in all, free, and reserved by this process, for reports; None on a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -15,15 +15,19 @@ from torch import nn
 from ds_memo.remat.checkpoint import Layer
 
 _NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")
-"""Attributes that tell a layer's place alone."""
+"""Attributes that say nothing but where in the model a layer is."""
 _PASSING = ("training", "gradient_checkpointing")
+"""Attributes that may change from pass to pass."""
 _NO_MATTER = ("_name_or_path", "transformers_version")
-"""Of a Hugging Face config."""
+"""Entries of a Hugging Face config that layers do not look at."""
 
 
 def kinds_of(layers: Iterable[Layer]) -> list[int]:
-    """For each layer the number of its kind: alike are layers of one class with parameters of the same shapes and the same
-    settings (a window of attention, say). What is another in most layers is no setting, but a name or a number."""
+    """For each layer the number of its kind.
+
+    Two layers are of one kind if they have the same class, parameters of the same shapes and the same settings (an attention
+    window, say). An attribute that differs between most layers is no setting, but a name or a number of the layer.
+    """
     layers = list(layers)
     shapes = [_class_and_shapes(layer) for layer in layers]
     settings = [_settings(layer.module()) for layer in layers]
@@ -54,8 +58,8 @@ def layer_in_words(layer: Layer) -> str:
 
 
 def settings_digest(layer: Layer) -> str:
-    """Of everything else that can be seen to change what the layer does: heads, experts per token, windows, attention kernels,
-    forwards that were replaced (Liger's, TiledMLP)."""
+    """A digest of everything else that is known to change what the layer does: heads, experts per token, windows, attention
+    kernels, forwards that were replaced (Liger's, TiledMLP)."""
     module = layer.module()
     seen = [re.sub(r"0x[0-9a-f]+", "", repr(module)), sorted(_settings(module).items()), *_configs(module), _code(module)]
     return hashlib.sha256(json.dumps(seen, sort_keys=True, default=repr).encode()).hexdigest()[:20]
@@ -79,7 +83,7 @@ def _settings(module: nn.Module | None) -> dict[str, Any]:
 
 
 def _code(module: nn.Module) -> str:
-    """Of all forwards in it."""
+    """A digest of the code of all forwards in it."""
     digest = hashlib.sha256()
     for part in module.modules():
         forward = getattr(part.forward, "plain", part.forward)  # a layer's own is behind ds_memo's
@@ -90,7 +94,7 @@ def _code(module: nn.Module) -> str:
 
 
 def _configs(module: nn.Module) -> list[dict[str, Any]]:
-    """Hugging Face's, which its layers hold and look at while they run."""
+    """The Hugging Face configs that its parts hold, and look at while they run."""
     configs = {id(config): config for part in module.modules() if hasattr(config := getattr(part, "config", None), "to_dict")}
     return [
         {name: value for name, value in config.to_dict().items() if name not in _NO_MATTER}

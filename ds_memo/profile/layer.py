@@ -94,8 +94,11 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
 
 @contextmanager
 def _own_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Others of the same values in place of those that are trained. A backward that runs another one inside, as DeepSpeed's
-    TiledMLP, adds to gradients by itself and calls all hooks that parameters have, and one that reduces waits for other ranks."""
+    """Put copies in the place of the trained parameters, sharing their memory but not their hooks and gradients.
+
+    autograd.grad alone would not do: a backward that runs another one inside, as DeepSpeed's TiledMLP, adds to .grad by itself
+    and calls the parameters' hooks, and one that reduces gradients waits for other ranks.
+    """
     held = ((part, name, own) for part in module.modules() for name, own in part._parameters.items())
     owners = [(part, name, own) for part, name, own in held if own is not None and own.requires_grad]
     others: dict[nn.Parameter, nn.Parameter] = {}
@@ -113,7 +116,7 @@ def _own_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 
 class _Fixed:
-    """A policy with one answer."""
+    """A policy that always answers `setting_now`. What is measured stays on the device, so it is never asked for an alpha."""
 
     setting_now = Setting()
 
@@ -142,7 +145,7 @@ class _Watched(SwapEngine):
 
 
 class _Bench:
-    """One layer on the table."""
+    """One layer, set up to be run on its own again and again."""
 
     def __init__(
         self, layer: Layer, fn: Callable, args: tuple, leaves: list[torch.Tensor], device: torch.device, attention: str | None
@@ -195,7 +198,7 @@ class _Bench:
         return self._layer.latest
 
     def watched(self) -> Stopwatch:
-        """When each kernel that counts ran, once."""
+        """Run once and time each GEMM, attention and choice."""
         with Stopwatch(self._device) as watch:
             start = watch.now()
             outputs = self.forward(Setting(checkpointed=False))
@@ -218,7 +221,7 @@ class _Bench:
         return forward, max(0, count.peak - frame)
 
     def saved_bytes(self) -> int:
-        """Storages that autograd saves, but for parameters and what other layers share."""
+        """Bytes that autograd saves, without parameters, buffers and arguments that other layers share."""
         module = self._layer.module()
         own = (*module.parameters(), *module.buffers())
         shared = [
@@ -227,7 +230,7 @@ class _Bench:
         known = {x.untyped_storage().data_ptr() for x in (*own, *shared) if x is not self._leaves[0]}
         saved: dict[int, torch.UntypedStorage] = {}
 
-        def note(tensor: torch.Tensor) -> None:  # handed back it would be held by the graph that it holds, for ever
+        def note(tensor: torch.Tensor) -> None:  # returns nothing: the graph would keep a saved output, which keeps the graph
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known and not isinstance(tensor, nn.Parameter):
                 saved[storage.data_ptr()] = storage

@@ -62,15 +62,19 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def hidden_shape(shapes: Shapes, hidden: HiddenShape, others: Shapes) -> HiddenShape | None:
-    """The hidden states of a model that is called with `others`, without calling it.
+    """Predict the shape of the hidden states in a call of a model, without calling it, from an earlier call.
+
+    Dimensions of the earlier call's tensors that equalled the hidden states' batch and length are looked up in the new call's.
 
     Args:
-        shapes: what it was called with when they were `hidden`.
+        shapes: the tensors of the earlier call.
+        hidden: the hidden states in that call.
+        others: the tensors of the new call.
 
     Returns:
-        Batch and length from where they stood then, or the length alone, of rows that are one batch (an image's patches). The
-        source as well; one that stood nowhere (of sound, of pictures) stays as it was while nothing else has changed. None: they
-        stood nowhere, or no longer agree.
+        The new shape. Where the batch is 1, the length alone may be found (an image's patches). The source is looked up too; one
+        that no dimension equalled (of sound, of pictures) is taken to be unchanged if nothing else has changed. None if nothing
+        equalled them, or the places where something did disagree now.
     """
     if [len(shape) for shape, _ in shapes] != [len(shape) for shape, _ in others]:
         return None
@@ -89,7 +93,7 @@ def hidden_shape(shapes: Shapes, hidden: HiddenShape, others: Shapes) -> HiddenS
 
 
 def _stands(pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], batch: int, length: int) -> set[tuple[int, ...]]:
-    """What stands now where this batch and length stood."""
+    """The sizes in the second shape of each pair where the first has this batch and length."""
     found = {there[:2] for here, there in pairs if here[:2] == (batch, length)}
     if batch == 1:
         found |= {(1, there[0]) for here, there in pairs if here[:1] == (length,)}
@@ -97,7 +101,7 @@ def _stands(pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], batch: int
 
 
 def length_between(here: PassKind, there: PassKind) -> Length | None:
-    """None where the kinds are equal, or differ in more than one size."""
+    """The one size in which two kinds differ; None where they are equal, or differ in more than that."""
     if here[1:] != there[1:] or [(len(s), dtype) for s, dtype in here.shapes] != [(len(s), dtype) for s, dtype in there.shapes]:
         return None
     places = tuple(

@@ -25,7 +25,8 @@ class LiveBytes(TorchDispatchMode):
     counts too: autograd carries the mode along. No tensor is kept alive by being counted.
 
     Enter it around other dispatch modes, not inside them: it sees only what reaches it. Not seen either: a kernel's own
-    workspace, tensors made in other Python threads, memory that torch merely wraps (`torch.frombuffer`).
+    workspace, what a higher-order op (torch.cond) makes inside, tensors made in other Python threads, memory that torch
+    merely wraps (`torch.frombuffer`).
 
     Args:
         device: The device to count on; a type without index ("cuda") means every device of that type.
@@ -40,6 +41,8 @@ class LiveBytes(TorchDispatchMode):
         >>> count.live
         4096
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """Request logs: what the allocator op saw in a pass, ready to be compared, merged and planned.
 
-A log knows the requests of each visit of a phase, and where each block died: in which visit, before its how-manieth malloc.
-Where blocks die may differ between passes that ask for the same (a gradient lives on after the first micro-batch of an
-accumulation and dies at once in the others), and the latest counts. A block that outlives its pass is an *escapee*: no
-address can be promised to it, unless it always dies in the next pass before it is born again (a gradient, where zero_grad()
-comes after the forward): such a block *wraps around* and has its address to itself.
+A log has the requests of each visit of a phase, and for each block where it died: in which visit, and after how many of that
+visit's mallocs. Passes that ask for the same may free at different places (a gradient lives on after the first micro-batch of an
+accumulation and dies at once in the others); then the latest place counts. A block that outlives its pass is an *escapee*: no
+address can be promised to it. An exception is a block that always dies in the next pass before it is born again (a gradient,
+where zero_grad() comes after the forward): it *wraps around*, and gets an address that nothing else uses.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RequestLog:
     """Per visit and malloc."""
 
     def repeated_by(self, later: RequestLog) -> bool:
-        """Whether a later pass asks for the same, but for what this one left behind once and for all: optimizer states,
+        """Whether a later pass asks for the same, apart from what only the first pass makes and never frees: optimizer states,
         workspaces, caches."""
         if [visit.phase for visit in self.visits] != [visit.phase for visit in later.visits]:
             return False
@@ -64,7 +64,8 @@ class RequestLog:
         return True
 
     def merged(self, other: RequestLog) -> RequestLog | None:
-        """Both in one: the longer visits, the later deaths. None where neither is the beginning of the other."""
+        """Both logs in one: the visits of the longer, and of each block the later death. None where the visits of neither are the
+        beginning of the other's."""
         long, short = (self, other) if len(self.visits) >= len(other.visits) else (other, self)
         if long.visits[: len(short.visits)] != short.visits:
             return None
@@ -74,11 +75,11 @@ class RequestLog:
         return RequestLog(long.visits, later + long.deaths[len(short.deaths) :])
 
     def trace(self, wrapping: Collection[Place] = (), escapees: bool = False) -> Trace:
-        """As the planner wants it; malloc k of visit v is called "v:k".
+        """The log as the planner reads it; malloc k of visit v has the id "v:k".
 
         Args:
             wrapping: mallocs that wrap around: they live from the first request to the last.
-            escapees: give the others too, never freed, instead of leaving them out.
+            escapees: include the other escapees, never freed; they are left out otherwise.
         """
         frees: dict[Place, list[str]] = defaultdict(list)
         for v, visit in enumerate(self.deaths):
@@ -100,14 +101,19 @@ class RequestLog:
         return Trace(tuple(requests), tuple(phases))
 
     def resized(self, sizes: Mapping[str, int]) -> RequestLog:
-        """The same log with other sizes, by the names that `trace` gives."""
+        """The same log with other sizes, by the ids that `trace` gives."""
         visits = (
             Visit(visit.phase, tuple(sizes[f"{v}:{k}"] for k in range(len(visit.sizes)))) for v, visit in enumerate(self.visits)
         )
         return RequestLog(tuple(visits), self.deaths)
 
     def slots(self, offsets: Mapping[str, int], left: int) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Every visit with its mallocs as (bytes, offset); what has no offset gets `left`."""
+        """Every visit with its mallocs as (bytes, offset), as the allocator op loads a plan.
+
+        Args:
+            offsets: by the ids that `trace` gives.
+            left: the offset of those that have none.
+        """
         return [
             (visit.phase, [(size, offsets.get(f"{v}:{k}", left)) for k, size in enumerate(visit.sizes)])
             for v, visit in enumerate(self.visits)
@@ -115,14 +121,14 @@ class RequestLog:
 
 
 def read_log(events: Iterable[Event], escaped: dict[int, Place]) -> tuple[RequestLog, set[Place]]:
-    """One pass, from the op's log of it.
+    """Make a log from the allocator op's events of one pass.
 
     Args:
         events: of this pass.
-        escaped: id and birth of blocks of the pass before that had escaped it; those of this pass are left in it.
+        escaped: birth, by id, of the blocks that escaped the pass before. Replaced by those that escape this one.
 
     Returns:
-        The log, and those of the `escaped` that wrapped around.
+        The log, and the births of those blocks of `escaped` that wrapped around.
     """
     wrapping: set[Place] = set()
     phases: list[str] = []

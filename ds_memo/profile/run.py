@@ -40,8 +40,9 @@ T = TypeVar("T")
 LONGEST = 1 << 14
 """Tokens of the longest sequence that `fit` runs; kernels are as fast as they get long before."""
 WIDTHS = 4
-"""Or as many tokens as so many times the width of the hidden states, if that is more. Up to some two widths most of what a layer
-holds at once are gradients of weights (7B: as measured at 4 to 16 Ki tokens), and the longest two samples must be beyond."""
+"""`fit` runs up to this many tokens per unit of the hidden states' width, if that is more than LONGEST. Up to some two widths,
+most of what a layer holds at once are gradients of weights (7B: measured at 4 to 16 Ki tokens), and the longest two samples must
+be beyond that."""
 SHORTEST = 1 << 11
 """Tokens; below a check of this length a fit would measure nothing but overhead, so `direct` is used."""
 WAKING_S = 0.3
@@ -63,8 +64,8 @@ def lengths_of(method: str, length: int, width: int, can_shorten: bool) -> tuple
 
 
 def worth_measuring(layers: Sequence[Layer], kinds: Sequence[int], calls: Mapping[int, LayerCall]) -> dict[int, LayerCall]:
-    """The calls of kinds that keep something: where a gradient is wanted in them or before them. A frozen vision tower keeps
-    nothing."""
+    """Of the calls by kind, those that keep anything for a backward: a gradient is wanted in such a layer or before it. A frozen
+    vision tower keeps nothing."""
     trained = (index for index, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters))
     first = next(trained, len(layers))
     last = {kind: index for index, kind in enumerate(kinds)}
@@ -82,7 +83,7 @@ class Asked:
         method: fit, direct or unified.
         lengths: of each call, from lengths_of; the same on all ranks, whose layers may wait for each other.
         full: of each call its full length, the least of all ranks.
-        sources: of each call, the length of the states beside its own to measure with; 0: it has none, or not on all ranks.
+        sources: of each call, the source's length to measure with; 0: it has no source, or not on all ranks.
         host_budget: bytes of this rank.
     """
 
@@ -120,7 +121,7 @@ class Asked:
         }
 
     def free(self) -> int:
-        """Bytes that could be had on the device now."""
+        """Bytes that are free on the device now."""
         return device_budget(self.device, self.device_memory_gib, 0, RESERVE)
 
     def key(self) -> dict[str, Any]:
@@ -143,10 +144,10 @@ class Asked:
 
 
 def take_profile(asked: Asked, warn: Callable[[str], None], told: Callable[[str], None] = lambda line: None) -> Profile:
-    """Measure; all ranks together. The most careful answer is everybody's.
+    """Measure layers and copies; all ranks must call this together, and get the same profile: see `most_careful`.
 
     Args:
-        told: gets one line per thing measured, for people who wait.
+        told: called with a line about each thing measured, for people who wait.
 
     Raises:
         Failed: something cannot be measured on some rank. All ranks know.
@@ -184,7 +185,7 @@ def measure_kinds(
     told: Callable[[str], None] = lambda line: None,
     do: Callable[[Callable[[], T]], T] = together,
 ) -> tuple[LayerProfile, ...]:
-    """The layers alone.
+    """Measure the layers, not the copies.
 
     Args:
         do: `together`, or `alone` on a rank whose layers wait for no other.
@@ -196,7 +197,7 @@ def measure_kinds(
 
 
 def _wake(device: torch.device) -> None:
-    """An idle GPU runs at a sixth of its clock, and what is measured then would be in the cache for good."""
+    """Keep the GPU busy for a moment. An idle one runs at a sixth of its clock, and such times would stay in the cache."""
     if device.type != "cuda":
         return
     x = torch.ones(2048, 2048, dtype=torch.bfloat16, device=device)
@@ -244,12 +245,11 @@ def _measure_kind(
         except Failed as failed:  # a layer may know its length: DeepSpeed's Ulysses does, unless told that lengths vary
             if not source and (asked.method != "fit" or lengths == (full,)):
                 raise
-            why = str(failed).partition("\n")[0]
             beside = f" beside {source:,}" if source else ""
-            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens{beside} ({why}); it is at {full:,}")
+            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens{beside} ({failed}); it is at {full:,}")
             samples, half = measured((full,), 0), []
     profile = do(lambda: _profile(name, asked.method, samples, warn))
-    # Where it keeps other tensors then, what a token of the source takes is not known.
+    # If it keeps other tensors with half of the source, the two cannot be compared: what a token of it takes is not known.
     return replace(profile, half_source=half[0]) if half and len(half[0].outputs) == len(profile.taken[-1].outputs) else profile
 
 

@@ -1,11 +1,13 @@
-"""What is measured of a run, as plain data: samples of layers at a few lengths, bandwidths, and the JSON file they make.
+"""What is measured of a run, as plain data: samples of layers at a few lengths, bandwidths, and their JSON file. No torch.
 
-What a layer keeps is a + b·t bytes in its tokens t, and so is every time but attention's, which is b·t + c·t·s for t tokens
-in sequences of s. Two samples give the lines; a third, longer one checks them. One sample gives lines through the origin.
-Layers that attend to an encoder's states also keep and take something for each token of those, as one more sample with half of
-them tells.
-What a layer holds at once on its way is the most of many such lines (with few tokens gradients of weights rule, with many
-activations), so the longest two samples give it. No torch.
+How a layer is carried over from the measured lengths to others, for t tokens in sequences of s:
+
+bytes kept, times    a + b·t; but attention's time is b·t + c·t·s. Two samples give the lines; a third, longer one checks them.
+                     One sample alone gives lines through the origin
+an encoder           a layer that attends to an encoder's states also keeps and takes something for each token of those. One more
+                     sample with half of them (`half_source`) says how much
+most bytes at once   the largest of several such lines (with few tokens gradients of weights are most of it, with many tokens
+                     activations), so the longest two samples give it
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class LayerProfile:
     check: LayerSample | None = None
     """A longer one that the lines through `samples` were held against."""
     half_source: LayerSample | None = None
-    """As the longest, with half of its source; None: there is none, or it was not measured apart."""
+    """The longest sample measured again with half of its source; None: it has no source, or that could not be varied."""
 
     @property
     def taken(self) -> tuple[LayerSample, ...]:
@@ -166,12 +168,12 @@ class LayerProfile:
         )
 
     def _for_each(self, of: Measured, size: Measured) -> float:
-        """What `of` grows by with each of what the source has more of, by this size; 0 where that was not measured apart."""
+        """How much `of` grows with each unit of `size` that a larger source brings; 0 without `half_source`."""
         whole, half = self.taken[-1], self.half_source
         return max(0.0, of(whole) - of(half)) / (size(whole) - size(half)) if half else 0.0
 
     def off(self) -> float:
-        """How far the check is from the lines: of the seconds relatively, infinitely if a size differs by over 1 %."""
+        """How far the check is from the lines: the relative error of the seconds, or inf if a size is off by more than 1 %."""
         if self.check is None:
             return 0.0
         if len({len(sample.outputs) for sample in self.taken}) > 1:
@@ -218,7 +220,7 @@ class Profile:
         return [index for index, kind in enumerate(self.layers) if kind is not None and at[kind] is not None]
 
     def last(self, at: Sequence[Any]) -> Any:
-        """Of what stands in `at`, that of the last layer that is called."""
+        """The entry of `at` (by kind) for the last layer that is called."""
         return at[self.layers[self.called(at)[-1]]]
 
     def costs(
@@ -231,7 +233,7 @@ class Profile:
         """The layers that are called, at any length of a rank's share, for the solver.
 
         Args:
-            at: by kind, sequences and tokens of each, and of those that it attends to; None: it is not called.
+            at: by kind, the arguments of LayerProfile.costs (batch, length and, with an encoder, source); None: it is not called.
             ranks_per_sequence: of the run; absent: as measured.
         """
         spread = (ranks_per_sequence or self.ranks_per_sequence) / self.ranks_per_sequence
@@ -321,7 +323,8 @@ def _check(profile: Profile) -> None:
 
 
 def _line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """a + b·x through one or two points with a, b ≥ 0: noise must not make a longer sequence cheaper, or a short one free."""
+    """a + b·x at x, through one or two points (x, y), with a, b ≥ 0: noise must not make a longer sequence cheaper, or a short
+    one free."""
     (x1, y1), (x2, y2) = points[0], points[-1]
     slope = (y2 - y1) / (x2 - x1) if x2 > x1 else math.inf
     if not 0 <= slope <= y2 / x2:
@@ -330,9 +333,10 @@ def _line(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def _at_most(rays: Sequence[tuple[float, float, float]], x: float, y: float) -> float:
-    """The most that a maximum of lines in x and y can be that is so much on these rays (x, y, value), which go from y to x.
+    """An upper bound at (x, y) of a function that is known at a few points (x, y, value), sorted by x / y.
 
-    A sum of two of them, each so many times, is no less there than the value of the sum.
+    The function is a maximum of linear ones, so it is convex and scales with its arguments. (x, y) is written as a sum of
+    multiples of the two points on either side; the same sum of their values is no less than the function there.
     """
     if x * rays[0][1] <= rays[0][0] * y:
         return rays[0][2] * y / rays[0][1]
@@ -348,7 +352,7 @@ def _nbytes(outputs: Sequence[Output], kinds: Sequence[OutputKind]) -> int:
 
 
 def _attention(points: Sequence[tuple[float, float, float]], tokens: float, length: float) -> float:
-    """b·t + c·t·s through one or two points (t, s, y) with b, c ≥ 0."""
+    """b·t + c·t·s at these tokens and length, through one or two points (t, s, y), with b, c ≥ 0."""
     (t1, s1, y1), (t2, s2, y2) = points[0], points[-1]
     whole = y2 / (t2 * s2)
     per_pair = (y2 / t2 - y1 / t1) / (s2 - s1) if s2 > s1 else whole

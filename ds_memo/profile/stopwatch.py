@@ -16,7 +16,7 @@ def now(device: torch.device) -> Any:
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
@@ -27,6 +27,8 @@ def seconds_between(start: Any, end: Any) -> float:
 
 class Stopwatch(TorchDispatchMode):
     """Time the GEMMs, attention and choices of a layer's forward, and attention in its backward."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -17,18 +17,21 @@ from ds_memo.remat.modes import NotingMode, under_a_checkpoint
 from ds_memo.remat.recipe import Seen, SeenGemm, SeenWhole, fingerprint
 
 ALL_SO_FAR = -1
-"""Of memory that a kernel out of our sight may have filled: every GEMM up to the moment when it is read."""
+"""The sources of memory that a kernel out of our sight may have filled: every GEMM up to the moment when it is read."""
 
 
 class Analyse(NotingMode):
-    """Watch a layer's first forward of a kind: which outputs its backward depends on. Nothing leaves the device before the end.
+    """Watch a layer's first forward of a kind, to find which outputs its backward depends on. Nothing is copied before its end.
 
-    Dependence is tracked from storage to storage and only back to the nearest GEMM or whole op. A storage that comes from nowhere
-    (a compiled region's output, memory that NumPy made) may be made of everything computed before it was first seen.
+    For each storage the *sources* are tracked: a bit set of the GEMMs whose outputs it was made of. They go back no further than
+    the nearest GEMM or whole op, whose outputs can be supplied. A storage that no op returned (a compiled region's output, memory
+    that NumPy made) counts as made of everything computed before it was first seen.
 
     Args:
-        module: the layer, if it is one.
-        givens: tensors that were there before: the layer's parameters, buffers and arguments.
+        seen: filled here.
+        module: the layer; None: a function that belongs to no module.
+        givens: tensors that existed before: the layer's parameters, buffers and arguments.
+        finish: called with `call` and `seen` once the forward is over.
     """
 
     def __init__(
@@ -46,10 +49,10 @@ class Analyse(NotingMode):
         self._finish = finish
         givens = list(givens)
         self._parameters = [tensor for tensor in givens if isinstance(tensor, nn.Parameter)]
-        self._sources = {storage_of(tensor): 0 for tensor in givens}  # storage → bit set of the GEMMs it was made of
+        self._sources = {storage_of(tensor): 0 for tensor in givens}
         self._sources.pop(0, None)
         self._older = set(self._sources)  # storages of before the call
-        # No address is used twice while we look; ZeRO-3 lets go of what parameters are before they are gathered.
+        # A weak reference keeps a storage's id from being used again: ZeRO-3 replaces parameters' storages as it gathers them.
         self._alive = [StorageWeakRef(tensor.untyped_storage()) for tensor in givens if storage_of(tensor)]
         self._weights = {storage_of(parameter) for parameter in self._parameters}
         self._weights.discard(0)
@@ -81,11 +84,11 @@ class Analyse(NotingMode):
 
     def _note(self, tensor: torch.Tensor) -> None:
         self.seen.packs += 1
-        self.seen.flops_batched_again = self.seen.flops_batched
+        self.seen.unkept.batched_flops_again = self.seen.unkept.batched_flops
         self.seen.wanted |= self._made_of(tensor)
 
     def _note_what_stays(self, module: nn.Module) -> None:
-        """What the layer bound to buffers and attributes is bound again by each replay, and must be right then."""
+        """Tensors that the layer bound to buffers and attributes are bound again by each replay, so they must be right there."""
         for part in module.modules():
             for value in (*part._buffers.values(), *vars(part).values()):
                 if (
@@ -120,11 +123,11 @@ class Analyse(NotingMode):
         return out
 
     def _run_whole(self, kind: OpKind, func: Any, args: tuple, kwargs: dict, sources: int) -> Any:
-        """Attention, or a router's choice: what is made of it is made of nothing that the replay would have to compute."""
+        """Attention, or a router's choice. Its outputs are supplied in the replay, so they have no sources."""
         out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
         if state is not None:
             self.call.rng_after[len(self.seen.ops)] = state
-        self.seen.attention_again += kind is OpKind.ATTENTION and under_a_checkpoint()
+        self.seen.unkept.attention_ops += kind is OpKind.ATTENTION and under_a_checkpoint()
         outputs = tuple(detached(value) for value in as_tuple(out))
         self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
         if kind is OpKind.CHOICE:
@@ -134,7 +137,7 @@ class Analyse(NotingMode):
 
     def _saw_gemm(self, func: Any, args: tuple, out: torch.Tensor, sources: int) -> None:
         product, flops = out.detach(), keep.gemm_flops(func, args, out)
-        self.seen.flops_again += flops if under_a_checkpoint() else 0
+        self.seen.unkept.gemm_flops += flops if under_a_checkpoint() else 0
         gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))
         self.seen.ops.append(gemm)
         self._gemms.append(gemm)
@@ -170,7 +173,7 @@ class Analyse(NotingMode):
         storages = [storage_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         if func in keep.BATCHED:
             if any(storage in self._weights or self._holds_a_parameter(storage) for storage in storages):
-                self.seen.flops_batched += keep.gemm_flops(func, args, out)
+                self.seen.unkept.batched_flops += keep.gemm_flops(func, args, out)
         elif storages and self._weights.issuperset(storages) and isinstance(out, torch.Tensor):
             self._weights.add(storage_of(out))
             self._alive.append(StorageWeakRef(out.untyped_storage()))
@@ -210,7 +213,7 @@ class Analyse(NotingMode):
                 self._sources[storage] = self._sources.get(storage, 0) | sources
 
     def _about_to_change(self, tensor: torch.Tensor) -> None:
-        """Set aside the present value of whatever was seen of a tensor that the layer changes in place."""
+        """The layer is about to change `tensor` in place: copy what was seen of it, so that the value of now can be kept."""
         storage = storage_of(tensor)
 
         def aside(value: Any) -> Any:

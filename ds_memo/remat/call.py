@@ -14,13 +14,14 @@ from ds_memo.swap.frame import Frame
 
 @dataclass
 class Work:
-    """What replays cost so far."""
+    """What forwards computed so far, and how much of it replays computed again."""
 
     gemm_flops: int = 0
     """Of all recorded forwards."""
     gemm_flops_recomputed: int = 0
     attention_ops_recomputed: int = 0
-    """Attention that ran again: no kernel that could be kept, a call that left its recipe, a checkpoint inside the layer."""
+    """Attention calls that ran again: there was no kernel whose output could be kept, the call had left its recipe, or the layer
+    has a checkpoint of its own."""
 
 
 class Call:
@@ -32,25 +33,27 @@ class Call:
         self.recipe = recipe
         self.work = work
         self.loose: dict[int, tuple[Any, ...]] = {}
-        """Outputs of whole ops that are no stored tensor (ints, None, tiny tensors), by op index."""
+        """By index of a whole op: those of its outputs that the frame does not keep (ints, None, tiny tensors), as they are."""
         self.rng_after: dict[int, torch.Tensor] = {}
-        """Generator state behind attention ops that drew from it: supplying their output skips the draw."""
+        """By index of an op that drew random numbers: the generator's state after it. Supplying its output skips the draw."""
         self.stays: list[Any] = []
-        """Tensors that the layer got by keyword or inside of something; autograd does not watch over them."""
+        """Tensors that the layer was given by keyword or inside a container: autograd does not notice if they are changed."""
         self.altered: set[int] = set()
-        """Whole ops whose loose outputs the layer changes in place, and will again in each replay."""
+        """Indices of whole ops whose loose outputs the layer changes in place, and will again in each replay."""
 
     def about_to_change(self, tensor: torch.Tensor) -> None:
         """Somebody is about to write to `tensor` in place: what is kept of it must keep its present value."""
-        self.engine.about_to_change(self.frame, tensor)
         storage = storage_of(tensor)
+        if not storage:  # nothing is kept of a sparse tensor
+            return
+        self.engine.about_to_change(self.frame, tensor)
         for index, values in self.loose.items():
             if any(isinstance(value, torch.Tensor) and storage_of(value) == storage for value in values):
                 self.altered.add(index)
                 self.loose[index] = tuple(map(cloned, values))
 
     def keep_whole(self, index: int, op: Whole, outputs: tuple[Any, ...]) -> None:
-        """Keep the outputs of whole op `index`: stored ones in the frame, the others as they are."""
+        """Keep the outputs of the whole op at `index`: in the frame, or in `loose`."""
         for kept, value in zip(op.kept, outputs, strict=True):
             if kept is not None:
                 self.engine.keep(self.frame, kept, value)
@@ -65,7 +68,7 @@ class Call:
 
 
 def noticing_draws(device: torch.device, func: Any, args: tuple, kwargs: dict) -> tuple[Any, torch.Tensor | None]:
-    """Run an op; its output, and the generator's state behind it if the op drew from it."""
+    """Run an op. Returns its output, and the generator's state after it if the op drew random numbers, else None."""
     generator = generator_of(device)
     before = generator.get_state()
     out = func(*args, **kwargs)
@@ -80,6 +83,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
+    """What tells the tensor's memory from all other that is alive, whichever views look at it; 0: it has no storage (sparse)."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
 
 
@@ -92,5 +96,5 @@ def cloned(value: Any) -> Any:
 
 
 def detached(value: Any) -> Any:
-    """The autograd engine will tie `value` into the graph; keep a second look at the same memory instead."""
+    """A view of `value` outside the graph: autograd goes on to tie `value` itself into it, and would keep the graph alive."""
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Cautions: what makes a layer's replay dearer than it should be, or its results wrong."""
+"""Cautions: what makes a layer's replay slower than need be, or its results wrong."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ MEM_EFFICIENT_TOKENS = 1 << 16
 
 
 def cautions(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
-    """What is to be said of a layer, each as the rest of a sentence."""
+    """The warnings that a layer's recipe calls for, each as the rest of a sentence that begins with "layer NAME: "."""
+    unkept = recipe.unkept
     if recipe.rewritten:
         yield (
             f"outputs of {recipe.rewritten} were changed in place by a kernel that PyTorch cannot see "
             "(a Triton kernel that is no custom op?), so these ops run again in each backward"
         )
-    if recipe.attention_again or recipe.flops_again:
+    if unkept.attention_ops or unkept.gemm_flops:
         yield (
             "a part of it runs under torch.utils.checkpoint, and runs again in each backward whatever is kept: "
-            f"{recipe.flops_again / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {recipe.attention_again} attention calls. "
+            f"{unkept.gemm_flops / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {unkept.attention_ops} attention calls. "
             "Leave that checkpoint out: ds_memo sees to what is computed again"
         )
-    if recipe.flops_batched_again:
+    if unkept.batched_flops_again:
         yield (
-            f"{recipe.flops_batched_again / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights (bmm, or "
+            f"{unkept.batched_flops_again / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights (bmm, or "
             "an einsum over experts), which are not kept: they run again in each backward. torch._grouped_mm is kept, and a "
             "product of two dimensions for each expert"
         )

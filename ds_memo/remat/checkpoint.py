@@ -30,10 +30,11 @@ from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
 _RECIPES = 64
+"""That a layer remembers at most: the oldest goes."""
 _TIMES_LEFT = 3
-"""Recipes of a layer that are left one after the other, until it is analysed each time."""
+"""After so many calls in a row that left their recipe, a layer is analysed in every call."""
 _TIMES_ALIKE = 3
-"""Of these analyses, how many in a row must find nothing new until recipes are followed again."""
+"""After so many of these analyses in a row that found nothing new, its recipes are followed again."""
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -44,13 +45,15 @@ class Setting:
     checkpointed: bool = True
     """If not, the layer is simply called, and autograd saves what it likes."""
     keeps_pace: bool = False
-    """A layer that is not checkpointed tells the engine when it runs all the same, for others are."""
+    """Of a layer that is not checkpointed: it has an (empty) frame all the same, so that the engine moves the frames of swapped
+    layers while this one runs. Needed where any layer is checkpointed."""
     resident: bool = False
     """What is kept stays on the device."""
     alpha: float | None = None
-    """Of GEMM outputs, the share of rows that is kept. None: all of a resident layer, else the policy is asked with the sizes."""
+    """The share of each GEMM output's rows that is kept. None: all rows of a resident layer; of others, what `Policy.alpha` says
+    once their sizes are known."""
     keeps_attention: bool = True
-    """If not, attention is computed again in the replay, and the reload is not issued ahead: the last resort."""
+    """If not, attention is computed again in the replay, and the frame's reload is not issued ahead: the last resort."""
 
 
 FULL_RECOMPUTE = Setting(resident=True, alpha=0.0, keeps_attention=False)
@@ -66,11 +69,12 @@ class Policy(Protocol):
         """Alpha for a layer of these sizes. Raises MemoError when it cannot fit."""
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether the host can take so many bytes of a layer's call; if not, nothing but its input is kept, on the device."""
+        """Whether the host can take so many bytes of one layer call. If not, that call is fully recomputed: only its input is
+        kept, on the device."""
 
 
 class Layer:
-    """What is known of one transformer block across its calls.
+    """One transformer block of a model, and what its calls have shown so far.
 
     Args:
         index: its place among the model's layers.
@@ -86,7 +90,7 @@ class Layer:
         self.recipes: dict[Any, Recipe] = {}
         self.latest: Recipe | None = None
         self.times_left = 0
-        """Recipes, since one was followed to its end."""
+        """How many recipes calls have left since one was followed to its end."""
         self._times_alike = 0
 
     @property
@@ -94,7 +98,8 @@ class Layer:
         return self.times_left < _TIMES_LEFT
 
     def kind_of_call(self, args: tuple, setting: Setting) -> Any:
-        """Everything cheap to see that a recipe depends on; what it misses shows in Record as leaving the recipe."""
+        """The key of a call's recipe: what the recipe depends on and is cheap to look at. A difference that it misses is noticed
+        while the recipe is followed, and makes the call leave it."""
         tensors = tuple([(x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor)])
         trained = tuple([parameter.requires_grad for parameter in self.parameters])
         cast = tuple([torch.get_autocast_dtype(device) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)])
@@ -106,19 +111,19 @@ class Layer:
             self._times_alike = self._times_alike + 1 if recipe == self.recipes.get(key) else 0
             if self._times_alike == _TIMES_ALIKE:
                 self.times_left = _TIMES_LEFT - 1  # if the next call leaves it, that is enough
-        if len(self.recipes) >= _RECIPES:
+        if key not in self.recipes and len(self.recipes) >= _RECIPES:
             del self.recipes[next(iter(self.recipes))]
         self.recipes[key] = recipe
 
 
 class Remat:
-    """Runs layers. One per attached model.
+    """Runs the layers of one attached model.
 
     Args:
         engine: keeps what backwards need.
         policy: decides the homes.
-        warn: says something once.
-        attention: as the "memo" section's; a package's kernel is the model's own to call.
+        warn: warns the user.
+        attention: the "memo" section's field. "cudnn" and "flash" are enforced here; flash-attn packages are the model's to call.
     """
 
     def __init__(self, engine: SwapEngine, policy: Policy, warn: Callable[[str], None], attention: str | None) -> None:
@@ -141,14 +146,18 @@ class Remat:
     def run_with(
         self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool = True
     ) -> Any:
-        """See :meth:`run`; whether the replay draws the random numbers of the forward is up to the caller."""
+        """As :meth:`run`.
+
+        Args:
+            preserve_rng_state: the replay draws the same random numbers as the forward.
+        """
         if torch.compiler.is_compiling():  # dynamo must not trace what follows; it goes on after it
             return torch.compiler.disable(self._run)(layer, fn, args, kwargs, preserve_rng_state)
         return self._run(layer, fn, args, kwargs, preserve_rng_state)
 
     @contextmanager
     def instead(self, run: Callable[..., Any]) -> Iterator[None]:
-        """Have every layer call come to ``run(layer, fn, args, kwargs, preserve_rng_state)``."""
+        """Inside, every layer call goes to ``run(layer, fn, args, kwargs, preserve_rng_state)`` instead."""
         self._run = run
         try:
             yield
@@ -182,12 +191,16 @@ class Remat:
         keywords: dict[str, Any],
         preserve_rng_state: bool,
     ) -> Any:
-        """`keywords` are those that `fn`, and `again` in the replay, have by themselves."""
+        """
+        Args:
+            fn, again: what the forward and the replay call with `args`.
+            keywords: what both have bound already; see `lift_keywords`.
+        """
         key = layer.kind_of_call(args, setting) if layer.module() is not None else None
         recipe = layer.recipes.get(key) if layer.follows_recipes else None
         if recipe is not None and not (setting.resident or self.policy.has_room(recipe.layout.host_bytes)):
             return self._run_checkpointed(layer, FULL_RECOMPUTE, fn, again, args, keywords, preserve_rng_state)
-        # Who has attention computed again is short of memory: nothing is reloaded before it is wanted.
+        # Attention is computed again only for want of memory: then nothing is reloaded before it is needed.
         frame = self.engine.begin(layer.name, setting.resident, layer.index, setting.keeps_attention)
         call = Call(self.engine, frame, recipe, self.work)
         nested = [value for value in args if not isinstance(value, torch.Tensor)]
@@ -222,7 +235,7 @@ class Remat:
         return out
 
     def _run_plain(self, layer: Layer, fn: Callable[..., Any], args: tuple) -> Any:
-        """The frame keeps nothing: with it frames below leave and come back as beside a resident layer."""
+        """Call a plain layer with an empty frame, so that swapped frames below leave and come back as beside a resident layer."""
         frame = self.engine.begin(layer.name, True, layer.index)
         try:
             out = fn(*args)
@@ -237,12 +250,12 @@ class Remat:
         return out
 
     def _passes_by(self, frame: Frame) -> None:
-        """The backward of a plain layer begins."""
+        """The backward of a plain layer begins: have the engine reload what comes next."""
         self.engine.bring_back(frame)
         self.engine.replayed(frame)
 
     def _settle(self, layer: Layer, setting: Setting, key: Any, call: Call, seen: Seen) -> None:
-        """A layer was analysed: choose the homes, then let everything that is kept go there."""
+        """A layer was analysed: make its recipe, and keep this call's tensors as it says."""
         frame = call.frame
         alpha = 1.0 if setting.resident and setting.alpha is None else setting.alpha
         if not setting.keeps_attention:
@@ -252,7 +265,7 @@ class Remat:
             alpha = self.policy.alpha(layer, *seen.sizes()) if seen.packs else 1.0
         recipe, tensors = make_recipe(seen, alpha)
         if not (frame.resident or self.policy.has_room(recipe.layout.host_bytes)):
-            frame.resident, key = True, None  # in this call: the next one is analysed again
+            frame.resident, key = True, None  # fully recomputed in this call alone: the next one is analysed again
             seen.run_attention_again()
             seen.close_over_inputs(all_rows_kept=False)
             recipe, tensors = make_recipe(seen, 0.0)
@@ -280,12 +293,12 @@ class Remat:
         self.engine.end(frame)
 
     def _forget(self, layer: Layer) -> None:
-        """A call left its recipe. A layer that does nothing else (experts in a Python loop) is analysed each time."""
+        """A call left its recipe. A layer whose calls keep leaving it (experts in a Python loop) is analysed each time."""
         layer.recipes.clear()
         layer.times_left += 1
 
     def _warn(self, layer: Layer, recipe: Recipe) -> None:
-        """Say once per class of layers what makes its replay dearer than it should be, or its results wrong."""
+        """Warn, once per class of layers, of what makes the replay slower than need be, or its results wrong."""
         module = layer.module()
         for reason in cautions(module, recipe):
             if (type(module), reason) not in self._warned:
@@ -333,7 +346,7 @@ def _checkpoint(
 
 
 def _givens(layer: Layer, arguments: Any) -> list[torch.Tensor]:
-    """Tensors that a layer call starts from."""
+    """All tensors that exist before a layer call and that it can see: parameters, buffers, arguments."""
     module = layer.module()
     own = [*module.parameters(), *module.buffers()] if module is not None else []
     return own + [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]

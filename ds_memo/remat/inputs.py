@@ -15,7 +15,7 @@ from ds_memo.remat.recipe import Seen, storable
 
 
 class Stays:
-    """A layer input that stays where it is, and must stay what it is."""
+    """A layer input that is not kept in the frame. It stays on the device, and must not be changed before the replay."""
 
     __slots__ = ("layer", "tensor", "version")
 
@@ -80,10 +80,11 @@ def unpack(value: Any) -> torch.Tensor:
 def lift_keywords(
     fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any], Callable[..., Any]]:
-    """Make keyword tensors that need a gradient positional: torch's checkpoint lets a hook see only those.
+    """Make keyword tensors that need a gradient positional: torch's checkpoint shows saved-tensor hooks positional tensors only.
 
     Returns:
-        What to call with which positional arguments, the keywords that it has by itself, and what to call with them again.
+        A function, and the positional arguments to call it with in the forward; the keywords that it has bound; and the function
+        to call with the same arguments in the replay, which sees dicts and lists as they were before the forward changed them.
     """
     if isinstance(fn, functools.partial):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
@@ -94,7 +95,7 @@ def lift_keywords(
     containers = {position: value for position, value in enumerate(args) if isinstance(value, (dict, list))}
     if not containers and not any(isinstance(value, (dict, list)) for value in rest.values()):
         return call, values, rest, call
-    # What the layer puts into a container that it was given, or takes out, is not what it is run again with.
+    # The layer may put something into a container that it was given, or take it out: the replay gets copies made before.
     as_now = tree_map(_same, (containers, rest))
 
     def again(*values: Any) -> Any:

@@ -19,7 +19,8 @@ GEMM = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}
 """2-D products: output row i depends on row i of the left operand alone, so any set of rows can be computed apart."""
 
 BATCHED = {aten.bmm.default, aten.baddbmm.default}
-"""Products of which one operand is a weight (experts by einsum, say) are computed again, but counted. Others may be attention."""
+"""Batched products are not kept. Those with a weight as an operand (experts by einsum, say) are counted as recomputed GEMMs; the
+others may be attention by hand."""
 
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
@@ -28,7 +29,7 @@ ATTENTION = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._flash_attention_forward.default,
 }
-"""Quadratic in the length: kept whole with the log-sum-exp, never recomputed (PAPER part 1)."""
+"""Quadratic in the length: kept whole with the log-sum-exp and never recomputed, as in MEMO (SIGMOD 2025)."""
 
 ATTENTION_NAMES = {
     "torch_attn::_varlen_attn",  # torch.nn.attention.varlen; the aten op inside it is not seen
@@ -37,7 +38,7 @@ ATTENTION_NAMES = {
     "flash_attn_3::_flash_attn_forward",  # flash-attn 3 (hopper/flash_attn_interface.py)
     "flash_attn_3::fwd",
 }
-"""Attention ops that are there once their package, or part of torch, was imported."""
+"""Attention ops by name: they exist only once their package, or that part of torch, is imported."""
 
 CHOICE = {aten.topk.default, aten.argmax.default, aten.max.dim, aten.sort.default, aten.sort.stable}
 """A router's choice: recomputed logits could flip an expert, so the choice and the GEMM it looks at are kept whole."""
@@ -45,22 +46,24 @@ CHOICE = {aten.topk.default, aten.argmax.default, aten.max.dim, aten.sort.defaul
 BLANK = {
     aten.empty.memory_format,
     aten.empty_like.default,
+    aten.empty_permuted.default,
     aten.empty_strided.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
     aten.full.default,
     aten.full_like.default,
     aten.new_full.default,
+    aten.new_ones.default,
     aten.new_zeros.default,
     aten.ones.default,
     aten.ones_like.default,
     aten.zeros.default,
     aten.zeros_like.default,
 }
-"""Memory that a kernel out of our sight (a Triton launch) may fill, or add to."""
+"""Ops that make memory which a kernel out of our sight (a Triton launch) may then fill, or add to."""
 
 SOFTMAX = {aten._softmax.default, aten._safe_softmax.default}
-"""Attention that is not kept: softmax over scores that were materialised."""
+"""A sign of attention that cannot be kept: softmax over scores that were materialised."""
 
 OVERWRITES = {
     aten.bernoulli_.float,  # F.dropout on a CPU: empty_like(x).bernoulli_(1 - p)
@@ -87,7 +90,7 @@ _KINDS: dict[int, tuple[OpKind, OpOverload]] = {}
 
 
 def kind_of(func: OpOverload) -> OpKind:
-    """The table's word on an op; worked out once per op and process."""
+    """What the tables above say of an op; worked out once per op and process."""
     known = _KINDS.get(id(func))
     if known is None:
         known = _KINDS[id(func)] = (_classify(func), func)
@@ -95,6 +98,8 @@ def kind_of(func: OpOverload) -> OpKind:
 
 
 def _classify(func: OpOverload) -> OpKind:
+    if _is_higher_order(func):
+        return OpKind.PLAIN
     if func in GEMM:
         return OpKind.GEMM
     if func in ATTENTION or func.name() in ATTENTION_NAMES:
@@ -104,30 +109,44 @@ def _classify(func: OpOverload) -> OpKind:
     return OpKind.MUTATES if func._schema.is_mutable or _is_collective_in_place(func) else OpKind.PLAIN
 
 
+def _is_higher_order(func: Any) -> bool:
+    """torch.cond, flex_attention and the like: what they run is not seen, and runs again in each replay."""
+    return not isinstance(func, OpOverload)
+
+
 def _is_collective_in_place(func: OpOverload) -> bool:
-    """Those of torch.distributed, as tensor parallelism's sum of a product: they write to what comes first; no schema says so."""
+    """In-place collectives of torch.distributed (tensor parallelism sums its products by one) write to their first argument, but
+    their schema does not say so."""
     return func.namespace == "c10d" and func._opname.endswith("_")
 
 
 def overwrites_all(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether nothing is left of what args[0]'s memory held before."""
-    return func in OVERWRITES and args[0].nbytes == args[0].untyped_storage().nbytes()
+    """Whether the op overwrites all of args[0]'s memory without reading it."""
+    if func not in OVERWRITES or not torch._C._has_storage(args[0]):  # a sparse tensor has none
+        return False
+    return args[0].nbytes == args[0].untyped_storage().nbytes()
 
 
 def chooses_by(func: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
-    """What decides the shape of this op's result: recomputed values could flip it, as a router's choice."""
+    """The operands whose values decide the shape of this op's result, or which branch is taken. Recomputed values may differ in
+    the last bit and change that, like a router's choice."""
     if func is aten.index.Tensor:
         return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
     if func is aten.masked_select.default:
         return args[1:2]
+    if _is_higher_order(func):
+        return args[:1] if func.name() == "cond" else ()
     return args[:1] if func in (aten.nonzero.default, aten._local_scalar_dense.default) else ()
 
 
 def looks_at_values(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the op's inputs must be right in the replay, whatever is saved of them.
+    """Whether the op's inputs must be right in the replay even if nothing made of them is saved for the backward.
 
-    Its result steers Python or shapes (item, nonzero), or goes to the host (tolist), or it has none (an assertion).
+    That is so if the result steers Python or decides shapes (item, nonzero), if it goes to the host (tolist), or if there is no
+    result (an assertion).
     """
+    if _is_higher_order(func):
+        return True
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return True
     if func is aten._to_copy.default:
@@ -157,9 +176,9 @@ def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> 
 
 
 def adds_bias_to(func: OpOverload, args: Sequence[Any], product: torch.Tensor) -> bool:
-    """Whether this op adds one bias (n) in place to all rows of `product` (m, n), which makes the two one GEMM.
+    """Whether this op adds one bias (n) in place to all rows of `product` (m, n). The two are then treated as one GEMM.
 
-    So do linears that are no addmm: DeepSpeed's memory-efficient one under ZeRO-3, F.linear of a strided input.
+    Linears that are no addmm do so: DeepSpeed's memory-efficient one under ZeRO-3, F.linear of a strided input.
     """
     return (
         func is aten.add_.Tensor

@@ -17,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 
 def inside_a_layer() -> bool:
-    """Whether this thread is running a layer under one of the modes, so that a nested checkpoint is a plain call."""
+    """Whether this thread is running a layer under one of the modes. A checkpoint inside it is then a plain call."""
     return any(isinstance(mode, Mode) for mode in _get_current_dispatch_mode_stack())
 
 
 def under_a_checkpoint() -> bool:
-    """Whether the layer runs this op under torch.utils.checkpoint: it runs again in backward, where no mode of ours is on."""
+    """Whether the op that is dispatched now runs under a torch.utils.checkpoint inside the layer. Such an op runs again in the
+    backward, outside of our modes."""
     frame = sys._getframe(1)
     while frame is not None and (name := frame.f_globals.get("__name__")) != "ds_memo.remat.checkpoint":
         if name == "torch.utils.checkpoint":
@@ -32,8 +33,8 @@ def under_a_checkpoint() -> bool:
 
 
 def inside_a_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint runs what runs now, for the first time or again. Of a reentrant one, as Megatron's own is,
-    only the second can be seen: it is in a backward."""
+    """Whether the code that runs now is under a torch.utils.checkpoint, in its forward or its recomputation. The forward of a
+    reentrant checkpoint (as Megatron's own) cannot be seen, its recomputation can: it runs inside a backward."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     within = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
     return within or torch._C._current_graph_task_id() != -1
@@ -41,7 +42,7 @@ def inside_a_checkpoint() -> bool:
 
 @functools.cache
 def keep_dynamo_out() -> None:
-    """Ops of a compiled region come to our modes with some backends; dynamo must not go on to compile the modes."""
+    """Tell dynamo to skip our modes: with some backends the ops of a compiled region come to them, and it would compile them."""
     from torch._dynamo import trace_rules
 
     trace_rules.add("ds_memo.swap")
@@ -50,6 +51,8 @@ def keep_dynamo_out() -> None:
 
 
 class Mode(TorchDispatchMode):
+    supports_higher_order_operators = True  # they come as one op; else PyTorch would refuse them here
+
     # Without this, every op would pass a wrapper that keeps dynamo out; keep_dynamo_out() does it once.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -19,7 +19,7 @@ _MODULES = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatro
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
-    """What is drawn meanwhile, on this device or the host, leaves no trace."""
+    """Put all generators of this device and the host back afterwards to where they were."""
     pythons, numpys = random.getstate(), np.random.get_state()  # Whisper masks its input by the latter
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _named_kept():
@@ -30,8 +30,8 @@ def forked(device: torch.device) -> Iterator[None]:
 
 
 def as_now(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, which draws from the named states as they are now whenever it is called, and leaves them as they are then.
-    PyTorch's own states are up to its checkpoint.
+    """`fn`, but whenever it is called it draws from the named states as they are now, and the call does not move them on.
+    PyTorch's own states are left to torch.utils.checkpoint.
 
     Raises:
         MemoError: states that cannot be put back.

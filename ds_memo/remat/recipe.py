@@ -56,6 +56,20 @@ class Whole:
         )
 
 
+@dataclass
+class Unkept:
+    """Work of one call that a recipe cannot spare the backward, whatever alpha is."""
+
+    attention_ops: int = 0
+    """Attention calls under a torch.utils.checkpoint inside the layer, which runs them again whatever is kept."""
+    gemm_flops: int = 0
+    """FLOPs of GEMMs under such a checkpoint."""
+    batched_flops: int = 0
+    """FLOPs of batched products with weights, which are not kept."""
+    batched_flops_again: int = 0
+    """Of these, the ones before the last saved tensor, where the replay ends: they are computed again."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything later calls of the same kind need to know."""
@@ -67,20 +81,13 @@ class Recipe:
     """How many tensors autograd saved: a call that saves another number is of another kind."""
     softmax: str | None
     """Name of an op that materialised attention scores."""
-    rewritten: str | None = None
-    """Names of ops whose outputs were changed out of our sight."""
-    attention_again: int = 0
-    """Attention calls under a torch.utils.checkpoint inside the layer, which runs them again whatever is kept."""
-    flops_again: int = 0
-    """Of products under one."""
-    flops_batched: int = 0
-    """Of batched products with weights, which are not kept."""
-    flops_batched_again: int = 0
-    """Of those that come before the last saved tensor: the replay ends there."""
+    rewritten: str = ""
+    """Names of ops whose outputs were changed out of our sight, separated by commas."""
+    unkept: Unkept = field(default_factory=Unkept)
 
     @cached_property
     def gemm_flops(self) -> int:
-        return self.flops_batched + sum(op.flops for op in self.ops if isinstance(op, Gemm))
+        return self.unkept.batched_flops + sum(op.flops for op in self.ops if isinstance(op, Gemm))
 
     @cached_property
     def attention_ops(self) -> int:
@@ -93,7 +100,7 @@ class Recipe:
         return max((max(op.kept[0].shape[1:-1]) for op in ops if op.kept and op.kept[0]), default=0)
 
     def without_shortcuts(self, followed: int) -> Recipe:
-        """For a call that left the recipe at op `followed`: what was stored is used, everything else is computed."""
+        """For a call that left the recipe after `followed` ops: what was stored by then is used, everything else is computed."""
         ops = [replace(op, wanted=True) if isinstance(op, Gemm) else op for op in self.ops[:followed]]
         return replace(self, ops=ops)
 
@@ -140,17 +147,13 @@ class Seen:
     """Copies of tensors that the layer went on to change in place."""
     rewritten: list[str] = field(default_factory=list)
     """Ops whose outputs were changed by a kernel that PyTorch cannot see."""
-    attention_again: int = 0
-    flops_again: int = 0
-    """What a torch.utils.checkpoint inside the layer will run again."""
-    flops_batched: int = 0
-    flops_batched_again: int = 0
-    """See Recipe."""
+    unkept: Unkept = field(default_factory=Unkept)
 
     def note_unseen_writes(self) -> None:
-        """Find outputs that are not what they were: a Triton kernel that works in place (rotary embeddings do) tells nobody.
+        """Find outputs that a kernel changed in place without PyTorch's knowing, as Triton kernels for rotary embeddings do.
 
-        What was made once cannot be had again then, and when it changes is not known: those ops run again in each replay.
+        The value that such an op returned is gone, and at which point of the layer it changed is not known. So these ops are not
+        kept: they run again in each replay, and so does the kernel.
         """
         if not self.ops:
             return
@@ -169,21 +172,21 @@ class Seen:
                 self.wanted |= op.sources
 
     def run_attention_again(self) -> None:
-        """The last resort: attention outputs are not kept, so what they were made of is wanted."""
+        """The last resort: keep no attention outputs. What they are computed from is wanted then."""
         for op in self.ops:
             if isinstance(op, SeenWhole) and keep.kind_of(op.func) is keep.OpKind.ATTENTION:
                 op.again = True
                 self.wanted |= op.sources
 
     def close_over_inputs(self, all_rows_kept: bool) -> None:
-        """A GEMM that will be computed again needs its operands: mark what they depend on, latest first."""
+        """Mark as wanted what the operands of wanted GEMMs depend on, latest first, unless the GEMM is supplied whole."""
         for bit, op in reversed(list(enumerate(self.gemms()))):
             supplied_whole = op.splits and (all_rows_kept or op.chosen_from)
             if self.wanted >> bit & 1 and not supplied_whole:
                 self.wanted |= op.sources
 
     def forget(self) -> None:
-        """Drop the tensors: what is to be kept has left by now."""
+        """Drop all tensors: the engine has by now what is to be kept."""
         self.ops.clear()
         self.inputs.clear()
         self.set_aside.clear()
@@ -192,7 +195,7 @@ class Seen:
         return [op for op in self.ops if isinstance(op, SeenGemm)]
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes stored whatever alpha is, and bytes that alpha splits."""
+        """Bytes that are stored whatever alpha is, and bytes of which the share alpha is stored."""
         whole = [tensor for tensor in self.inputs if tensor is not None]
         split = []
         for bit, gemm in enumerate(self.gemms()):
@@ -241,10 +244,7 @@ def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torc
         packs=seen.packs,
         softmax=seen.softmax,
         rewritten=", ".join(seen.rewritten),
-        attention_again=seen.attention_again,
-        flops_again=seen.flops_again,
-        flops_batched=seen.flops_batched,
-        flops_batched_again=seen.flops_batched_again,
+        unkept=seen.unkept,
     )
     return recipe, tensors
 

@@ -17,7 +17,13 @@ from ds_memo.remat.recipe import Gemm, Whole
 
 
 class Record(NotingMode):
-    """Follow a recipe: send kept outputs on their way as they are born."""
+    """Follow a recipe: hand each kept output to the engine as soon as it exists.
+
+    Args:
+        givens: returns the tensors that existed before the call. Asked only where the layer writes in place to what is made of a
+            left-out product.
+        left_recipe: called when the call does something else than the recipe says.
+    """
 
     def __init__(self, call: Call, givens: Callable[[], Iterable[torch.Tensor]], left_recipe: Callable[[], None]) -> None:
         super().__init__()
@@ -30,7 +36,7 @@ class Record(NotingMode):
         self._following = True
         self._awaits_bias: tuple[Gemm, torch.Tensor] | None = None
         self._left_out: dict[int, StorageWeakRef] = {}
-        """Storages made of products that the replay will not compute; few, since those come last."""
+        """Storages made of products that the replay will not compute. They are few: such products come last in a layer."""
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -62,7 +68,8 @@ class Record(NotingMode):
         return self._dispatch(kind, func, args, kwargs or {})
 
     def _watch_left_out(self, kind: OpKind, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Follow what is made of products that the replay leaves out: nothing that is wanted may come to depend on them."""
+        """Run an op while there are left-out products, whose values the replay will not have: track what is made of them, and
+        leave the recipe where something that the replay needs comes to depend on them."""
         touched = self._reads_left_out(args) or (bool(kwargs) and self._reads_left_out(kwargs.values()))
         if touched and (
             keep.looks_at_values(func, args, kwargs)
@@ -72,7 +79,7 @@ class Record(NotingMode):
             self._leave()
         out = self._dispatch(kind, func, args, kwargs)
         if touched and keep.overwrites_all(func, args) and not self._reads_left_out((*args[1:], *kwargs.values())):
-            self._left_out.pop(storage_of(args[0]), None)  # a mask of dropout, made like what it masks
+            self._left_out.pop(storage_of(args[0]), None)  # a dropout mask: empty_like(left-out product).bernoulli_()
         elif touched and kind is not OpKind.GEMM and kind is not OpKind.ATTENTION and kind is not OpKind.CHOICE:
             self._leave_out(out)
             if kind is OpKind.MUTATES:
@@ -89,12 +96,12 @@ class Record(NotingMode):
         return False
 
     def _computes_next(self) -> bool:
-        """Whether the replay will compute rows of the product that comes now."""
+        """Whether the replay will compute rows of the product that comes next."""
         op = self.call.recipe.ops[self._next] if self._next < len(self.call.recipe.ops) else None
         return isinstance(op, Gemm) and op.wanted and op.rows < op.shape[0]
 
     def _writes_to_older(self, func: Any, args: tuple, kwargs: dict) -> bool:
-        """Whether an op writes to memory of before the call, where the values of a replay stay."""
+        """Whether an op writes to memory that existed before the call: there, what a replay writes outlives it."""
         if self._older is None:
             self._older = {storage_of(tensor) for tensor in self._givens()}
         return any(storage_of(tensor) in self._older for tensor in keep.written_tensors(func, args, kwargs))
@@ -157,7 +164,7 @@ class Record(NotingMode):
         return op
 
     def _leave(self) -> None:
-        """This call does something else than the recipe says: from here on nothing more is kept or left out."""
+        """This call does something else than the recipe says. From here on nothing more is kept, and nothing is left out."""
         self._following = False
         followed = self._next - (self._awaits_bias is not None)  # a product without its bias was not kept
         self._awaits_bias = None

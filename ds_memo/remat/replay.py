@@ -28,11 +28,10 @@ class Replay(Mode):
             argument.check()
         if self.call.frame.state != "ready":  # no input of the layer was swapped
             self.call.engine.bring_back(self.call.frame)
-        recipe = self.call.recipe
-        work = self.call.work
+        recipe, unkept, work = self.call.recipe, self.call.recipe.unkept, self.call.work
         work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
-        work.attention_ops_recomputed += recipe.attention_again
-        work.gemm_flops_recomputed += recipe.flops_again + recipe.flops_batched_again
+        work.attention_ops_recomputed += unkept.attention_ops
+        work.gemm_flops_recomputed += unkept.gemm_flops + unkept.batched_flops_again
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:

@@ -1,12 +1,15 @@
-"""Who lives where: the places of the layers, and the share of the swapped ones' rows that the host holds.
+"""Who lives where: the places of the layers, and the share alpha of the swapped ones' rows that goes to the host.
 
-plain        everything fits the device without checkpointing
-resident     as many layers as the device holds; all of them, if it can
-alpha        of the others: the one with the shortest step that the host holds
-some plain   where copies hide, resident layers save nothing: some go without checkpointing instead, and without a replay
-small        at alpha 0 reload buffers are smaller: more residents, or at least fewer bytes
-lean         the host is too small even so: layers stay on the device without GEMM outputs
-last resort  and attention of some is computed again (see ds_memo.solve.last_resort)
+What is considered, in this order:
+
+plain        no layer is checkpointed, if the device holds everything
+resident     as many layers as the device holds, beside reload buffers for the others
+alpha        of the others: the one with the shortest step among those that the host holds
+some plain   where the copies hide, one more resident layer saves nothing: some layers go without checkpointing instead, which
+             saves their replay
+small        alpha 0, where reload buffers are smaller
+lean         the host is too small even then: layers stay on the device without their GEMM outputs
+last resort  and some compute attention again (see ds_memo.solve.last_resort)
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from ds_memo.solve.refusals import host_use, nothing_fits, of_budget, too_little
 from ds_memo.solve.schedule import Schedule
 
 _SHORTER = 1e-6
-"""Relative; a step that is not shorter by this much is worth no memory."""
+"""Relative: a step counts as shorter only by this much."""
 _STALLS = 1e-3
-"""Share of a step; beyond, something else may be better than waiting."""
+"""Share of a step: if compute waits longer than this for copies, fewer copies are tried."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,8 @@ def _fits(run: RunCosts, places: Places, alpha: float) -> bool:
 
 
 def _most_residents(run: RunCosts, alpha: float, asked: int | None, plain: int = 0) -> Places | None:
-    """As many as the device holds beside so many plain layers while the others are swapped, or as many as asked; None: it does
-    not hold them."""
+    """Places with as many residents as asked for or, if None, as the device holds, beside so many plain layers and while the
+    others are swapped. None: the device does not hold them."""
     n = len(run.layers)
     if asked is not None:
         places = place(n, asked)
@@ -109,7 +112,7 @@ def _most_residents(run: RunCosts, alpha: float, asked: int | None, plain: int =
 
 
 def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Homes:
-    """Alpha is as configured: only the residents are left to choose, if they are."""
+    """Alpha is configured, and perhaps the residents too."""
     places = _most_residents(run, alpha, None) if resident_layers is None else place(len(run.layers), resident_layers)
     if places is None:
         raise too_little_device_memory(run, alpha)
@@ -120,7 +123,7 @@ def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Homes:
 
 
 def _swapping(run: RunCosts, resident_layers: int | None, plain: int = 0) -> Homes | None:
-    """With full reload buffers and the best alpha; None: device or host is too small for that."""
+    """The best alpha with room for any: reload buffers are counted in full. None: device or host is too small for that."""
     places = _most_residents(run, 1.0, resident_layers, plain)
     if places is None or swapped_bytes(run, places, 0.0) > run.host_budget:
         return None
@@ -142,7 +145,7 @@ def _swapping(run: RunCosts, resident_layers: int | None, plain: int = 0) -> Hom
 
 
 def _rounded(alpha: float) -> float:
-    """Down, but up to the next step: where the shortest step is at a multiple itself, rounding must not lose it."""
+    """Down to a multiple of 1 / ALPHA_STEPS, but up where the next one is only a rounding error away."""
     return math.floor(alpha * ALPHA_STEPS + 1e-3) / ALPHA_STEPS
 
 
@@ -160,7 +163,7 @@ def _checkpointed(run: RunCosts, resident_layers: int | None) -> Homes:
 
 
 def _with_fewer_copies(run: RunCosts, resident_layers: int | None, homes: Homes) -> Homes:
-    """Where compute waits for copies, it may be better to use less of the host: as much as hides at best, or nothing of it."""
+    """Where compute waits for copies, try to use less of the host: only as much as can hide at best, or nothing."""
     forward_s = sum(layer.forward_s for layer in run.layers)
     backward_s = sum(layer.backward_s + layer.replay_s for layer in run.layers)
     hides = int(min(run.d2h_bytes_per_s * forward_s, run.h2d_bytes_per_s * backward_s))
@@ -175,7 +178,8 @@ def _with_fewer_copies(run: RunCosts, resident_layers: int | None, homes: Homes)
 
 
 def _with_plain_layers(run: RunCosts, homes: Homes) -> Homes:
-    """The same with as many plain layers as make the step shortest. Its time is nearly convex in their number."""
+    """The same with as many plain layers as make the step shortest, found by bisection: the time is nearly convex in their
+    number."""
     n, tried = len(run.layers), {0: homes}
 
     def step_s(plain: int) -> float:
@@ -209,7 +213,7 @@ def _why_zero(run: RunCosts, places: Places, resident_layers: int | None) -> str
 
 
 def _link(schedule: Schedule, alpha: float) -> str:
-    """Which copies alpha stops at: those whose stalls grow most beyond it."""
+    """The sentence that says which copies keep alpha from being larger: those whose stalls grow most beyond it."""
     here, there = schedule.at(alpha), schedule.at(min(1.0, alpha + 0.01))
     to_host = there.d2h_stall_s - here.d2h_stall_s >= there.h2d_stall_s - here.h2d_stall_s
     stall = here.d2h_stall_s + here.h2d_stall_s
@@ -221,7 +225,7 @@ def _link(schedule: Schedule, alpha: float) -> str:
 
 
 def _with_rows(run: RunCosts, places: Places, because: str) -> Homes:
-    """Places that were packed at alpha 0, with as many rows as have room beside what is there."""
+    """Homes with places that were packed at alpha 0, and the best alpha that still fits."""
     n, alpha = len(run.layers), 0.0
     if (swapped := [run.layers[index] for index in places.swapped(n)]) and _fits(run, places, 1.0):
         alpha = _rounded(best_alpha(Schedule(run, places), max(0.0, host_cap(swapped, run.host_budget))))
@@ -233,7 +237,7 @@ def _with_rows(run: RunCosts, places: Places, because: str) -> Homes:
 
 
 def judged(run: RunCosts, alpha: float, places: Places, binding: str) -> Homes:
-    """What these homes take, whether they fit or not."""
+    """These homes with their predicted times and bytes, whether they fit or not."""
     step = Schedule(run, places).at(alpha)
     return Homes(
         alpha=alpha,

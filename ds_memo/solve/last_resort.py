@@ -1,9 +1,10 @@
 """The last resort: the host is too small for the inputs and attention outputs of all layers that are not resident.
 
-Whatever is stored saves time, wherever it lies, so what saves most per byte is stored first. Beyond some thousand tokens that is
-attention, and then no layer is resident while attention must be computed again. Layers that are not resident keep their input,
-and their attention output if there is room: as many of them *lean*, on the device, as it holds, the others on the host. So the
-longest length is that of both memories together; where the host has nothing to give, this is torch.utils.checkpoint.
+Every stored byte saves time, on the host as on the device, so both memories are filled with what saves most per byte. Beyond some
+thousand tokens that is attention outputs: no layer is resident then while another has to compute attention again. Layers that are
+not resident keep their input, and their attention output if there is room. As many of them as the device holds are *lean*: they
+keep these there; the others are swapped. So the longest possible sequence is that of both memories together, and with no host
+memory at all this is torch.utils.checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ds_memo.solve.places import Places, spread
 
 
 def last_resort(run: RunCosts, resident_layers: int | None) -> Places | None:
-    """The places with which least is computed again; None: nothing fits.
+    """The places with which the least is computed again; None: nothing fits.
 
     Args:
         resident_layers: obeyed if given.
@@ -34,12 +35,12 @@ def last_resort(run: RunCosts, resident_layers: int | None) -> Places | None:
 
 
 def inputs_alone(run: RunCosts, residents: int) -> Places | None:
-    """Of the places that have all attention computed again, those with most lean layers that fit the device."""
+    """With all attention computed again: the places with the most lean layers that the device holds; None: not even 0."""
     return _with_most_lean(run, residents, 0)
 
 
 def fewest_lean(run: RunCosts, residents: int) -> Places:
-    """Of the places that have all attention computed again, those with as many lean layers as the host is too small for."""
+    """With all attention computed again: the places with no more lean layers than the host has no room for."""
     others = len(run.layers) - residents
     swapped = most_that_fit(
         others, lambda count: swapped_bytes(run, _split(run, residents, 0, others - count), 0.0) <= run.host_budget
@@ -48,15 +49,18 @@ def fewest_lean(run: RunCosts, residents: int) -> Places:
 
 
 def _attention_saves_more(run: RunCosts) -> bool:
-    """Per stored byte, than GEMM outputs."""
+    """Whether storing attention outputs saves more time per byte than storing GEMM outputs."""
     attention, gemms = sum(layer.attention_bytes for layer in run.layers), sum(layer.split_bytes for layer in run.layers)
     saved_by_attention, saved_by_gemms = sum(layer.attention_s for layer in run.layers), sum(layer.gemm_s for layer in run.layers)
     return saved_by_attention * gemms > saved_by_gemms * attention
 
 
 def _packed(run: RunCosts, residents: int, keeping: int) -> Places | None:
-    """With so many resident layers, and so many others that keep their attention output; None: it does not fit."""
-    both = 0 < keeping < len(run.layers) - residents  # else it is all one who drops first
+    """Places with so many resident layers, and so many others that keep their attention output; None: they do not fit.
+
+    Lean layers drop their attention outputs first; if that does not fit, swapped ones, which makes reload buffers smaller.
+    """
+    both = 0 < keeping < len(run.layers) - residents  # else all or none drop it
     for swapped_first in (False, True) if both else (False,):
         places = _with_most_lean(run, residents, keeping, swapped_first)
         if places is not None and swapped_bytes(run, places, 0.0) <= run.host_budget:
@@ -73,17 +77,18 @@ def _with_most_lean(run: RunCosts, residents: int, keeping: int, swapped_first: 
 
 
 def _split(run: RunCosts, residents: int, keeping: int, lean: int, swapped_first: bool = False) -> Places:
-    """Attention that is cheapest by the byte is dropped first.
+    """Places with so many layers of each sort. Attention outputs that save the least time per byte are dropped first.
 
     Args:
-        swapped_first: of like layers, those that are swapped drop theirs first: reload buffers get smaller, but compute waits for
-            them. Otherwise the lean ones do.
+        keeping: how many layers that are not resident keep their attention output.
+        swapped_first: among like layers, swapped ones drop theirs first: reload buffers get smaller, but compute waits for them.
+            Otherwise lean ones do.
     """
     n = len(run.layers)
     whole, others = spread(n, residents), _others(n, residents)
     stays = others[list(spread(len(others), lean))]
     cheapest, drop = others, max(0, len(others) - keeping)
-    if 0 < drop < len(others):  # else it is all one which is cheaper
+    if 0 < drop < len(others):  # else their order does not matter
         is_lean = np.zeros(n, bool)
         is_lean[stays] = True
         layers, kinds = run.kinds
@@ -94,11 +99,11 @@ def _split(run: RunCosts, residents: int, keeping: int, lean: int, swapped_first
 
 @lru_cache(maxsize=1 << 10)
 def _others(layers: int, residents: int) -> np.ndarray:
-    """Of so many layers, those that are not resident."""
+    """Indices of the layers that are not resident."""
     whole = spread(layers, residents)
     return np.array([index for index in range(layers) if index not in whole], np.intp)
 
 
 def _seconds_per_byte(layer: LayerCosts) -> float:
-    """Of an attention output; without one there is nothing to gain."""
+    """Time saved by storing the attention output. A layer without one gains nothing by dropping it, so it comes last."""
     return layer.attention_s / layer.attention_bytes if layer.attention_bytes else math.inf

@@ -1,4 +1,4 @@
-"""Bytes of a setting: what a pass takes of the device and of the host, as ds_memo.swap.engine lets frames come and go."""
+"""What a pass takes of the device and of the host with given places and alpha, as ds_memo.swap.engine moves the frames."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def device_bytes(run: RunCosts, places: Places, alpha: float) -> int:
 
 
 def bytes_of_layers(run: RunCosts, places: Places, alpha: float) -> tuple[np.ndarray, int, np.ndarray]:
-    """What layers take and keep in each one's forward, between forward and backward, and in each one's backward."""
+    """Bytes alive in each layer's forward, between forward and backward, and in each layer's backward; of layers alone."""
     codes = places.codes(len(run.layers))
     frame, forward, backward = _on_device(run, codes, alpha)
     below, next_swapped = _below(frame, codes)
@@ -40,7 +40,7 @@ def bytes_of_layers(run: RunCosts, places: Places, alpha: float) -> tuple[np.nda
 
 
 def _below(frame: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Below each layer the bytes of frames that stay, and the index of the next swapped layer; -1: there is none."""
+    """For each layer: the bytes of the frames below it that stay, and the index of the next swapped layer below it or -1."""
     stays = STAYS[codes]
     held = np.cumsum(np.where(stays, frame, 0))
     swapped = np.maximum.accumulate(np.where(stays, -1, np.arange(len(codes))))
@@ -55,7 +55,7 @@ def swapped_bytes(run: RunCosts, places: Places, alpha: float) -> int:
 
 
 def host_cap(layers: Sequence[LayerCosts], budget: int) -> float:
-    """The largest alpha, in steps of 1 / 10 000, at which the blocks of these swapped layers fit; below 0: none does."""
+    """The largest multiple of 1 / ALPHA_STEPS at which the blocks of these swapped layers fit the host; below 0: none does."""
     kinds = Counter(layers).items()
 
     def fits(steps: int) -> bool:
@@ -65,7 +65,7 @@ def host_cap(layers: Sequence[LayerCosts], budget: int) -> float:
 
 
 def most_that_fit(high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 0 to `high` that fits, where all below one that fits do; -1: none."""
+    """The largest number from 0 to `high` that fits, or -1. By bisection: if a number fits, all smaller ones must."""
     low = -1
     while low < high:
         middle = (low + high + 1) // 2
@@ -77,19 +77,19 @@ def most_that_fit(high: int, fits: Callable[[int], bool]) -> int:
 
 
 def _on_device(run: RunCosts, codes: np.ndarray, alpha: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each layer the bytes of its frame while that is on the device, and what its forward and its backward need besides."""
+    """For each layer: the bytes of its frame on the device, and what its forward and its backward need besides."""
     layers, kinds = run.kinds
     return tuple(_by_home(tuple(layers), alpha > 0)[:, kinds, codes])
 
 
 @lru_cache(maxsize=1 << 6)
 def _by_home(layers: tuple[LayerCosts, ...], splits: bool) -> np.ndarray:
-    """These three by layer and code of a home, where swapped layers keep some rows of GEMM outputs, or none."""
+    """The same three numbers for each of these layers and each home. Alpha matters only in whether it is above 0 (`splits`)."""
     return np.array([[_with_home(layer, home, float(splits)) for home in HOMES] for layer in layers], np.int64).transpose(2, 0, 1)
 
 
 def _with_home(layer: LayerCosts, home: Home, alpha: float) -> tuple[int, int, int]:
-    if home.plain:  # a resident layer's replay makes what autograd saves here, before its backward begins
+    if home.plain:  # what autograd saves is there from the forward on; a resident layer's replay would make it
         kept, working = layer.plain_bytes, layer.working
         return kept, max(working.forward, kept), max(0, layer.frame_bytes + working.backward - kept)
     if home.alpha(alpha) > 0:

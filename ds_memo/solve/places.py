@@ -17,7 +17,7 @@ import numpy as np
 
 
 class Home(NamedTuple):
-    """Of one layer."""
+    """Where one layer's kept outputs live; none of the four: swapped."""
 
     plain: bool = False
     resident: bool = False
@@ -39,15 +39,14 @@ HOMES = (
     *(Home(lean=True), Home(lean=True, dropped=True)),
     *(Home(resident=True), Home(plain=True)),
 )
-"""All there are: of swapped layers, of lean ones, and the other two. The code of a home is its index here; one that is dropped
-stands behind the same that is not."""
+"""All homes there are. The *code* of a home is its index here. A home with `dropped` follows directly after the one without."""
 _LEAN, _RESIDENT, _PLAIN = (HOMES.index(home) for home in (Home(lean=True), Home(resident=True), Home(plain=True)))
 STAYS, DROPPED = (np.array([getattr(home, what) for home in HOMES]) for what in ("stays", "dropped"))
-"""By the code of a home."""
+"""Of each home, by its code."""
 
 
 class Places(NamedTuple):
-    """Indices of a model's layers by their home; swapped ones are in none, or in `dropped` alone."""
+    """Which of a model's layers live where, by index. A swapped layer is in none of these, or in `dropped` alone."""
 
     residents: Collection[int] = frozenset()
     lean: Collection[int] = frozenset()
@@ -55,7 +54,7 @@ class Places(NamedTuple):
     plain: Collection[int] = frozenset()
 
     def codes(self, layers: int) -> np.ndarray:
-        """Of every layer, the code of its home."""
+        """The code of every layer's home."""
         codes = np.zeros(layers, np.intp)
         codes[list(self.lean)] = _LEAN
         codes[list(self.dropped)] += 1
@@ -80,7 +79,8 @@ def spread(layers: int, count: int) -> frozenset[int]:
 
 @lru_cache(maxsize=1 << 12)
 def place(layers: int, residents: int, plain: int = 0) -> Places:
-    """So many residents and plain layers. Where the plain ones are depends on their number alone, so that ranks can agree."""
+    """Spread so many residents and plain layers. Which layers are plain depends on their number alone, not on the residents', so
+    that ranks need only agree on that number."""
     without = spread(layers, plain)
     others = [index for index in range(layers) if index not in without]
     return Places(residents=frozenset(others[position] for position in spread(len(others), residents)), plain=without)

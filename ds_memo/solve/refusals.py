@@ -1,4 +1,4 @@
-"""What is said where no setting keeps the budgets: what is missing, and what would help."""
+"""The errors for runs that fit in no setting: what is missing, and what would help."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NothingFits(MemoError):
 
 
 def too_little_device_memory(run: RunCosts, alpha: float) -> NothingFits:
-    """For a configured alpha."""
+    """The error for a configured alpha that the device is too small for."""
     need, least = (device_bytes(run, Places(), at) for at in (alpha, 0.0))
     others = _LESS_BESIDE
     if alpha > 0 and least <= run.device_budget:
@@ -44,7 +44,7 @@ def too_little_device_memory(run: RunCosts, alpha: float) -> NothingFits:
 
 
 def too_little_host_memory(run: RunCosts, alpha: float, places: Places, need: int) -> NothingFits:
-    """For a configured alpha.
+    """The error for a configured alpha that the host is too small for.
 
     Args:
         need: bytes of all host blocks.
@@ -64,7 +64,7 @@ def too_little_host_memory(run: RunCosts, alpha: float, places: Places, need: in
 
 
 def nothing_fits(run: RunCosts, residents: int) -> NothingFits:
-    """Where so many resident layers are asked for, and even inputs alone are too much."""
+    """The error where even the inputs alone do not fit, with the resident layers that were asked for."""
     least = fewest_lean(run, residents)
     device_needed = device_bytes(run, least, 0.0)
     on_device = inputs_alone(run, residents)

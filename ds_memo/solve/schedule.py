@@ -118,7 +118,8 @@ class Leg:
     saved_s: float
     """Of the replay, at alpha 1."""
     copies: tuple[tuple[float, float, float], ...]
-    """To the host: seconds after the layer began, seconds, more seconds at alpha 1. Empty: the frame stays on the device."""
+    """To the host, each (seconds after the layer began, seconds at alpha 0, additional seconds at alpha 1). Empty: the frame
+    stays on the device."""
     reload_s: float = 0.0
     reload_per_alpha: float = 0.0
     ahead: bool = True

@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.frame import Frame, Kept, Layout
@@ -29,12 +29,12 @@ from ds_memo.units import GIB
 if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
     import torch
 
-    from ds_memo.swap.slab import HostSlab
+    from ds_memo.swap.slab import Block, HostSlab
 
 
 @dataclass
 class Traffic:
-    """What went over the link so far, and how."""
+    """Counts of what was copied so far, and how the reloads were issued."""
 
     frames: int = 0
     bytes_to_host: int = 0
@@ -44,7 +44,19 @@ class Traffic:
     frames_on_demand: int = 0
     """Reloads issued when the frame was already wanted: the first of a backward, or an unforeseen order."""
     blocks_lost: int = 0
-    """Host blocks that were found again, of frames that nobody had buried."""
+    """Host blocks that were found still lent though their frame was gone: its destructor had been interrupted."""
+
+
+class _Grave(NamedTuple):
+    """What a dead frame leaves until its copies are over."""
+
+    block: Block | None
+    state: str
+    sent: Any = None
+    back: Any = None
+    """An event is missing where the frame was interrupted."""
+    memory: tuple[Any, ...] = ()
+    """Device tensors that copies may still read or write."""
 
 
 class SwapEngine:
@@ -65,20 +77,23 @@ class SwapEngine:
         self.traffic = Traffic()
         self._stack: list[weakref.ref[Frame]] = []  # swapped frames, oldest first
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not let go yet
-        self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None
-        self._ahead: Callable[[], Frame | None] = lambda: None  # reloaded before anyone asked
-        self._graves: deque[tuple[Any, ...]] = deque()
+        self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None  # kept, but its copy is not issued yet
+        self._ahead: Callable[[], Frame | None] = lambda: None  # weak: the frame that was reloaded before anyone asked
+        self._graves: deque[_Grave] = deque()
         self._closed = False
         slab.clear = weakref.WeakMethod(self._clear_graves)
 
     # ---- forward
 
     def begin(self, name: str, resident: bool, layer: int = 0, ahead: bool = True) -> Frame:
-        """Open the frame of a layer that is about to run, the `layer`-th of the model.
+        """Open the frame of a layer that is about to run.
 
         Args:
-            ahead: its reload is issued while the backward is still at the frame above. If not, it takes no memory before it is
-                wanted, and compute waits for it.
+            name: of the layer, for messages.
+            resident: what is kept stays on the device.
+            layer: its index in the model, for whoever is told of phases.
+            ahead: the reload may be issued while the backward is still at the frame above. If not, the frame takes no memory
+                before it is wanted, and compute waits for its reload.
         """
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
@@ -92,7 +107,7 @@ class SwapEngine:
         return Frame(name, resident, layer, self.traffic.frames, self._bury, ahead)
 
     def adopt(self, frame: Frame, layout: Layout) -> None:
-        """Say what a recording frame keeps; its host block is taken now."""
+        """Set what a recording frame will keep, and take its host block."""
         frame.layout = layout
         if not frame.resident and layout.host_bytes:
             frame.block = self.slab.take(layout.host_bytes, f"frame {frame.name}")
@@ -162,7 +177,7 @@ class SwapEngine:
         self._clear_graves()
         while self._leaving:
             self._let_go(self._leaving.popleft()())
-        self._let_go(frame)  # still here only if it was changed in place, which is said again
+        self._let_go(frame)  # it is still there only if its tensors were changed in place: the error is raised again
         below = self._next_below(frame)
         if (ahead := self._ahead()) is not frame and ahead is not below:
             self._send_away(ahead)
@@ -189,10 +204,10 @@ class SwapEngine:
     # ---- both
 
     def settle(self) -> None:
-        """A training forward is about to begin: what a backward that raised has left behind gives its memory back.
+        """Take back, before a training forward begins, the memory that is still held by a backward that raised.
 
-        Autograd's queue holds on to nodes of such a graph, and they to their frames, until another backward runs (so in PyTorch
-        2.11 to 2.13, with torch.utils.checkpoint too). So one does, where frames are still there.
+        Autograd's queue keeps nodes of such a graph, and so their frames, alive until another backward runs (in PyTorch 2.11 to
+        2.13, also with torch.utils.checkpoint). So where frames are still alive, an empty backward is run.
         """
         if any(ref() is not None for ref in self._stack):
             import torch
@@ -269,7 +284,7 @@ class SwapEngine:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _send_away(self, frame: Frame | None) -> None:
-        """A frame that was reloaded ahead was not the next one after all: its buffer must not wait beside two others."""
+        """Drop the buffer of a frame that was reloaded ahead but is not the next one after all: there would be three of them."""
         if frame is not None and frame.state == "returning":
             self.streams.wait(COMPUTE, frame.back)
             frame.slots.clear()
@@ -290,33 +305,37 @@ class SwapEngine:
             frame.rows.clear()
 
     def _bury(self, frame: Frame) -> None:
-        """A frame has died, on whatever thread: note what must outlive its copies. Never waits, a copy thread may be here."""
+        """A frame was garbage-collected, on whatever thread: keep its memory until its copies are over.
+
+        Must not wait: this may be a copy thread. `_clear_graves` waits, on the compute stream.
+        """
         if not self._closed and (frame.block is not None or frame.state == "returning"):
-            self._graves.append((frame.block, frame.state, frame.sent, frame.back, frame.device, frame.slots))
+            self._graves.append(_Grave(frame.block, frame.state, frame.sent, frame.back, (frame.device, frame.slots)))
 
     def _bury_lost(self) -> None:
-        """Blocks of frames that have died unburied: a Ctrl-C came just then, and Python passes over what a destructor raises."""
-        buried = {grave[0] for grave in list(self._graves)} | {frame.block for ref in self._stack if (frame := ref()) is not None}
+        """Find blocks of frames that died without `_bury`: a Ctrl-C inside a destructor, whose exceptions Python ignores."""
+        buried = {grave.block for grave in list(self._graves)} | {
+            frame.block for ref in self._stack if (frame := ref()) is not None
+        }
         for block in self.slab.lent:
             if block not in buried:
                 self.traffic.blocks_lost += 1
-                self._graves.append((None, "returning", None, None, {}, {}))  # which way its copies went nobody knows
-                self._graves.append((block, "recording", None, None, {}, {}))
+                self._graves.append(_Grave(None, "returning"))  # copies of both directions may be under way
+                self._graves.append(_Grave(block, "recording"))
 
     def _clear_graves(self) -> None:
         while self._graves:
             try:
                 grave = self._graves.popleft()
-            except IndexError:  # whoever else lends from the pool, on another thread, was faster
+            except IndexError:  # another model of the pool, on another thread, was faster
                 return
-            block, state, sent, back, _device, _slots = grave
-            try:  # an event is missing where the frame was interrupted
-                if state in ("recording", "swapping"):
-                    self.streams.wait(COMPUTE, sent or self.streams.mark(D2H))
-                elif state == "returning":
-                    self.streams.wait(COMPUTE, back or self.streams.mark(H2D))
+            try:
+                if grave.state in ("recording", "swapping"):
+                    self.streams.wait(COMPUTE, grave.sent or self.streams.mark(D2H))
+                elif grave.state == "returning":
+                    self.streams.wait(COMPUTE, grave.back or self.streams.mark(H2D))
             except BaseException:
                 self._graves.appendleft(grave)
                 raise
-            if block is not None:
-                self.slab.give(block)
+            if grave.block is not None:
+                self.slab.give(grave.block)

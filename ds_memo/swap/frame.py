@@ -54,7 +54,7 @@ class Kept:
     buffer_offset: int
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stored rows of a tensor of this shape and stride as a flat view: it is dense, so they are the first bytes of it."""
+        """The stored rows of a tensor of this shape and stride, as a flat view. It is dense, so they are its first bytes."""
         return tensor.as_strided((self.stored_bytes // self.dtype.itemsize,), (1,))
 
     def rows_in(self, block: Block) -> list[torch.Tensor]:
@@ -135,7 +135,7 @@ class Frame:
         self.ahead = ahead
         """Its reload may be issued before it is wanted."""
         self.age = age
-        """The how-manieth frame it is; backward usually goes from high to low."""
+        """Serial number in order of begin; a backward usually goes from high to low."""
         self.replays = 0
         self.state = "recording"
         self.layout = Layout()
@@ -147,7 +147,7 @@ class Frame:
         """Of a resident frame: kept tensors that the layer changes in place, and will again in each replay."""
         self.block: Block | None = None
         self.rows: dict[int, list[torch.Tensor]] = {}
-        """Where in the block each kept tensor's rows were sent: as `Kept.rows_in` tells."""
+        """Where in the block each kept tensor's rows were sent: the result of `Kept.rows_in`, by index."""
         self.slots: dict[int, torch.Tensor] = {}
         """Kept tensors in the reload buffer, whole; only their stored rows hold values."""
         self.sent: Any = None

@@ -1,4 +1,4 @@
-"""How much host memory this node has left for us: the cgroup's limit, the kernel's word, RLIMIT_MEMLOCK."""
+"""How much host memory this node has left: by the cgroups' limits, the kernel's MemAvailable, and RLIMIT_MEMLOCK."""
 
 from __future__ import annotations
 
@@ -12,24 +12,20 @@ from typing import Any
 from ds_memo.units import GIB
 
 RESERVE = 0.10
-"""Share of what is free that is left to data loaders, optimizer staging and the page cache."""
+"""Share of the free memory that is left to data loaders, optimizer staging and the page cache."""
 
 _NO_LIMIT = 1 << 62
 """cgroup v1 writes "no limit" as the largest multiple of a page."""
 
 
-def available_bytes(locked: bool, root: Path = Path("/"), held: int = 0) -> int:
-    """Bytes that could still be taken without meeting a limit.
+def available_bytes(root: Path = Path("/"), held: int = 0) -> int:
+    """Bytes that could still be taken on this node without meeting a limit.
 
     Args:
-        locked: RLIMIT_MEMLOCK counts too.
         root: where /proc and /sys are looked for.
         held: bytes that were taken already, and are there to be had: they count as free.
     """
-    limits = [held + _mem_available(root), *(held + group.room for group in _cgroups(root))]
-    if locked and (limit := memlock_limit()) is not None:
-        limits.append(limit)
-    return max(0, min(limits))
+    return max(0, held + min([_mem_available(root), *(group.room for group in _cgroups(root))]))
 
 
 def budget_bytes(host_memory_gib: float | None, ranks_on_node: int, locked: bool, promised: int = 0, held: int = 0) -> int:
@@ -37,17 +33,20 @@ def budget_bytes(host_memory_gib: float | None, ranks_on_node: int, locked: bool
 
     Args:
         host_memory_gib: of the node, as configured.
-        locked: RLIMIT_MEMLOCK counts too.
+        locked: they are locked, so RLIMIT_MEMLOCK counts too. It is each process's own, not the node's.
         promised: bytes that are free now, but that other models of this process, and so of each rank, may still take. What is
             configured is not lowered by them.
         held: bytes that each rank holds already, of what is to be budgeted.
     """
-    free = available_bytes(locked, held=held * ranks_on_node)
+    free = available_bytes(held=held * ranks_on_node)
+    limit = memlock_limit() if locked else None
     if host_memory_gib is None:
         node = max(0, free - promised * ranks_on_node) * (1 - RESERVE)
+        limit = limit and limit * (1 - RESERVE)
     else:
         node = min(host_memory_gib * GIB, free)
-    return int(node) // ranks_on_node
+    share = int(node) // ranks_on_node
+    return share if limit is None else min(share, int(limit))
 
 
 def memlock_limit() -> int | None:
@@ -88,7 +87,7 @@ class Cgroup:
 
 
 def seen() -> dict[str, Any]:
-    """Everything that a budget is made of, for people; bytes."""
+    """All numbers that a budget follows from, in bytes, for reports and profiles."""
     return {
         "available_to_kernel": _mem_available(Path("/")),
         "cgroups": [asdict(group) for group in _cgroups(Path("/"))],

@@ -1,4 +1,4 @@
-"""Who is told which layer runs, so that memory requests can be told apart."""
+"""What the engine tells of the layers that run, for whoever sorts memory requests by phase."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Phases(Protocol):
 
 
 class NoPhases:
-    """Nobody wants to know."""
+    """A listener that does nothing."""
 
     def layer_begins(self, layer: int) -> None:
         pass

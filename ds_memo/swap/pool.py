@@ -1,15 +1,15 @@
-"""The pool of host memory that slabs lend from: those of a process's models one after the other, or side by side.
+"""The pool of host memory that the slabs of a process's models lend from, one after the other or side by side.
 
 Host memory is locked for the device once and used again by frames of any length. Locking runs at a few GB/s, so neither lengths
 that change from batch to batch nor models that take turns (an actor and its critic) must lock anew: a frame that fits no free
 range gets several. Never PyTorch's pinned pool, which rounds every block up to a power of two.
 
     segment   mapped and locked in one go; begins and ends on a page, as everything here does
-    range     a part of a segment: a piece of a block that is lent, or free; free neighbours become one
+    range     a part of a segment: either free, or a piece of a block that is lent; free neighbours are merged
 
-What keeps the pieces few: a frame takes the smallest free range that is enough, or else the largest ones, and cuts only the
-last. So it makes one border at most, which goes once both its sides are free, at the end of a step at the latest. And a new
-segment takes the place of idle ones that are no larger, so lengths that grow slowly do not make ever more of them.
+Two rules keep the pieces few. A frame takes the smallest free range that is large enough, or else several of the largest, and
+cuts only the last: so it makes at most one border, which disappears when both its sides are free, at the end of a step at the
+latest. And a new segment replaces idle ones that are no larger, so lengths that grow slowly do not pile segments up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Range:
     begin: int
     end: int
     stream: torch.cuda.Stream | None = None
-    """Compute's, that borrowed it; None: it is free, or not for a device with streams."""
+    """The compute stream that it was lent on; None: it is free, or the device is a CPU."""
 
     @property
     def nbytes(self) -> int:
@@ -50,41 +50,43 @@ class Range:
 
 
 class HostPool:
-    """Lends ranges. Never holds more than was lent at most at once.
+    """Lends ranges. It never holds more than the most that was lent at once.
 
     Args:
         pinned: lock the memory for CUDA (cudaHostRegister).
         node: the NUMA node that pinned memory should lie on; absent: wherever the thread happens to run.
+        device: the CUDA device that copies from and to it; absent: the current one.
     """
 
-    def __init__(self, pinned: bool, node: Node | None = None) -> None:
+    def __init__(self, pinned: bool, node: Node | None = None, device: torch.device | None = None) -> None:
         self.pinned = pinned
         self.node = node
+        self.device = device
         self.size = 0
         """Bytes held now, lent or free."""
         self.used = 0
         """Bytes lent now, in whole pages."""
         self._free: list[Range] = []
         self.lost: deque[Mapping[object, Sequence[Range]]] = deque()
-        """Nobody will give these back: what a slab had lent that is there no more, with its model."""
+        """Ranges that slabs had lent when they were garbage-collected with their models: nobody will give them back."""
         self._lock = Lock()
         self._given_on: set[torch.cuda.Stream | None] = set()
-        """Compute streams of what was given back since all of them were waited for."""
+        """Compute streams of the ranges that were given back since the device was last synchronized."""
 
     def lend(self, nbytes: int, limit: int, wanted_by: str) -> list[Range]:
-        """So many bytes, which are whole pages. Only what free memory lacks is mapped.
+        """Lend `nbytes`, a multiple of a page. Only what free memory lacks is mapped anew.
 
         Args:
-            limit: what is held beyond it is given back, as far as it lies idle.
+            limit: bytes; idle segments are released while the pool holds more.
 
         Raises:
             Refused: the system refuses. Nothing that is lent has changed.
         """
         with self._lock:
             self._take_lost_back()
-            stream = torch.cuda.current_stream() if self.pinned else None
-            if not self._given_on <= {stream}:  # what copies of others still read and write, no event of this stream orders
-                torch.cuda.synchronize()
+            stream = torch.cuda.current_stream(self.device) if self.pinned else None
+            if not self._given_on <= {stream}:  # copies on behalf of other streams may still use it: no event orders them
+                torch.cuda.synchronize(self.device)
                 self._given_on.clear()
             if self.size > limit:
                 self._shrink(self.size - limit)
@@ -94,12 +96,13 @@ class HostPool:
             return self._cut(nbytes, stream)
 
     def take_back(self, pieces: Sequence[Range]) -> None:
-        """All copies from and to them must be ordered before whatever the next borrower issues on the same stream."""
+        """Free these ranges. Copies from and to them must be ordered before whatever is issued next on the stream they were
+        lent on."""
         with self._lock:
             self._free_again(pieces)
 
     def take_lost_back(self) -> None:
-        """What a lend takes into account by itself."""
+        """Free the ranges of slabs that are gone. Every `lend` does this first."""
         with self._lock:
             self._take_lost_back()
 
@@ -111,7 +114,7 @@ class HostPool:
 
     def _take_lost_back(self) -> None:
         if self.lost:
-            finish_abandoned()  # no event tells of its copies
+            finish_abandoned(self.device)  # no event tells of its copies
         while self.lost:
             for pieces in self.lost.popleft().values():
                 self._free_again(pieces)
@@ -156,10 +159,10 @@ class HostPool:
         self._free.append(Range(segment, 0, nbytes))
 
     def _swallow(self, nbytes: int) -> int:
-        """Give those idle segments back that a new one of so many bytes takes the place of; returns their bytes.
+        """Release the idle segments that a new segment, larger by their bytes, will replace; returns their bytes.
 
-        None is larger than the new bytes and the segments before it together. So a byte that is locked anew lies in a segment at
-        least twice as large as before: that happens a few times at most.
+        Each is no larger than the new bytes and the smaller ones together. So memory that has to be locked a second time ends up
+        in a segment at least twice as large as before, which can happen a few times only.
         """
         going, grown = [], nbytes
         for idle in self._idle():
@@ -171,7 +174,7 @@ class HostPool:
         return grown - nbytes
 
     def _shrink(self, beyond: int) -> None:
-        """Give idle segments back, of so many bytes at least: a budget was lowered."""
+        """Release idle segments of at least so many bytes, if there are as many: a budget was lowered."""
         going = []
         for idle in self._idle():
             if beyond > 0:
@@ -184,21 +187,22 @@ class HostPool:
         return sorted((free for free in self._free if free.nbytes == free.segment.nbytes), key=_size)
 
     def _release(self, idle: list[Range]) -> None:
-        """Their locks and mappings end with the last reference: whoever calls must not hold any."""
+        """Forget free ranges that are whole segments. Each segment is unlocked and unmapped when the last reference to it goes,
+        which is the caller's."""
         if idle and self.pinned:
-            torch.cuda.synchronize()  # a copy from them may still be under way
-        for segment in idle:
-            self._free.remove(segment)
-            self.size -= segment.nbytes
+            torch.cuda.synchronize(self.device)  # a copy from them may still be under way
+        for free in idle:
+            self._free.remove(free)
+            self.size -= free.nbytes
 
 
 class Refused(MemoError):
-    """By the system, though the budget allowed it."""
+    """The system refused memory that the budget allowed."""
 
     def __init__(self, message: str, held: int) -> None:
         super().__init__(message)
         self.held = held
-        """Bytes that the pool held then: what the system does give."""
+        """Bytes that the pool held then: as much as the system gives."""
 
 
 def _size(part: Range) -> int:

@@ -1,4 +1,4 @@
-"""Host memory from the system: segments that are mapped, made to be there, and locked for the device, each in one go."""
+"""Host memory from the system, in segments: each is mapped, touched so that its pages exist, and locked for the device."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ PAGE = mmap.PAGESIZE
 TOUCHED_APART = 1 << 26
 """Bytes that one thread touches at a time, of a segment that is about to be locked."""
 _TRY_OUT = 1 << 28
+"""Bytes: RLIMIT_MEMLOCK up to this is tried out, see `memlock_binds`."""
 _TOUCHERS = 8
 """Threads; more are no faster, memory itself is the limit."""
 
@@ -53,7 +54,10 @@ def memlock_binds() -> bool:
 
 
 def map_pages(nbytes: int) -> Segment:
-    """Bytes that are whole pages, of this process alone.
+    """Map private, anonymous memory.
+
+    Args:
+        nbytes: a multiple of a page.
 
     Raises:
         MemoError: the system refuses.
@@ -73,7 +77,7 @@ def map_pages(nbytes: int) -> Segment:
 
 
 def touch(segment: Segment) -> None:
-    """Have the pages there, on several CPUs at once: the driver, which needs them, would ask for one after the other."""
+    """Write to all pages, from several threads, so that they exist. Locking would fault them in one after the other."""
     first, end = segment.memory.data_ptr(), segment.memory.data_ptr() + segment.nbytes
     if segment.nbytes <= TOUCHED_APART:
         return
@@ -83,7 +87,7 @@ def touch(segment: Segment) -> None:
 
 
 def pin(segment: Segment) -> None:
-    """Lock it for CUDA, until it goes.
+    """Lock a segment for CUDA until it is garbage-collected.
 
     Raises:
         MemoError: CUDA refuses.

@@ -1,8 +1,13 @@
 """The host slab: where one model's swapped rows wait, and how the models of a process share the host.
 
-Models that were given the same memory lend from one pool. Passes that take turns, each with its backward before the next forward,
-may each have all of it. Where passes of several models wait for their backward at the same time (a generator's behind its
-discriminator's), or are run by threads of their own, each of these models has its part, for as long as the others are there.
+Models of one process that are configured with the same memo.host_memory_gib share one pool, and the budget of it, by two rules:
+
+in turns   each model runs its backward before another begins its forward (an actor and its critic): each may use all of it
+at once    passes of several models wait for their backward together (a generator's behind its discriminator's), or threads run
+           them: from then on each of these models has an equal part, for as long as the others exist
+
+A *claim* is what one pass may use: it is fixed by the first layer that asks and holds until the pass's forward is over, so that
+alpha is chosen with a number that no other model can take away meanwhile.
 """
 
 from __future__ import annotations
@@ -22,11 +27,11 @@ from ds_memo.swap.segments import PAGE
 from ds_memo.units import GIB, round_up
 
 _deciding = RLock()
-"""Who shares with whom, and what a pass may have, are decided by one thread at a time."""
+"""Held while it is worked out which slabs share, and how much a pass may use."""
 _open: weakref.WeakSet[HostSlab] = weakref.WeakSet()
-"""All of this process that are not closed."""
+"""All slabs of this process that are not closed."""
 _pools: weakref.WeakValueDictionary[tuple[float | None, torch.device], HostPool] = weakref.WeakValueDictionary()
-"""Those that models share, by what they are given."""
+"""The shared pools, by memo.host_memory_gib and device."""
 
 
 @dataclass(eq=False)
@@ -34,7 +39,7 @@ class Block:
     """Host memory lent to one frame."""
 
     pieces: list[Range]
-    """One as a rule."""
+    """Usually one; several where no free range of the pool was large enough."""
 
     @property
     def nbytes(self) -> int:
@@ -55,11 +60,11 @@ class Block:
 
 
 class HostSlab:
-    """Lends blocks, together no more than `budget` bytes, and can lend all of these.
+    """One model's view of a pool: lends blocks to its frames, never more than `budget` bytes at a time.
 
     Args:
-        budget: bytes; may be changed. What the pool holds beyond it goes with the next block, as far as it lies idle.
-        pool: its own, or one that slabs of other models lend from.
+        budget: bytes; may be changed later. If it is lowered, the next `take` has the pool release idle memory beyond it.
+        pool: where the memory comes from, possibly shared with slabs of other models.
     """
 
     def __init__(self, budget: int, pool: HostPool) -> None:
@@ -69,22 +74,23 @@ class HostSlab:
         """Bytes lent now, in whole pages."""
         self.peak_used = 0
         self.refused: int | None = None
-        """Bytes held when the system refused memory that the budget allowed; None: it never did. For whoever chooses alpha."""
+        """If the system ever refused memory that the budget allowed: how many bytes the pool held then. Else None. Whoever
+        chooses alpha takes it for the real budget."""
         self.clear: Callable[[], Callable[[], None] | None] = lambda: None
-        """Refers to what has the blocks of frames that have died given back."""
+        """A weak reference to a function that gives back the blocks of this model's dead frames; set by the swap engine."""
         self.fixed = False
-        """What its model stores is configured, and no smaller part would do."""
+        """Alpha and residents are configured, so the model cannot make do with a smaller part."""
         self.needs = 0
-        """Bytes of that for a pass, as far as they are known before all of them were lent."""
+        """Bytes that a pass of a `fixed` model will take, as far as that is known before its first pass is complete."""
         self.has_part = False
-        """Its passes and others' have waited together; these may be gone by now."""
+        """This model has been seen to wait for its backward at the same time as another, which may be gone by now."""
         self._forward_in: Thread | None = None
-        """A training forward is under way there, or was when it was interrupted."""
+        """The thread in which the model's training forward runs. It stays set if that was interrupted."""
         self._claim: int | None = None
-        """Bytes that it may have; None: it has not asked yet."""
+        """Bytes that the forward under way may use; None: it has not asked yet."""
         self._lent: dict[Block, list[Range]] = {}
         self._lock = Lock()
-        """Blocks are lent by the model's own thread, and given back also by that of another model whose pass begins."""
+        """Guards `_lent` and `used`: the model's own thread lends, but another model whose pass begins may give back."""
         weakref.finalize(self, pool.lost.append, self._lent).atexit = False
         with _deciding:
             _open.add(self)
@@ -96,7 +102,7 @@ class HostSlab:
 
     @property
     def part(self) -> int:
-        """Bytes of the budget that are the model's now: all, or what it has beside others."""
+        """Bytes of the budget that are this model's: all of it, or an equal part of what `fixed` models leave."""
         if not self.has_part:
             return self.budget
         sharing = self._sharing()
@@ -105,13 +111,15 @@ class HostSlab:
 
     @property
     def left(self) -> int:
-        """Bytes that can still be lent, beside what is."""
+        """Bytes that can still be lent to this model, beside what it has already."""
         with _deciding:
             return min(max(self.part, self._claim or 0), self._room()) - self.used
 
     def pass_begins(self) -> None:
-        """A training pass of the model begins. Where others wait for their backward now, or run in other threads, each has its
-        part from now on."""
+        """Say that a training pass of this model begins.
+
+        If other models wait for their backward now, or run in other threads, each of them has a part from now on.
+        """
         with _deciding:
             self._forward_in = current_thread()
             self._claim = None
@@ -131,8 +139,10 @@ class HostSlab:
                     slab.has_part |= runs and not slab.fixed
 
     def claim(self) -> int:
-        """Bytes that the pass which has begun may have, now and until its forward is over: the model's part, or what others leave
-        of it. Of what is configured, all that others leave."""
+        """How many bytes the pass that has begun may use: the model's part, or less if others still hold some of it.
+
+        The answer stays the same until the pass's forward is over, except for a `fixed` model, which may use whatever is left.
+        """
         with _deciding:
             if self._claim is not None:
                 return self._claim
@@ -142,7 +152,7 @@ class HostSlab:
             return claim
 
     def forward_over(self) -> None:
-        """The pass has lent all that it wants."""
+        """Say that the pass's forward is over: it will lend nothing more."""
         with _deciding:
             self._forward_in = self._claim = None
 
@@ -186,7 +196,7 @@ class HostSlab:
         """Take a block back. All copies from and to it must be ordered before whatever the next borrower issues."""
         with self._lock:
             pieces = self._lent.pop(block, None)
-        if pieces is None:  # another thread has found it in the same dead frame
+        if pieces is None:  # another thread found it in the same dead frame, and was faster
             return
         self.pool.take_back(pieces)
         with self._lock:
@@ -198,7 +208,11 @@ class HostSlab:
         return list(self._lent)
 
     def close(self) -> None:
-        """Lend no more; the last slab of a pool gives everything back to the system. Nothing may still be lent."""
+        """Stop lending. The last slab of a pool releases the pool's memory to the system.
+
+        Raises:
+            MemoError: a block is still lent.
+        """
         if self.used:
             raise MemoError(f"the host slab was closed while {self.used} bytes of it were lent")
         with _deciding:
@@ -208,7 +222,7 @@ class HostSlab:
             self.pool.release()
 
     def _clear_all(self) -> None:
-        """Have blocks back that no frame needs any more."""
+        """Take back the blocks of dead frames, of all slabs that share the pool."""
         for slab in self._sharing():
             if (clear := slab.clear()) is not None:
                 clear()
@@ -220,7 +234,7 @@ class HostSlab:
 
     @property
     def _runs_elsewhere(self) -> bool:
-        """In another thread. Who was interrupted in this one lends no more."""
+        """Whether the model's forward runs in another thread. One that was interrupted in this thread does not run any more."""
         thread = self._forward_in
         return thread not in (None, current_thread()) and thread.is_alive()
 
@@ -228,32 +242,28 @@ class HostSlab:
         return not any(slab.used or slab._runs_elsewhere for slab in self._sharing() if slab is not self)
 
     def _room(self) -> int:
-        """Bytes that others neither hold nor may have in the forwards that they run elsewhere."""
+        """Bytes of the pool's budget that no other slab holds, or has claimed for a forward in another thread."""
         sharing = self._sharing()
         held = (max(slab.used, (slab._claim or 0) * slab._runs_elsewhere) for slab in sharing if slab is not self)
         return _limit(sharing) - sum(held)
 
 
 def _limit(sharing: Sequence[HostSlab]) -> int:
-    """Bytes for all that share a pool together."""
+    """Bytes that the slabs of a pool may hold together."""
     return max((slab.budget for slab in sharing), default=0)
 
 
 def shared_pool(host_memory_gib: float | None, device: torch.device) -> HostPool:
-    """The one that models of this process on a device share which are given the same memory.
-
-    Args:
-        host_memory_gib: as configured.
-    """
+    """The pool that all models of this process on one device share that are configured with the same memo.host_memory_gib."""
     pool = _pools.get((host_memory_gib, device))
     if pool is None:
-        pool = _pools[host_memory_gib, device] = HostPool(device.type == "cuda", node_of(device))
+        pool = _pools[host_memory_gib, device] = HostPool(device.type == "cuda", node_of(device), device)
     return pool
 
 
 def promised_bytes(beside: HostPool) -> int:
-    """What the slabs of this process that lend from other pools may still take."""
+    """Bytes that slabs of this process with other pools than `beside` may still take from the system."""
     if _open:
-        gc.collect()  # that of a model which was let go without detach() is in reference cycles
+        gc.collect()  # a model that was dropped without detach() keeps its slab in reference cycles
     limits = {slab.pool: _limit(slab._sharing()) for slab in _open if slab.pool is not beside}
     return sum(max(0, limit - pool.size) for pool, limit in limits.items())

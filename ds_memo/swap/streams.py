@@ -1,4 +1,4 @@
-"""Three streams behind four methods: mark, wait, copy, close.
+"""The three streams of ds_memo.swap.protocol, on CUDA and on a CPU.
 
 `compute` runs the model; `d2h` and `h2d` run copies, each in the order they were issued. On CUDA they are CUDA streams. On a CPU
 the compute stream is the calling thread and the other two are real threads, so that every ordering bug of the schedule can be
@@ -149,10 +149,14 @@ def _stop(
         work.put(None)
 
 
-def finish_abandoned() -> None:
-    """Wait for the copies of streams that nobody has closed."""
+def finish_abandoned(device: torch.device | None = None) -> None:
+    """Wait for the copies of streams that nobody has closed.
+
+    Args:
+        device: of CUDA streams; absent: the current one.
+    """
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     while _ending:
         _ending.pop().join()
 

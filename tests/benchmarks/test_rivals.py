@@ -59,7 +59,7 @@ def test_the_papers_memo_at_every_alpha(alpha, workload, stock):
 
 
 def test_the_papers_memo_stores_sixteen_units_of_a_gpt_layer(stock, monkeypatch):
-    """PAPER part 1: input 1, ln1 1, q k v 3, attention 1, second norm's input 1, ln2 1, fc1 4, gelu 4; and the log-sum-exp."""
+    """MEMO, section 2: input 1, ln1 1, q k v 3, attention 1, second norm's input 1, ln2 1, fc1 4, gelu 4; and the log-sum-exp."""
     monkeypatch.setattr(paper_memo, "SMALL", 1024)  # the tiny model's log-sum-exp is smaller than what stays by default
     shape, trainer, _, _ = stock("gpt7b")
     rows, size = shape.lengths[0], shape.size

@@ -202,6 +202,12 @@ def test_bad_input_is_one_line(capsys, words, says):
     assert says in complaint(capsys, *BASE, *words)
 
 
+def test_fewest_gpus_tells_a_wrong_value_from_a_model_that_does_not_split(capsys):
+    words = (*BASE[:5], "--min-gpus", "--seq-length", "1M")
+    assert "only memo and paper have an alpha" in complaint(capsys, *words, "--method", "none", "--alpha", "0.5")
+    assert "cannot be split" in complaint(capsys, *words, "--sp", "3")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -65,7 +65,7 @@ def lock_as_cuda_would(look: bool) -> None:
 def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> dict[str, Any]:
     model = build("llama")
     handle = ds_memo.attach(model, {**SWAPPED, "device_memory_gib": device_memory_gib})
-    said["budget_at_start"], said["room_at_start"] = handle.slab.budget, host_memory.available_bytes(locked=False)
+    said["budget_at_start"], said["room_at_start"] = handle.slab.budget, host_memory.available_bytes()
     for _ in range(4):
         try:
             step(model, batch)
@@ -86,7 +86,7 @@ def main(kind: str, what: str) -> None:
         step(build("llama"), MUCH)  # what the libraries take is taken
         (folder / limit).write_text(str(int((folder / used).read_text()) + 256 * MIB))
         said["limit"] = int((folder / limit).read_text())
-        said["room"] = host_memory.available_bytes(locked=False)
+        said["room"] = host_memory.available_bytes()
         os.environ["LOCAL_WORLD_SIZE"] = "8"  # as one of eight: activations of a CPU live in the same cgroup
         report = train(MUCH, 0.5, said)
         peak = folder / ("memory.max_usage_in_bytes" if is_v1 else "memory.peak")

@@ -58,6 +58,14 @@ def test_alone() -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+def test_an_error_of_many_lines_is_told_in_one() -> None:
+    with pytest.raises(Failed) as caught:
+        together(lambda: torch.eye(2).to_sparse().as_strided((1,), (1,)))
+    assert "as_strided" in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    with pytest.raises(Failed, match=r"x{1000}"):
+        together(lambda: (_ for _ in ()).throw(ds_memo.MemoError("x" * 1000)))
+
+
 def test_many_problems_are_counted() -> None:
     failed = Failed([f"rank {number}: no" for number in range(9)])
     assert str(failed) == "rank 0: no; rank 1: no; rank 2: no; and 6 more"

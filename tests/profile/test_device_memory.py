@@ -32,7 +32,7 @@ def card(monkeypatch):
 
 @pytest.fixture
 def host(monkeypatch):
-    monkeypatch.setattr(device_memory, "available_bytes", lambda locked: 100 * GIB)
+    monkeypatch.setattr(device_memory, "available_bytes", lambda: 100 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
 
 

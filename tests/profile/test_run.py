@@ -76,7 +76,8 @@ def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, mo
         return
     profile = run._measure_kind(asked, 0, warned.append, str, alone)
     assert [sample.length for sample in profile.samples] == used
-    said = "profile: blocks.0 cannot be measured at 1,024 tokens (AssertionError: does not match); it is at 5,000"
+    why = "AssertionError: does not match the required shape 5000"
+    said = f"profile: blocks.0 cannot be measured at 1,024 tokens ({why}); it is at 5,000"
     assert warned == ([said] if least else [])
 
 

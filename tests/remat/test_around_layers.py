@@ -160,14 +160,14 @@ def test_layers_that_return_structures(config: dict) -> None:
         def forward(self, x: torch.Tensor, extra: torch.Tensor | None) -> dict:
             y = super().forward(x)
             more = self.attend(x) if extra is None else extra * 0.5 + self.feed(x)
-            return {"out": (y, [more, None, 7]), "same": x}
+            return {"out": (y, [more, None, torch.eye(2).to_sparse(), 7]), "same": x}
 
     class Model(Toy):
         def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
             x, extra = inputs_embeds, None
             for block in self.blocks:
                 returned = block(x, extra)
-                x, (extra, _, seven) = returned["out"]
+                x, (extra, *_, seven) = returned["out"]
                 x = x + 0.1 * returned["same"] * (seven / 7)
             logits = self.head(x + extra)
             return types.SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))

@@ -125,8 +125,19 @@ class NestedMemoCheckpoint(Lines):
 
 class Sparse(Lines):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shift = torch.eye(x.shape[1]).roll(1, 0).to_sparse()
+        shift = torch.eye(x.shape[1]).to_sparse()
+        shift.copy_(torch.eye(x.shape[1]).roll(1, 0).to_sparse()).mul_(2.0)
         return x + torch.stack([torch.sparse.mm(shift, F.gelu(row)) for row in self.a(x)])
+
+
+class Branches(Lines):
+    """What torch.cond comes down to, without its seconds of tracing: a higher-order op, which the modes see as one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        with torch.no_grad():
+            scale = torch.ops.higher_order.cond(self.b(x).sum() > 0, torch.sin, torch.cos, (y,))
+        return x + self.c(F.gelu(y) * scale)
 
 
 class TakesAnIndex(Lines):
@@ -166,6 +177,7 @@ class SharesAProduct(Lines):
         NestedMemoCheckpoint,
         Sparse,
         TakesAnIndex,
+        Branches,
         SharesAProduct,
     ],
 )
@@ -293,6 +305,18 @@ def _into_empty(ctx: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _into_empty_permuted(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_permuted(x.shape, (0, 1, 2))
+    np.multiply(x.detach().numpy(), 3, out=out.numpy())
+    return out
+
+
+def _onto_new_ones(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.arange(1.0).new_ones(x.shape)
+    out.numpy()[...] *= 3 * x.detach().numpy()
+    return out
+
+
 def _onto_zeros(ctx: Any, x: torch.Tensor) -> torch.Tensor:
     out = torch.zeros(x.shape)
     out.numpy()[...] += 3 * x.detach().numpy()
@@ -321,7 +345,13 @@ def _in_place_and_says_so(ctx: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @every_config
-@pytest.mark.parametrize("compute", [_into_empty, _onto_zeros, _onto_zeroed, _elsewhere, _in_place, _in_place_and_says_so])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        *(_into_empty, _into_empty_permuted, _onto_new_ones, _onto_zeros, _onto_zeroed),
+        *(_elsewhere, _in_place, _in_place_and_says_so),
+    ],
+)
 def test_a_kernel_out_of_sight(config: dict, compute: Any) -> None:
     kernel = unseen(compute, lambda grad: 3 * grad)
 

@@ -1,9 +1,10 @@
-"""Fingerprints, by which writes out of sight are found."""
+"""Fingerprints, by which writes out of sight are found, and how many recipes a layer remembers."""
 
 import pytest
 import torch
 
-from ds_memo.remat.recipe import fingerprint
+from ds_memo.remat.checkpoint import _RECIPES, Layer
+from ds_memo.remat.recipe import Seen, fingerprint, make_recipe
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64])
@@ -25,3 +26,13 @@ def test_tensors_on_another_device_do_not_count():
 
 def test_of_nothing():
     assert fingerprint((None, torch.empty(0))).item() == 0
+
+
+def test_a_recipe_that_is_made_again_displaces_no_other():
+    layer, recipe = Layer(0, "blocks.0", None), make_recipe(Seen(), 1.0)[0]
+    for length in range(_RECIPES):
+        layer.remember(length, recipe)
+    layer.remember(_RECIPES - 1, recipe)
+    assert len(layer.recipes) == _RECIPES
+    layer.remember(_RECIPES, recipe)
+    assert len(layer.recipes) == _RECIPES and 0 not in layer.recipes

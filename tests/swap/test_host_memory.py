@@ -46,7 +46,7 @@ def v1(root: Path, group: str, limit_gib: float, used_gib: float = 0, cache_gib:
 
 
 def free_gib(root: Path) -> float:
-    return available_bytes(locked=False, root=root) / GIB
+    return available_bytes(root=root) / GIB
 
 
 def test_without_cgroups_the_kernels_word_counts(tmp_path):
@@ -128,21 +128,9 @@ def test_a_path_with_a_colon(tmp_path):
     assert free_gib(tmp_path) == 6
 
 
-def test_locked_memory_limits_pinned_budgets_only(tmp_path, monkeypatch):
-    node(tmp_path, "0::/")
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (3 * GIB, 5 * GIB))
-    assert available_bytes(locked=False, root=tmp_path) == 100 * GIB
-    assert available_bytes(locked=True, root=tmp_path) == 3 * GIB
-
-
-def test_unlimited_locked_memory(tmp_path, unlimited):
-    node(tmp_path, "0::/")
-    assert available_bytes(locked=True, root=tmp_path) == 100 * GIB
-
-
 @pytest.fixture
 def hundred_gib_free(monkeypatch):
-    monkeypatch.setattr(host_memory, "available_bytes", lambda pinned, held=0: 100 * GIB + held)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda held=0: 100 * GIB + held)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +156,20 @@ def test_what_others_may_still_take_is_not_free(hundred_gib_free, ranks, expecte
     budget = budget_bytes(None, ranks, locked=False, promised=30 * GIB)
     assert budget == pytest.approx(expected_gib * (1 - RESERVE) * GIB, abs=ranks)
     assert budget_bytes(64.0, ranks, locked=False, promised=30 * GIB) == 64 * GIB // ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_locked_memory_is_limited_for_each_process(hundred_gib_free, monkeypatch, ranks):
+    """RLIMIT_MEMLOCK is of a process: ranks do not share it, but the node's memory."""
+    assert budget_bytes(20.0, ranks, locked=False) == 20 * GIB // ranks
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (3 * GIB, 5 * GIB))
+    assert budget_bytes(20.0, ranks, locked=True) == 3 * GIB
+    assert budget_bytes(None, ranks, locked=True) == int(3 * GIB * (1 - RESERVE))
+    assert budget_bytes(4.0, 4, locked=True) == GIB
+
+
+def test_unlimited_locked_memory(hundred_gib_free, unlimited):
+    assert budget_bytes(20.0, 1, locked=True) == 20 * GIB
 
 
 @pytest.mark.parametrize(

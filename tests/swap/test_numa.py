@@ -93,7 +93,7 @@ def test_only_this_thread_moves_and_only_for_a_while():
 @needs_two_cpus
 def test_blocks_are_pinned_from_there(monkeypatch):
     where = []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(segments, "pin", lambda block: where.append(os.sched_getaffinity(0)))
     for node in (Node(1, frozenset({CPUS[-1]})), None):
         host = HostSlab(4 * PAGE, HostPool(pinned=True, node=node))

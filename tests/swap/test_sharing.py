@@ -135,7 +135,7 @@ def test_what_a_model_that_was_let_go_held_is_lent_again(monkeypatch):
     """Not before the copies of its streams are over."""
     finished = []
     real = streams.finish_abandoned
-    monkeypatch.setattr("ds_memo.swap.pool.finish_abandoned", lambda: finished.append(1) or real())
+    monkeypatch.setattr("ds_memo.swap.pool.finish_abandoned", lambda device: finished.append(1) or real())
     first, second = two()
     block = first.take(10 * PAGE, "x")
     first.itself = first, block
@@ -184,9 +184,27 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
     """The one stream that is current, and a line for each wait for the device."""
     stream, calls = ["one"], []
     monkeypatch.setattr("ds_memo.swap.segments.pin", lambda segment: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("waited"))
     return stream, calls
+
+
+def test_a_pool_waits_for_its_own_device(monkeypatch):
+    """Which need not be the current one: a model may lie on another."""
+    asked, there = set(), torch.device("cuda", 1)
+    monkeypatch.setattr("ds_memo.swap.segments.pin", lambda segment: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for name in ("current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device, name=name: asked.add((name, device)))
+    pool = HostPool(pinned=True, device=there)
+    lost = HostSlab(10 * PAGE, pool)
+    lost.itself = lost, lost.take(PAGE, "x")
+    del lost
+    gc.collect()
+    slab = HostSlab(10 * PAGE, pool)
+    slab.give(slab.take(PAGE, "y"))
+    slab.close()
+    assert asked == {("current_stream", (there,)), ("synchronize", (there,))}
 
 
 def test_another_compute_stream_waits_for_everything(compute):

@@ -45,7 +45,7 @@ class System:
         self._segments: list[weakref.ref[Segment]] = []
         monkeypatch.setattr(segments, "map_pages", self._map)
         monkeypatch.setattr(segments, "pin", self._pin)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "synchronize", self._synchronize)
 
     @property
@@ -64,7 +64,7 @@ class System:
     def _pin(self, segment: Segment) -> None:
         self.pinned += segment.nbytes
 
-    def _synchronize(self) -> None:
+    def _synchronize(self, device: torch.device | None) -> None:
         self.synchronized += 1
 
 
