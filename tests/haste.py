@@ -6,6 +6,9 @@ import sys
 
 PRELOADED = ["torch", "torch._dynamo", "deepspeed", "transformers", "transformers.models.llama.modeling_llama"]
 """What most tests use sooner or later."""
+OF_RANKS = [*PRELOADED, "torch._inductor.compile_fx", "ds_memo.integrate.deepspeed", "tests.unit.common", "tests.frozen"]
+"""What the process that forks ranks imports for them; its last sees to garbage. DeepSpeed's ZeRO imports torch's inductor, for
+Muon: more than a second of every rank's."""
 
 
 def make_haste() -> None:
