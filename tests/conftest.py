@@ -13,6 +13,15 @@ from tests.haste import make_haste
 from tests.processes import processes_with
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A worker that has nothing left takes half of what another still has: the last files are the slowest."""
+    if config.getoption("dist") == "load":
+        from xdist.scheduler import WorkStealingScheduling
+
+        return WorkStealingScheduling(config, log)
+
+
 def pytest_collection_finish():
     make_haste()
 

@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from tests.haste import forkserver
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,6 +23,13 @@ def python(
     variables = {name: value for name, value in variables.items() if value is not None}
     command = [sys.executable, *map(str, words)]
     return subprocess.run(command, env=variables, input=stdin, capture_output=True, text=True, timeout=timeout, cwd=cwd)
+
+
+def forked(function: Callable[..., Any], *arguments: object, timeout: float = 120) -> Any:
+    """What a function returns, or raises, in a process of its own that has imported what tests need, and that what it sets dies
+    with. One that ends without an answer, or hangs, is a TimeoutError."""
+    with forkserver().Pool(1) as process:
+        return process.apply_async(function, arguments).get(timeout)
 
 
 def processes_with(marker: str) -> list[int]:

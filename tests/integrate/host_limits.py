@@ -1,18 +1,15 @@
-"""Trains under a limit that the kernel keeps, and says on its last line what it took. Started by test_host_limits.py.
+"""Training under a limit that the kernel keeps. test_host_limits.py calls each of these in a process of its own, which it spoils:
 
-host_limits.py memlock BYTES     RLIMIT_MEMLOCK, as an ordinary user; blocks are locked with mlock(2) where CUDA would lock them
-host_limits.py ignorant BYTES    the same, and nobody looks at the limit beforehand
-host_limits.py cgroup FOLDER     a memory cgroup of its own, which gets a limit once the model is there
+memlock   RLIMIT_MEMLOCK, as an ordinary user; blocks are locked with mlock(2) where CUDA would lock them
+cgroup    a memory cgroup of its own, which gets a limit once the model is there
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +59,10 @@ def lock_as_cuda_would(look: bool) -> None:
     memos.budget_bytes = lambda gib, ranks, _, *rest: budget(gib, ranks, look and segments.memlock_binds(), *rest)
 
 
-def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> dict[str, Any]:
+def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> None:
+    """Four steps; what is to be known of them goes into `said`."""
+    torch.set_num_threads(1)
+    os.environ["XDG_CACHE_HOME"] = "/dev/null"
     model = build("llama")
     handle = ds_memo.attach(model, {**SWAPPED, "device_memory_gib": device_memory_gib})
     said["budget_at_start"], said["room_at_start"] = handle.slab.budget, host_memory.available_bytes()
@@ -72,35 +72,34 @@ def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> dict[
         except ds_memo.MemoError as error:
             said.setdefault("errors", []).append(str(error))
             model.zero_grad()
-    return handle.report()
-
-
-def main(kind: str, what: str) -> None:
-    said: dict[str, Any] = {}
-    os.environ["XDG_CACHE_HOME"] = "/dev/null"
-    if kind == "cgroup":
-        folder = Path(what)
-        (folder / "cgroup.procs").write_text(str(os.getpid()))
-        is_v1 = (folder / "memory.limit_in_bytes").exists()
-        limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
-        step(build("llama"), MUCH)  # what the libraries take is taken
-        (folder / limit).write_text(str(int((folder / used).read_text()) + 256 * MIB))
-        said["limit"] = int((folder / limit).read_text())
-        said["room"] = host_memory.available_bytes()
-        os.environ["LOCAL_WORLD_SIZE"] = "8"  # as one of eight: activations of a CPU live in the same cgroup
-        report = train(MUCH, 0.5, said)
-        peak = folder / ("memory.max_usage_in_bytes" if is_v1 else "memory.peak")
-        said["most_used"] = int(peak.read_text()) if peak.exists() else 0
-    else:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (int(what), int(what)))
-        be_bound_by_limits()
-        lock_as_cuda_would(look=kind == "memlock")
-        report = train(LITTLE, 0.022, said)
-        said["locked"] = locked_by_kernel()
+    report = handle.report()
     said["report"] = {key: report[key] for key in ("host", "alpha", "binding", "predicted", "bytes_to_host")}
     said["changes"] = report["profile"]["changes"]
-    print(json.dumps(said))
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def memlock(nbytes: int, look: bool) -> dict[str, Any]:
+    """
+    Args:
+        look: whether somebody looks at the limit beforehand.
+    """
+    said: dict[str, Any] = {}
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (nbytes, nbytes))
+    be_bound_by_limits()
+    lock_as_cuda_would(look)
+    train(LITTLE, 0.022, said)
+    return said | {"locked": locked_by_kernel()}
+
+
+def cgroup(folder: Path) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
+    is_v1 = (folder / "memory.limit_in_bytes").exists()
+    limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+    step(build("llama"), MUCH)  # what the libraries take is taken
+    (folder / limit).write_text(str(int((folder / used).read_text()) + 256 * MIB))
+    said["limit"] = int((folder / limit).read_text())
+    said["room"] = host_memory.available_bytes()
+    os.environ["LOCAL_WORLD_SIZE"] = "8"  # as one of eight: activations of a CPU live in the same cgroup
+    train(MUCH, 0.5, said)
+    peak = folder / ("memory.max_usage_in_bytes" if is_v1 else "memory.peak")
+    return said | {"most_used": int(peak.read_text()) if peak.exists() else 0}

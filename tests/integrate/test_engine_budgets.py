@@ -28,7 +28,7 @@ def trained(stage: int, accumulate: int = 1, gib: float = 0.05) -> Any:
     memo = {"enabled": True, "device_memory_gib": gib}
     config = ds_config(stage, memo=memo, gradient_accumulation_steps=accumulate, optimizer=OPTIMIZER)
     engine = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    for _ in range(5 * accumulate):
+    for _ in range(4 * accumulate):
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
     return engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import weakref
 from collections.abc import Iterator
@@ -16,8 +15,9 @@ from ds_memo.solve.refusals import NothingFits
 from ds_memo.swap import host_memory, slab
 from ds_memo.swap.host_memory import RESERVE
 from ds_memo.swap.segments import PAGE
+from tests.integrate import host_limits
 from tests.models import Batch, assert_same, build, step
-from tests.processes import ROOT, python
+from tests.processes import forked
 
 MIB = 1 << 20
 BATCH = Batch.random(2, 300)
@@ -133,16 +133,9 @@ def test_more_is_not_taken_than_the_cgroup_has_whatever_is_configured(tree: Path
 # ---- limits that the kernel keeps
 
 
-def run(*words: str) -> dict[str, Any]:
-    variables = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = python(ROOT / "tests" / "integrate" / "host_limits.py", *words, **variables)
-    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_locked_memory_stays_below_rlimit_memlock() -> None:
     memlock = 6 * MIB + 4095
-    said = run("memlock", str(memlock))
+    said = forked(host_limits.memlock, memlock, True)
     host = said["report"]["host"]
     assert said.get("errors") is None and said["changes"] == []
     assert host["peak_used"] <= host["slab"] <= host["budget"] == int(memlock * (1 - RESERVE))
@@ -152,7 +145,7 @@ def test_locked_memory_stays_below_rlimit_memlock() -> None:
 
 def test_without_looking_the_kernel_refuses_and_training_goes_on_with_less() -> None:
     """The control: the limit binds. And a refusal is an error of one step; the next ones ask for less."""
-    said = run("ignorant", str(6 * MIB))
+    said = forked(host_limits.memlock, 6 * MIB, False)
     assert said["budget_at_start"] > 6 * MIB
     assert all("mlock refused" in error for error in said["errors"]) and len(said["errors"]) < 4
     assert said["changes"][0].startswith("host budget lowered to") and "the system refused more" in said["changes"][0]
@@ -182,7 +175,7 @@ def own_cgroup() -> Iterator[Path]:
 
 
 def test_a_real_cgroup(own_cgroup: Path) -> None:
-    said = run("cgroup", str(own_cgroup))
+    said = forked(host_limits.cgroup, own_cgroup)
     host = said["report"]["host"]
     assert said.get("errors") is None
     assert 0.9 * 256 * MIB <= said["room"] <= said["limit"]

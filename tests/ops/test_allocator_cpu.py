@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.haste import forkserver
 from tests.ops.compiling import compiler, lacks
 from tests.ops.cpu_scenarios import CONTROLS, RAW_BLOCKS, SCENARIOS
 
@@ -23,13 +24,11 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def server():
-    """Forks processes that have the op loaded and nothing installed."""
+    """Forks processes that have nothing installed."""
     from ds_memo.ops.builder import AllocatorBuilder
 
     AllocatorBuilder("cpu").load()  # compiled here, so that no scenario's time goes to the compiler
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.ops.cpu_scenarios"])
-    return context
+    return forkserver()
 
 
 def perform(name: str, environment: dict[str, str], result: Connection) -> None:

@@ -1,5 +1,10 @@
+from contextlib import suppress
+
 import pytest
 import torch
+
+from ds_memo.errors import MemoError
+from tests.swap.by_hand import Rig
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -9,3 +14,11 @@ def alone():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def rig():
+    made = Rig()
+    yield made
+    with suppress(MemoError):
+        made.engine.close()

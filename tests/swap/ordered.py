@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ds_memo.remat.keep import written_tensors
 from ds_memo.swap.slab import Block, HostSlab
@@ -166,7 +165,7 @@ class OrderedStreams(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = _tensors((args, kwargs))
         if func._schema.is_mutable:
             self._step(COMPUTE)
             written = written_tensors(func, args, kwargs)
@@ -175,8 +174,9 @@ class OrderedStreams(TorchDispatchMode):
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         old = {_key(tensor) for tensor in given}
-        new = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and _key(leaf) not in old]
-        if not new and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(out)):
+        made = _tensors(out)
+        new = [tensor for tensor in made if _key(tensor) not in old]
+        if made and not new:
             return out  # a view: nothing was touched
         self._step(COMPUTE)
         for tensor in given:
@@ -240,3 +240,14 @@ class OrderedStreams(TorchDispatchMode):
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """All that an op is given or gives; torch's own pytrees take as long as all else here."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for part in value for tensor in _tensors(part)]

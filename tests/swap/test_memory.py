@@ -8,7 +8,7 @@ import torch
 from benchmarks.memory import ALPHAS, SHAPES, Bench
 from ds_memo.swap.engine import SwapEngine
 
-LAYERS, LENGTH = 5, 192
+LAYERS, LENGTH = 5, 96
 
 
 @pytest.fixture(scope="module", params=SHAPES)

@@ -41,7 +41,7 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from tests.haste import PRELOADED, make_haste
+from tests.haste import forkserver, make_haste
 
 ON_CPU = get_accelerator().device_name() == "cpu"
 if ON_CPU:  # here, because every rank imports this file: gloo serves, and nothing has to be compiled
@@ -85,9 +85,8 @@ class OwnDistributedTest:
     def _run(self, name: str, kwargs: dict[str, Any], size: int, folder: Path) -> None:
         if not ON_CPU and get_accelerator().device_count() < size:
             _skip(f"{size} GPUs needed, {get_accelerator().device_count()} found")
-        context = multiprocessing.get_context("forkserver" if ON_CPU else "spawn")
-        if ON_CPU:  # the server imports once; a CUDA context would not survive a fork
-            context.set_forkserver_preload(PRELOADED)
+        # A server imports once for all; a CUDA context would not survive a fork.
+        context = forkserver() if ON_CPU else multiprocessing.get_context("spawn")
         ranks = [_Rank(context, self, name, kwargs, rank, size, folder) for rank in range(size)]
         try:
             hung = not _wait(ranks, time.monotonic() + self.exec_timeout)

@@ -1,0 +1,57 @@
+"""An engine that is driven by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Frame, Layout
+from ds_memo.swap.pool import HostPool
+from ds_memo.swap.segments import PAGE
+from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.streams import ThreadStreams
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Rig:
+    """An engine and the least that a layer does to it."""
+
+    streams: object = field(default_factory=ThreadStreams)
+    pages: int = 1000
+
+    def __post_init__(self) -> None:
+        self.slab = HostSlab(self.pages * PAGE, HostPool(pinned=False))
+        if hasattr(self.streams, "watch"):
+            self.streams.watch(self.slab)
+        self.engine = SwapEngine(self.streams, self.slab, CPU)
+
+    def begin(
+        self, tensors: list[torch.Tensor], resident: bool = False, rows: int | None = None, name: str = "x", ahead: bool = True
+    ) -> Frame:
+        frame = self.engine.begin(name, resident, ahead=ahead)
+        layout = Layout()
+        for tensor in tensors:
+            layout.add(tensor, rows)
+        self.engine.adopt(frame, layout)
+        return frame
+
+    def layer(self, *shapes: tuple[int, ...], value: float = 1.0, **options) -> Frame:
+        tensors = [torch.full(shape, value) for shape in shapes or ((8, 64),)]
+        return self.layer_of(tensors, **options)
+
+    def layer_of(self, tensors: list[torch.Tensor], **options) -> Frame:
+        frame = self.begin(tensors, **options)
+        for kept, tensor in zip(frame.layout.kept, tensors, strict=True):
+            self.engine.keep(frame, kept, tensor)
+        self.engine.end(frame)
+        return frame
+
+    def replay(self, frame: Frame) -> list[torch.Tensor]:
+        self.engine.bring_back(frame)
+        tensors = [frame.tensor(kept).clone() for kept in frame.layout.kept]
+        self.engine.replayed(frame)
+        return tensors

@@ -1,0 +1,247 @@
+"""Frames from birth to death, driven by hand: graphs that are dropped, tensors that change, wrong steps, closing."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.swap.frame import Frame
+from ds_memo.swap.segments import PAGE
+from ds_memo.swap.streams import COMPUTE, D2H, H2D, ThreadStreams
+from tests.swap.by_hand import Rig
+from tests.swap.delayed import DelayedStreams
+
+# ---- lifetimes
+
+
+def test_a_frame_can_come_back_as_often_as_its_graph_lives(rig):
+    frames = [rig.layer(value=index) for index in range(3)]
+    for _ in range(3):
+        for index in reversed(range(3)):
+            assert rig.replay(frames[index])[0].unique().tolist() == [index]
+    assert rig.engine.traffic.frames_prefetched == 6
+    assert rig.slab.used == 3 * PAGE
+    frames.clear()
+    rig.layer()
+    assert rig.slab.used == PAGE
+
+
+@pytest.mark.parametrize("replays", [0, 1, 2])
+def test_a_dropped_graph_gives_its_host_blocks_back(rig, replays):
+    frames = [rig.layer() for _ in range(4)]
+    for frame in reversed(frames[4 - replays :]):
+        rig.replay(frame)
+    frame = None
+    frames.clear()
+    for _ in range(5):
+        rig.layer()
+        assert rig.slab.used <= 2 * PAGE
+    assert rig.slab.size == 4 * PAGE
+
+
+def test_steps_leave_nothing_behind(rig):
+    for _ in range(20):
+        frames = [rig.layer() for _ in range(3)]
+        while frames:
+            rig.replay(frames.pop())
+    last = rig.layer()
+    assert [ref() for ref in rig.engine._stack] == [last]
+    assert len(rig.engine._leaving) <= 1
+    assert not rig.engine._graves
+    assert rig.slab.size == 3 * PAGE
+
+
+def test_an_aborted_frame_leaves_nothing_behind(rig):
+    tensor = torch.ones(8, 64)
+    gone = weakref.ref(tensor.untyped_storage())
+    frame = rig.begin([tensor, tensor])
+    rig.engine.keep(frame, frame.layout.kept[0], tensor)
+    rig.engine.keep(frame, frame.layout.kept[1], tensor)
+    rig.engine.abort(frame)
+    assert rig.slab.used == 0
+    del tensor
+    rig.streams.mark(D2H).done.wait(30)
+    assert gone() is None
+    assert frame.state == "done"
+
+
+@pytest.mark.parametrize("where", ["just recorded", "away", "on its way back", "replayed"])
+def test_a_frame_may_die_on_a_copy_thread(where):
+    """Garbage collection runs wherever it likes, also where waiting for a copy would be waiting for itself."""
+    rig = Rig(DelayedStreams(1, delays_s=(1e-3,)))
+    frames = [rig.layer() for _ in range({"just recorded": 1}.get(where, 4))]
+    if where != "just recorded":
+        rig.engine.bring_back(frames[-1])
+        rig.engine.replayed(frames[-1])
+    dying = frames.pop({"away": 0, "on its way back": 2, "replayed": 3, "just recorded": 0}[where])
+    cycle = [dying]
+    cycle.append(cycle)
+    dead = weakref.ref(dying)
+    del dying, cycle
+    done = threading.Event()
+    rig.streams._queues[D2H].put((gc.collect,))
+    rig.streams._queues[H2D].put((done.set,))
+    rig.streams.wait(COMPUTE, rig.streams.mark(D2H))
+    assert dead() is None
+    assert done.wait(30)
+    rig.layer()
+    assert rig.slab.used == (len(frames) + 1) * PAGE
+    frames.clear()
+    rig.engine.close()
+    assert rig.slab.size == 0
+
+
+# ---- tensors that change in place
+
+
+def keep_and_change(rig: Rig, resident: bool, under_way: bool) -> tuple[Frame, torch.Tensor]:
+    tensor = torch.ones(8, 64)
+    frame = rig.begin([tensor, tensor], resident)
+    rig.engine.keep(frame, frame.layout.kept[0], tensor)
+    if under_way:
+        rig.engine.keep(frame, frame.layout.kept[1], torch.full((8, 64), 7.0))
+    rig.engine.about_to_change(frame, tensor)
+    tensor.add_(1)
+    if not under_way:
+        rig.engine.keep(frame, frame.layout.kept[1], torch.full((8, 64), 7.0))
+    rig.engine.end(frame)
+    return frame, tensor
+
+
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("under_way", [False, True])
+def test_a_kept_tensor_keeps_the_value_it_had(resident, under_way):
+    rig = Rig(DelayedStreams(0, delays_s=(5e-3,)))
+    frame, tensor = keep_and_change(rig, resident, under_way)
+    others = [rig.layer() for _ in range(3)]
+    for _ in range(2):
+        first, second = rig.replay(frame)
+        assert first.unique().tolist() == [1.0]
+        assert second.unique().tolist() == [7.0]
+    assert tensor.unique().tolist() == [2.0]
+    assert len(others) == 3
+
+
+def test_a_change_of_another_tensor_costs_nothing(rig):
+    tensor, other = torch.ones(8, 64), torch.ones(8, 64)
+    frame = rig.begin([tensor])
+    rig.engine.keep(frame, frame.layout.kept[0], tensor)
+    rig.engine.about_to_change(frame, other)
+    assert frame.device[0].data_ptr() == tensor.data_ptr()
+    rig.engine.end(frame)
+
+
+def test_a_change_that_nobody_announced_raises_each_time(rig):
+    tensor = torch.ones(8, 64)
+    frame = rig.layer_of([tensor], name="model.layers.3")
+    tensor.add_(1)
+    rig.layer()
+    with pytest.raises(MemoError, match=r"model\.layers\.3: a tensor of shape .* was changed in place"):
+        rig.layer()
+    rig.layer()
+    for _ in range(2):
+        with pytest.raises(MemoError, match=r"model\.layers\.3: a tensor of shape .* was changed in place"):
+            rig.replay(frame)
+
+
+# ---- wrong steps
+
+
+def test_a_frame_cannot_be_replayed_while_its_layer_runs(rig):
+    for resident in (False, True):
+        frame = rig.begin([torch.ones(8, 64)], resident, name="model.layers.3")
+        with pytest.raises(MemoError, match=r"model\.layers\.3"):
+            rig.engine.bring_back(frame)
+        rig.engine.abort(frame)
+
+
+def test_wrong_steps_raise_with_the_frames_name(rig):
+    frame = rig.layer(name="model.layers.3")
+    rig.engine.bring_back(frame)
+    for step in (rig.engine.end, rig.engine.bring_back):
+        with pytest.raises(MemoError, match=r"model\.layers\.3"):
+            step(frame)
+    rig.engine.replayed(frame)
+    for step in (rig.engine.end, rig.engine.replayed, lambda frame: frame.tensor(frame.layout.kept[0])):
+        with pytest.raises(MemoError, match=r"model\.layers\.3"):
+            step(frame)
+
+
+def test_wrong_steps_of_a_resident_frame_raise_with_its_name(rig):
+    frame = rig.layer(name="model.layers.3", resident=True)
+    with pytest.raises(MemoError, match=r"model\.layers\.3"):
+        rig.engine.end(frame)
+    rig.engine.bring_back(frame)
+    rig.engine.replayed(frame)
+    for step in (rig.engine.replayed, lambda frame: frame.tensor(frame.layout.kept[0])):
+        with pytest.raises(MemoError, match=r"model\.layers\.3"):
+            step(frame)
+
+
+# ---- closing
+
+
+@pytest.mark.parametrize("state", ["swapping", "away", "returning", "ready", "done"])
+def test_closing_with_living_frames(state):
+    rig = Rig(DelayedStreams(2))
+    frames = [rig.layer(name=f"layer {index}") for index in range(5)]
+    if state in ("returning", "ready", "done"):
+        rig.engine.bring_back(frames[4])
+    if state == "done":
+        rig.engine.replayed(frames[4])
+    assert state in {frame.state for frame in frames}
+    rig.engine.close()
+    assert (rig.slab.used, rig.slab.size) == (0, 0)
+    for frame in frames:
+        with pytest.raises(MemoError, match=f"{frame.name} is wanted by a backward after ds_memo was detached"):
+            rig.engine.bring_back(frame)
+    with pytest.raises(MemoError, match="x was run after ds_memo was detached"):
+        rig.layer()
+    frame = None
+    frames.clear()
+    gc.collect()
+    rig.engine.close()
+
+
+def test_a_frame_that_dies_while_the_engine_closes():
+    frames: list[Frame] = []
+
+    class Dying(ThreadStreams):
+        def wait(self, stream, event) -> None:
+            super().wait(stream, event)
+            frames.clear()  # as the garbage collector may, at any allocation
+
+    rig = Rig(Dying())
+    frames += [rig.layer() for _ in range(2)]
+    rig.engine.close()
+    assert (rig.slab.used, rig.slab.size) == (0, 0)
+
+
+def test_a_frame_that_dies_between_two_steps_of_closing(monkeypatch):
+    rig = Rig()
+    frames = [rig.layer() for _ in range(3)]
+    give = rig.slab.give
+
+    def give_and_kill(block) -> None:
+        give(block)
+        frames.clear()
+
+    monkeypatch.setattr(rig.slab, "give", give_and_kill)
+    rig.engine.close()
+    assert (rig.slab.used, rig.slab.size) == (0, 0)
+
+
+def test_closing_after_a_copy_failed_raises_and_still_ends_the_threads():
+    rig = Rig()
+    frame = rig.layer()
+    rig.streams.copy(D2H, torch.zeros(3), torch.zeros(4))
+    with pytest.raises(MemoError, match="a copy on the d2h stream failed"):
+        rig.engine.close()
+    assert not any(thread.is_alive() for thread in rig.streams._threads)
+    rig.engine.close()
+    del frame
