@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import runpy
 import sys
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device-gib", type=float, default=139.8, help="of each GPU; default: 139.8")
     parser.add_argument("--host-gib", type=float, default=1843.0, help="free on the node; default: 1843")
     parser.add_argument("--hardware", default="h200", help="whose rates: a name or file of ds-memo estimate; default: h200")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what each step took")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT ARGS", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
@@ -46,13 +48,22 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ |= {"WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks)}
     without_values(options.host_gib)
+    rows: list[dict[str, Any]] = []
     with keeping_time(hardware.load(options.hardware)) as clock:
-        rehearse(clock, options.ranks, *options.script)
+        try:
+            rehearse(clock, options.ranks, rows, *options.script)
+        finally:
+            if options.json:
+                options.json.write_text(json.dumps(rows))
     return 0
 
 
-def rehearse(clock: Clock, ranks: int, script: str, *arguments: str) -> None:
-    """Run the script, and print a line for each optimizer step."""
+def rehearse(clock: Clock, ranks: int, rows: list[dict[str, Any]], script: str, *arguments: str) -> None:
+    """Run the script, and print a line for each optimizer step but the first, in which layers are measured.
+
+    Args:
+        rows: what each of these steps took is added to them.
+    """
     import deepspeed
 
     from benchmarks.emulated_ranks import NAME, among
@@ -61,19 +72,18 @@ def rehearse(clock: Clock, ranks: int, script: str, *arguments: str) -> None:
 
     among(ranks, clock)
     ulysses.split = _split
-    numbers, running = itertools.count(1), {}
+    running: dict[Any, Step] = {}
     init, take_step = deepspeed.init_distributed, deepspeed.DeepSpeedEngine.step
 
     def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
         result = take_step(engine, *args, **kwargs)
         if engine.is_gradient_accumulation_boundary():
-            memo = getattr(engine, "memo", None)
             if engine in running:
-                row = running[engine].row(next(numbers), "no memo")
-                print(line(row), *row["changes"], *row["warnings"], sep="\n     ", file=sys.stderr)
-            else:  # the first is measured, and solved for
-                print(HEADER, file=sys.stderr)
-            running[engine] = Step(clock, memo)
+                rows.append(running[engine].row(len(rows) + 2, "no memo"))
+                print(line(rows[-1]), *rows[-1]["changes"], *rows[-1]["warnings"], sep="\n     ", file=sys.stderr)
+            else:
+                print("\n" + HEADER, file=sys.stderr)
+            running[engine] = Step(clock, getattr(engine, "memo", None))
         return result
 
     deepspeed.init_distributed = lambda *args, **kwargs: init(dist_backend=NAME)
