@@ -77,6 +77,18 @@ def test_zero_3_is_looked_at_until_it_has_settled(stage: int, monkeypatch: pytes
     assert max(run.backward_bytes) == max(known.backward)
 
 
+@pytest.mark.parametrize("elsewhere, says", [(26 * MIB, True), (MIB, False)])
+def test_what_deepspeed_holds_while_attention_is_computed_again_is_said(
+    elsewhere: int, says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Addresses, "beside", lambda *_: Beside(head=MIB, elsewhere=elsewhere))
+    engine = trained(3)
+    chosen, warnings = engine.memo.decisions.chosen, engine.memo.report()["warnings"]
+    engine.destroy()
+    assert bool(chosen.homes.places.dropped) is says
+    assert any("GiB on other streams" in warning for warning in warnings) is says
+
+
 def test_what_comes_behind_the_backward_is_planned() -> None:
     """ZeRO-1 copies all gradients into one flat tensor there."""
     engine = trained(stage=1)
