@@ -2,7 +2,7 @@
 
     export DS_MEMO_CUDA_TORCH=/path/to/python
     python -m benchmarks.emulator step [gpt7b|llama8b|ulysses8] [16384] [--memo '{"alpha": 0.5}'] [--models 2] [--zero 3]
-    python -m benchmarks.emulator step gpt7b 32768 --zero 3 --device-gib 36 --rival checkpoint
+    python -m benchmarks.emulator step gpt7b 65536 --zero 3 --ranks 8 --device-gib 24 [--rival checkpoint]
     python -m benchmarks.emulator capacity [gpt7b] [--device-gib 16] [--host-gib 32] [--rivals …]
     python -m benchmarks.emulator speed [gpt7b] [65536] [--hardware h200] [--device-gib 20] [--host-gib 32] [--rivals …]
 
@@ -48,7 +48,6 @@ HOST_GIB = 115
 STEPS = 9
 SLOW_AFTER = 7
 """Steps that --slow-link leaves alone; as many as STEPS come after."""
-_NO_REPORT = {"plan": None, "predicted": None, "profile": None, "resident_layers": 0, "alpha": 0.0, "warnings": []}
 
 
 def compiled(folder: Path, headers: Path) -> Path:
@@ -70,22 +69,28 @@ def environment(folder: Path, headers: Path, device_gib: float) -> dict[str, str
     }
 
 
-def run_emulated(python: str, arguments: list[str], device_gib: float) -> int:
-    """These arguments of this module in a process whose CUDA is the stand-in."""
+def run_emulated(python: str, module: str, arguments: list[str], device_gib: float) -> int:
+    """A module with these arguments in a process whose CUDA is the stand-in."""
     headers = cuda_headers()
     if headers is None:
         print("emulator: no CUDA runtime headers: neither a toolkit nor the packages of a CUDA build of torch", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
         given = environment(Path(folder), headers, device_gib)
+        given["XDG_CACHE_HOME"] = folder  # never the user's: no profile made here is of a GPU
         given["PYTHONPATH"] = f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
-        command = [python, "-m", "benchmarks.emulator", *arguments, "--emulated"]
-        return subprocess.run(command, env=os.environ | given, cwd=HERE.parent, check=False).returncode
+        return subprocess.run([python, "-m", module, *arguments], env=os.environ | given, cwd=HERE.parent, check=False).returncode
 
 
-def without_values() -> None:
-    """What looks at numbers, or touches memory for its own sake, is left out."""
+def without_values(host_gib: float = HOST_GIB) -> None:
+    """What looks at numbers, or touches memory for its own sake, is left out.
+
+    Args:
+        host_gib: what the emulated machine has free.
+    """
     import torch
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+    from transformers import masking_utils
 
     from ds_memo.profile import device_memory
     from ds_memo.remat import recipe
@@ -95,7 +100,11 @@ def without_values() -> None:
     recipe.Seen.note_unseen_writes = lambda seen: None
     segments.touch = lambda segment: None
     for module in (device_memory, host_memory):
-        module.available_bytes = lambda *_, **__: HOST_GIB << 30
+        module.available_bytes = lambda *_, **__: int(host_gib * 2**30)
+    for optimizer in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
+        optimizer.has_overflow = lambda *_, **__: False
+    stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda _: False
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # else a mask for documents that are not there
 
 
 Run = tuple["Memo | None", Callable[[], Any]]
@@ -110,19 +119,17 @@ def _attached(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any] | None, 
     return ds_memo.attach(model, memo) if memo else None, lambda: trainer.step(rival)
 
 
-def _under_deepspeed(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any] | None, rival: Installed, zero: int) -> Run:
-    """As one rank, with gloo where a GPU has NCCL."""
+def _under_deepspeed(
+    model: nn.Module, ids: torch.Tensor, memo: dict[str, Any] | None, rival: Installed, zero: int, ranks: int
+) -> Run:
     import deepspeed
-    from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     import ds_memo
+    from benchmarks.emulated_ranks import NAME
     from benchmarks.workloads import loss_of
 
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # 0: any
-    for optimizer in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
-        optimizer.has_overflow = lambda *_, **__: False  # of values that there are not
-    stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda _: False
-    deepspeed.init_distributed(dist_backend="gloo")
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    deepspeed.init_distributed(dist_backend=NAME)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -157,6 +164,7 @@ def step(
     models: int = 1,
     slow_link: float | None = None,
     zero: int | None = None,
+    ranks: int = 1,
     rival: str | None = None,
 ) -> list[dict[str, Any]]:
     """Train some steps and tell, for each, what it took.
@@ -165,18 +173,23 @@ def step(
         models: that take turns, each with half the tokens of the one before.
         slow_link: the share of the link's rate that copies have after some steps.
         zero: the stage, under DeepSpeed; None: without DeepSpeed.
+        ranks: under DeepSpeed, that train alike.
         rival: to train with in place of ds_memo.
     """
     import torch
 
+    from benchmarks.emulated_ranks import among
+    from benchmarks.emulated_steps import Step
     from benchmarks.rivals import GIB, RIVALS, Budget, Installed
-    from benchmarks.timing import Memory, seconds
     from benchmarks.workloads import batch, build, shapes
 
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
     trained = [(build(shape, device, torch.bfloat16), batch(shape, length >> turn, device)) for turn in range(models)]
-    make = _attached if zero is None else functools.partial(_under_deepspeed, zero=zero)
+    make = _attached
+    if zero is not None:
+        among(ranks, clock)
+        make = functools.partial(_under_deepspeed, zero=zero, ranks=ranks)
     stack, budget = contextlib.ExitStack(), Budget(device, HOST_GIB * GIB)
     if rival is None:
         runs = [make(model, ids, memo, Installed()) for model, ids in trained]
@@ -188,33 +201,9 @@ def step(
         if slow_link is not None and number > SLOW_AFTER:
             clock.link_share(slow_link)
         handle, take_step = runs[turn]
-        memory, before = Memory(device), (handle and handle.report()["plan"]) or {}
-        waits = clock.host_waits()
-        took_s = seconds(take_step, device)
-        waits = clock.host_waits() - waits - 1  # for the seconds
-        took, report = memory.read(1, lambda: None), handle.report() if handle else _NO_REPORT | {"binding": rival}
-        plan = report["plan"] or {"arena": 0, "misses": {}, "hits": 0}
-        missed = {name: count - before["misses"][name] for name, count in plan["misses"].items()}
-        rows.append(
-            {
-                "step": number,
-                "model": turn,
-                "ms": took_s * 1e3,
-                "host_waits": waits,
-                "requested": took["device_peak"],
-                "reserved": took["device_reserved_peak"],
-                "mallocs": took["cuda_mallocs_per_step"],
-                "arena": plan["arena"],
-                "hits": plan["hits"] - before.get("hits", 0),
-                "missed": {name: count for name, count in missed.items() if count},
-                "predicted": report["predicted"] and report["predicted"]["device_bytes"],
-                "residents": report["resident_layers"],
-                "alpha": report["alpha"],
-                "binding": report["binding"],
-                "changes": (report["profile"] or {}).get("changes", []),
-                "warnings": report["warnings"],
-            }
-        )
+        running = Step(clock, handle)
+        take_step()
+        rows.append(running.row(number, rival, model=turn))
     stack.close()  # a step that fails ends the process
     for handle, _ in runs:
         if handle:
@@ -283,7 +272,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("length", nargs="?", type=int, default=16384)
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='the "memo" section; default: all is solved')
     parser.add_argument("--models", type=int, default=1, metavar="N", help="that take turns in `step`; default: 1")
-    parser.add_argument("--zero", type=int, choices=range(4), help="train under DeepSpeed, one rank, at this stage; for `step`")
+    parser.add_argument("--zero", type=int, choices=range(4), help="train under DeepSpeed at this stage; for `step`")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that train alike, with --zero; default: 1")
     parser.add_argument("--rival", metavar="NAME", help="of `speed`, for `step` to train with in place of ds_memo")
     parser.add_argument("--slow-link", type=float, metavar="X", help="share of the link that `step` has after some steps")
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
@@ -299,7 +289,8 @@ def main(arguments: list[str] | None = None) -> int:
             print("emulator: DS_MEMO_CUDA_TORCH is not set; it names a Python with a CUDA build of torch", file=sys.stderr)
             return 2
         whole = options.device_gib if options.what == "step" and options.device_gib else 139.8
-        return run_emulated(python, list(sys.argv[1:] if arguments is None else arguments), whole)
+        asked = [*(sys.argv[1:] if arguments is None else arguments), "--emulated"]
+        return run_emulated(python, "benchmarks.emulator", asked, whole)
     without_values()
     if options.rival and options.rival not in (rivals := _rivals_of_step()):
         parser.error(f"--rival: got {options.rival!r}; allowed: {', '.join(rivals)}")
@@ -317,17 +308,15 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
         point = speed(options.workload, options.length, options.rivals, link, options.host_gib, options.device_gib)
         print(json.dumps(point)) if options.json else show(point)
         return
-    with tempfile.TemporaryDirectory() as cache:  # never the user's: no profile of ours is of a GPU
-        memo = {"enabled": True, **options.memo, "plan": {"cache_dir": cache, **options.memo.get("plan", {})}}
-        rows = step(clock, options.workload, options.length, memo, options.models, options.slow_link, options.zero, options.rival)
+    memo = {"enabled": True, **options.memo}
+    with_what = options.models, options.slow_link, options.zero, options.ranks, options.rival
+    rows = step(clock, options.workload, options.length, memo, *with_what)
     if options.json:
         print(json.dumps(rows))
         return
-    print("step       ms  requested   reserved      arena  predicted  cudaMalloc   hits  residents  alpha  missed      (GiB)")
-    for row in rows:
-        gib = "  ".join(f"{(row[name] or 0) / (1 << 30):9.3f}" for name in ("requested", "reserved", "arena", "predicted"))
-        counts = f"{row['mallocs']:10.0f}  {row['hits']:5d}  {row['residents']:9d}  {row['alpha']:5.3g}"
-        print(f"{row['step']:4d}  {row['ms']:7.1f}  {gib}  {counts}  {row['missed'] or ''}")
+    from benchmarks.emulated_steps import HEADER, line
+
+    print(HEADER, *map(line, rows), sep="\n")
     print(f"set by {rows[-1]['binding']}", *rows[-1]["changes"], *rows[-1]["warnings"], sep="\n")
 
 

@@ -32,7 +32,7 @@ from ds_memo.config import PlanConfig
 from ds_memo.integrate.plans import Known, Plans
 from ds_memo.ops.allocator import MISSES, Allocator, Request
 from ds_memo.plan import Plan
-from ds_memo.profile.beside import Beside, beside, carry, most_elsewhere
+from ds_memo.profile.beside import Beside, beside, carry
 from ds_memo.profile.device_memory import keep_blocks_whole
 from ds_memo.profile.lengths import PassKind, Shapes
 from ds_memo.profile.requests import Place, RequestLog, read_log
@@ -250,11 +250,6 @@ class Addresses:
             return None
         forward, backward = {f"L{i}.f": n for i, n in forward.items()}, {f"L{i}.b": n for i, n in backward.items()}
         return beside(*seen, hidden_bytes, forward, backward)
-
-    def elsewhere(self) -> int:
-        """The most that it held at once on other streams; 0 too where none was logged."""
-        seen = self._seen()
-        return most_elsewhere(seen[0]) if seen else 0
 
     # ---- what the user says
 

@@ -42,6 +42,8 @@ from ds_memo.units import GIB
 
 _TRIES = 3
 """Passes that may fail before their first layer until no profile is made."""
+_MUCH = 0.05
+"""Share of the device's budget."""
 _SETTLED = 4
 """Steps until ZeRO-3 has seen twice in which order layers come, and so keeps and gathers ahead what it will."""
 
@@ -242,6 +244,13 @@ class Autopilot:
                 )
             run = replace(run, device_budget=error.device_needed)  # so that nothing is taken beyond what it needs
             homes = solve(run, *given, may_be_plain=False)
+        if homes.places.dropped and run.working_bytes > _MUCH * run.device_budget:
+            self._warn(
+                "layers compute attention again for want of device memory, of which DeepSpeed holds "
+                f"{run.working_bytes / GIB:.3g} GiB on other streams for what it gathers and reduces. In zero_optimization a "
+                "smaller reduce_bucket_size, and under ZeRO-3 stage3_max_live_parameters and stage3_prefetch_bucket_size, leave "
+                "more to layers"
+            )
         return Chosen(homes, run, tuple(self.profile.called(shapes)), len(self.profile.layers), shapes, shape)
 
     # ---- the first pass
@@ -303,23 +312,21 @@ class Autopilot:
         if self.profile is None or model is None:
             return
         self._steps += 1
-        if self._steps == 1:
-            self._see(self._latest, calls, addresses)
+        first = self._steps == 1
+        if (first or (self._meets_in_layers and self._steps <= _SETTLED)) and self._see(self._latest, calls, addresses):
+            self._chosen.clear()
+        if first:
             self._budgets.look(model, self._has_engine, stepped=True)
             self._chosen.clear()
             return
-        if self._meets_in_layers and self._steps <= _SETTLED:
-            elsewhere = addresses.elsewhere() if addresses else 0
-            if self._budgets.see_elsewhere(elsewhere):
-                self._chosen.clear()
         if self._config.alpha is None and (window := self._stalls.stepped(passes, now)):
             chosen = self._latest
             self._copies_are_slower(min(from_all_ranks(window.share(chosen.run, chosen.homes) if chosen else 1.0)))
 
-    def _see(self, passed: Chosen | None, calls: int, addresses: Addresses | None) -> None:
+    def _see(self, passed: Chosen | None, calls: int, addresses: Addresses | None) -> bool:
+        """What stood beside the layers of the latest pass; whether some of it is more than was known."""
         if passed is None:
-            self._budgets.see(None, 0, 0)
-            return
+            return self._budgets.see(None, 0, 0)
         arena = addresses.arena_bytes if addresses else 0  # whoever asks the device what is alive sees all of it
         inputs = (output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
         hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
@@ -329,7 +336,7 @@ class Autopilot:
         else:  # more than one call of each: it is not known which is which
             by_layer = {}, {}
         logged = addresses.beside(hidden_bytes, *by_layer) if addresses else None
-        self._budgets.see(logged, math.prod(passed.shape[:2]), between - arena)
+        return self._budgets.see(logged, math.prod(passed.shape[:2]), between - arena)
 
     def _copies_are_slower(self, share: float) -> None:
         if share >= 1:

@@ -66,31 +66,30 @@ class Budgets:
         budgets = from_all_ranks((min(self._host, self._slab.budget), careful, most))
         self._host, self.device, self.device_limit = map(min, zip(*budgets, strict=True))
 
-    def see(self, logged: Beside | None, tokens: int, bytes_of_layers: int) -> None:
-        """What stood beside the layers in a pass; the rank that needs most counts. All ranks call this together.
+    def see(self, logged: Beside | None, tokens: int, bytes_of_layers: int) -> bool:
+        """What stood beside the layers in a pass; the rank, and the pass, that needs most counts. All ranks call this together.
 
         Args:
-            logged: None: not known; then CUDA's peak tells what it was at most.
+            logged: None: not known; then CUDA's peak tells what it was at most, unless an earlier pass has told.
             tokens: of this rank's batch in the pass; 0: there was none.
             bytes_of_layers: what layers kept on the device between its forward and its backward, beyond an arena's bytes.
+
+        Returns:
+            Whether some of it is more than was known.
         """
         mine = None
         if tokens and logged:
             mine = logged.head / tokens, logged
-        elif tokens and (most := most_beyond(self._device, bytes_of_layers)) is not None:
+        elif tokens and self._beside is None and (most := most_beyond(self._device, bytes_of_layers)) is not None:
             mine = most / tokens, Beside(most)
         everybodys = from_all_ranks(mine)
-        if None not in everybodys:
-            per_token, besides = zip(*everybodys, strict=True)
-            self._head_bytes_per_token, self._beside = max(per_token), largest(besides)
-
-    def see_elsewhere(self, logged: int) -> bool:
-        """What a later pass held on other streams; whether that is more than was known. All ranks call this together."""
-        most = max(from_all_ranks(logged))
-        if self._beside is None or most <= self._beside.elsewhere:
+        if None in everybodys:
             return False
-        self._beside = self._beside._replace(elsewhere=most)
-        return True
+        before = self._head_bytes_per_token, self._beside
+        per_token, besides = zip(*everybodys, strict=True)
+        known = [self._beside] if self._beside else []
+        self._head_bytes_per_token, self._beside = max(before[0], *per_token), largest([*known, *besides])
+        return (self._head_bytes_per_token, self._beside) != before
 
     @property
     def host(self) -> int:

@@ -19,6 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
 
 from ds_memo import prefix
 from ds_memo.config import SECTION, MemoConfig, memo_config
@@ -28,8 +29,9 @@ from ds_memo.integrate.attach import attach_model, check_residents, refuse_attac
 from ds_memo.integrate.layers import find_layers
 from ds_memo.integrate.memo import Memo
 from ds_memo.integrate.names import Taken, other_holders, replace_in_modules, restore
+from ds_memo.integrate.ranks import meet_in_layers
 from ds_memo.profile import agree
-from ds_memo.profile.device_memory import keep_blocks_whole
+from ds_memo.profile.device_memory import join_split_blocks, keep_blocks_whole
 from ds_memo.units import MIB
 
 NO_SECTION = (
@@ -109,7 +111,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         asked["mpu"] = ulysses.set_up(asked["model"], ranks)
     make = functools.partial(stock, *call.args, **call.kwargs)
     with _words_for_mpi():
-        return _made_and_attached(make, config) if config.enabled else make()
+        return _made_and_attached(make, asked["model"], config) if config.enabled else make()
 
 
 def take_initialize_over() -> None:
@@ -147,11 +149,14 @@ def _words_for_mpi() -> Iterator[None]:
         raise
 
 
-def _made_and_attached(make: Callable[[], tuple], config: MemoConfig) -> tuple:
+def _made_and_attached(make: Callable[[], tuple], model: nn.Module, config: MemoConfig) -> tuple:
     """What `make` returns, its engine attached. DeepSpeed flattens and copies: what that leaves behind would be split for good,
     and torch's allocator could not be told any more to keep blocks whole while passes are profiled."""
-    device = torch.device(get_accelerator().device_name())
+    device = torch.device(get_accelerator().current_device_name())
     planned = False
+    if config.plan.enabled:
+        pieces = (parameter.ds_tensor for parameter in model.parameters() if hasattr(parameter, "ds_tensor"))
+        join_split_blocks(device, (*model.parameters(), *model.buffers(), *pieces))
     keep_blocks_whole(device, config.plan.enabled)
     try:
         returned = make()
@@ -172,6 +177,8 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     take_from_engine(engine.module)
     memo = attach_model(engine.module, config, config.layers, device=engine.device, of_engine=True)
     memo.slab.budget = _smallest(memo.slab.budget, engine.device)
+    if meet_in_layers(engine.module):
+        memo.keep_pace()
     if _replaced:
         memo.on_first_step(_say_what_moved)
     memo.expect_steps(_weakly(engine.is_gradient_accumulation_boundary))

@@ -23,6 +23,7 @@ from ds_memo.integrate.autopilot import Autopilot
 from ds_memo.integrate.calls import Calls
 from ds_memo.integrate.decisions import RESIDENTS, Decisions
 from ds_memo.integrate.optimizers import watch_optimizers
+from ds_memo.integrate.pace import Paced, mark_now
 from ds_memo.integrate.speed import Speed, model_flops_utilization
 from ds_memo.integrate.takeover import Takeover, nothing
 from ds_memo.plan import Plan
@@ -34,6 +35,7 @@ from ds_memo.remat.modes import inside_a_layer
 from ds_memo.show.report import Report
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_memory import budget_bytes, ranks_on_node
+from ds_memo.swap.phases import Phases
 from ds_memo.swap.segments import memlock_binds
 from ds_memo.swap.slab import HostSlab, promised_bytes, shared_pool
 from ds_memo.swap.streams import streams_for
@@ -64,6 +66,7 @@ class Memo:
         self._after_first_step: Callable[[Memo], None] = nothing
         self.slab = self._make_slab(device)
         self.engine = SwapEngine(streams_for(device), self.slab, device)
+        self._paced: Callable[[Phases], Phases] = lambda phases: phases
         self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
         self._by_module = weakref.WeakKeyDictionary(
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
@@ -199,6 +202,12 @@ class Memo:
         if self.addresses:
             self.addresses.steps_happen = True
 
+    def keep_pace(self) -> None:
+        """Have the host run no further ahead of the device than it must: layers' parameters are gathered."""
+        if self.engine.device.type == "cuda":
+            self._paced = functools.partial(Paced, mark=mark_now)
+            self.engine.phases = self._paced(self.engine.phases)
+
     def watch_optimizers(self) -> None:
         """Follow the steps of every torch optimizer that has a parameter of the model."""
         for end in watch_optimizers(self._model, self, Memo.step_begins, Memo.stepped):
@@ -285,7 +294,7 @@ class Memo:
                     self.autopilot.sees_head = False
                 self.warn(f"memory addresses are not planned: {error}")
                 return
-            self.engine.phases = self.addresses
+            self.engine.phases = self._paced(self.addresses)
         settings = self.decisions.settings_by_requests()
         self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), settings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -37,20 +38,46 @@ def keep_blocks_whole(device: torch.device, on: bool) -> None:
     if device.type != "cuda" or on == _asked or any(map(os.environ.get, _SETTINGS)):
         return
     _asked = on
-    if on == _blocks_are_whole or (on and _some_are_split()):
+    if on == _blocks_are_whole or (on and _split_segments()):
         return
     settings = f"max_split_size_mb:{_WHOLE_MIB}" if on else ""
     torch._C._accelerator_setAllocatorSettings(settings)  # torch.cuda's own is deprecated
     _blocks_are_whole = on
 
 
-def _some_are_split() -> bool:
-    """With that setting torch takes cached blocks of this size for whole segments: of one that was split before it would give a
-    part back to the device, an error or worse (release_available_cached_blocks in c10/cuda/CUDACachingAllocator.cpp)."""
+def join_split_blocks(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+    """Move these tensors out of the blocks that torch's allocator has split, and give those back to the device.
+
+    ZeRO-3 leaves such blocks where it makes a model in pieces (deepspeed.zero.Init): each piece lies in what its whole parameter
+    was made in. Views and aliases stay what they are. The bytes pass through the host. Does nothing on a CPU.
+    """
+    if device.type != "cuda" or any(map(os.environ.get, _SETTINGS)) or not (split := _split_segments()):
+        return
+    storages = {storage.data_ptr(): storage for storage in (x.untyped_storage() for x in tensors) if storage.device == device}
+    moved = []
+    try:
+        for address, storage in storages.items():
+            if any(begin <= address < end for begin, end in split):
+                moved.append((storage, storage.nbytes(), storage.cpu()))
+                storage.resize_(0)
+        torch.cuda.empty_cache()
+    finally:
+        for storage, nbytes, held in moved:
+            storage.resize_(nbytes)
+            storage.copy_(held)
+
+
+def _split_segments() -> list[tuple[int, int]]:
+    """Where segments of this size begin and end that are shared by several blocks.
+
+    Where blocks must not be split, torch takes cached ones of this size for whole segments: of one that was split before it would
+    give a part back to the device, an error or worse (release_available_cached_blocks in c10/cuda/CUDACachingAllocator.cpp).
+    """
     if not torch.cuda.is_initialized():  # and the snapshot would make a context, perhaps on another rank's device
-        return False
+        return []
     torch.cuda.empty_cache()
-    return any(s["total_size"] >= _WHOLE_MIB << 20 and len(s["blocks"]) > 1 for s in torch.cuda.memory_snapshot())
+    large = (s for s in torch.cuda.memory_snapshot() if s["total_size"] >= _WHOLE_MIB << 20)
+    return [(s["address"], s["address"] + s["total_size"]) for s in large if len(s["blocks"]) > 1]
 
 
 def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, reserve: float, lost: int = 0) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import emulator
+from benchmarks import emulator, rehearsal
 from ds_memo.estimate import hardware
 from ds_memo.estimate.estimate import Question, estimate
 from ds_memo.estimate.model import from_config
@@ -95,6 +95,48 @@ def test_no_rival_is_faster_under_deepspeed(stage: int, capfd: pytest.CaptureFix
     ours = steps(capfd, *asked)[-1]["ms"]
     theirs = [steps(capfd, *asked, "--rival", rival)[-1]["ms"] for rival in ("checkpoint", "hf_offload")]
     assert ours < 0.95 * min(theirs)
+
+
+@pytest.mark.parametrize("gathers", ["overlapping", "not overlapping"])
+def test_one_of_eight_ranks_trains_where_memory_is_tight(gathers: str, tmp_path: Path) -> None:
+    """Of a model that ZeRO-3 made in pieces; on 80 GiB, most of which is used."""
+    last = rehearsed(tmp_path, 80, overlap_comm=gathers == "overlapping")[-1]
+    assert last["hits"] > 1000 and last["mallocs"] == 0 and last["warnings"] == []
+    assert 0.85 * 80 * GIB < last["reserved"] < 80 * GIB
+    if gathers == "not overlapping":
+        assert last["missed"] == {} and last["predicted"] == pytest.approx(last["arena"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "left_out", ["ds_memo.integrate.memo.Memo.keep_pace", "ds_memo.integrate.deepspeed.join_split_blocks"], ids=["pace", "join"]
+)
+def test_what_it_takes_to_train_so(left_out: str, tmp_path: Path) -> None:
+    """A host that runs ahead asks CUDA for memory in every step; blocks that stay split are left alone for good."""
+    last = rehearsed(tmp_path, 80, left_out)[-1]
+    assert last["mallocs"] > 20 if "pace" in left_out else last["predicted"] < 0.6 * 80 * GIB
+
+
+LLAMA = Path(__file__).parents[2] / "ds_configs" / "models" / "llama3-8b.json"
+
+
+def rehearsed(folder: Path, device_gib: float, left_out: str | None = None, **zero: Any) -> list[dict[str, Any]]:
+    """Steps of launch/train.py at 64 K tokens, as one of eight ranks.
+
+    Args:
+        left_out: a function that does nothing.
+    """
+    train, config, script = LLAMA.parents[2] / "launch" / "train.py", folder / "ds.json", folder / "script.py"
+    given = json.loads((LLAMA.parents[1] / "zero3_bf16_memo.json").read_text())
+    given["zero_optimization"] |= zero
+    config.write_text(json.dumps(given))
+    owner, _, name = (left_out or "").rpartition(".")
+    nothing = f"setattr(pkgutil.resolve_name({owner!r}), {name!r}, lambda *_: None)\n" if left_out else ""
+    as_main = f"sys.path.insert(0, {str(train.parent)!r})\nrunpy.run_path({str(train)!r}, run_name='__main__')\n"
+    script.write_text("import pkgutil, runpy, sys\n" + nothing + as_main)
+    arguments = ["--deepspeed_config", str(config), "--model", str(LLAMA), "--seq-length", "64K", "--steps", "7"]
+    asked = ["--device-gib", str(device_gib), "--json", str(folder / "rows.json"), str(script), *arguments]
+    assert rehearsal.main([*asked, "--eval-batches", "1"]) == 0
+    return json.loads((folder / "rows.json").read_text())
 
 
 def test_without_a_plan_more_is_reserved(capfd: pytest.CaptureFixture[str]) -> None:

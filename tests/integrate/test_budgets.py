@@ -54,7 +54,9 @@ def test_a_first_step_that_follows_a_plan() -> None:
     run, hits = handle.decisions.chosen.run, handle.report()["plan"]["hits"]
     handle.detach()
     assert plain == [False] * 2 and hits > 100
-    assert (run.head_bytes, run.forward_bytes, run.backward_bytes) == (want.head_bytes, want.forward_bytes, want.backward_bytes)
+    assert (run.head_bytes, run.forward_bytes) == (want.head_bytes, want.forward_bytes)
+    tied = 8000 * 64 * 4  # the head's part of the embedding's gradient becomes the gradient, or waits until it is added to that
+    assert set(run.backward_bytes) == {tied} and set(want.backward_bytes) <= {0, tied}
 
 
 def test_where_nothing_was_logged_the_arena_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:

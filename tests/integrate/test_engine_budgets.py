@@ -11,7 +11,9 @@ import ds_memo
 from ds_memo.integrate import autopilot
 from ds_memo.integrate import deepspeed as integration
 from ds_memo.integrate.addresses import Addresses
+from ds_memo.profile.beside import Beside, largest
 from ds_memo.solve.memory import device_bytes
+from ds_memo.units import MIB
 from tests.integrate.engines import ON_ONE_CPU_RANK, deepspeed, ds_config, start
 from tests.models import build
 
@@ -54,16 +56,37 @@ def test_gradients_that_accumulate_are_there_in_the_next_forward() -> None:
     assert 4 * weights <= run.forward_bytes <= 1.5 * 4 * weights
 
 
-@pytest.mark.parametrize("stage, known", [(2, 0), (3, 5 << 20)])
-def test_zero_3_is_looked_at_until_it_has_settled(stage: int, known: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gathers ahead, and keeps what is wanted again soon, only once it has seen in which order layers come."""
-    seen = iter([2 << 20, 5 << 20, 3 << 20])
-    monkeypatch.setattr(Addresses, "elsewhere", lambda addresses: next(seen))
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_3_is_looked_at_until_it_has_settled(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gathers ahead, and keeps what is wanted again soon, only once it has seen in which order layers come: on other streams,
+    or where communication does not overlap on the pass's own. Of every number the most that any pass took counts."""
+    seen = [
+        Beside(head=3 * MIB, forward=MIB, backward=(MIB, 2 * MIB), elsewhere=2 * MIB),
+        Beside(head=2 * MIB, forward=MIB, backward=(MIB, 3 * MIB), elsewhere=5 * MIB),
+        Beside(head=2 * MIB, forward=4 * MIB, backward=(MIB, MIB), elsewhere=3 * MIB),
+        Beside(head=4 * MIB, forward=MIB, backward=(2 * MIB, MIB), elsewhere=MIB),
+    ]
+    left = iter([*seen, Beside(head=9 * MIB)])
+    monkeypatch.setattr(Addresses, "beside", lambda *_: next(left))
     monkeypatch.setattr(autopilot, "meet_in_layers", lambda model: stage == 3)  # one rank has nothing to gather
     engine = trained(stage)
-    run, left = engine.memo.decisions.chosen.run, list(seen)
+    run = engine.memo.decisions.chosen.run
     engine.destroy()
-    assert run.working_bytes == known and bool(left) is (stage == 2)
+    known = largest(seen if stage == 3 else seen[:1])
+    assert (run.working_bytes, run.forward_bytes, run.head_bytes) == (known.elsewhere, known.forward, known.head)
+    assert max(run.backward_bytes) == max(known.backward)
+
+
+@pytest.mark.parametrize("elsewhere, says", [(26 * MIB, True), (MIB, False)])
+def test_what_deepspeed_holds_while_attention_is_computed_again_is_said(
+    elsewhere: int, says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Addresses, "beside", lambda *_: Beside(head=MIB, elsewhere=elsewhere))
+    engine = trained(3)
+    chosen, warnings = engine.memo.decisions.chosen, engine.memo.report()["warnings"]
+    engine.destroy()
+    assert bool(chosen.homes.places.dropped) is says
+    assert any("GiB on other streams" in warning for warning in warnings) is says
 
 
 def test_what_comes_behind_the_backward_is_planned() -> None:

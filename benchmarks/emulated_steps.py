@@ -1,0 +1,71 @@
+"""What a step on the emulated device took: time, bytes asked for and reserved, calls of CUDA, planned addresses, setting."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.emulated_time import Clock
+from benchmarks.timing import Memory
+
+if TYPE_CHECKING:
+    from ds_memo.integrate.memo import Memo
+
+HEADER = "step       ms  requested   reserved      arena  predicted  cudaMalloc   hits  residents  alpha  missed      (GiB)"
+_NO_REPORT = {"plan": None, "predicted": None, "profile": None, "resident_layers": 0, "alpha": 0.0, "warnings": []}
+
+
+class Step:
+    """One that begins now.
+
+    Args:
+        handle: None: it is not under ds_memo.
+    """
+
+    def __init__(self, clock: Clock, handle: Memo | None) -> None:
+        self._clock, self._handle = clock, handle
+        self._memory = Memory(torch.device("cuda", 0))
+        self._plan = (handle and handle.report()["plan"]) or {}
+        self._begin, self._waits = torch.cuda.Event(enable_timing=True), clock.host_waits()
+        self._begin.record()
+
+    def row(self, number: int, binding: str | None = None, **more: Any) -> dict[str, Any]:
+        """It is over.
+
+        Args:
+            binding: what there is to say where there is no handle.
+        """
+        waits = self._clock.host_waits() - self._waits
+        (end := torch.cuda.Event(enable_timing=True)).record()
+        end.synchronize()
+        took = self._memory.read(1, lambda: None)
+        report = self._handle.report() if self._handle else _NO_REPORT | {"binding": binding}
+        plan = report["plan"] or {"arena": 0, "misses": {}, "hits": 0}
+        before = self._plan.get("misses", {})
+        missed = {name: count - before.get(name, 0) for name, count in plan["misses"].items()}
+        return {
+            "step": number,
+            **more,
+            "ms": self._begin.elapsed_time(end),
+            "host_waits": waits,
+            "requested": took["device_peak"],
+            "reserved": took["device_reserved_peak"],
+            "mallocs": took["cuda_mallocs_per_step"],
+            "arena": plan["arena"],
+            "hits": plan["hits"] - self._plan.get("hits", 0),
+            "missed": {name: count for name, count in missed.items() if count},
+            "predicted": report["predicted"] and report["predicted"]["device_bytes"],
+            "residents": report["resident_layers"],
+            "alpha": report["alpha"],
+            "binding": report["binding"],
+            "changes": (report["profile"] or {}).get("changes", []),
+            "warnings": report["warnings"],
+        }
+
+
+def line(row: dict[str, Any]) -> str:
+    """Under HEADER."""
+    gib = "  ".join(f"{(row[name] or 0) / (1 << 30):9.3f}" for name in ("requested", "reserved", "arena", "predicted"))
+    counts = f"{row['mallocs']:10.0f}  {row['hits']:5d}  {row['residents']:9d}  {row['alpha']:5.3g}"
+    return f"{row['step']:4d}  {row['ms']:7.1f}  {gib}  {counts}  {row['missed'] or ''}"

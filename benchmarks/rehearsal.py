@@ -1,0 +1,108 @@
+"""A training script's first steps as one of many GPUs, on a machine without one: what each step asks CUDA for, and the time.
+
+    export DS_MEMO_CUDA_TORCH=/path/to/python
+    python -m benchmarks.rehearsal --ranks 8 --device-gib 80 launch/train.py --deepspeed_config ds_configs/zero3_bf16_memo.json \\
+        --model ds_configs/models/llama3-8b.json --seq-length 64K --steps 8
+
+The script runs unchanged, over the emulator (emulator.py) and as rank 0 of ranks that all do the same (emulated_ranks.py): ZeRO,
+Ulysses, buckets and gathers are DeepSpeed's, of full size, and no number is computed. So losses mean nothing, a "speed" that the
+script prints by the host's clock neither, and the times told here are those of a table, never of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import runpy
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.emulated_time import Clock, keeping_time
+from benchmarks.emulator import run_emulated, without_values
+from ds_memo.estimate import hardware
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.rehearsal", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="of one node; default: 8")
+    parser.add_argument("--device-gib", type=float, default=139.8, help="of each GPU; default: 139.8")
+    parser.add_argument("--host-gib", type=float, default=1843.0, help="free on the node; default: 1843")
+    parser.add_argument("--hardware", default="h200", help="whose rates: a name or file of ds-memo estimate; default: h200")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what each step took")
+    parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("script", metavar="SCRIPT ARGS", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    if not options.script:
+        parser.error("no script")
+    if not options.emulated:
+        python = os.environ.get("DS_MEMO_CUDA_TORCH")
+        if python is None:
+            print("rehearsal: DS_MEMO_CUDA_TORCH is not set; it names a Python with a CUDA build of torch", file=sys.stderr)
+            return 2
+        asked = ["--emulated", *(sys.argv[1:] if arguments is None else arguments)]
+        return run_emulated(python, "benchmarks.rehearsal", asked, options.device_gib)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {"WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks)}
+    without_values(options.host_gib)
+    rows: list[dict[str, Any]] = []
+    with keeping_time(hardware.load(options.hardware)) as clock:
+        try:
+            rehearse(clock, options.ranks, rows, *options.script)
+        finally:
+            if options.json:
+                options.json.write_text(json.dumps(rows))
+    return 0
+
+
+def rehearse(clock: Clock, ranks: int, rows: list[dict[str, Any]], script: str, *arguments: str) -> None:
+    """Run the script, and print a line for each optimizer step but the first, in which layers are measured.
+
+    Args:
+        rows: what each of these steps took is added to them.
+    """
+    import deepspeed
+
+    from benchmarks.emulated_ranks import NAME, among
+    from benchmarks.emulated_steps import HEADER, Step, line
+    from ds_memo.integrate import ulysses
+
+    among(ranks, clock)
+    ulysses.split = _split
+    running: dict[Any, Step] = {}
+    init, take_step = deepspeed.init_distributed, deepspeed.DeepSpeedEngine.step
+
+    def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        result = take_step(engine, *args, **kwargs)
+        if engine.is_gradient_accumulation_boundary():
+            if engine in running:
+                rows.append(running[engine].row(len(rows) + 2, "no memo"))
+                print(line(rows[-1]), *rows[-1]["changes"], *rows[-1]["warnings"], sep="\n     ", file=sys.stderr)
+            else:
+                print("\n" + HEADER, file=sys.stderr)
+            running[engine] = Step(clock, getattr(engine, "memo", None))
+        return result
+
+    deepspeed.init_distributed = lambda *args, **kwargs: init(dist_backend=NAME)
+    deepspeed.DeepSpeedEngine.step = step
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _split(batches: Iterable[dict[str, Any]], device: Any) -> Iterator[dict[str, Any]]:
+    """ds_memo.integrate.ulysses.split without the lengths that ranks tell each other: theirs are this one's."""
+    import torch
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    ranks = parallel_state_sp.get_sequence_parallel_world_size()
+    for batch in batches:
+        part = {name: x[:, : x.shape[1] // ranks].to(device) if torch.is_tensor(x) else x for name, x in batch.items()}
+        yield from itertools.repeat(part, ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
