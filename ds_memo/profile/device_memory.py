@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ds_memo.swap.host_memory import available_bytes, ranks_on_node
 from ds_memo.units import GIB
@@ -53,7 +54,8 @@ def join_split_blocks(device: torch.device, tensors: Iterable[torch.Tensor]) -> 
     """
     if device.type != "cuda" or any(map(os.environ.get, _SETTINGS)) or not (split := _split_segments()):
         return
-    storages = {storage.data_ptr(): storage for storage in (x.untyped_storage() for x in tensors) if storage.device == device}
+    plain = (x.untyped_storage() for x in tensors if x.layout is torch.strided and not is_traceable_wrapper_subclass(x))
+    storages = {storage.data_ptr(): storage for storage in plain if storage.device == device and storage.resizable()}
     moved = []
     try:
         for address, storage in storages.items():

@@ -21,14 +21,14 @@ pytestmark = [*ON_ONE_CPU_RANK, pytest.mark.usefixtures("own_cache")]
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
-def trained(stage: int, accumulate: int = 1, gib: float = 0.05) -> Any:
+def trained(stage: int, accumulate: int = 1, steps: int = 4) -> Any:
     """The engine of a model whose layers have more weights than tokens, once its passes follow a plan."""
     model = build("gpt2", vocab_size=200, n_positions=300, n_embd=256)
     tokens = torch.randint(0, 200, (2, 300), generator=torch.Generator().manual_seed(3))
-    memo = {"enabled": True, "device_memory_gib": gib}
+    memo = {"enabled": True, "device_memory_gib": 0.05}
     config = ds_config(stage, memo=memo, gradient_accumulation_steps=accumulate, optimizer=OPTIMIZER)
     engine = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    for _ in range(4 * accumulate):
+    for _ in range(steps * accumulate):
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
     return engine
@@ -69,7 +69,7 @@ def test_zero_3_is_looked_at_until_it_has_settled(stage: int, monkeypatch: pytes
     left = iter([*seen, Beside(head=9 * MIB)])
     monkeypatch.setattr(Addresses, "beside", lambda *_: next(left))
     monkeypatch.setattr(autopilot, "meet_in_layers", lambda model: stage == 3)  # one rank has nothing to gather
-    engine = trained(stage)
+    engine = trained(stage, steps=5)
     run = engine.memo.decisions.chosen.run
     engine.destroy()
     known = largest(seen if stage == 3 else seen[:1])

@@ -20,6 +20,8 @@ from collections.abc import Callable
 import torch
 
 from ds_memo.ops.allocator import NATIVE, Allocator
+from ds_memo.profile import device_memory
+from ds_memo.profile.device_memory import join_split_blocks, keep_blocks_whole
 from ds_memo.profile.live import LiveBytes, bytes_made
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Layout
@@ -463,6 +465,32 @@ def a_planned_block_has_an_ipc_handle() -> None:
 
 
 # ---- the swap engine
+
+
+@scenario
+def split_blocks_are_joined() -> None:
+    """As deepspeed.zero.Init leaves them: pieces in the block of what they were cut from."""
+    if expandable():  # whose parts go back by themselves
+        return
+    torch.cuda.empty_cache()
+    whole = torch.empty(96 * MIB, dtype=torch.uint8, device=DEVICE)
+    block = whole.data_ptr()
+    del whole
+    pieces = [write(torch.empty(24 * MIB, dtype=torch.uint8, device=DEVICE), value) for value in range(3)]
+    part, elsewhere = pieces[1][7:9], torch.empty(40 * MIB, dtype=torch.uint8, device=DEVICE)
+    unmoved = elsewhere.data_ptr()
+    assert all(0 <= piece.data_ptr() - block < 96 * MIB for piece in pieces)
+    keep_blocks_whole(DEVICE, True)
+    assert not device_memory._blocks_are_whole  # they could not be
+    keep_blocks_whole(DEVICE, False)
+    join_split_blocks(DEVICE, [*pieces, part, elsewhere, torch.empty(2), torch.empty(0, device=DEVICE)])
+    keep_blocks_whole(DEVICE, True)
+    try:
+        assert device_memory._blocks_are_whole and elsewhere.data_ptr() == unmoved
+        assert all(holds(piece, value) for value, piece in enumerate(pieces)) and holds(part, 1)
+        assert part.data_ptr() == pieces[1].data_ptr() + 7
+    finally:
+        keep_blocks_whole(DEVICE, False)
 
 
 @scenario

@@ -106,7 +106,7 @@ def test_settings_of_the_users_own_stay(settings, monkeypatch, name):
 @pytest.mark.parametrize("mib, blocks, split", [(96, 2, True), (96, 1, False), (20, 2, False)])
 def test_where_a_large_block_is_split_already(settings, monkeypatch, mib, blocks, split):
     """Torch would give a part of its segment back to the device."""
-    segments = [{"total_size": 64 << 20, "blocks": [0]}, {"total_size": mib << 20, "blocks": [0] * blocks}]
+    segments = [{"address": 0, "total_size": n << 20, "blocks": [0] * held} for n, held in ((64, 1), (mib, blocks))]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     keep_blocks_whole(CUDA, True)
     assert bool(settings) is not split and device_memory._blocks_are_whole is not split
