@@ -251,7 +251,8 @@ class Autopilot:
                 "smaller reduce_bucket_size, and under ZeRO-3 stage3_max_live_parameters and stage3_prefetch_bucket_size, leave "
                 "more to layers"
             )
-        return Chosen(homes, run, tuple(self.profile.called(shapes)), len(self.profile.layers), shapes, shape)
+        called, layers = tuple(self.profile.called(shapes)), len(self.profile.layers)
+        return Chosen(homes, run, called, layers, shapes, shape, paced=self._meets_in_layers)
 
     # ---- the first pass
 

@@ -29,6 +29,8 @@ class Chosen:
     shapes: HiddenShapes
     shape: HiddenShape
     """Of what comes into the last layer."""
+    paced: bool = False
+    """Layers tell the engine when they run, also where none of them is checkpointed (ds_memo.integrate.pace)."""
 
     def number(self, call: int) -> int:
         """Of a call that was solved for, its number among all: first one call of each layer, then the second of each, …"""
@@ -39,7 +41,7 @@ class Chosen:
         """By these numbers, of all layer calls before a backward."""
         calls = len(self.run.layers) // len(self.solved) * self.layers
         if self.homes.plain:
-            return (Setting(checkpointed=False),) * calls
+            return (Setting(checkpointed=False, keeps_pace=self.paced),) * calls
         settings = [FULL_RECOMPUTE] * calls
         for call, home in enumerate(self._homes):
             settings[self.number(call)] = _setting(home, self.homes.alpha)

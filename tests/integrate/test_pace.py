@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from ds_memo.integrate import autopilot
 from ds_memo.integrate.pace import AHEAD, Paced
+from tests.integrate.engines import ON_ONE_CPU_RANK, ds_config, start, train
 
 
 class Device:
@@ -61,3 +65,21 @@ def test_nobody_waits_for_a_pass_that_was_interrupted() -> None:
     for layer in range(2):
         paced.layer_begins(layer)
     assert device.log == [("begins", 0), ("begins", 1), "interrupted", ("begins", 0), ("begins", 1)]
+
+
+class TestPlainTraining:
+    pytestmark = [*ON_ONE_CPU_RANK, pytest.mark.usefixtures("own_cache")]
+
+    @pytest.mark.parametrize("meets", [True, False])
+    def test_layers_that_are_gathered_tell_when_they_run(self, meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where everything fits and none of them is checkpointed, too."""
+        monkeypatch.setattr(autopilot, "meet_in_layers", lambda model: meets)
+        engine = start(ds_config(3, memo={"enabled": True}))
+        train(engine, steps=1)
+        device = engine.memo.engine.phases = Device()
+        train(engine, steps=1)
+        plain = engine.memo.decisions.plain
+        engine.destroy()
+        forward = [(what, layer) for layer in range(4) for what in ("begins", "ends")]
+        backward = [("replays", layer) for layer in reversed(range(4))]
+        assert plain and device.log == ([*forward, *backward] * 2 if meets else [])
