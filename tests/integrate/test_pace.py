@@ -10,6 +10,8 @@ from ds_memo.integrate import autopilot
 from ds_memo.integrate.pace import AHEAD, Paced
 from tests.integrate.engines import ON_ONE_CPU_RANK, ds_config, start, train
 
+pytestmark = [*ON_ONE_CPU_RANK, pytest.mark.usefixtures("own_cache")]
+
 
 class Device:
     """What it was waited for, and who was told what, in order."""
@@ -67,19 +69,16 @@ def test_nobody_waits_for_a_pass_that_was_interrupted() -> None:
     assert device.log == [("begins", 0), ("begins", 1), "interrupted", ("begins", 0), ("begins", 1)]
 
 
-class TestPlainTraining:
-    pytestmark = [*ON_ONE_CPU_RANK, pytest.mark.usefixtures("own_cache")]
-
-    @pytest.mark.parametrize("meets", [True, False])
-    def test_layers_that_are_gathered_tell_when_they_run(self, meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where everything fits and none of them is checkpointed, too."""
-        monkeypatch.setattr(autopilot, "meet_in_layers", lambda model: meets)
-        engine = start(ds_config(3, memo={"enabled": True}))
-        train(engine, steps=1)
-        device = engine.memo.engine.phases = Device()
-        train(engine, steps=1)
-        plain = engine.memo.decisions.plain
-        engine.destroy()
-        forward = [(what, layer) for layer in range(4) for what in ("begins", "ends")]
-        backward = [("replays", layer) for layer in reversed(range(4))]
-        assert plain and device.log == ([*forward, *backward] * 2 if meets else [])
+@pytest.mark.parametrize("meets", [True, False])
+def test_layers_that_are_gathered_tell_when_they_run(meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where everything fits and none of them is checkpointed, too."""
+    monkeypatch.setattr(autopilot, "meet_in_layers", lambda model: meets)
+    engine = start(ds_config(3, memo={"enabled": True}))
+    train(engine, steps=1)
+    device = engine.memo.engine.phases = Device()
+    train(engine, steps=1)
+    plain = engine.memo.decisions.plain
+    engine.destroy()
+    forward = [(what, layer) for layer in range(4) for what in ("begins", "ends")]
+    backward = [("replays", layer) for layer in reversed(range(4))]
+    assert plain and device.log == ([*forward, *backward] * 2 if meets else [])
