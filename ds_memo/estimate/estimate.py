@@ -239,7 +239,7 @@ def _memo(question: Question, costs: Costs) -> Estimate:
         head_s=costs.head_s,
     )
     try:
-        homes = solve(run, alpha=question.alpha)
+        homes = solve(run, alpha=question.alpha, planned=question.planned)
     except NothingFits as nothing:
         status = OOHM if nothing.where == "host" else OOM
         why = str(nothing) if budget > 0 else _too_large(question, layout, states)

@@ -225,7 +225,7 @@ class Autopilot:
         run = slower(self._budgets.costs(self.profile, shapes, self._together, host), self._copies_at)
         shape = self.profile.last(shapes)
         try:
-            homes = solve(run, *given, may_be_plain)
+            homes = solve(run, *given, may_be_plain, planned=self.sees_head)
         except NothingFits as error:
             if error.device_needed is None:
                 raise

@@ -27,6 +27,9 @@ from ds_memo.solve.schedule import Schedule
 
 _SHORTER = 1e-6
 """Relative: a step counts as shorter only by this much."""
+UNPLANNED = 1.1
+"""What torch's allocator takes for each byte of a pass whose addresses are not planned. With less room than that it asks CUDA for
+memory, and gives some back, in every step."""
 _STALLS = 1e-3
 """Share of a step: if compute waits longer than this for copies, fewer copies are tried."""
 
@@ -56,6 +59,7 @@ def solve(
     alpha: float | None = None,
     resident_layers: int | None = None,
     may_be_plain: bool = True,
+    planned: bool = False,
 ) -> Homes:
     """Find the setting with the shortest step.
 
@@ -63,6 +67,8 @@ def solve(
         run: what is known.
         alpha, resident_layers: obeyed if given.
         may_be_plain: whether leaving layers uncheckpointed is an answer, where neither is given.
+        planned: addresses of passes with frames are planned. Then plain training, whose addresses are not, must leave room for
+            what torch's allocator loses between blocks; one resident layer among plain ones costs next to nothing.
 
     Raises:
         NothingFits: not even inputs alone do.
@@ -71,7 +77,7 @@ def solve(
         return _at(run, alpha, resident_layers)
     may_be_plain = may_be_plain and resident_layers is None
     everyone = place(len(run.layers), residents=0, plain=len(run.layers))
-    if may_be_plain and _fits(run, everyone, 1.0):
+    if may_be_plain and _fits(run, everyone, 1.0, UNPLANNED if planned else 1.0):
         used = of_budget(device_bytes(run, everyone, 1.0), run.device_budget)
         return judged(run, 1.0, everyone, f"everything fits without checkpointing: {used} GiB of device memory")
     homes = _checkpointed(run, resident_layers)
@@ -96,8 +102,8 @@ def alpha_for_host(budget: int, swapped_layers: int, whole_bytes: int, split_byt
     return min(1.0, (budget / swapped_layers - whole_bytes) / split_bytes)
 
 
-def _fits(run: RunCosts, places: Places, alpha: float) -> bool:
-    return device_bytes(run, places, alpha) <= run.device_budget
+def _fits(run: RunCosts, places: Places, alpha: float, takes: float = 1.0) -> bool:
+    return device_bytes(run, places, alpha) * takes <= run.device_budget
 
 
 def _most_residents(run: RunCosts, alpha: float, asked: int | None, plain: int = 0) -> Places | None:

@@ -139,7 +139,7 @@ def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha:
     tokens = torch.randint(0, VOCAB, (2, 1400), generator=torch.Generator().manual_seed(3))
     length = {"n_positions": 1400} if name == "gpt2" else {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autopilot, "solve", lambda *args: solved.append(args[0]) or solve(*args))
+        patch.setattr(autopilot, "solve", lambda *args, **more: solved.append(args[0]) or solve(*args, **more))
         solved: list[Any] = []
         probe = build(name, **length)
         handle = attached(probe)

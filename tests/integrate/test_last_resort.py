@@ -30,7 +30,7 @@ def profiled(model: Any) -> RunCosts:
     """What the solver is told of a model's pass."""
     told: list[RunCosts] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autopilot, "solve", lambda run, *rest: told.append(run) or solve(run, *rest))
+        patch.setattr(autopilot, "solve", lambda run, *rest, **more: told.append(run) or solve(run, *rest, **more))
         handle = ds_memo.attach(model, {"plan": {"enabled": False}})
         step(model, BATCH)
         handle.detach()

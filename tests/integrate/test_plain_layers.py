@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 def attached(monkeypatch: pytest.MonkeyPatch, model: Any, alpha: float, **places: set[int]) -> Any:
     """With these homes, whatever would be best."""
 
-    def decided(run: Any, *given: Any) -> Homes:
+    def decided(run: Any, *given: Any, **_: Any) -> Homes:
         return judged(run, alpha, Places(**places), "as the test wants it")
 
     monkeypatch.setattr(autopilot, "solve", decided)
@@ -99,7 +99,7 @@ def test_the_solver_leaves_layers_plain_and_knows_their_bytes() -> None:
     tokens = torch.randint(0, 96, (2, 1400), generator=torch.Generator().manual_seed(3))
     told: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autopilot, "solve", lambda run, *rest: told.append(run) or solve(run, *rest))
+        patch.setattr(autopilot, "solve", lambda run, *rest, **more: told.append(run) or solve(run, *rest, **more))
         probe = build("llama")
         handle = ds_memo.attach(probe, {"enabled": True, "plan": {"enabled": False}})
         probe(input_ids=tokens, labels=tokens).loss.backward()

@@ -114,7 +114,7 @@ class TestUnevenRanks(DistributedTest):
     def test_plain_layers_are_those_of_all_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where ranks would have other numbers of them, one would replay, and gather, what the other does not."""
 
-        def decided(run: Any, alpha: Any, residents: Any, may_be_plain: bool) -> Homes:
+        def decided(run: Any, alpha: Any, residents: Any, may_be_plain: bool, **_: Any) -> Homes:
             short = run.layers[0].outputs[0].nbytes < 2 * 2 * SHORT * HIDDEN * 4
             return judged(run, 1.0, place(LAYERS, 0, (2 if short else 1) * may_be_plain), "as the test wants it")
 
@@ -166,7 +166,7 @@ class TestUnevenRanks(DistributedTest):
     def test_experts_behind_a_tower_that_one_rank_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It solves for other layers than the other rank, which may have as many plain ones, and not the same."""
 
-        def decided(run: Any, alpha: Any, residents: Any, may_be_plain: bool) -> Homes:
+        def decided(run: Any, alpha: Any, residents: Any, may_be_plain: bool, **_: Any) -> Homes:
             return judged(run, 1.0, place(len(run.layers), 0, 3 * may_be_plain), "as the test wants it")
 
         monkeypatch.setattr(autopilot, "solve", decided)

@@ -13,7 +13,7 @@ import pytest
 from ds_memo.errors import MemoError
 from ds_memo.solve.alpha import best_alpha
 from ds_memo.solve.costs import ALIGN, PAGE, LayerCosts, RunCosts
-from ds_memo.solve.homes import alpha_for_host, solve
+from ds_memo.solve.homes import UNPLANNED, alpha_for_host, solve
 from ds_memo.solve.memory import bytes_of_layers, device_bytes
 from ds_memo.solve.paper import paper_alpha
 from ds_memo.solve.places import Places, place, spread
@@ -186,6 +186,15 @@ def test_everything_fits() -> None:
     assert homes.binding.startswith("everything fits without checkpointing")
     assert not solve(run(one, 8, device=8 * one.plain_bytes), may_be_plain=False).plain
     assert not solve(run(one, 8, device=8 * one.plain_bytes - 1)).plain
+
+
+def test_plain_training_whose_addresses_are_not_planned_needs_more_room() -> None:
+    """A step that fits by a hair asks CUDA for memory again and again; with one resident layer it has planned addresses."""
+    one = layer(1024)
+    enough = math.ceil(8 * one.plain_bytes * UNPLANNED)
+    assert solve(run(one, 8, device=enough), planned=True).plain
+    homes = solve(run(one, 8, device=enough - 8), planned=True)
+    assert not homes.plain and len(homes.places.plain) == 7 and homes.step_s < 1.02 * solve(run(one, 8, device=enough)).step_s
 
 
 def test_head_and_loss_stand_beside_what_layers_keep() -> None:
