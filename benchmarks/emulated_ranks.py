@@ -114,10 +114,10 @@ class Alike(dist.ProcessGroup):
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._clock.spend(seconds)
-        return _Under_way(self._stream.record_event(), moved)
+        return _UnderWay(self._stream.record_event(), moved)
 
 
-class _Under_way(dist.Work):
+class _UnderWay(dist.Work):
     """A collective. Its tensors live until it was waited for, as those of NCCL do."""
 
     def __init__(self, over: torch.cuda.Event, moved: Any) -> None:
