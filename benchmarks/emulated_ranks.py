@@ -69,11 +69,12 @@ class Alike(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         for output, mine in zip(outputs, inputs, strict=True):
             for piece in output:
-                if not piece.is_cuda:  # ranks that say something to each other
-                    piece.copy_(mine)
+                _tell(piece, mine)
         return self._takes(outputs)
 
     def _allgather_base(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> dist.Work:
+        for piece in output.view(self._size, -1):
+            _tell(piece, mine.view(-1))
         return self._takes(output)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -100,6 +101,11 @@ class Alike(dist.ProcessGroup):
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         return self._takes(inputs)
 
+    # as torch 2.15 calls them
+    all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
+    reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._takes([])
 
@@ -115,6 +121,12 @@ class Alike(dist.ProcessGroup):
         with torch.cuda.stream(self._stream):
             self._clock.spend(seconds)
         return _UnderWay(self._stream.record_event(), moved)
+
+
+def _tell(piece: torch.Tensor, mine: torch.Tensor) -> None:
+    """What ranks say to each other is in the host's memory; of what is on the device there are no values."""
+    if not piece.is_cuda:
+        piece.copy_(mine)
 
 
 class _UnderWay(dist.Work):
