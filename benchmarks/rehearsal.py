@@ -73,6 +73,7 @@ def rehearse(clock: Clock, ranks: int, rows: list[dict[str, Any]], script: str, 
     among(ranks, clock)
     ulysses.split = _split
     running: dict[Any, Step] = {}
+    said: set[str] = set()
     init, take_step = deepspeed.init_distributed, deepspeed.DeepSpeedEngine.step
 
     def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +81,9 @@ def rehearse(clock: Clock, ranks: int, rows: list[dict[str, Any]], script: str, 
         if engine.is_gradient_accumulation_boundary():
             if engine in running:
                 rows.append(running[engine].row(len(rows) + 2, "no memo"))
-                print(line(rows[-1]), *rows[-1]["changes"], *rows[-1]["warnings"], sep="\n     ", file=sys.stderr)
+                told = [word for word in (*rows[-1]["changes"], *rows[-1]["warnings"]) if word not in said]
+                print(line(rows[-1]), *told, sep="\n     ", file=sys.stderr)
+                said.update(told)
             else:
                 print("\n" + HEADER, file=sys.stderr)
             running[engine] = Step(clock, getattr(engine, "memo", None))

@@ -246,10 +246,16 @@ class Addresses:
             hidden_bytes: of the last layer's output.
             forward, backward: by the number of the layer, in the order of the forward: see ds_memo.profile.beside.
         """
-        if (seen := self._seen()) is None:
+        if not self._has_turn:
+            return None
+        kind, events, carried = self._logged
+        if self._allocator.mode == "profile":
+            self._events += self._allocator.requests()
+            kind, events, carried = self._kind, self._events, self._carried
+        if not events or kind != self._kind:
             return None
         forward, backward = {f"L{i}.f": n for i, n in forward.items()}, {f"L{i}.b": n for i, n in backward.items()}
-        return beside(*seen, hidden_bytes, forward, backward)
+        return beside(events, carried, hidden_bytes, forward, backward)
 
     # ---- what the user says
 
@@ -302,16 +308,6 @@ class Addresses:
             keep_blocks_whole(self._device, False)
 
     # ---- inside
-
-    def _seen(self) -> tuple[list[Request], dict[int, int]] | None:
-        """Of the latest pass, or the last one of its kind that was logged, the events so far, and what was left behind before."""
-        if not self._has_turn:
-            return None
-        if self._allocator.mode == "profile":
-            self._events += self._allocator.requests()
-            return self._events, self._carried
-        kind, events, carried = self._logged
-        return (events, carried) if events and kind == self._kind else None
 
     def _backward_ended(self) -> None:
         self._in_backward = False

@@ -42,8 +42,8 @@ from ds_memo.units import GIB
 
 _TRIES = 3
 """Passes that may fail before their first layer until no profile is made."""
-_MUCH = 0.05
-"""Share of the device's budget."""
+_WORTH_SAYING = 0.05
+"""Share of the device's budget: of more than that on other streams people hear where layers lack it."""
 _SETTLED = 4
 """Steps until ZeRO-3 has seen twice in which order layers come, and so keeps and gathers ahead what it will."""
 
@@ -244,7 +244,7 @@ class Autopilot:
                 )
             run = replace(run, device_budget=error.device_needed)  # so that nothing is taken beyond what it needs
             homes = solve(run, *given, may_be_plain=False)
-        if homes.places.dropped and run.working_bytes > _MUCH * run.device_budget:
+        if homes.places.dropped and run.working_bytes > _WORTH_SAYING * run.device_budget:
             self._warn(
                 "layers compute attention again for want of device memory, of which DeepSpeed holds "
                 f"{run.working_bytes / GIB:.3g} GiB on other streams for what it gathers and reduces. In zero_optimization a "

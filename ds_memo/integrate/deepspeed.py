@@ -151,7 +151,8 @@ def _words_for_mpi() -> Iterator[None]:
 
 def _made_and_attached(make: Callable[[], tuple], model: nn.Module, config: MemoConfig) -> tuple:
     """What `make` returns, its engine attached. DeepSpeed flattens and copies: what that leaves behind would be split for good,
-    and torch's allocator could not be told any more to keep blocks whole while passes are profiled."""
+    and torch's allocator could not be told any more to keep blocks whole while passes are profiled. Nor can it where the model
+    was made in pieces (deepspeed.zero.Init), until these lie elsewhere."""
     device = torch.device(get_accelerator().current_device_name())
     planned = False
     if config.plan.enabled:

@@ -66,18 +66,13 @@ def beside(
         staying=head.staying,
         forward=max([0, *(peaks.get(phase, 0) - solved for phase, solved in forward.items())]),
         backward=over or (head.staying,),
-        elsewhere=most_elsewhere(events),
+        elsewhere=max(alive for _, alive in _alive(events, _sizes(events, "elsewhere"))),
     )
 
 
-def most_elsewhere(events: Sequence[Event]) -> int:
-    """The most alive at once on other streams in a pass."""
-    return max(alive for _, alive in _alive(events, _sizes(events, "elsewhere")))
-
-
-def largest(of_ranks: Sequence[Beside]) -> Beside:
-    """The largest of each number over the ranks."""
-    heads, staying, forwards, backwards, elsewhere = zip(*of_ranks, strict=True)
+def largest(several: Sequence[Beside]) -> Beside:
+    """The largest of each number over several ranks or passes."""
+    heads, staying, forwards, backwards, elsewhere = zip(*several, strict=True)
     backward = tuple(map(max, zip_longest(*backwards, fillvalue=0)))
     return Beside(max(heads), max(staying), max(forwards), backward, max(elsewhere))
 

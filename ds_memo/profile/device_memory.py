@@ -57,6 +57,7 @@ def join_split_blocks(device: torch.device, tensors: Iterable[torch.Tensor]) -> 
     plain = (x.untyped_storage() for x in tensors if x.layout is torch.strided and not is_traceable_wrapper_subclass(x))
     storages = {storage.data_ptr(): storage for storage in plain if storage.device == device and storage.resizable()}
     moved = []
+    torch.cuda.synchronize(device)  # whatever stream they were written on
     try:
         for address, storage in storages.items():
             if any(begin <= address < end for begin, end in split):

@@ -46,7 +46,7 @@ class Setting:
     """If not, the layer is simply called, and autograd saves what it likes."""
     keeps_pace: bool = False
     """Of a layer that is not checkpointed: it has an (empty) frame all the same, so that the engine moves the frames of swapped
-    layers while this one runs. Needed where any layer is checkpointed."""
+    layers while this one runs, and the host keeps pace (ds_memo.integrate.pace)."""
     resident: bool = False
     """What is kept stays on the device."""
     alpha: float | None = None
