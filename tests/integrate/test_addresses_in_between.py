@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,17 @@ from tests.integrate.planned import BARE, BATCH, CONFIG, CPU, Counting, bit_equa
 from tests.models import Outcome, build, gradients, step
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_planned")
+
+
+def assert_followed(drive: Callable[[nn.Module, int], Outcome]) -> None:
+    """Passes that a plan is made of, and some that follow it, are stock's to the bit."""
+    model = build("llama")
+    want = outcomes(model, BARE, drive, 4)
+    with Counting(model) as counting:
+        for number in range(4):
+            counting.counts()
+            bit_equal(drive(model, number), want[number])
+        counting.assert_followed()
 
 
 def test_evaluation_in_between_and_the_arena_given_back() -> None:
@@ -37,8 +49,6 @@ def test_evaluation_in_between_and_the_arena_given_back() -> None:
 
 
 def test_evaluation_between_a_forward_and_its_backward() -> None:
-    model = build("llama")
-
     def drive(m: nn.Module, _: int) -> Outcome:
         torch.manual_seed(7)
         loss = m(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
@@ -47,17 +57,10 @@ def test_evaluation_between_a_forward_and_its_backward() -> None:
         loss.backward()
         return Outcome(loss.detach(), gradients(m))
 
-    want = outcomes(model, BARE, drive, 4)
-    with Counting(model) as counting:
-        for number in range(4):
-            counting.counts()
-            bit_equal(drive(model, number), want[number])
-        counting.assert_followed()
+    assert_followed(drive)
 
 
 def test_a_second_backward_through_the_same_graph() -> None:
-    model = build("llama")
-
     def drive(m: nn.Module, _: int) -> Outcome:
         torch.manual_seed(7)
         loss = m(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
@@ -65,12 +68,7 @@ def test_a_second_backward_through_the_same_graph() -> None:
         loss.backward()
         return Outcome(loss.detach(), gradients(m))
 
-    want = outcomes(model, BARE, drive, 4)
-    with Counting(model) as counting:
-        for number in range(4):
-            counting.counts()
-            bit_equal(drive(model, number), want[number])
-        counting.assert_followed()
+    assert_followed(drive)
 
 
 def test_detaching_while_blocks_are_alive() -> None:
