@@ -73,6 +73,16 @@ class Clock:
 class Costs(TorchDispatchMode):
     """Every op takes its time on the stream that it was launched on."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.clock = clock

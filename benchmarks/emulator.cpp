@@ -202,8 +202,7 @@ const char* emulated_calls() {
 
 int cuCtxGetCurrent(void** c) { return *c = (void*)0x10, 0; }
 int cuCtxSetCurrent() { return 0; }
-int cuGetErrorString() { return 0; }
-int cuDeviceGetAttribute(int* v, int, int) { return *v = 0; }
+int cuGetErrorString(int, const char** s) { return *s = "an emulated error", 0; }
 int cuDeviceGet(int* d, int) { return *d = 0; }
 int cuInit() { return 0; }
 int cuMemAddressReserve(uintptr_t* a, size_t n, size_t, uintptr_t, unsigned long long) {
@@ -312,6 +311,23 @@ cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) {
   }
   return cudaSuccess;
 }
+int cuDeviceGetAttribute(int* v, int a, int d) { return cudaDeviceGetAttribute(v, (cudaDeviceAttr)a, d); }  // of one value
+// What Triton compiles (FlexAttention, Liger): its kernels do nothing either, and take no time.
+int cuDevicePrimaryCtxRetain(void** c, int) { return *c = (void*)0x10, 0; }
+int cuCtxGetLimit(size_t* n, int) { return *n = 0; }
+int cuCtxSetLimit() { return 0; }
+int cuModuleLoad(void** m, const char*) { return make(m); }
+int cuModuleLoadData(void** m, const void*) { return make(m); }
+int cuModuleGetFunction(void** f, void*, const char*) { return make(f); }
+int cuModuleUnload() { return 0; }
+int cuPointerGetAttribute(void** v, int, void* p) { return *v = p, 0; }  // its address on the device
+int cuFuncGetAttribute(int* v, int a, void*) { return *v = a ? 0 : 1024, 0; }  // 0: threads per block
+int cuFuncSetAttribute() { return 0; }
+int cuFuncSetCacheConfig() { return 0; }
+int cuOccupancyMaxActiveClusters(int* n) { return *n = 132, 0; }
+int cuTensorMapEncodeTiled() { return 0; }
+int cuLaunchKernel() { return 0; }
+int cuLaunchKernelEx() { return 0; }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   *a = {};
   a->ptxVersion = 90;

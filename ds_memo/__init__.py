@@ -4,6 +4,7 @@
     ds_memo.install()                                                                     # and every deepspeed.initialize does
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})                  # a plain nn.Module, no engine
     out = ds_memo.checkpoint(layer, hidden)                                               # as torch.utils.checkpoint
+    attend = ds_memo.keep_whole(torch.compile(flex_attention))                            # attention by kernels of one's own
     ds_memo.report(engine)                                                                # what it did
 
 Names are loaded when first used, so that the command line tools start without torch.
@@ -16,7 +17,18 @@ from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
 
 __version__ = "0.1.0"
 
-__all__ = ["MemoConfig", "MemoConfigError", "MemoError", "MemoWarning", "attach", "checkpoint", "initialize", "install", "report"]
+__all__ = [
+    "MemoConfig",
+    "MemoConfigError",
+    "MemoError",
+    "MemoWarning",
+    "attach",
+    "checkpoint",
+    "initialize",
+    "install",
+    "keep_whole",
+    "report",
+]
 
 _HOME = {
     "MemoConfig": "ds_memo.config",
@@ -24,6 +36,7 @@ _HOME = {
     "checkpoint": "ds_memo.integrate.attach",
     "initialize": "ds_memo.integrate.deepspeed",
     "install": "ds_memo.integrate.install",
+    "keep_whole": "ds_memo.remat.functions",
     "report": "ds_memo.integrate.attach",
 }
 

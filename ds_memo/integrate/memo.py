@@ -26,6 +26,7 @@ from ds_memo.integrate.optimizers import watch_optimizers
 from ds_memo.integrate.pace import Paced, mark_now
 from ds_memo.integrate.speed import Speed, model_flops_utilization
 from ds_memo.integrate.takeover import Takeover, nothing
+from ds_memo.integrate.unseen_attention import keep_unseen_attention
 from ds_memo.plan import Plan
 from ds_memo.profile.device_memory import device_seen
 from ds_memo.profile.lengths import shapes_of
@@ -87,6 +88,7 @@ class Memo:
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._takeover.layer(module, functools.partial(self.remat.run, layer))
         self._takeover.model(model, self.run)
+        keep_unseen_attention()
         for name, module in layers[:1]:
             self._takeover.before_forward(module, conflicts.MaskWatch(name, self.warn))
         self._takeover.before_forward(model, self._forward_begins)

@@ -122,6 +122,9 @@ class LayerCall:
         cuts = [(self.length, length), *([(self.source, source)] if source else [])]
 
         def cut(value: Any) -> Any:
+            if _is_block_mask(value):
+                queries, keys = (dict(cuts).get(size, size) for size in value.seq_lengths)
+                return value._adjust(queries, keys)
             if not isinstance(value, torch.Tensor):
                 return value
             if id(value) not in made:
@@ -134,10 +137,15 @@ class LayerCall:
                 made[id(value)].requires_grad_(value.requires_grad)
             return made[id(value)]
 
-        args, kwargs = tree_map(cut, self._args), tree_map(cut, self._kwargs)
+        args, kwargs = tree_map(cut, (self._args, self._kwargs), is_leaf=_is_block_mask)
         hidden = made[id(self.hidden)].requires_grad_()
         others = [tensor for tensor in made.values() if tensor.requires_grad and tensor is not hidden]
         return (partial(self._fn, **kwargs) if kwargs else self._fn), args, [hidden, *others]
+
+
+def _is_block_mask(value: Any) -> bool:
+    """FlexAttention's mask; its module is slow to import."""
+    return type(value).__module__ == "torch.nn.attention.flex_attention" and type(value).__name__ == "BlockMask"
 
 
 @contextmanager

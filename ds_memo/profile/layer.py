@@ -22,7 +22,6 @@ from ds_memo.profile.call import LayerCall, beside_the_training
 from ds_memo.profile.live import bytes_made
 from ds_memo.profile.sample import LayerSample
 from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
-from ds_memo.remat import keep
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Recipe
@@ -260,6 +259,6 @@ def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output
                 rows = op.kept.rows
                 outputs.append(Output("gemm" if split else "choice", rows, op.kept.stored_bytes // rows, born))
         else:
-            kind = "attention" if keep.kind_of(op.func) is keep.OpKind.ATTENTION else "choice"
+            kind = "attention" if op.is_attention else "choice"
             outputs += [Output(kind, 1, kept.stored_bytes, born) for kept in op.kept or () if kept]
     return tuple(outputs), gemm_s

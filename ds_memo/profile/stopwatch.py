@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_memo.remat import keep
+from ds_memo.remat.functions import SeesFunctions, tensors_in
 
 
 def now(device: torch.device) -> Any:
@@ -25,7 +26,7 @@ def seconds_between(start: Any, end: Any) -> float:
     return start.elapsed_time(end) * 1e-3 if isinstance(start, torch.cuda.Event) else end - start
 
 
-class Stopwatch(TorchDispatchMode):
+class Stopwatch(SeesFunctions):
     """Time the GEMMs, attention and choices of a layer's forward, and attention in its backward."""
 
     supports_higher_order_operators = True
@@ -33,7 +34,7 @@ class Stopwatch(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._ops: list[tuple[Any, Any, Any]] = []
+        self._ops: list[tuple[keep.OpKind, Any, Any]] = []
         self._backward: list[tuple[Any, Any]] = []
         self._in_forward = True
         self._start: Any = None
@@ -57,8 +58,8 @@ class Stopwatch(TorchDispatchMode):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         whole = seconds_between(self._start, self._end)
-        for func, begin, end in self._ops:
-            seconds, kind = seconds_between(begin, end), keep.kind_of(func)
+        for kind, begin, end in self._ops:
+            seconds = seconds_between(begin, end)
             self.seconds.append(seconds)
             self.born.append(min(1.0, seconds_between(self._start, end) / whole) if whole else 1.0)
             self.gemm_s += seconds if kind is keep.OpKind.GEMM else 0.0
@@ -73,10 +74,9 @@ class Stopwatch(TorchDispatchMode):
                 return func(*args, **kwargs)
             begin = self.now()
             out = func(*args, **kwargs)
-            self._ops.append((func, begin, self.now()))
+            self._ops.append((kind, begin, self.now()))
             if kind is keep.OpKind.ATTENTION:
-                query, key = args[0], args[1]  # (b, heads, s, d) or, flash-attn's, (b, s, heads, d)
-                self.attention_flops += 2 * query.numel() * max(key.shape[1:-1])
+                self._count_flops(args[0], args[1])
             return out
         if "backward" in (name := func.name()) and ("attention" in name or "attn" in name):
             begin = self.now()
@@ -84,3 +84,28 @@ class Stopwatch(TorchDispatchMode):
             self._backward.append((begin, self.now()))
             return out
         return func(*args, **kwargs)
+
+    def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Time a function that is kept whole as attention, in the backward by the node that it leaves in the graph."""
+        if not self._in_forward:
+            return fn(*args, **kwargs)
+        begin = self.now()
+        with self.out_of_sight():
+            out = fn(*args, **kwargs)
+        self._ops.append((keep.OpKind.ATTENTION, begin, self.now()))
+        tensors = tensors_in(args, kwargs)
+        if len(tensors) > 1 and tensors[0].dim() > 2 < tensors[1].dim():
+            self._count_flops(*tensors[:2])
+        node = next((leaf.grad_fn for leaf in tensors_in(out) if leaf.grad_fn is not None), None)
+        if node is not None:
+            times: list[Any] = []
+            node.register_prehook(lambda gradients: times.append(self.now()))
+            node.register_hook(lambda made, gradients: self._backward.append((times.pop(), self.now())))
+        return out
+
+    def _count_flops(self, query: torch.Tensor, key: torch.Tensor) -> None:
+        """
+        Args:
+            query, key: (b, heads, s, d) or, flash-attn's, (b, s, heads, d)
+        """
+        self.attention_flops += 2 * query.numel() * max(key.shape[1:-1])

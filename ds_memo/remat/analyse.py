@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -134,6 +135,25 @@ class Analyse(NotingMode):
             self._choose_from(sources)
         self._made(out, 0)
         return out
+
+    def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A function that is kept whole, as attention is."""
+        self._fresh = None
+        ran, state = noticing_draws(self.call.engine.device, self._watched, (fn, args, kwargs), {})
+        call, sources = ran.call, self._made_of_all(ran.arguments)
+        if any(self._holds_a_parameter(storage_of(extra)) for extra in ran.extras):
+            call = replace(call, why_not="its backward needs a parameter that is not among its arguments")
+        if state is not None:
+            self.call.rng_after[len(self.seen.ops)] = state
+        self.seen.unkept.attention_ops += under_a_checkpoint()
+        self.seen.packs += len(call.saved)
+        if call.saved:
+            self.seen.unkept.batched_flops_again = self.seen.unkept.batched_flops
+        self.seen.wanted |= sources if call.why_not else self._made_of_all(ran.saved_arguments)
+        outputs = tuple(detached(value) for value in ran.made)
+        self.seen.ops.append(SeenWhole(call, outputs, sources, fingerprint(outputs), again=bool(call.why_not)))
+        self._made(ran.out, 0)
+        return ran.out
 
     def _saw_gemm(self, func: Any, args: tuple, out: torch.Tensor, sources: int) -> None:
         product, flops = out.detach(), keep.gemm_flops(func, args, out)

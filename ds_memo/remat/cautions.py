@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ds_memo.remat.functions import FunctionCall
 from ds_memo.remat.recipe import Gemm, Recipe
 
 MEM_EFFICIENT_TOKENS = 1 << 16
@@ -27,6 +28,8 @@ def cautions(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
             f"{unkept.gemm_flops / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {unkept.attention_ops} attention calls. "
             "Leave that checkpoint out: ds_memo sees to what is computed again"
         )
+    for call in (op.func for op in recipe.ops if isinstance(op.func, FunctionCall) and op.func.why_not):
+        yield f"{call.name} was given to ds_memo.keep_whole, but {call.why_not}, so it runs again in each backward"
     if unkept.batched_flops_again:
         yield (
             f"{unkept.batched_flops_again / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights (bmm, or "
@@ -47,8 +50,9 @@ def cautions(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
         seen = f"{recipe.softmax} was (attention that materialises its scores)" if recipe.softmax else "nor a softmax"
         yield (
             f"no attention kernel was seen in it, {seen}, so its attention, if any, runs a second time in each backward. "
-            'Use attn_implementation="sdpa" or a flash-attn package, and no 4-D attention mask. Where that is in use, PyTorch '
-            "found no kernel for this call: a mask that needs a gradient (T5), or dropout on a CPU"
+            'Use attn_implementation="sdpa" or a flash-attn package, and no 4-D attention mask; a function with kernels that '
+            "PyTorch does not show goes through ds_memo.keep_whole. Where a kernel is in use, PyTorch found none for this call: "
+            "a mask that needs a gradient (T5), or dropout on a CPU"
         )
 
 

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ds_memo.remat.functions import Ran, SeesFunctions, described, tensors_in, versions_of
 
 
 def inside_a_layer() -> bool:
@@ -50,7 +52,7 @@ def keep_dynamo_out() -> None:
         trace_rules.add(f"ds_memo.remat.{part}")
 
 
-class Mode(TorchDispatchMode):
+class Mode(SeesFunctions):
     supports_higher_order_operators = True  # they come as one op; else PyTorch would refuse them here
 
     # Without this, every op would pass a wrapper that keeps dynamo out; keep_dynamo_out() does it once.
@@ -78,6 +80,18 @@ class NotingMode(Mode):
         self._hooks = torch.autograd.graph.saved_tensors_hooks(noting_pack, unpack)
         self._hooks.__enter__()
         return super().__enter__()
+
+    def _watched(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Ran:
+        """Run a function that is kept whole; what autograd saves meanwhile is not noted."""
+        arguments, saved = tensors_in(args, kwargs), []
+        versions = versions_of(arguments)
+        self._note = saved.append
+        try:
+            with self.out_of_sight():
+                out = fn(*args, **kwargs)
+        finally:
+            del self._note
+        return described(fn, out, arguments, versions, saved)
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)

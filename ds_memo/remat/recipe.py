@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from ds_memo.remat import keep
+from ds_memo.remat.functions import FunctionCall
 from ds_memo.swap.frame import Kept, Layout, dense_order
 
 SMALL = 256
@@ -44,9 +45,13 @@ class Gemm:
 class Whole:
     """An op whose outputs are supplied whole: attention, or a router's choice."""
 
-    func: OpOverload
+    func: OpOverload | FunctionCall
     kept: tuple[Kept | None, ...] | None
     """One entry per output; None: kept as it is, on the device. No tuple at all: nothing is kept, it runs again."""
+
+    @property
+    def is_attention(self) -> bool:
+        return _is_attention(self.func)
 
     def makes(self, outputs: tuple[Any, ...]) -> bool:
         """Whether the outputs are as foreseen."""
@@ -91,7 +96,7 @@ class Recipe:
 
     @cached_property
     def attention_ops(self) -> int:
-        return sum(keep.kind_of(op.func) is keep.OpKind.ATTENTION for op in self.ops)
+        return sum(isinstance(op, Whole) and op.is_attention for op in self.ops)
 
     @cached_property
     def mem_efficient_tokens(self) -> int:
@@ -124,7 +129,7 @@ class SeenGemm:
 
 @dataclass
 class SeenWhole:
-    func: OpOverload
+    func: OpOverload | FunctionCall
     outputs: tuple[Any, ...]
     sources: int
     """Bit set of the GEMMs that its operands depend on."""
@@ -174,7 +179,7 @@ class Seen:
     def run_attention_again(self) -> None:
         """The last resort: keep no attention outputs. What they are computed from is wanted then."""
         for op in self.ops:
-            if isinstance(op, SeenWhole) and keep.kind_of(op.func) is keep.OpKind.ATTENTION:
+            if isinstance(op, SeenWhole) and _is_attention(op.func):
                 op.again = True
                 self.wanted |= op.sources
 
@@ -247,6 +252,10 @@ def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torc
         unkept=seen.unkept,
     )
     return recipe, tensors
+
+
+def _is_attention(func: OpOverload | FunctionCall) -> bool:
+    return isinstance(func, FunctionCall) or keep.kind_of(func) is keep.OpKind.ATTENTION
 
 
 def _unkept(op: SeenGemm | SeenWhole) -> Gemm | Whole:

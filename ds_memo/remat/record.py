@@ -133,11 +133,31 @@ class Record(NotingMode):
         outputs = as_tuple(out)
         op = self._expect(func, outputs)
         if op is not None and op.kept is not None:
-            index = self._next - 1
-            self.call.keep_whole(index, op, outputs)
-            if state is not None:
-                self.call.rng_after[index] = state
+            self._keep_whole(op, outputs, state)
         return out
+
+    def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A function that is kept whole, as attention is."""
+        ran, state = noticing_draws(self.call.engine.device, self._watched, (fn, args, kwargs), {})
+        self._packs += len(ran.call.saved)
+        if not self._following:
+            return ran.out
+        if self._left_out and self._reads_left_out(ran.saved_arguments):
+            self._leave()
+            return ran.out
+        next_op = self.call.recipe.ops[self._next] if self._next < len(self.call.recipe.ops) else None
+        foreseen = next_op is not None and ran.call.is_like(next_op.func)
+        op = self._expect(next_op.func if foreseen else ran.call, ran.made)
+        if op is not None and op.kept is not None:
+            self._keep_whole(op, ran.made, state)
+        return ran.out
+
+    def _keep_whole(self, op: Whole, outputs: tuple[Any, ...], state: torch.Tensor | None) -> None:
+        """Keep the outputs of the op that the recipe had next, and the generator's state after it if it drew random numbers."""
+        index = self._next - 1
+        self.call.keep_whole(index, op, outputs)
+        if state is not None:
+            self.call.rng_after[index] = state
 
     def _change(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An op that writes in place: a bias that belongs to the GEMM before, or a change that kept tensors must not see."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from ds_memo.errors import MemoError
 from ds_memo.remat import keep
 from ds_memo.remat.call import Call, cloned, detached, generator_of
+from ds_memo.remat.functions import FunctionCall, name_of, shapes_of, tensors_in
 from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import Mode
 from ds_memo.remat.recipe import Gemm, Whole
@@ -44,9 +46,7 @@ class Replay(Mode):
             return self._add_bias(func, args)
         if kind is OpKind.PLAIN or kind is OpKind.MUTATES:
             return func(*args, **kwargs) if kwargs else func(*args)
-        index, ops = self._next, self.call.recipe.ops
-        self._next += 1
-        op = ops[index] if index < len(ops) else None  # None: the forward left its recipe before
+        index, op = self._take_next()
         if op is not None and op.func is not func:
             raise self._not_repeated(f"op {index} was {op.func}, now it is {func}")
         if isinstance(op, Gemm):
@@ -54,7 +54,32 @@ class Replay(Mode):
         if op is None or op.kept is None:
             self.call.work.attention_ops_recomputed += kind is OpKind.ATTENTION
             return func(*args, **(kwargs or {}))
-        return self._supply(index, op)
+        outputs = self._supplied(index, op)
+        return outputs if len(func._schema.returns) > 1 else outputs[0]
+
+    def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A function that is kept whole: autograd saves what it saved in the forward, and it is not called."""
+        index, op = self._take_next()
+        if op is not None and not (isinstance(op.func, FunctionCall) and op.func.name == name_of(fn)):
+            raise self._not_repeated(f"op {index} was {op.func}, now it is {name_of(fn)}")
+        if op is None or op.kept is None:
+            self.call.work.attention_ops_recomputed += 1
+            with self.out_of_sight():
+                return fn(*args, **kwargs)
+        arguments = tensors_in(args, kwargs)
+        if op.func.arguments != shapes_of(arguments):
+            raise self._not_repeated(f"op {index}, {op.func}, was called with tensors of other shapes or strides")
+        made = self._supplied(index, op)
+        pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        for tensor in op.func.saved_again(arguments, made):
+            pack(tensor)
+        return op.func.returned_again(made)
+
+    def _take_next(self) -> tuple[int, Gemm | Whole | None]:
+        """The recipe's next op and its index; None where the forward had left its recipe."""
+        index, ops = self._next, self.call.recipe.ops
+        self._next += 1
+        return index, ops[index] if index < len(ops) else None
 
     def _gemm(self, op: Gemm, args: tuple, kwargs: dict) -> torch.Tensor:
         if not op.wanted:
@@ -79,15 +104,15 @@ class Replay(Mode):
         product[rows:].add_(args[1])
         return args[0]
 
-    def _supply(self, index: int, op: Whole) -> Any:
+    def _supplied(self, index: int, op: Whole) -> tuple[Any, ...]:
+        """What was kept of the whole op at `index`."""
         state = self.call.rng_after.get(index)
         if state is not None:
             generator_of(self.call.engine.device).set_state(state)
         loose, own = self.call.loose[index], cloned if index in self.call.altered else detached
-        outputs = tuple(
+        return tuple(
             own(value) if kept is None else self.call.frame.tensor(kept) for kept, value in zip(op.kept, loose, strict=True)
         )
-        return outputs if len(op.func._schema.returns) > 1 else outputs[0]
 
     def _not_repeated(self, what: str) -> MemoError:
         return MemoError(

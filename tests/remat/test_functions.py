@@ -1,0 +1,425 @@
+"""Functions that are kept whole: attention whose kernels no dispatch mode sees, here because it runs below all modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import _disable_current_modes
+
+import ds_memo
+from ds_memo.profile.call import LayerCall
+from ds_memo.remat.checkpoint import Layer
+from tests.models import HEADS, HIDDEN, LAYERS, Batch, Block, Toy, assert_same, compare_with_stock, every_config, step
+from tests.remat.situations import BATCH, drive
+
+aten = torch.ops.aten
+FORWARD, BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward
+ran: list[str] = []
+"""What ran below the modes."""
+
+
+class Out(NamedTuple):
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+class Below(torch.autograd.Function):
+    """Causal attention over (b, heads, s, d) with the saved tensors of flash-attn's functions, one of them padded, and dropout of
+    the result. As a package's own kernels would, it shows the modes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0) -> Any:
+        ran.append("forward")
+        with _disable_current_modes():
+            out, lse = FORWARD(q, k, v, 0.0, True)
+            padded = F.pad(lse, (0, 3))
+            mask = (torch.rand_like(out) >= dropout) / (1 - dropout) if dropout else None
+        ctx.save_for_backward(q, k, v, None, out, padded, mask)
+        ctx.length = lse.shape[-1]
+        ctx.mark_non_differentiable(lse)
+        return (out.clone() if mask is None else out * mask), lse
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> Any:
+        q, k, v, _, out, padded, mask = ctx.saved_tensors
+        with _disable_current_modes():
+            gradient = gradient if mask is None else gradient * mask
+            return *BACKWARD(gradient, q, k, v, out, padded[..., : ctx.length], 0.0, True), None
+
+
+def attend_below(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0) -> Out:
+    return Out(*Below.apply(q, k, v, dropout))
+
+
+class Attending(Block):
+    """A block with attention of its own."""
+
+    attention: Callable[..., Any] = staticmethod(ds_memo.keep_whole(attend_below))
+
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        b, s, _ = x.shape
+        return self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind()
+
+    def back(self, out: torch.Tensor) -> torch.Tensor:
+        b, _, s, _ = out.shape
+        return self.o(out.transpose(1, 2).reshape(b, s, HIDDEN))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        return self.back(self.attention(*self.heads(x)).out)
+
+
+def toy(block: Callable[[], nn.Module] = Attending) -> Toy:
+    torch.manual_seed(0)
+    return Toy(block)
+
+
+def runs(model: nn.Module, config: dict[str, Any], steps: int = 3) -> tuple[float, dict[str, Any]]:
+    """How often attention ran in each step and layer, and the report."""
+    handle = ds_memo.attach(model, config)
+    step(model, BATCH)
+    ran.clear()
+    for _ in range(steps):
+        step(model, BATCH)
+    report = handle.report()
+    handle.detach()
+    return len(ran) / steps / LAYERS, report
+
+
+# ---- gradients
+
+
+@every_config
+def test_gradients(config: dict[str, Any]) -> None:
+    report = compare_with_stock(toy(), drive, config)
+    assert report["attention_recomputed"] == 0 and not report["warnings"]
+
+
+@every_config
+def test_it_runs_once(config: dict[str, Any]) -> None:
+    times, report = runs(toy(), config)
+    assert times == 1 and report["attention_recomputed"] == 0
+
+
+def test_it_runs_twice_where_nobody_said_so() -> None:
+    """The negative control, and what a user is told."""
+
+    class Unsaid(Attending):
+        attention = staticmethod(attend_below)
+
+    with pytest.warns(ds_memo.MemoWarning, match=r"no attention kernel was seen in it.*goes through ds_memo\.keep_whole"):
+        times, _ = runs(toy(Unsaid), {"alpha": 0.5, "resident_layers": 0})
+    assert times == 2
+
+
+def test_a_wrong_saved_tensor_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the gradients: the replay hands autograd the arguments in another order."""
+    from ds_memo.remat.functions import FunctionCall
+
+    saved_again = FunctionCall.saved_again
+    monkeypatch.setattr(FunctionCall, "saved_again", lambda self, given, made: reversed([*saved_again(self, given, made)]))
+    with pytest.raises((AssertionError, RuntimeError)):
+        compare_with_stock(toy(), drive, {"alpha": 0.5, "resident_layers": 0})
+
+
+def test_it_draws_random_numbers() -> None:
+    class Dropping(Attending):
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.back(self.attention(*self.heads(x), 0.2).out), 0.1)
+
+    report = compare_with_stock(toy(Dropping), drive, {"alpha": 0.5, "resident_layers": 1})
+    assert report["attention_recomputed"] == 0
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
+def test_under_autocast(mixed: bool) -> None:
+    def autocast(model: nn.Module, number: int) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            return step(model, BATCH)
+
+    compare_with_stock(toy(), autocast, {"alpha": 0.5, "resident_layers": 1}, tolerance=1e-2 if mixed else 2e-6)
+
+
+@every_config
+def test_what_it_returns_is_changed_in_place(config: dict[str, Any]) -> None:
+    class Doubling(Attending):
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            out, lse = self.attention(*self.heads(x))
+            return self.back(out.mul_(2).sub_(lse.unsqueeze(-1)))
+
+    compare_with_stock(toy(Doubling), drive, config)
+
+
+def test_a_part_of_an_argument_is_saved() -> None:
+    """And of what it returns: both are views of what the replay has."""
+
+    def gated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = x.chunk(2, dim=-1)
+        ran.append("gated")
+        out = left * right
+        return out, out.view(-1)[3:7].exp()
+
+    kept = ds_memo.keep_whole(gated)
+
+    class Gated(Block):
+        def feed(self, x: torch.Tensor) -> torch.Tensor:
+            out, few = kept(self.up(self.norm2(x)))
+            return x * out + few.sum()
+
+    ran.clear()
+    report = compare_with_stock(toy(Gated), drive, {"alpha": 0.5, "resident_layers": 0})
+    assert len(ran) == 2 * 3 * LAYERS, "stock's forwards and ours"
+    assert report["attention_recomputed"] == 0
+
+
+def test_part_of_the_layers_do_not_train() -> None:
+    model = toy()
+    for parameter in model.blocks[:2].parameters():
+        parameter.requires_grad_(False)
+    compare_with_stock(model, drive, {"alpha": 0.5, "resident_layers": 0})
+
+
+# ---- calls that differ
+
+
+def test_calls_that_differ() -> None:
+    """Lengths, and a layer that leaves its attention out at times."""
+
+    class Fickle(Attending):
+        skips = False
+
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(x) if Fickle.skips else super().attend(x)
+
+    def fickle(model: nn.Module, number: int) -> Any:
+        Fickle.skips = number in (2, 3, 5)
+        return step(model, Batch.random(2, 17 + number % 2))
+
+    compare_with_stock(toy(Fickle), fickle, {"alpha": 0.5, "resident_layers": 1}, steps=8)
+
+
+def test_a_call_of_another_function_leaves_the_recipe() -> None:
+    other = ds_memo.keep_whole(lambda q, k, v: Out(q * 1.5 + v, None))
+
+    class Fickle(Attending):
+        other = False
+
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            return self.back((other if Fickle.other else self.attention)(*self.heads(x)).out)
+
+    def fickle(model: nn.Module, number: int) -> Any:
+        Fickle.other = number % 3 == 2
+        return step(model, BATCH)
+
+    compare_with_stock(toy(Fickle), fickle, {"alpha": 0.5, "resident_layers": 1}, steps=6)
+
+
+def test_a_replay_that_does_something_else_is_an_error() -> None:
+    class Unsteady(Attending):
+        calls = 0
+
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            Unsteady.calls += 1
+            q, k, v = self.heads(x)
+            return self.back(self.attention(q, k, v if Unsteady.calls <= LAYERS else v.contiguous()).out)
+
+    model = toy(Unsteady)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
+    with pytest.raises(ds_memo.MemoError, match="op 1, attend_below, was called with tensors of other shapes"):
+        step(model, BATCH)
+    handle.detach()
+
+
+def test_under_a_checkpoint_inside_the_layer() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointing(Attending):
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().attend, x, use_reentrant=False)
+
+    with pytest.warns(ds_memo.MemoWarning, match="runs under torch.utils.checkpoint"):
+        report = compare_with_stock(toy(Checkpointing), drive, {"alpha": 0.5, "resident_layers": 0})
+    assert report["attention_recomputed"] == 3 * LAYERS
+
+
+def test_full_recompute() -> None:
+    times, report = runs(toy(), {"ablation": "full_recompute"})
+    assert times == 2 and report["attention_recomputed"] == 4 * LAYERS
+    compare_with_stock(toy(), drive, {"ablation": "full_recompute"})
+
+
+def test_it_raises() -> None:
+    class Failing(Attending):
+        fails = False
+
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.heads(x)
+            return self.back(self.attention(q, k[..., :3] if Failing.fails else k, v).out)
+
+    model, stock = toy(Failing), toy(Failing)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
+    for fails in (True, False, True, False):
+        Failing.fails = fails
+        if fails:
+            with pytest.raises((RuntimeError, ValueError, IndexError)):
+                step(model, BATCH)
+            assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+            model.zero_grad()
+        else:
+            assert_same(step(model, BATCH), step(stock, BATCH))
+    handle.detach()
+
+
+# ---- what cannot be kept
+
+
+def test_it_changes_an_argument() -> None:
+    def doubling(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Out:
+        return attend_below(q, k, v.mul_(2))
+
+    class Changing(Attending):
+        attention = staticmethod(ds_memo.keep_whole(doubling))
+
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.heads(x)
+            v = v.clone()
+            return self.back(self.attention(q, k, v).out + v)
+
+    with pytest.warns(ds_memo.MemoWarning, match="doubling was given to ds_memo.keep_whole, but it changes an argument in place"):
+        report = compare_with_stock(toy(Changing), drive, {"alpha": 0.5, "resident_layers": 1})
+    assert report["attention_recomputed"] == 3 * LAYERS
+
+
+def test_it_has_a_parameter() -> None:
+    class Scaled(Attending):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((16,), 1.5))
+            self.attention = ds_memo.keep_whole(self.scaled)
+
+        def scaled(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Out:
+            return attend_below(q * self.scale, k, v)
+
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            return self.back(self.scaled_whole(*self.heads(x)).out)
+
+        def scaled_whole(self, *heads: torch.Tensor) -> Out:  # a copy of the model has its own parameter
+            return ds_memo.keep_whole(self.scaled)(*heads)
+
+    with pytest.warns(ds_memo.MemoWarning, match="needs a parameter that is not among its arguments"):
+        report = compare_with_stock(toy(Scaled), drive, {"alpha": 0.5, "resident_layers": 1})
+    assert report["attention_recomputed"] == 3 * LAYERS
+
+
+def test_a_parameter_among_the_arguments() -> None:
+    class Scaled(Attending):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((16,), 1.5))
+
+        @staticmethod
+        @ds_memo.keep_whole
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor) -> Out:
+            return attend_below(q * scale, k, v)
+
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            return self.back(self.attention(*self.heads(x), self.scale).out)
+
+    report = compare_with_stock(toy(Scaled), drive, {"alpha": 0.5, "resident_layers": 1})
+    assert report["attention_recomputed"] == 0 and not report["warnings"]
+
+
+# ---- compiled functions
+
+
+def counting(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        ran.append("compiled forward")
+        return graph(*args)
+
+    return run
+
+
+def test_a_compiled_function() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Out:
+        return Out(F.scaled_dot_product_attention(q, k, v, is_causal=True), None)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=aot_autograd(fw_compiler=counting, bw_compiler=lambda graph, inputs: graph))
+
+    class Compiled(Attending):
+        attention = staticmethod(ds_memo.keep_whole(compiled))
+
+    times, report = runs(toy(Compiled), {"alpha": 0.5, "resident_layers": 1})
+    assert times == 1 and report["attention_recomputed"] == 0 and not report["warnings"]
+    compare_with_stock(toy(Compiled), drive, {"alpha": 0.5, "resident_layers": 1})
+
+
+def test_a_layer_compiled_around_it() -> None:
+    """Without memo nothing is in the way of the compiler."""
+    torch._dynamo.reset()
+    whole = ds_memo.keep_whole(lambda x: x * 2)
+    compiled = torch.compile(lambda x: whole(x) + 1, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(3)).tolist() == [3.0] * 3
+
+
+# ---- what is stored, and what is measured
+
+
+class Mask:
+    """As FlexAttention's BlockMask: tensors for all layers, in an object that is no container."""
+
+    def __init__(self, length: int) -> None:
+        self.blocks = torch.ones(1, length, length)
+
+
+def test_tensors_in_an_object_among_the_arguments_stay_where_they_are() -> None:
+    @ds_memo.keep_whole
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> Out:
+        return Out(attend_below(q, k, v).out * (q @ k.transpose(-1, -2) * mask.blocks).mean(), None)
+
+    mask = Mask(17)
+
+    class Masked(Attending):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.back(masked(*self.heads(x), mask).out)
+            return x + self.feed(x)
+
+    model = toy(Masked)
+    handle = ds_memo.attach(model, {"alpha": 0.0, "resident_layers": 0})
+    step(model, BATCH)
+    recipe = handle.layers[0].latest
+    call = recipe.ops[1].func
+    saved = [saved for saved in call.saved if saved.of_argument and saved.index == 3]
+    assert saved, "the mask is known as an argument's"
+    assert all(kept is None or kept.shape != mask.blocks.shape for op in recipe.ops[1:2] for kept in op.kept)
+    handle.detach()
+    compare_with_stock(toy(Masked), drive, {"alpha": 0.5, "resident_layers": 1})
+
+
+def test_the_profile_knows_it_as_attention() -> None:
+    model = toy()
+    handle = ds_memo.attach(model, {"host_memory_gib": 1, "device_memory_gib": 1e-3})
+    step(model, Batch.random(2, 64))
+    sample = handle.autopilot.profile.kinds[0].samples[-1]
+    assert sample.attention_s > 0 and sample.attention_backward_s > 0
+    assert sample.attention_flops == 2 * 2 * HIDDEN * 64 * 64
+    assert "attention" in {output.kind for output in sample.outputs}
+    handle.detach()
+
+
+def test_a_block_mask_is_cut_with_its_call() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
+    block = Block()
+    call = LayerCall(Layer(0, "layer", block), block.forward, (torch.randn(1, 512, HIDDEN),), {"mask": mask})
+    fn, args, _ = call.at(256)
+    assert args[0].shape[1] == 256
+    assert fn.keywords["mask"].seq_lengths == (256, 256)
+    assert torch.equal(fn.keywords["mask"].to_dense(), torch.ones(1, 1, 2, 2).tril())
