@@ -139,6 +139,31 @@ def rehearsed(folder: Path, device_gib: float, left_out: str | None = None, **ze
     return json.loads((folder / "rows.json").read_text())
 
 
+SMALL = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 1024}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["kept whole", "not known"])
+def test_flex_attention(whole: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Compiled by PyTorch for the device: its kernels are Triton's, and no mode sees them."""
+    model, config, report = (tmp_path / name for name in ("model.json", "ds.json", "report.json"))
+    model.write_text(json.dumps(json.loads(LLAMA.read_text()) | SMALL))
+    given = json.loads((LLAMA.parents[1] / "zero2_bf16_memo.json").read_text())
+    config.write_text(json.dumps(given | {"memo": {"enabled": True, "alpha": 0.0, "resident_layers": 0}}))
+    script, train = tmp_path / "script.py", LLAMA.parents[2] / "launch" / "train.py"
+    name = "ds_memo.integrate.memo.keep_unseen_attention"
+    nothing = "" if whole else f"from unittest import mock\nmock.patch({name!r}).start()\n"
+    as_main = f"sys.path.insert(0, {str(train.parent)!r})\nrunpy.run_path({str(train)!r}, run_name='__main__')\n"
+    script.write_text("import runpy, sys\n" + nothing + as_main)
+    asked = ["--deepspeed_config", str(config), "--model", str(model), "--seq-length", "2048", "--steps", "5"]
+    asked += ["--attn-implementation", "flex_attention", "--metrics-json", str(report), "--eval-batches", "1"]
+    assert rehearsal.main(["--ranks", "1", "--device-gib", "4", str(script), *asked]) == 0
+    said = json.loads(report.read_text())["report"]
+    assert bool(said["warnings"]) is not whole
+    tokens, width, heads = 2048, 512, 8
+    hidden, attention = 2 * tokens * width, 2 * tokens * width + 4 * tokens * heads  # bytes: bf16, with lse in float32
+    assert said["stored_bytes_per_layer"] == [hidden + attention * whole] * 2
+
+
 def test_without_a_plan_more_is_reserved(capfd: pytest.CaptureFixture[str]) -> None:
     """The comparison can fail."""
     last = steps(capfd, {"alpha": 0.5, "resident_layers": 2, "plan": {"enabled": False}})[-1]
