@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError, MemoWarning
-from ds_memo.integrate import conflicts, first_step, forwards
+from ds_memo.integrate import account, conflicts, first_step, forwards
 from ds_memo.integrate.addresses import Addresses
 from ds_memo.integrate.autopilot import Autopilot
 from ds_memo.integrate.calls import Calls
@@ -323,16 +323,7 @@ class Memo:
 
     def events(self, samples: int) -> list[tuple[str, float, int]]:
         """For DeepSpeed's monitors, after an optimizer step: name, value, and how many samples the run has seen."""
-        report = self.report()
-        values = {
-            "alpha": report["alpha"],
-            "resident_layers": report["resident_layers"],
-            "bytes_to_host": report["bytes_to_host"],
-            "bytes_from_host": report["bytes_from_host"],
-            "stall_s": sum(report["stall_s"].values()),
-            "mfu": report["mfu"],
-        }
-        return [(f"Train/Samples/memo_{name}", value, samples) for name, value in values.items() if value is not None]
+        return account.events(self.report(), samples)
 
     def report(self) -> Report:
         """What is set and what happened so far; bytes, seconds and counts of this rank.
@@ -342,38 +333,16 @@ class Memo:
         """
         if self._detached:
             raise MemoError("this handle is detached; there is nothing to report. Attach the model again.")
-        work, traffic, decisions = self.remat.work, self.engine.traffic, self.decisions
         step_s, tokens_per_s = self._speed.medians()
-        places = decisions.places
-        return Report(
-            active=traffic.bytes_to_host > 0,
-            alpha=decisions.alpha_used,
-            resident_layers=len(places.residents),
-            residents=sorted(places.residents),
-            lean=sorted(places.lean),
-            plain=sorted(places.plain),
-            binding=decisions.binding,
-            checkpointing=not decisions.plain,
-            layers=len(self.layers),
-            frames=traffic.frames,
-            bytes_to_host=traffic.bytes_to_host,
-            bytes_from_host=traffic.bytes_from_host,
-            stored_bytes_per_layer=[
-                0 if decisions.is_plain(layer) or not layer.latest else layer.latest.layout.stored_bytes for layer in self.layers
-            ],
-            gemm_flops_recomputed_fraction=work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
-            attention_recomputed=work.attention_ops_recomputed,
-            host={
-                "budget": self.slab.part,
-                "slab": self.slab.size,
-                "peak_used": self.slab.peak_used,
-                "numa_node": self.slab.pool.node.number if self.slab.pool.node else None,
-            },
-            stall_s=self.engine.streams.stall_s(),
+        return account.report(
+            self.layers,
+            self.remat.work,
+            self.engine,
+            self.decisions,
+            self.slab,
             step_s=step_s,
             tokens_per_s=tokens_per_s,
             mfu=model_flops_utilization(self._model(), self._hidden_shape(), tokens_per_s, self.engine.device),
-            predicted=decisions.chosen.predicted() if decisions.chosen else None,
             profile=self.autopilot.report() if self.autopilot else None,
             plan=self.addresses.report() if self.addresses else None,
             warnings=list(self.warnings),

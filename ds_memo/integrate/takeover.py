@@ -20,6 +20,7 @@ class Takeover:
     """Replaces forwards and checkpoint functions, adds hooks, and undoes all of it."""
 
     def __init__(self) -> None:
+        _run_uncompiled()
         self._undo: list[Callable[[], Any]] = []
         self._through_us: weakref.WeakKeyDictionary[nn.Module, Ours] = weakref.WeakKeyDictionary()
         """Hugging Face modules and the checkpoint function that they must call."""
@@ -118,12 +119,18 @@ class Ours:
         self.call = call
         self.plain = plain
 
-    @torch.compiler.disable(reason="ds_memo runs layers uncompiled: what happens in a compiled region cannot be kept or swapped")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
 
     def __reduce__(self) -> tuple:
         return _same, (self.plain,)
+
+
+@functools.cache
+def _run_uncompiled() -> None:
+    """Once there is something to run: this imports torch's compiler, which launchers can do without."""
+    why = "ds_memo runs layers uncompiled: what happens in a compiled region cannot be kept or swapped"
+    Ours.__call__ = torch.compiler.disable(Ours.__call__, reason=why)
 
 
 def nothing(*args: Any) -> None:
