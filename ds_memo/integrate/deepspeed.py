@@ -10,7 +10,8 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from types import MethodType
 from typing import Any
 
 import deepspeed
@@ -186,13 +187,28 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     take_step = engine._take_model_step
 
     itself = weakref.ref(engine)
+    in_step = False
+
+    @contextmanager
+    def step(is_applied: Callable[[], bool]) -> Iterator[None]:
+        """Tell of a step, and nothing of one inside it."""
+        nonlocal in_step
+        if in_step:
+            yield
+            return
+        memo.step_begins()
+        in_step = True
+        try:
+            yield
+        finally:
+            in_step = False
+        memo.stepped(is_applied())
 
     @functools.wraps(take_step)
     def take_step_and_tell(*args: Any, **kwargs: Any) -> Any:
-        memo.step_begins()
-        result = take_step(*args, **kwargs)
         running = itself()
-        memo.stepped(running.was_step_applied())
+        with step(running.was_step_applied):
+            result = take_step(*args, **kwargs)
         if running.monitor.enabled and running.global_rank == 0:
             running.monitor.write_events(memo.events(running.global_samples))
         return result
@@ -230,8 +246,33 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     }
     vars(engine).update(replaced)
     memo.on_detach(functools.partial(_give_methods_back, itself, tuple(replaced)))  # attached models must keep no engine
+    memo.on_detach(_follow_optimizer(engine.optimizer, step))
     engine.memo = memo
     return memo
+
+
+def _follow_optimizer(optimizer: Any, step: Callable[[Callable[[], bool]], AbstractContextManager]) -> Callable[[], None]:
+    """Take its steps inside ``step(is_applied)``: Lightning's Fabric steps an engine's optimizer and leaves the engine out.
+
+    Returns:
+        What gives it back as it was.
+    """
+    take_step, own = optimizer.step, {name: value for name, value in vars(optimizer).items() if name == "step"}
+
+    @functools.wraps(take_step)
+    def take_step_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with step(lambda: not getattr(self, "overflow", False)):
+            return take_step(*args, **kwargs)
+
+    vars(optimizer)["step"] = MethodType(take_step_and_tell, optimizer)  # torch's schedulers ask for its __func__
+    itself = weakref.ref(optimizer)
+
+    def give_back() -> None:
+        if (target := itself()) is not None:
+            vars(target).pop("step", None)
+            vars(target).update(own)
+
+    return give_back
 
 
 def _say_what_moved(memo: Memo) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _StopRecomputationError
 
 from ds_memo.errors import MemoError
 from ds_memo.remat.analyse import Analyse
@@ -333,6 +333,7 @@ def _checkpoint(
     """
     if preserve_rng_state:
         again = as_now(again)
+    again = functools.partial(_until_stopped, again)
     generator = _checkpoint_without_reentrant_generator(again, preserve_rng_state, context_fn, "default", False, True, *args)
     next(generator)
     try:
@@ -343,6 +344,29 @@ def _checkpoint(
     for _ in generator:  # leaves the contexts
         pass
     return out
+
+
+def _until_stopped(again: Callable[..., Any], *args: Any) -> Any:
+    """Call ``again(*args)``. torch ends a recomputation by an exception when the last saved tensor is there again; TorchScript
+    makes a RuntimeError of that if it came inside of a scripted function (Megatron's bias_dropout_add, the end of its layers)."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    stopped = False
+
+    def watched_pack(tensor: torch.Tensor) -> Any:
+        nonlocal stopped
+        try:
+            return pack(tensor)
+        except _StopRecomputationError:
+            stopped = True
+            raise
+
+    with torch.autograd.graph.saved_tensors_hooks(watched_pack, unpack):
+        try:
+            return again(*args)
+        except RuntimeError:
+            if stopped:
+                raise _StopRecomputationError from None
+            raise
 
 
 def _givens(layer: Layer, arguments: Any) -> list[torch.Tensor]:

@@ -190,6 +190,33 @@ def test_detach_gives_the_engine_back() -> None:
         ds_memo.report(engine)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_optimizer_that_is_stepped_without_its_engine(stage: int) -> None:
+    """As Lightning's Fabric does. A scheduler of torch's wraps the step of torch's optimizers."""
+
+    def train_without(config: dict[str, Any]) -> tuple[list[float], Any]:
+        engine = start({**config, "gradient_accumulation_steps": 1})
+        if isinstance(engine.optimizer, torch.optim.Optimizer):
+            torch.optim.lr_scheduler.ConstantLR(engine.optimizer, factor=1.0)
+        losses = []
+        for number in range(4):
+            batch = Batch.random(2, 17, torch.float32, seed=number)
+            loss = engine(inputs_embeds=batch.embeds, labels=batch.labels).loss
+            engine.backward(loss)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, engine
+
+    want, _ = train_without(ds_config(stage))
+    got, engine = train_without(ds_config(stage, memo=MEMO))
+    assert got == pytest.approx(want, rel=1e-5)
+    report = engine.memo.report()
+    assert report["step_s"] and report["plan"]["hits"]
+    engine.memo.detach()
+    assert "step" not in vars(engine.optimizer)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_another_engine_of_the_same_model(stage: int) -> None:
     """The first one was dropped; DeepSpeed's hooks on the model keep it alive. Stock trains so, and memo the same."""

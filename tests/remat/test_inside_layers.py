@@ -162,6 +162,23 @@ class SharesAProduct(Lines):
         return x + self.a(F.gelu(y)) * z
 
 
+@torch.jit.script
+def dropped_and_added(x: torch.Tensor, residual: torch.Tensor, p: float) -> torch.Tensor:
+    return residual + torch.nn.functional.dropout(x, p, True)
+
+
+class EndsInTorchScript(Lines):
+    """As Megatron's layers do: the last tensor is saved inside of it. It is warm, for TorchScript at first saves others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for _ in range(3):
+            dropped_and_added(torch.randn(2, 3, HIDDEN, requires_grad=True), torch.randn(2, 3, HIDDEN, requires_grad=True), 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return dropped_and_added(self.b(F.gelu(self.a(x))), x, 0.1)
+
+
 @every_config
 @pytest.mark.parametrize(
     "block",
@@ -179,6 +196,7 @@ class SharesAProduct(Lines):
         TakesAnIndex,
         Branches,
         SharesAProduct,
+        EndsInTorchScript,
     ],
 )
 @pytest.mark.parametrize("shape", [(2, 17), (1, 4)], ids=str)
