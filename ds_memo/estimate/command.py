@@ -13,7 +13,8 @@ from ds_memo.arguments import count, gib, number, short, tokens
 from ds_memo.errors import MemoError
 from ds_memo.estimate import answers, hardware, model
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.estimate import METHODS, OK, Estimate, Question, estimate
+from ds_memo.estimate.estimate import estimate
+from ds_memo.estimate.question import METHODS, OK, Estimate, Question
 from ds_memo.units import GIB
 
 INPUT_ERRORS = (MemoError,)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.estimate import Question
+from ds_memo.estimate.question import Question
 from ds_memo.profile.sample import Profile, ProfileError, from_json
 
 

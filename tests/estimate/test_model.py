@@ -8,10 +8,10 @@ import pytest
 from ds_memo.estimate import hardware
 from ds_memo.estimate.answers import longest
 from ds_memo.estimate.costs import Costs
-from ds_memo.estimate.estimate import Question
 from ds_memo.estimate.flops import peak_flops
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import from_config, load
+from ds_memo.estimate.question import Question
 from tests.estimate.gpt import gpt_parameters
 
 ROOT = Path(__file__).parents[2]
