@@ -10,6 +10,7 @@ Tokens are those of this rank, T = s / ranks. Bytes are bf16 unless said otherwi
     tensor par.  four gathers or reduce-scatters of the hidden states forward, six backward, three in a replay
     context par. keys and values around the ring, hidden behind attention as far as it goes
     ZeRO-3       each layer's parameters gathered for forward and backward and its gradients reduced, hidden as far as it goes
+    ZeRO 0 to 2  gradients reduced, and parameters gathered, with the optimizer's step; nothing hides it
 """
 
 from __future__ import annotations
@@ -141,15 +142,39 @@ class Costs:
         moved = self.tokens * (norm + of_logit * self.model.vocab)
         return 3 * self._gemm(self.model.vocab * self.model.hidden) + moved / self._memory_rate
 
+    def optimizer_s(self, sequences: int) -> float:
+        """Once a step: the optimizer, and what ranks send each other for it.
+
+        Args:
+            sequences: of this replica in a step.
+        """
+        mine = self.model.parameters / self.layout.tp / (self.layout.sharded if self.layout.zero else 1)
+        sent_s = self.sent_bytes(sequences) / self.hardware.bandwidth(self.layout.gpus)
+        return _OPTIMIZER_BYTES * mine / self._memory_rate + sent_s
+
     @property
-    def optimizer_s(self) -> float:
-        """Once a step: the optimizer, and below ZeRO-3 the reduction of fp32 gradients and the gather of bf16 parameters."""
-        model, layout, shards = self.model, self.layout, self.layout.sharded
-        mine = model.parameters / layout.tp / (shards if layout.zero else 1)
-        seconds = _OPTIMIZER_BYTES * mine / self._memory_rate
-        if layout.zero < 3:
-            seconds += 6 * model.parameters / layout.tp * (shards - 1) / shards / self.hardware.bandwidth(layout.gpus)
-        return seconds
+    def gradient_bytes(self) -> int:
+        """Of a parameter's gradient, kept and sent: fp32 under Megatron, bf16 under DeepSpeed (which sends fp32 where ranks share
+        sequences over an NCCL older than 2.27.3)."""
+        return 4 if self.megatron else 2
+
+    def sent_bytes(self, sequences: int) -> float:
+        """Through each rank's link in a step below ZeRO-3, where nothing hides it: gradients are reduced and, if optimizer states
+        are sharded, bf16 parameters gathered.
+
+        DeepSpeed all-reduces gradients whatever the stage (use_multi_rank_bucket_allreduce), which sends them twice, and under
+        ZeRO-2 after each sequence. Megatron's distributed optimizer scatters them.
+
+        Args:
+            sequences: of this replica in a step.
+        """
+        zero, ranks = self.layout.zero, self.layout.sharded
+        if zero == 3:
+            return 0.0
+        times = 1 if self.megatron and zero else 2
+        reductions = sequences if zero == 2 else 1
+        of_parameter = reductions * times * self.gradient_bytes + (2 if zero else 0)
+        return of_parameter * self.model.parameters / self.layout.tp * (ranks - 1) / ranks
 
     # ---- what a layer keeps
 

@@ -18,13 +18,12 @@ ablation flushes begin between 64 Ki and 128 Ki tokens, which is between 9 and 1
 
 
 def state_bytes(costs: Costs) -> dict[str, float]:
-    """bf16 parameters, gradients (fp32 under Megatron, bf16 under DeepSpeed), fp32 weights and two moments."""
+    """bf16 parameters, gradients, fp32 weights and two moments."""
     layout, mine = costs.layout, costs.model.parameters / costs.layout.tp
     shards, zero = layout.sharded, layout.zero
-    gradient = 4 if layout.tp * layout.cp > 1 else 2
     return {
         "parameters": 2 * mine / (shards if zero >= 3 else 1),
-        "gradients": gradient * mine / (shards if zero >= 2 else 1),
+        "gradients": costs.gradient_bytes * mine / (shards if zero >= 2 else 1),
         "optimizer states": 12 * mine / (shards if zero >= 1 else 1),
     }
 
@@ -57,8 +56,8 @@ def timed(answer: Estimate, costs: Costs) -> Estimate:
     if not question.planned and _flushes(answer):
         kinds["allocator"] = question.hardware.stall * seconds
         seconds += kinds["allocator"]
-    kinds["optimizer"] = costs.optimizer_s
-    return replace(answer, step_s=seconds + costs.optimizer_s, seconds=kinds)
+    kinds["optimizer"] = costs.optimizer_s(rounds)
+    return replace(answer, step_s=seconds + kinds["optimizer"], seconds=kinds)
 
 
 def _flushes(answer: Estimate) -> bool:

@@ -27,11 +27,10 @@ def published(question: Question, costs: Costs) -> Estimate:
         "none": {"activations of all layers": sum(layer.plain_bytes for layer in layers)},
         "full_recompute": {"inputs of all layers": model.layers * costs.hidden_bytes, "one layer's activations": skeletal},
     }.get(method, {"rounding buffers": 2 * skeletal})
-    megatron = costs.layout.tp * costs.layout.cp > 1
     working |= {
         "gathered parameters": gathered_bytes(costs),
         "transients": costs.transient_bytes,
-        "logits": costs.tokens * model.vocab * (FUSED_LOGIT_BYTES if megatron else LOGIT_BYTES),
+        "logits": costs.tokens * model.vocab * (FUSED_LOGIT_BYTES if costs.megatron else LOGIT_BYTES),
     }
     parts = by_part(question, states, working)
     answer = Estimate(question, costs.layout, OOM, device_use(question, parts), parts, 0.0)
