@@ -92,8 +92,12 @@ def names() -> list[str]:
 
 def named(device: str) -> str | None:
     """Which of `names` a device's own name has among its words ("NVIDIA A100-SXM4-80GB"); None: none."""
-    words = re.split(r"[^a-z0-9]+", device.lower())
-    return next((name for name in names() if name in words), None)
+    return next((name for name in names() if name in words(device)), None)
+
+
+def words(device: str) -> list[str]:
+    """Of a device's own name, in lower case."""
+    return re.split(r"[^a-z0-9]+", device.lower())
 
 
 def load(name_or_path: str) -> Hardware:
