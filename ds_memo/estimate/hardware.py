@@ -34,7 +34,6 @@ _SHARES = {
     "gemm_efficiency",
     "attention_forward_efficiency",
     "attention_backward_efficiency",
-    "host_usable",
 }
 _MAY_BE_ZERO = {"stall", "device_reserve"}
 
@@ -66,8 +65,6 @@ class Hardware:
     gpus_per_node: float
     host_memory: float
     """Of a node."""
-    host_usable: float
-    """Share of it that may be pinned."""
     fragmentation: float
     """Without a plan, bytes that the caching allocator takes for each byte of activations."""
     stall: float

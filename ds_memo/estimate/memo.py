@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
-from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS, by_part, device_use, gathered_bytes, state_bytes, timed
+from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS, by_part, gathered_bytes, state_bytes, timed
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import LayerCosts, RunCosts, Working
-from ds_memo.solve.homes import solve
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.places import Places
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.reserve import RESERVE, solve_within
 from ds_memo.units import GIB
 
 
@@ -24,16 +24,17 @@ def memo(question: Question, costs: Costs) -> Estimate:
         "gathered parameters": gathered_bytes(costs),
         "logits of a tile": min(costs.tokens, TILE_TOKENS) * model.vocab * LOGIT_BYTES,
     }
-    run = _run(question, costs, sum(states.values()), sum(working.values()))
+    loose = 1.0 if question.planned else question.hardware.fragmentation
+    free = question.hardware.usable_device_bytes - sum(states.values())
+    most = _run(question, costs, int(free / loose), sum(working.values()))
+    careful = replace(most, device_budget=min(most.device_budget, int(free * (1 - RESERVE))))
     try:
-        homes = solve(run, alpha=question.alpha, planned=question.planned)
+        run, homes = solve_within(careful, most, question.alpha, planned=question.planned)
     except NothingFits as nothing:
-        return _refused(question, costs.layout, run, states, working, nothing)
+        return _refused(question, costs.layout, most, states, working, nothing)
     kept = _frames(run, homes.places, homes.alpha)
     name = "resident layers and reload buffers" if homes.places.swapped(model.layers) else "layers that stay"
     parts = by_part(question, states, working | {"transients": homes.device_bytes - run.working_bytes - kept, name: kept})
-    if sum(parts.values()) > question.hardware.device_memory:  # as an alpha that was asked for may
-        return Estimate(question, costs.layout, OOM, device_use(question, parts), parts, 0.0)
     answer = Estimate(
         question,
         costs.layout,
@@ -49,20 +50,20 @@ def memo(question: Question, costs: Costs) -> Estimate:
     return timed(answer, costs)
 
 
-def _run(question: Question, costs: Costs, states: float, working: float) -> RunCosts:
+def _run(question: Question, costs: Costs, device_budget: int, working: float) -> RunCosts:
     """What the solver is told.
 
     Args:
-        states, working: bytes of the device, of the model's states and of what a step needs beside the layers.
+        device_budget: bytes beside the model's states.
+        working: of these, what a step needs beside the layers.
     """
     hardware, profile = question.hardware, question.profile
-    loose = 1.0 if question.planned else hardware.fragmentation
     return RunCosts(
         layers=costs.layers(Costs.memo_layer) if profile is None else _measured(profile, costs).layers,
         d2h_bytes_per_s=hardware.d2h,
         h2d_bytes_per_s=hardware.h2d,
         host_budget=int(question.host_bytes / question.ranks_on_node),
-        device_budget=int((hardware.usable_device_bytes - states) / loose),
+        device_budget=device_budget,
         working_bytes=int(working),
         head_s=costs.head_s,
     )

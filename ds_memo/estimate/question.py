@@ -22,6 +22,7 @@ from ds_memo.estimate.model import Model
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.places import Places
+from ds_memo.swap.host_memory import RESERVE
 from ds_memo.units import GIB
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Question:
     @property
     def host_bytes(self) -> float:
         """Bytes of a node that activations may take."""
-        return self.hardware.host_memory * self.hardware.host_usable if self.host_memory is None else self.host_memory
+        return self.hardware.host_memory * (1 - RESERVE) if self.host_memory is None else self.host_memory
 
     @property
     def megatron(self) -> bool:
