@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo, paper and full_swap have one)"
     )
     how.add_argument(
-        "--device-memory-gib", type=gib, metavar="X", help="of a GPU, beside its context: states and activations (default: all)"
+        "--device-memory-gib",
+        type=gib,
+        metavar="X",
+        help="of a GPU, beside its context: states and activations (default, and at most: all)",
     )
     how.add_argument("--host-memory-gib", type=gib, metavar="X", help="of a node, for activations (default: from --hardware)")
     how.add_argument(
@@ -68,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _refuse_contradictions(args)
     question = _question(args)
     if args.sweep is not None or args.compare:
         return _table(args, question)
@@ -100,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _question(args: argparse.Namespace) -> Question:
+def _refuse_contradictions(args: argparse.Namespace) -> None:
     if args.seq_length is None and not args.max_length and args.sweep is None:
         raise EstimateError("--seq-length is missing (or --max-length, or --sweep)")
     if args.gpus is None and not args.min_gpus:
@@ -117,6 +121,9 @@ def _question(args: argparse.Namespace) -> Question:
         raise EstimateError("--gpus does not go with --min-gpus")
     if args.timeline and (args.sweep is not None or args.compare):
         raise EstimateError("--timeline draws one answer: it does not go with --sweep and --compare")
+
+
+def _question(args: argparse.Namespace) -> Question:
     machine = hardware.load(args.hardware)
     if args.device_memory_gib is not None:
         machine = machine.with_device_memory(args.device_memory_gib * GIB)

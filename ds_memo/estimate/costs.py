@@ -30,10 +30,10 @@ from ds_memo.solve.costs import LayerCosts, Output, OutputKind
 _HIDDEN_BYTES = (24, 46, 14)
 _UNGATED_BYTES = (4, 6, 4)
 _GATED_BYTES = (10, 18, 10)
-_LOGIT_BYTES, _MEGATRON_LOGIT_BYTES = 36, 20
-"""Through device memory for each logit: made, cast to fp32, exponentiated, and back."""
-_OPTIMIZER_BYTES = 32
-"""Through device memory for each parameter of this rank: fp32 weight, two moments and gradient, read and written."""
+_LOGIT_MOVED, _MEGATRON_LOGIT_MOVED = 36, 20
+"""Bytes through device memory for each logit: made, cast to fp32, exponentiated, and back."""
+_OPTIMIZER_MOVED = 32
+"""Bytes through device memory for each parameter of this rank: fp32 weight, two moments and gradient, read and written."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Costs:
     @property
     def head_s(self) -> float:
         """Head and loss, forward and backward, with the norm before them."""
-        norm, of_logit = (0.0, _MEGATRON_LOGIT_BYTES) if self.megatron else (norm_bytes(self.model), _LOGIT_BYTES)
+        norm, of_logit = (0.0, _MEGATRON_LOGIT_MOVED) if self.megatron else (norm_bytes(self.model), _LOGIT_MOVED)
         moved = self.tokens * (norm + of_logit * self.model.vocab)
         return 3 * self._gemm(self.model.vocab * self.model.hidden) + moved / self._memory_rate
 
@@ -150,7 +150,7 @@ class Costs:
         """
         mine = self.model.parameters / self.layout.tp / (self.layout.sharded if self.layout.zero else 1)
         sent_s = self.sent_bytes(sequences) / self.hardware.bandwidth(self.layout.gpus)
-        return _OPTIMIZER_BYTES * mine / self._memory_rate + sent_s
+        return _OPTIMIZER_MOVED * mine / self._memory_rate + sent_s
 
     @property
     def gradient_bytes(self) -> int:

@@ -21,7 +21,9 @@ def with_profile(question: Question, path: str) -> Question:
     """
     try:
         profile = from_json(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, ProfileError) as error:
+    except OSError as error:
+        raise EstimateError(f"profile {path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, ProfileError) as error:
         raise EstimateError(f"profile {path} cannot be used: {error}") from None
     model, layers = question.model, sum(kind is not None for kind in profile.layers)
     if layers != model.layers:

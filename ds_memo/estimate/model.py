@@ -316,7 +316,7 @@ class _Reader:
             "experts_per_token": per_token,
             "shared_ffn": shared,
             "shared_first": self.kind in families.SHARED_FIRST,
-            "shared_gate": self.kind in families.SHARED_GATE,
+            "shared_gate": shared > 0 and self.kind in families.SHARED_GATE,
             "float_router": self.kind in families.FLOAT_ROUTER,
             "masked_router": self.kind in families.MASKED_ROUTER,
             "float_routes": self.kind in families.FLOAT_ROUTES,

@@ -84,6 +84,7 @@ def test_a_device_budget_is_beside_the_context(capsys):
     assert cli.main([*BASE, *words, "--device-memory-gib", "40"]) == 0
     assert "of 40.0 GiB\n" in capsys.readouterr().out
     assert answer(capsys, *words, "--device-memory-gib", "8")["status"] == "oom"
+    assert answer(capsys, *words, "--device-memory-gib", "800")["homes"] == whole["homes"]  # there is no more
     assert answer(capsys, *words, "--device-memory-gib", "40", "--method", "none")["status"] == "oom"
 
 
@@ -193,10 +194,11 @@ def test_it_imports_no_torch():
         (("--seq-length", "1M", "--tp", "16"), "not a multiple"),
         (("--seq-length", "1M", "--host-memory-gib", "-1"), "'-1'"),
         (("--seq-length", "1M", "--device-memory-gib", "0"), "'0'"),
+        (("--seq-length", "1M", "--device-memory-gib", "1e300"), "at most 1e9"),
         (("--seq-length", "1M", "--hardware", "abacus"), "hardware_data/h200.json"),
         (("--seq-length", "1M", "--model", "nowhere.json"), "nowhere.json"),
         (("--seq-length", "1M", "--model", "meta-llama/Llama-3.1-8B"), "nothing is downloaded"),
-        (("--seq-length", "1M", "--profile", "nowhere.json"), "nowhere.json"),
+        (("--seq-length", "1M", "--profile", "nowhere.json"), "profile nowhere.json cannot be read: No such file"),
         (("--seq-length", "1M", "--timeline", "x.txt"), ".json or .html"),
         (("--seq-length", "1M", "--timeline", "/nowhere/x.json"), "/nowhere/x.json"),
         (("--seq-length", "1M", "-o", "x.csv"), "--sweep or --compare"),

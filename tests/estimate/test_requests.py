@@ -112,6 +112,12 @@ FLOAT_ROUTED = {
 }
 
 
+@pytest.mark.parametrize("width", [0, None])
+def test_a_mixture_without_its_familys_shared_expert(width):
+    model = from_config(REAL["qwen2_moe"] | {"shared_expert_intermediate_size": width}, "qwen2_moe")
+    assert model.shared_ffn == 0 and working(model, 1).backward < working(from_config(REAL["qwen2_moe"], ""), 1).backward
+
+
 @pytest.mark.parametrize("name", FLOAT_ROUTED)
 def test_mixtures_with_a_router_in_float32(name, tmp_path):
     config = FLOAT_ROUTED[name] | {"model_type": name}
