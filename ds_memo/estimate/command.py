@@ -40,10 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo, paper and full_swap have one)"
     )
     how.add_argument(
-        "--device-memory-gib",
-        type=gib,
-        metavar="X",
-        help="of a GPU, beside its context: states and activations (default, and at most: all)",
+        "--device-memory-gib", type=gib, metavar="X", help="of a GPU, beside its context: states and activations (default: all)"
     )
     how.add_argument("--host-memory-gib", type=gib, metavar="X", help="of a node, for activations (default: from --hardware)")
     how.add_argument(

@@ -75,8 +75,8 @@ class Hardware:
         return self.device_memory - self.device_reserve
 
     def with_device_memory(self, nbytes: float) -> Hardware:
-        """With so much of each GPU beside the context, at most what there is: what memo.device_memory_gib says of a run."""
-        return replace(self, device_memory=min(nbytes, self.usable_device_bytes), device_reserve=0.0)
+        """With so much on each GPU beside the context: what memo.device_memory_gib says of a run."""
+        return replace(self, device_memory=nbytes, device_reserve=0.0)
 
     def bandwidth(self, ranks: int) -> float:
         """Bus bandwidth of collectives among this many neighbouring ranks."""
