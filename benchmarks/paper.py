@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from ds_memo.estimate import hardware, model
-from ds_memo.estimate.estimate import Estimate, Question, estimate
+from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.hardware import Hardware
+from ds_memo.estimate.question import Estimate, Question
 
 ROOT = Path(__file__).resolve().parents[1]
 

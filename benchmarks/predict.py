@@ -16,8 +16,9 @@ from benchmarks.rivals import GIB, PLANNED, RIVALS, Budget
 from benchmarks.timing import Trainer, does_not_fit, homes
 from benchmarks.workloads import Shape, tokens_of
 from ds_memo.estimate import model
-from ds_memo.estimate.estimate import LOGIT_BYTES, TILE_TOKENS
 from ds_memo.estimate.hardware import named
+from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS
+from ds_memo.solve.reserve import RESERVE
 
 SETTLED_AFTER = 4
 """Steps, at most."""
@@ -82,10 +83,10 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     ranks = str(shape.ranks)  # the layers' times are those of one rank of so many, measured
     words = ["--model", str(config_file), "--hardware", hardware, "--gpus", ranks, "--sp", ranks, "--zero", "0"]
     words += ["--seq-length", str(length), "--host-memory-gib", f"{shape.ranks * budget.host_bytes / GIB:.9f}"]
-    # What the solver had for layers, and what the estimator takes off for others.
+    # What the solver had for layers, and what the estimator takes off for others and leaves alone.
     counted, rows = model.load(str(config_file)), tokens_of(shape, length)
-    beside = STATE_BYTES * counted.parameters + LOGIT_BYTES * counted.vocab * min(rows, TILE_TOKENS)
-    words += ["--device-memory-gib", f"{(report['profile']['device_budget'] + beside) / GIB:.9f}"]
+    activations = report["profile"]["device_budget"] + LOGIT_BYTES * counted.vocab * min(rows, TILE_TOKENS)
+    words += ["--device-memory-gib", f"{(STATE_BYTES * counted.parameters + activations / (1 - RESERVE)) / GIB:.9f}"]
     words += ["--profile", str(profile_file), "--json"]
     command = [sys.executable, "-m", "ds_memo.cli", "estimate", *words]
     try:

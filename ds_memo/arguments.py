@@ -73,7 +73,7 @@ def number(text: str, low: float, high: float, expected: str) -> float:
 
 def gib(text: str) -> float:
     """GiB above 0, as an option's type."""
-    return number(text, 1e-9, 1e9, "GiB above 0")
+    return number(text, 1e-9, 1e9, "GiB above 0, at most 1e9")
 
 
 def size(nbytes: float) -> str:

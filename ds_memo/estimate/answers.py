@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.estimate import OK, OOHM, Estimate, Question, check, estimate
+from ds_memo.estimate.estimate import estimate
+from ds_memo.estimate.question import OK, OOHM, Estimate, Question, check
 
 GRAIN = 32
 """The longest length is found to one part in GRAIN of itself, or to 1 Ki tokens."""

@@ -13,7 +13,8 @@ from ds_memo.arguments import count, gib, number, short, tokens
 from ds_memo.errors import MemoError
 from ds_memo.estimate import answers, hardware, model
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.estimate import METHODS, OK, Estimate, Question, estimate
+from ds_memo.estimate.estimate import estimate
+from ds_memo.estimate.question import METHODS, OK, Estimate, Question
 from ds_memo.units import GIB
 
 INPUT_ERRORS = (MemoError,)
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _refuse_contradictions(args)
     question = _question(args)
     if args.sweep is not None or args.compare:
         return _table(args, question)
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _question(args: argparse.Namespace) -> Question:
+def _refuse_contradictions(args: argparse.Namespace) -> None:
     if args.seq_length is None and not args.max_length and args.sweep is None:
         raise EstimateError("--seq-length is missing (or --max-length, or --sweep)")
     if args.gpus is None and not args.min_gpus:
@@ -116,6 +118,9 @@ def _question(args: argparse.Namespace) -> Question:
         raise EstimateError("--gpus does not go with --min-gpus")
     if args.timeline and (args.sweep is not None or args.compare):
         raise EstimateError("--timeline draws one answer: it does not go with --sweep and --compare")
+
+
+def _question(args: argparse.Namespace) -> Question:
     machine = hardware.load(args.hardware)
     if args.device_memory_gib is not None:
         machine = machine.with_device_memory(args.device_memory_gib * GIB)

@@ -10,6 +10,7 @@ Tokens are those of this rank, T = s / ranks. Bytes are bf16 unless said otherwi
     tensor par.  four gathers or reduce-scatters of the hidden states forward, six backward, three in a replay
     context par. keys and values around the ring, hidden behind attention as far as it goes
     ZeRO-3       each layer's parameters gathered for forward and backward and its gradients reduced, hidden as far as it goes
+    ZeRO 0 to 2  gradients reduced, and parameters gathered, with the optimizer's step; nothing hides it
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
 from ds_memo.estimate.traffic import norm_bytes, traffic
-from ds_memo.solve.costs import LayerCosts, Output
+from ds_memo.solve.costs import LayerCosts, Output, OutputKind
 
 # Megatron's elementwise traffic, bytes per token and element of width: forward, backward, replay (which ends before the last
 # residual). The constants of hardware_data/a800.json are calibrated with it.
 _HIDDEN_BYTES = (24, 46, 14)
 _UNGATED_BYTES = (4, 6, 4)
 _GATED_BYTES = (10, 18, 10)
-_LOGIT_BYTES, _MEGATRON_LOGIT_BYTES = 36, 20
-"""Through device memory for each logit: made, cast to fp32, exponentiated, and back."""
-_OPTIMIZER_BYTES = 32
-"""Through device memory for each parameter of this rank: fp32 weight, two moments and gradient, read and written."""
+_LOGIT_MOVED, _MEGATRON_LOGIT_MOVED = 36, 20
+"""Bytes through device memory for each logit: made, cast to fp32, exponentiated, and back."""
+_OPTIMIZER_MOVED = 32
+"""Bytes through device memory for each parameter of this rank: fp32 weight, two moments and gradient, read and written."""
 
 
 @dataclass(frozen=True)
@@ -137,19 +138,43 @@ class Costs:
     @property
     def head_s(self) -> float:
         """Head and loss, forward and backward, with the norm before them."""
-        norm, of_logit = (0.0, _MEGATRON_LOGIT_BYTES) if self.megatron else (norm_bytes(self.model), _LOGIT_BYTES)
+        norm, of_logit = (0.0, _MEGATRON_LOGIT_MOVED) if self.megatron else (norm_bytes(self.model), _LOGIT_MOVED)
         moved = self.tokens * (norm + of_logit * self.model.vocab)
         return 3 * self._gemm(self.model.vocab * self.model.hidden) + moved / self._memory_rate
 
+    def optimizer_s(self, sequences: int) -> float:
+        """Once a step: the optimizer, and what ranks send each other for it.
+
+        Args:
+            sequences: of this replica in a step.
+        """
+        mine = self.model.parameters / self.layout.tp / (self.layout.sharded if self.layout.zero else 1)
+        sent_s = self.sent_bytes(sequences) / self.hardware.bandwidth(self.layout.gpus)
+        return _OPTIMIZER_MOVED * mine / self._memory_rate + sent_s
+
     @property
-    def optimizer_s(self) -> float:
-        """Once a step: the optimizer, and below ZeRO-3 the reduction of fp32 gradients and the gather of bf16 parameters."""
-        model, layout, shards = self.model, self.layout, self.layout.sharded
-        mine = model.parameters / layout.tp / (shards if layout.zero else 1)
-        seconds = _OPTIMIZER_BYTES * mine / self._memory_rate
-        if layout.zero < 3:
-            seconds += 6 * model.parameters / layout.tp * (shards - 1) / shards / self.hardware.bandwidth(layout.gpus)
-        return seconds
+    def gradient_bytes(self) -> int:
+        """Of a parameter's gradient, kept and sent: fp32 under Megatron, bf16 under DeepSpeed (which sends fp32 where ranks share
+        sequences over an NCCL older than 2.27.3)."""
+        return 4 if self.megatron else 2
+
+    def sent_bytes(self, sequences: int) -> float:
+        """Through each rank's link in a step below ZeRO-3, where nothing hides it: gradients are reduced and, if optimizer states
+        are sharded, bf16 parameters gathered.
+
+        DeepSpeed all-reduces gradients whatever the stage (use_multi_rank_bucket_allreduce), which sends them twice, and under
+        ZeRO-2 after each sequence. Megatron's distributed optimizer scatters them.
+
+        Args:
+            sequences: of this replica in a step.
+        """
+        zero, ranks = self.layout.zero, self.layout.sharded
+        if zero == 3:
+            return 0.0
+        times = 1 if self.megatron and zero else 2
+        reductions = sequences if zero == 2 else 1
+        of_parameter = reductions * times * self.gradient_bytes + (2 if zero else 0)
+        return of_parameter * self.model.parameters / self.layout.tp * (ranks - 1) / ranks
 
     # ---- what a layer keeps
 
@@ -175,11 +200,12 @@ class Costs:
         after = (self._gemm(model.hidden * (width + 2 * kv_width)) + seconds.exchange / 2) / seconds.forward
         attended = min(1.0, after + seconds.attention / seconds.forward)
         rest = 1.0 - attended
+        of_attention: OutputKind = "choice" if model.masked_router else "gemm"
         outputs = [
             Output("input", rows, 2 * model.hidden, 0.0),
-            Output("gemm", rows, 2 * (width + 2 * kv_width), after),
+            Output(of_attention, rows, 2 * (width + 2 * kv_width), after),
             Output("attention", rows, 2 * width + 4 * model.heads, attended),
-            Output("gemm", rows, 2 * model.hidden, attended + 0.15 * rest),
+            Output(of_attention, rows, 2 * model.hidden, attended + 0.15 * rest),
         ]
         if model.experts:
             router = (4 if model.float_router else 2) * model.experts
@@ -197,7 +223,7 @@ class Costs:
             forward_s=seconds.forward,
             backward_s=seconds.backward,
             replay_s=seconds.elementwise_replay + seconds.exchange_replay,
-            gemm_s=seconds.gemm,
+            gemm_s=seconds.gemm - (self._gemm(model.attention_parameters) if model.masked_router else 0.0),
             attention_s=seconds.attention,
             plain_bytes=int(requests.saved_bytes(model, self.tokens)),
             working=requests.working(model, self.tokens),

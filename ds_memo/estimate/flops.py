@@ -7,20 +7,12 @@ size; the hidden size in most models), V vocabulary, P parameters that multiply 
 
 from __future__ import annotations
 
-import re
+from ds_memo.estimate import hardware
 
-# Dense bf16 FLOP/s by a word of the device name, from NVIDIA's data sheets (half of their headline, which is sparse).
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "A800": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-}
-# The same chip on a smaller power budget.
-PEAK_FLOPS_PCIE = {"H100": 756e12, "H800": 756e12}
+# Chips with the peak of one that is in hardware_data/.
+_SAME_PEAK = {"h800": "h100", "gh200": "h200"}
+# On the smaller power budget of a PCIe card (NVIDIA's data sheets: dense bf16).
+_PCIE_PEAK = {"h100": 756e12}
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -32,9 +24,11 @@ def peak_flops(device_name: str) -> float | None:
     Returns:
         FLOP/s of one device.
     """
-    words = re.split(r"[^A-Za-z0-9]+", device_name)
-    table = PEAK_FLOPS | PEAK_FLOPS_PCIE if "PCIe" in words else PEAK_FLOPS
-    return next((table[word] for word in words if word in table), None)
+    words = hardware.words(device_name)
+    name = next((chip for word in words if (chip := _SAME_PEAK.get(word, word)) in hardware.names()), None)
+    if "pcie" in words and name in _PCIE_PEAK:
+        return _PCIE_PEAK[name]
+    return name and hardware.load(name).peak
 
 
 def sequence_flops(seq_length: int, parameters: int, layers: int, attention_width: int) -> float:

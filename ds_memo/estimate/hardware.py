@@ -34,7 +34,6 @@ _SHARES = {
     "gemm_efficiency",
     "attention_forward_efficiency",
     "attention_backward_efficiency",
-    "host_usable",
 }
 _MAY_BE_ZERO = {"stall", "device_reserve"}
 
@@ -66,8 +65,6 @@ class Hardware:
     gpus_per_node: float
     host_memory: float
     """Of a node."""
-    host_usable: float
-    """Share of it that may be pinned."""
     fragmentation: float
     """Without a plan, bytes that the caching allocator takes for each byte of activations."""
     stall: float
@@ -92,8 +89,12 @@ def names() -> list[str]:
 
 def named(device: str) -> str | None:
     """Which of `names` a device's own name has among its words ("NVIDIA A100-SXM4-80GB"); None: none."""
-    words = re.split(r"[^a-z0-9]+", device.lower())
-    return next((name for name in names() if name in words), None)
+    return next((name for name in names() if name in words(device)), None)
+
+
+def words(device: str) -> list[str]:
+    """Of a device's own name, in lower case."""
+    return re.split(r"[^a-z0-9]+", device.lower())
 
 
 def load(name_or_path: str) -> Hardware:

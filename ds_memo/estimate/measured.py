@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.estimate import Question
+from ds_memo.estimate.hardware import words
+from ds_memo.estimate.question import Question
 from ds_memo.profile.sample import Profile, ProfileError, from_json
 
 
@@ -21,7 +21,9 @@ def with_profile(question: Question, path: str) -> Question:
     """
     try:
         profile = from_json(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, ProfileError) as error:
+    except OSError as error:
+        raise EstimateError(f"profile {path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, ProfileError) as error:
         raise EstimateError(f"profile {path} cannot be used: {error}") from None
     model, layers = question.model, sum(kind is not None for kind in profile.layers)
     if layers != model.layers:
@@ -39,7 +41,7 @@ def _notes(question: Question, profile: Profile) -> Iterator[str]:
     """Where and how it was measured, if not as asked: on this hardware, in bf16."""
     device = profile.key.get("device")
     dtypes = sorted({dtype.removeprefix("torch.") for kind in _kinds(profile.key) if isinstance(dtype := kind.get("dtype"), str)})
-    elsewhere = isinstance(device, str) and question.hardware.name.lower() not in re.split(r"[^a-z0-9]+", device.lower())
+    elsewhere = isinstance(device, str) and question.hardware.name.lower() not in words(device)
     if elsewhere or any(dtype != "bfloat16" for dtype in dtypes):
         where = device if isinstance(device, str) else "an unnamed device"
         of = f" in {' and '.join(dtypes)}" if dtypes else ""

@@ -35,9 +35,9 @@ from ds_memo.profile.call import LayerCall
 from ds_memo.profile.lengths import HiddenShapes, Shapes
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat
-from ds_memo.solve.homes import solve
 from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.reserve import solve_within
 from ds_memo.units import GIB
 
 _TRIES = 3
@@ -221,29 +221,19 @@ class Autopilot:
         return chosen
 
     def _solve(self, host: int, shapes: HiddenShapes, may_be_plain: bool, alpha: float | None) -> Chosen:
-        given = alpha, self._config.resident_layers
         run = slower(self._budgets.costs(self.profile, shapes, self._together, host), self._copies_at)
-        shape = self.profile.last(shapes)
-        try:
-            homes = solve(run, *given, may_be_plain, planned=self.sees_head)
-        except NothingFits as error:
-            if error.device_needed is None:
-                raise
-            limit = self._budgets.device_limit
-            # What was left alone is there for such a pass, and what the head takes no setting changes: is it the layers?
-            alone = replace(run.without_beside(), device_budget=limit)
-            solve(alone, *given, may_be_plain=False)
-            if error.device_needed > limit:
-                beside = run.beside()
-                most = beside.pop("always") + max(beside.values())
-                self._warn(
-                    f"beside the layers {math.prod(shape[:2]):,} tokens take {most / GIB:.3g} GiB of device memory "
-                    f"for head, loss and gradients on their way ({beside['backward'] / GIB:.3g} GiB). With them a step "
-                    f"needs {error.device_needed / GIB:.3g} GiB where {limit / GIB:.3g} are free: it may run out of memory. "
-                    "A tiled loss helps, or a smaller zero_optimization.reduce_bucket_size"
-                )
-            run = replace(run, device_budget=error.device_needed)  # so that nothing is taken beyond what it needs
-            homes = solve(run, *given, may_be_plain=False)
+        shape, limit = self.profile.last(shapes), self._budgets.device_limit
+        most = replace(run.without_beside(), device_budget=limit)  # what the head takes no setting changes: is it the layers?
+        run, homes = solve_within(run, most, alpha, self._config.resident_layers, may_be_plain, planned=self.sees_head)
+        if run.device_budget > limit:
+            beside = run.beside()
+            needed = beside.pop("always") + max(beside.values())
+            self._warn(
+                f"beside the layers {math.prod(shape[:2]):,} tokens take {needed / GIB:.3g} GiB of device memory "
+                f"for head, loss and gradients on their way ({beside['backward'] / GIB:.3g} GiB). With them a step "
+                f"needs {run.device_budget / GIB:.3g} GiB where {limit / GIB:.3g} are free: it may run out of memory. "
+                "A tiled loss helps, or a smaller zero_optimization.reduce_bucket_size"
+            )
         if homes.places.dropped and run.working_bytes > _WORTH_SAYING * run.device_budget:
             self._warn(
                 "layers compute attention again for want of device memory, of which DeepSpeed holds "

@@ -16,10 +16,11 @@ from torch import nn
 from ds_memo.integrate.calls import Together
 from ds_memo.profile.agree import from_all_ranks
 from ds_memo.profile.beside import Beside, largest
-from ds_memo.profile.device_memory import RESERVE, UNSEEN, device_budget, lost_bytes, most_beyond, states_to_come
+from ds_memo.profile.device_memory import UNSEEN, device_budget, lost_bytes, most_beyond, states_to_come
 from ds_memo.profile.lengths import HiddenShapes
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.reserve import RESERVE
 from ds_memo.swap.slab import HostSlab
 from ds_memo.units import GIB
 

@@ -12,9 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ds_memo.swap.host_memory import available_bytes, ranks_on_node
 from ds_memo.units import GIB
 
-RESERVE = 0.08
-"""Share of the free memory that is left alone at least: for kernels' workspaces, and for what torch's allocator loses between
-blocks until addresses are planned."""
 UNSEEN = 0.50
 """The share that is left alone in the first step, before it was seen what head, loss and optimizer take: logits can be larger
 than everything that layers keep."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -166,6 +166,11 @@ class RunCosts:
         """What is needed beside the layers, by when or where."""
         backward = max(self.backward_bytes, default=0)
         return {"forward": self.forward_bytes, "head": self.head_bytes, "backward": backward, "always": self.working_bytes}
+
+    def each(self, change: Callable[[LayerCosts], LayerCosts]) -> RunCosts:
+        """With every layer changed. Layers that were the same object are the same object again: the solver counts on it."""
+        changed = {layer: change(layer) for layer in set(self.layers)}
+        return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
     def without_beside(self) -> RunCosts:
         """Of the layers alone."""

@@ -13,8 +13,9 @@ import pytest
 
 from benchmarks import emulator, rehearsal
 from ds_memo.estimate import hardware
-from ds_memo.estimate.estimate import Question, estimate
+from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.model import from_config
+from ds_memo.estimate.question import Question
 from ds_memo.ops.builder import cuda_headers
 
 GIB = 1 << 30

@@ -8,10 +8,9 @@ import pytest
 from ds_memo.estimate import hardware
 from ds_memo.estimate.answers import longest
 from ds_memo.estimate.costs import Costs
-from ds_memo.estimate.estimate import Question
-from ds_memo.estimate.flops import peak_flops
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import from_config, load
+from ds_memo.estimate.question import Question
 from tests.estimate.gpt import gpt_parameters
 
 ROOT = Path(__file__).parents[2]
@@ -76,8 +75,6 @@ def test_what_autograd_saves_is_the_papers(model, units):
 @pytest.mark.parametrize("name", ["a100", "a800", "b200", "h100", "h200"])
 def test_every_number_of_a_machine_has_a_source(name):
     assert name in hardware.names()
-    machine = hardware.load(name)
-    assert machine.peak == peak_flops(name.upper())
     data = json.loads((Path(hardware.__file__).parent / "hardware_data" / f"{name}.json").read_text())
     assert all(entry["source"].strip() for key, entry in data.items() if key != "name")
 

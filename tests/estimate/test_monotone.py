@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ds_memo.estimate import answers, hardware, model
-from ds_memo.estimate.estimate import OK, Question, estimate
+from ds_memo.estimate.estimate import estimate
+from ds_memo.estimate.question import OK, Question
 
 MODELS = [
     model.load(str(Path(__file__).parents[2] / "ds_configs" / "models" / f"{name}.json"))

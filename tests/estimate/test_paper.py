@@ -46,9 +46,9 @@ def test_another_machine_misses_the_bar(cells, change):
 
 def test_exact_host_blocks_get_the_host_wrong(cells, monkeypatch):
     """It is the power of two that explains the out-of-host-memory cells."""
-    from ds_memo.estimate import estimate
+    from ds_memo.estimate import published
 
-    monkeypatch.setattr(estimate, "_pinned", lambda layer, alpha: layer.whole_bytes + alpha * layer.split_bytes)
+    monkeypatch.setattr(published, "_pinned", lambda layer, alpha: layer.whole_bytes + alpha * layer.split_bytes)
     assert any(cell.predicted().status != cell.status for cell in of(cells, "alpha"))
 
 

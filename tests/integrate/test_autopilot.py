@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.integrate import autopilot, stalls
+from ds_memo.integrate import stalls
 from ds_memo.profile import agree
 from ds_memo.profile.layer import measure
+from ds_memo.solve import reserve
 from ds_memo.solve.homes import solve
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.places import Places, spread
@@ -139,7 +140,7 @@ def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha:
     tokens = torch.randint(0, VOCAB, (2, 1400), generator=torch.Generator().manual_seed(3))
     length = {"n_positions": 1400} if name == "gpt2" else {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autopilot, "solve", lambda *args, **more: solved.append(args[0]) or solve(*args, **more))
+        patch.setattr(reserve, "solve", lambda *args, **more: solved.append(args[0]) or solve(*args, **more))
         solved: list[Any] = []
         probe = build(name, **length)
         handle = attached(probe)

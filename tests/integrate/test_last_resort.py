@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.integrate import autopilot
+from ds_memo.solve import reserve
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.homes import solve
 from ds_memo.solve.memory import device_bytes
@@ -30,7 +30,7 @@ def profiled(model: Any) -> RunCosts:
     """What the solver is told of a model's pass."""
     told: list[RunCosts] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autopilot, "solve", lambda run, *rest, **more: told.append(run) or solve(run, *rest, **more))
+        patch.setattr(reserve, "solve", lambda run, *rest, **more: told.append(run) or solve(run, *rest, **more))
         handle = ds_memo.attach(model, {"plan": {"enabled": False}})
         step(model, BATCH)
         handle.detach()

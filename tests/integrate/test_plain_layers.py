@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.integrate import autopilot
+from ds_memo.solve import reserve
 from ds_memo.solve.homes import Homes, judged, solve
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.places import Places, place
@@ -29,7 +29,7 @@ def attached(monkeypatch: pytest.MonkeyPatch, model: Any, alpha: float, **places
     def decided(run: Any, *given: Any, **_: Any) -> Homes:
         return judged(run, alpha, Places(**places), "as the test wants it")
 
-    monkeypatch.setattr(autopilot, "solve", decided)
+    monkeypatch.setattr(reserve, "solve", decided)
     return ds_memo.attach(model, {"enabled": True})
 
 
@@ -99,7 +99,7 @@ def test_the_solver_leaves_layers_plain_and_knows_their_bytes() -> None:
     tokens = torch.randint(0, 96, (2, 1400), generator=torch.Generator().manual_seed(3))
     told: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autopilot, "solve", lambda run, *rest, **more: told.append(run) or solve(run, *rest, **more))
+        patch.setattr(reserve, "solve", lambda run, *rest, **more: told.append(run) or solve(run, *rest, **more))
         probe = build("llama")
         handle = ds_memo.attach(probe, {"enabled": True, "plan": {"enabled": False}})
         probe(input_ids=tokens, labels=tokens).loss.backward()

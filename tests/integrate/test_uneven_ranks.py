@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 import ds_memo
-from ds_memo.integrate import autopilot, profiling
 from ds_memo.integrate import deepspeed as integration
+from ds_memo.integrate import profiling
 from ds_memo.integrate.stalls import Window
 from ds_memo.profile import agree, run
+from ds_memo.solve import reserve
 from ds_memo.solve.homes import Homes, judged
 from ds_memo.solve.places import place
 from ds_memo.solve.refusals import NothingFits
@@ -121,7 +122,7 @@ class TestUnevenRanks(DistributedTest):
         lengths = [(SHORT, SHORT), (SHORT, SHORT), (SHORT, LONG), (LONG, LONG), (LONG, SHORT), (SHORT, SHORT)]
         mine = [pair[dist.get_rank()] for pair in lengths]
         want = train(start(3), mine)
-        monkeypatch.setattr(autopilot, "solve", decided)
+        monkeypatch.setattr(reserve, "solve", decided)
         engine = start(3, enabled=True)
         passes = plain_passes(engine, lambda homes: len(homes.places.plain))
         assert train(engine, mine) == pytest.approx(want, rel=1e-6)
@@ -169,7 +170,7 @@ class TestUnevenRanks(DistributedTest):
         def decided(run: Any, alpha: Any, residents: Any, may_be_plain: bool, **_: Any) -> Homes:
             return judged(run, 1.0, place(len(run.layers), 0, 3 * may_be_plain), "as the test wants it")
 
-        monkeypatch.setattr(autopilot, "solve", decided)
+        monkeypatch.setattr(reserve, "solve", decided)
         torch.manual_seed(0)
         model = Towered()
         stock = copy.deepcopy(model)

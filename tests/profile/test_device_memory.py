@@ -9,7 +9,6 @@ from torch import nn
 from ds_memo.profile import device_memory
 from ds_memo.profile.device_memory import (
     GIB,
-    RESERVE,
     UNSEEN,
     device_budget,
     device_seen,
@@ -17,6 +16,7 @@ from ds_memo.profile.device_memory import (
     lost_bytes,
     states_to_come,
 )
+from ds_memo.solve.reserve import RESERVE
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -1,0 +1,116 @@
+"""ds_memo's own method: homes by the solver that trains, layers by formula or as measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ds_memo.estimate.costs import Costs
+from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS, by_part, gathered_bytes, state_bytes, timed
+from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question
+from ds_memo.profile.sample import Profile
+from ds_memo.solve.costs import LayerCosts, RunCosts, Working
+from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.places import Places
+from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.reserve import RESERVE, solve_within
+from ds_memo.units import GIB
+
+
+def memo(question: Question, costs: Costs) -> Estimate:
+    """The homes that a run would have, and their step."""
+    model, states = question.model, state_bytes(costs)
+    working = {
+        "gathered parameters": gathered_bytes(costs),
+        "logits of a tile": min(costs.tokens, TILE_TOKENS) * model.vocab * LOGIT_BYTES,
+    }
+    loose = 1.0 if question.planned else question.hardware.fragmentation
+    free = question.hardware.usable_device_bytes - sum(states.values())
+    most = _run(question, costs, int(free / loose), sum(working.values()))
+    careful = replace(most, device_budget=min(most.device_budget, int(free * (1 - RESERVE))))
+    try:
+        run, homes = solve_within(careful, most, question.alpha, planned=question.planned)
+    except NothingFits as nothing:
+        return _refused(question, costs.layout, most, states, working, nothing)
+    kept = _frames(run, homes.places, homes.alpha)
+    name = "resident layers and reload buffers" if homes.places.swapped(model.layers) else "layers that stay"
+    parts = by_part(question, states, working | {"transients": homes.device_bytes - run.working_bytes - kept, name: kept})
+    answer = Estimate(
+        question,
+        costs.layout,
+        OK,
+        homes.binding,
+        parts,
+        homes.host_bytes * question.ranks_on_node,
+        alpha=homes.alpha,
+        resident_layers=len(homes.places.residents),
+        run=run,
+        places=homes.places,
+    )
+    return timed(answer, costs)
+
+
+def _run(question: Question, costs: Costs, device_budget: int, working: float) -> RunCosts:
+    """What the solver is told.
+
+    Args:
+        device_budget: bytes beside the model's states.
+        working: of these, what a step needs beside the layers.
+    """
+    hardware, profile = question.hardware, question.profile
+    return RunCosts(
+        layers=costs.layers(Costs.memo_layer) if profile is None else _measured(profile, costs).layers,
+        d2h_bytes_per_s=hardware.d2h,
+        h2d_bytes_per_s=hardware.h2d,
+        host_budget=int(question.host_bytes / question.ranks_on_node),
+        device_budget=device_budget,
+        working_bytes=int(working),
+        head_s=costs.head_s,
+    )
+
+
+def _refused(
+    question: Question,
+    layout: Layout,
+    run: RunCosts,
+    states: dict[str, float],
+    working: dict[str, float],
+    nothing: NothingFits,
+) -> Estimate:
+    """The answer where no setting fits, with the least that any takes."""
+    status = OOHM if nothing.where == "host" else OOM
+    why = str(nothing) if run.device_budget > 0 else _too_large(question, layout, states)
+    least = {
+        "transients": max(layer.working_without_attention.backward for layer in run.layers),
+        "reload buffers": 2 * max(layer.smallest_frame_bytes for layer in run.layers),
+    }
+    host = nothing.needed * question.ranks_on_node if status == OOHM else 0.0
+    return Estimate(question, layout, status, why, by_part(question, states, working | least), host)
+
+
+def _too_large(question: Question, layout: Layout, states: dict[str, float]) -> str:
+    """Where nothing that is done with activations helps."""
+    whole, usable = sum(states.values()) / GIB, question.hardware.usable_device_bytes / GIB
+    helps = "more GPUs" if layout.zero == 3 else "a higher ZeRO stage, more GPUs"
+    return f"device memory: the model's states alone take {whole:.4g} of {usable:.4g} GiB. What helps: {helps}, a smaller model."
+
+
+def _frames(run: RunCosts, places: Places, alpha: float) -> int:
+    """Bytes of the device that layers keep and reload: the peak, not counting what comes and goes inside a layer."""
+    nothing = dict.fromkeys(("working", "working_at_0", "working_without_attention"), Working())
+    return device_bytes(replace(run.each(lambda layer: replace(layer, **nothing)), working_bytes=0), places, alpha)
+
+
+def _measured(profile: Profile, costs: Costs) -> RunCosts:
+    """The layers as measured, at this length and layout. What ranks exchange inside them is measured, or added by formula."""
+    at = [(1, max(1, round(costs.tokens)))] * len(profile.kinds)
+    run = profile.costs(at, 0, 0, ranks_per_sequence=costs.layout.ranks)
+    if profile.ranks_per_sequence > 1:
+        return run
+    there, again = costs.layer.exchange, costs.layer.exchange_replay
+
+    def longer(layer: LayerCosts) -> LayerCosts:
+        forward_s, backward_s, replay_s = layer.forward_s + there, layer.backward_s + there, layer.replay_s + again
+        return replace(layer, forward_s=forward_s, backward_s=backward_s, replay_s=replay_s)
+
+    return run.each(longer)

@@ -1,0 +1,68 @@
+"""Memory and time of a step, part by part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ds_memo.estimate.costs import Costs
+from ds_memo.estimate.question import Estimate, Question
+from ds_memo.units import GIB
+
+TILE_TOKENS = 1024
+"""Tokens of a tile of ds_memo's tiled loss (launch/loss.py)."""
+LOGIT_BYTES, FUSED_LOGIT_BYTES = 12, 4
+"""Per logit: bf16 and fp32 logits and their gradients; Megatron's vocabulary-parallel loss works in place in fp32."""
+CACHE_GROWTH = 12
+"""Without a plan, the cache of what comes and goes in a step grows to this many times its bytes before it settles: in the paper's
+ablation flushes begin between 64 Ki and 128 Ki tokens, which is between 9 and 19 times."""
+
+
+def state_bytes(costs: Costs) -> dict[str, float]:
+    """bf16 parameters, gradients, fp32 weights and two moments."""
+    layout, mine = costs.layout, costs.model.parameters / costs.layout.tp
+    shards, zero = layout.sharded, layout.zero
+    return {
+        "parameters": 2 * mine / (shards if zero >= 3 else 1),
+        "gradients": costs.gradient_bytes * mine / (shards if zero >= 2 else 1),
+        "optimizer states": 12 * mine / (shards if zero >= 1 else 1),
+    }
+
+
+def gathered_bytes(costs: Costs) -> float:
+    """Under ZeRO-3: a layer's parameters, the next one's, and its gradients before they are reduced."""
+    return 3 * 2 * costs.model.layer_parameters / costs.layout.tp if costs.layout.zero == 3 else 0.0
+
+
+def by_part(question: Question, states: dict[str, float], working: dict[str, float]) -> dict[str, float]:
+    loose = 0.0 if question.planned else (question.hardware.fragmentation - 1) * sum(working.values())
+    reserve = {"context and communication": question.hardware.device_reserve}
+    parts = states | working | ({"fragmentation": loose} if loose else {}) | reserve
+    return {name: nbytes for name, nbytes in parts.items() if nbytes > 0}
+
+
+def device_use(question: Question, parts: dict[str, float]) -> str:
+    return f"device memory: {sum(parts.values()) / GIB:.1f} of {question.hardware.device_memory / GIB:.1f} GiB"
+
+
+def timed(answer: Estimate, costs: Costs) -> Estimate:
+    """Simulate one sequence; a step has as many as fall on a replica, and one optimizer step."""
+    question, simulated = answer.question, answer.simulated()
+    rounds = answer.sequences // answer.layout.dp
+    kinds: dict[str, float] = {}
+    for span in simulated.spans:
+        if span.stream == "compute":
+            kinds[span.kind] = kinds.get(span.kind, 0.0) + rounds * (span.end - span.begin)
+    seconds = rounds * simulated.seconds
+    if not question.planned and _flushes(answer):
+        kinds["allocator"] = question.hardware.stall * seconds
+        seconds += kinds["allocator"]
+    kinds["optimizer"] = costs.optimizer_s(rounds)
+    return replace(answer, step_s=seconds + kinds["optimizer"], seconds=kinds)
+
+
+def _flushes(answer: Estimate) -> bool:
+    """Whether the caching allocator keeps on giving back its cache."""
+    parts = answer.device_bytes
+    comes_and_goes = sum(parts.get(name, 0.0) for name in ("one layer's activations", "transients", "logits", "logits of a tile"))
+    stays = answer.device_total - comes_and_goes - parts.get("fragmentation", 0.0)
+    return stays + CACHE_GROWTH * comes_and_goes > answer.question.hardware.device_memory

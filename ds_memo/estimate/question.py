@@ -1,0 +1,165 @@
+"""What is asked of the estimator, and what it answers.
+
+method           kept of a layer                                                layers
+none             everything autograd saves                                      as they are
+full_recompute   the input                                                      torch's or Megatron's checkpointing
+full_swap        everything, on the host                                        the paper's ablation
+paper            input and attention output, and alpha of everything else       MEMO as published
+memo             input and attention output, and alpha of the GEMM outputs      this project, solved by ds_memo.solve
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ds_memo.estimate import flops, requests
+from ds_memo.estimate.errors import EstimateError
+from ds_memo.estimate.hardware import Hardware
+from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.model import Model
+from ds_memo.estimate.simulate import Simulated, simulate
+from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.places import Places
+from ds_memo.swap.host_memory import RESERVE
+from ds_memo.units import GIB
+
+if TYPE_CHECKING:
+    from ds_memo.profile.sample import Profile
+
+METHODS = ("memo", "paper", "full_recompute", "full_swap", "none")
+PLANNED = ("memo", "paper", "full_swap")
+"""Methods that bring the memory planner along."""
+OK, OOM, OOHM = "ok", "oom", "oohm"
+_MOST_BYTES = 1 << 60
+"""The solver counts in 64 bits."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to estimate. Sizes are of the whole job; those that are None are chosen."""
+
+    model: Model
+    hardware: Hardware
+    gpus: int
+    seq_length: int
+    batch: int = 1
+    """Sequences per optimizer step, accumulated one at a time on each replica."""
+    method: str = "memo"
+    tp: int | None = None
+    cp: int | None = None
+    sp: int | None = None
+    zero: int | None = None
+    alpha: float | None = None
+    plan: bool | None = None
+    host_memory: float | None = None
+    """Bytes of a node."""
+    profile: Profile | None = None
+    """Of a real run on the same number of ranks per sequence: its layers stand in for formulas, under memo."""
+
+    @property
+    def planned(self) -> bool:
+        return self.method in PLANNED if self.plan is None else self.plan
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of a node that activations may take."""
+        return self.hardware.host_memory * (1 - RESERVE) if self.host_memory is None else self.host_memory
+
+    @property
+    def megatron(self) -> bool:
+        """Whether it is laid out as the paper's runs were (tensor and context parallel, with Megatron's kernels)."""
+        return self.tp is not None or self.cp is not None or (self.method == "paper" and self.sp is None)
+
+    @property
+    def ranks_on_node(self) -> int:
+        return min(self.gpus, int(self.hardware.gpus_per_node))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The answer. Times of a whole optimizer step; bytes of one GPU, host bytes of one node."""
+
+    question: Question
+    layout: Layout
+    status: str
+    binding: str
+    device_bytes: dict[str, float]
+    host_bytes: float
+    step_s: float | None = None
+    alpha: float | None = None
+    resident_layers: int | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    run: RunCosts | None = field(default=None, repr=False)
+    places: Places = field(default_factory=Places)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sequences(self) -> int:
+        """In a step: every replica has at least one."""
+        return self.layout.dp * math.ceil(self.question.batch / self.layout.dp)
+
+    @property
+    def mfu(self) -> float | None:
+        """0 to 1."""
+        if self.step_s is None:
+            return None
+        q = self.question
+        work = flops.sequence_flops(q.seq_length, q.model.active_parameters, q.model.layers, q.model.attention_width)
+        return flops.mfu(self.sequences * work, self.step_s, q.gpus, q.hardware.peak)
+
+    @property
+    def tgs(self) -> float | None:
+        """Tokens per GPU and second."""
+        return None if self.step_s is None else self.sequences * self.question.seq_length / (self.step_s * self.question.gpus)
+
+    @property
+    def device_total(self) -> float:
+        return sum(self.device_bytes.values())
+
+    def simulated(self) -> Simulated:
+        """The schedule of one forward and backward, in virtual time."""
+        return simulate(self.run, self.alpha or 0.0, self.places)
+
+    def as_json(self) -> dict[str, Any]:
+        layout = self.layout
+        return {
+            "status": self.status,
+            "mfu": self.mfu,
+            "tgs": self.tgs,
+            "step_s": self.step_s,
+            "alpha": self.alpha,
+            "resident_layers": self.resident_layers,
+            "homes": {name: len(layers) for name, layers in self.places._asdict().items()},
+            "binding": self.binding,
+            "device_gib": self.device_total / GIB,
+            "host_gib": self.host_bytes / GIB,
+            "parts": {
+                "device_gib": {name: nbytes / GIB for name, nbytes in self.device_bytes.items()},
+                "step_s": self.seconds,
+            },
+            "method": self.question.method,
+            "plan": self.question.planned,
+            "seq_length": self.question.seq_length,
+            "gpus": self.question.gpus,
+            "sequences": self.sequences,
+            "layout": {"tp": layout.tp, "cp": layout.cp, "sp": layout.sp, "dp": layout.dp, "zero": layout.zero},
+            "notes": list(self.notes),
+        }
+
+
+def check(question: Question) -> None:
+    for name in ("gpus", "seq_length", "batch"):
+        if getattr(question, name) < 1:
+            raise EstimateError(f"{name} is {getattr(question, name)}, expected at least 1")
+    model = question.model
+    if model.layers * requests.saved_bytes(model, question.seq_length) > _MOST_BYTES:
+        raise EstimateError(f"{model.name} at {question.seq_length} tokens is beyond any machine: no whole numbers for its bytes")
+    if question.method not in METHODS:
+        raise EstimateError(f"method is {question.method!r}, expected one of {', '.join(METHODS)}")
+    if question.alpha is not None:
+        if question.method not in ("memo", "paper"):
+            raise EstimateError(f"alpha {question.alpha} with method {question.method}: only memo and paper have an alpha")
+        if not 0 <= question.alpha <= 1:
+            raise EstimateError(f"alpha is {question.alpha}, expected 0 to 1")

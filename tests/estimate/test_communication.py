@@ -1,0 +1,80 @@
+"""What ranks send each other in a step by formula, beside what DeepSpeed sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_memo.estimate import hardware
+from ds_memo.estimate.costs import Costs
+from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.model import Model
+from tests.unit.common import ON_CPU, DistributedTest
+
+MODEL = Model("small", 2, 64, 128, 4, 4, 16, 96, gated=False, tied=True)
+TIMES = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1}
+"""How often a collective sends its tensor, times (ranks - 1) / ranks."""
+
+
+class Sent(TorchDispatchMode):
+    """Bytes by collective and data type; not those of single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: Counter[tuple[str, torch.dtype]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, torch.Tensor)]
+            largest = max(tensors, key=torch.Tensor.numel)
+            if largest.numel() > 100:
+                self.nbytes[func._schema.name.removeprefix("c10d::"), largest.dtype] += largest.nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def step(stage: int, sequences: int) -> Counter[tuple[str, torch.dtype]]:
+    """Of the second optimizer step, for each parameter."""
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": sequences,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
+    engine = deepspeed.initialize(model=layers, config=config)[0]
+    for _ in range(2):
+        with Sent() as sent:
+            for _ in range(sequences):
+                engine.backward(engine(torch.randn(1, 64, dtype=torch.bfloat16)).float().sum())
+                engine.step()
+    return Counter({key: nbytes / (4 * 64 * 64) for key, nbytes in sent.nbytes.items()})
+
+
+@pytest.mark.skipif(not ON_CPU, reason="two CPU ranks")
+class TestSent(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    def test_as_deepspeed_sends(self, stage: int) -> None:
+        for sequences in (1, 3):
+            sent = step(stage, sequences)
+            assert {dtype for _, dtype in sent} == {torch.bfloat16}
+            if stage == 3:  # layer by layer, of each sequence
+                assert sent["_reduce_scatter_base_", torch.bfloat16] == 2 * sequences
+                continue
+            costs = Costs(MODEL, hardware.load("a800"), Layout(2, zero=stage), 64)
+            want = sum(TIMES[name] * nbytes for (name, _), nbytes in sent.items()) / 2
+            assert costs.sent_bytes(sequences) / MODEL.parameters == want
+
+
+def test_megatron_scatters_fp32_and_gathers_bf16() -> None:
+    for zero, of_parameter in ((0, 4 + 4), (1, 4 + 2)):
+        costs = Costs(MODEL, hardware.load("a800"), Layout(8, tp=4, zero=zero), 64, megatron=True)
+        assert costs.sent_bytes(16) == of_parameter * MODEL.parameters / 4 / 2
