@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,14 +19,27 @@ from ds_memo.remat.recipe import Seen, SeenGemm, SeenWhole, fingerprint
 
 ALL_SO_FAR = -1
 """The sources of memory that a kernel out of our sight may have filled: every GEMM up to the moment when it is read."""
+_MASK_BYTES = 64 << 20
+"""Larger memory that an op filled is not looked at: that takes longer than a mask is worth."""
+
+
+@dataclass
+class Filled:
+    """Memory that began as zeros, ones or the like, as long as nothing but ops that we see wrote to it (a mask of a router)."""
+
+    fingerprint: torch.Tensor
+    sources: int = 0
+    """Of what these ops wrote."""
 
 
 class Analyse(NotingMode):
     """Watch a layer's first forward of a kind, to find which outputs its backward depends on. Nothing is copied before its end.
 
-    For each storage the *sources* are tracked: a bit set of the GEMMs whose outputs it was made of. They go back no further than
+    For each storage the *sources* are tracked: a set of the GEMMs whose outputs it was made of. They go back no further than
     the nearest GEMM or whole op, whose outputs can be supplied. A storage that no op returned (a compiled region's output, memory
-    that NumPy made) counts as made of everything computed before it was first seen.
+    that NumPy made) counts as made of everything computed before it was first seen. The set has two bits for each GEMM: the lower
+    one says that it may be a source, so the replay computes it; the upper one that a choice by these values (of an expert) counts
+    as a choice by the GEMM, whose rows are then not split.
 
     Args:
         seen: filled here.
@@ -57,6 +70,7 @@ class Analyse(NotingMode):
         self._alive = [StorageWeakRef(tensor.untyped_storage()) for tensor in givens if storage_of(tensor)]
         self._weights = {storage_of(parameter) for parameter in self._parameters}
         self._weights.discard(0)
+        self._filled: dict[int, Filled] = {}
         self._gemms: list[SeenGemm] = []
         self._fresh: SeenGemm | None = None  # the op before this one, views aside
 
@@ -66,6 +80,7 @@ class Analyse(NotingMode):
             self._note_what_stays(self._module)
         self._module = None
         self._sources.clear()
+        self._filled.clear()
         self._weights.clear()
         self._parameters.clear()
         self._alive.clear()
@@ -119,8 +134,12 @@ class Analyse(NotingMode):
             fresh.fingerprint = fingerprint(fresh.out)
         if kind is OpKind.GEMM:
             self._saw_gemm(func, args, out, sources)
+        elif func in keep.BLANK:
+            self._made_blank(func, out)
         else:
-            self._made(out, ALL_SO_FAR if func in keep.BLANK else sources)
+            self._made(out, sources)
+        if kind is OpKind.MUTATES and self._filled:
+            self._have_written(keep.written_tensors(func, args, kwargs), sources)
         return out
 
     def _run_whole(self, kind: OpKind, func: Any, args: tuple, kwargs: dict, sources: int) -> Any:
@@ -162,7 +181,7 @@ class Analyse(NotingMode):
         self.seen.ops.append(gemm)
         self._gemms.append(gemm)
         self._fresh = gemm if gemm.splits else None
-        self._made(out, 1 << (len(self._gemms) - 1))
+        self._made(out, 0b11 << 2 * (len(self._gemms) - 1))
 
     def _about_to_write(self, func: Any, args: tuple, kwargs: dict, sources: int, fresh: SeenGemm | None) -> int:
         """An op is about to write in place: a bias that belongs to the GEMM before, or a change that kept tensors must not see.
@@ -186,7 +205,7 @@ class Analyse(NotingMode):
 
     def _choose_from(self, sources: int) -> None:
         for bit, gemm in enumerate(self._gemms):
-            gemm.chosen_from |= bool(sources >> bit & 1)
+            gemm.chosen_from |= bool(sources >> 2 * bit + 1 & 1)
 
     def _follow_weights(self, func: Any, args: tuple, out: Any) -> None:
         """Count batched products with weights, and follow weights through what is made of them alone."""
@@ -208,11 +227,32 @@ class Analyse(NotingMode):
             self._made(tensor, self._all_so_far)
             self._older.add(storage)
         sources = self._sources[storage]
-        return self._all_so_far if sources == ALL_SO_FAR else sources
+        if sources != ALL_SO_FAR:
+            return sources
+        filled = self._filled.get(storage)
+        if filled is None:
+            return self._all_so_far
+        if not torch.equal(filled.fingerprint, _of_all_bytes(tensor)):
+            del self._filled[storage]
+            return self._all_so_far
+        return self._all_so_far // 3 | filled.sources  # the lower bits: a kernel may have written what was there already
 
     @property
     def _all_so_far(self) -> int:
-        return (1 << len(self._gemms)) - 1
+        return (1 << 2 * len(self._gemms)) - 1
+
+    def _made_blank(self, func: Any, out: torch.Tensor) -> None:
+        """An op made memory for others to write to."""
+        self._made(out, ALL_SO_FAR)
+        if func in keep.FILLED and 0 < out.untyped_storage().nbytes() <= _MASK_BYTES:
+            self._filled[storage_of(out)] = Filled(_of_all_bytes(out))
+
+    def _have_written(self, written: Iterable[torch.Tensor], sources: int) -> None:
+        """An op wrote in place."""
+        for tensor in written:
+            if (filled := self._filled.get(storage_of(tensor))) is not None:
+                filled.fingerprint = _of_all_bytes(tensor)
+                filled.sources |= sources
 
     def _holds_a_parameter(self, storage: int) -> bool:
         """ZeRO-3 gathers parameters into fresh memory while the layer runs."""
@@ -248,3 +288,8 @@ class Analyse(NotingMode):
                 op.out = aside(op.out)
             else:
                 op.outputs = tuple(aside(value) for value in op.outputs)
+
+
+def _of_all_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The fingerprint of all memory that the tensor is a view of."""
+    return fingerprint(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()))

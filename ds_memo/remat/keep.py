@@ -62,6 +62,16 @@ BLANK = {
 }
 """Ops that make memory which a kernel out of our sight (a Triton launch) may then fill, or add to."""
 
+FILLED = BLANK - {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+"""Those that fill it themselves: a kernel that wrote to it since can be told by the values."""
+
 SOFTMAX = {aten._softmax.default, aten._safe_softmax.default}
 """A sign of attention that cannot be kept: softmax over scores that were materialised."""
 

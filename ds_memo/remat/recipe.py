@@ -119,7 +119,7 @@ class SeenGemm:
     out: torch.Tensor
     flops: int
     sources: int
-    """Bit set of the GEMMs that its operands depend on."""
+    """The GEMMs that its operands depend on: two bits for each, see ds_memo.remat.analyse."""
     splits: bool
     fingerprint: torch.Tensor
     biased: bool = False
@@ -132,7 +132,7 @@ class SeenWhole:
     func: OpOverload | FunctionCall
     outputs: tuple[Any, ...]
     sources: int
-    """Bit set of the GEMMs that its operands depend on."""
+    """The GEMMs that its operands depend on: two bits for each, see ds_memo.remat.analyse."""
     fingerprint: torch.Tensor
     again: bool = False
     """Its outputs cannot be kept."""
@@ -145,7 +145,7 @@ class Seen:
     ops: list[SeenGemm | SeenWhole] = field(default_factory=list)
     inputs: list[torch.Tensor | None] = field(default_factory=list)
     wanted: int = 0
-    """Bit set of the GEMMs that a saved tensor depends on."""
+    """The GEMMs that a saved tensor depends on, by the lower of their two bits."""
     packs: int = 0
     softmax: str | None = None
     set_aside: list[torch.Tensor] = field(default_factory=list)
@@ -176,6 +176,10 @@ class Seen:
                 op.again = True
                 self.wanted |= op.sources
 
+    def is_wanted(self, gemm: int) -> bool:
+        """Whether a saved tensor depends on the GEMM of this number."""
+        return bool(self.wanted >> 2 * gemm & 1)
+
     def run_attention_again(self) -> None:
         """The last resort: keep no attention outputs. What they are computed from is wanted then."""
         for op in self.ops:
@@ -187,7 +191,7 @@ class Seen:
         """Mark as wanted what the operands of wanted GEMMs depend on, latest first, unless the GEMM is supplied whole."""
         for bit, op in reversed(list(enumerate(self.gemms()))):
             supplied_whole = op.splits and (all_rows_kept or op.chosen_from)
-            if self.wanted >> bit & 1 and not supplied_whole:
+            if self.is_wanted(bit) and not supplied_whole:
                 self.wanted |= op.sources
 
     def forget(self) -> None:
@@ -204,7 +208,7 @@ class Seen:
         whole = [tensor for tensor in self.inputs if tensor is not None]
         split = []
         for bit, gemm in enumerate(self.gemms()):
-            if self.wanted >> bit & 1 and gemm.splits:
+            if self.is_wanted(bit) and gemm.splits:
                 (whole if gemm.chosen_from else split).append(gemm.out)
         for op in self.ops:
             if isinstance(op, SeenWhole) and not op.again:
@@ -236,7 +240,7 @@ def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torc
         if isinstance(op, SeenWhole):
             ops.append(Whole(op.func, None if op.again else tuple(store(out) if storable(out) else None for out in op.outputs)))
             continue
-        wanted = bool(seen.wanted >> bit & 1)
+        wanted = seen.is_wanted(bit)
         bit += 1
         m = op.out.shape[0]
         rows = m if op.chosen_from else int(alpha * m)
