@@ -23,7 +23,7 @@ from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
 from ds_memo.estimate.traffic import norm_bytes, traffic
-from ds_memo.solve.costs import LayerCosts, Output, OutputKind
+from ds_memo.solve.costs import LayerCosts, Output
 
 # Megatron's elementwise traffic, bytes per token and element of width: forward, backward, replay (which ends before the last
 # residual). The constants of hardware_data/a800.json are calibrated with it.
@@ -200,12 +200,11 @@ class Costs:
         after = (self._gemm(model.hidden * (width + 2 * kv_width)) + seconds.exchange / 2) / seconds.forward
         attended = min(1.0, after + seconds.attention / seconds.forward)
         rest = 1.0 - attended
-        of_attention: OutputKind = "choice" if model.masked_router else "gemm"
         outputs = [
             Output("input", rows, 2 * model.hidden, 0.0),
-            Output(of_attention, rows, 2 * (width + 2 * kv_width), after),
+            Output("gemm", rows, 2 * (width + 2 * kv_width), after),
             Output("attention", rows, 2 * width + 4 * model.heads, attended),
-            Output(of_attention, rows, 2 * model.hidden, attended + 0.15 * rest),
+            Output("gemm", rows, 2 * model.hidden, attended + 0.15 * rest),
         ]
         if model.experts:
             router = (4 if model.float_router else 2) * model.experts
@@ -223,7 +222,7 @@ class Costs:
             forward_s=seconds.forward,
             backward_s=seconds.backward,
             replay_s=seconds.elementwise_replay + seconds.exchange_replay,
-            gemm_s=seconds.gemm - (self._gemm(model.attention_parameters) if model.masked_router else 0.0),
+            gemm_s=seconds.gemm,
             attention_s=seconds.attention,
             plain_bytes=int(requests.saved_bytes(model, self.tokens)),
             working=requests.working(model, self.tokens),

@@ -147,9 +147,6 @@ SHARED_GATE = {"qwen2_moe"}
 FLOAT_ROUTER = {"glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe"}
 """Mixtures whose router is in float32."""
 
-MASKED_ROUTER = {"glm4_moe", "dots1"}
-"""Mixtures whose router masks groups of experts."""
-
 FLOAT_ROUTES = {"glm4_moe", "dots1", "hunyuan_v1_moe", "mixtral", "minimax_m2"}
 """Mixtures whose routing weights are in float32, and so are their experts' outputs once they are weighted."""
 

@@ -63,9 +63,6 @@ class Model:
     """It does, and its output is weighted."""
     float_router: bool = False
     """The router's GEMM is in float32."""
-    masked_router: bool = False
-    """The router masks groups of experts, in memory that begins as zeros. ds_memo.remat takes such memory to be made of all GEMMs
-    so far, as a kernel out of its sight may have written there, and keeps whole what a choice is made by: all of attention's."""
     float_routes: bool = False
     """Its experts' outputs are weighted and summed in float32."""
     dense_layers: tuple[int, ...] = ()
@@ -111,8 +108,8 @@ class Model:
     def dense(self) -> Model:
         """A model of this one's dense layers alone."""
         n = len(self.dense_layers)
-        plain = {"experts": 0, "experts_per_token": 0, "shared_ffn": 0, "shared_gate": False, "masked_router": False}
-        return replace(self, layers=n, ffn=self.dense_ffn, dense_layers=(), dense_ffn=0, **plain)
+        plain = {"experts": 0, "experts_per_token": 0, "shared_ffn": 0, "shared_gate": False, "dense_layers": (), "dense_ffn": 0}
+        return replace(self, layers=n, ffn=self.dense_ffn, **plain)
 
     @property
     def parameters(self) -> int:
@@ -318,7 +315,6 @@ class _Reader:
             "shared_first": self.kind in families.SHARED_FIRST,
             "shared_gate": shared > 0 and self.kind in families.SHARED_GATE,
             "float_router": self.kind in families.FLOAT_ROUTER,
-            "masked_router": self.kind in families.MASKED_ROUTER,
             "float_routes": self.kind in families.FLOAT_ROUTES,
             "dense_layers": dense,
             "dense_ffn": dense_ffn if dense else 0,

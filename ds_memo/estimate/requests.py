@@ -167,9 +167,7 @@ def kept(model: Model, gemms: bool = True, attention: bool = True) -> frozenset[
     read = {name for op in tape.ops[: last + 1] for name in op.reads}
     kinds = {"choice"} | ({"gemm"} if gemms else set()) | ({"attention"} if attention else set())
     needed = read | tape.saved
-    names = [op.name for op in tape.ops]
-    whole = {op.name for op in tape.ops[: names.index("router")] if op.kind == "gemm"} if model.masked_router else set()
-    return frozenset({INPUT} | {op.name for op in tape.ops if (op.kind in kinds or op.name in whole) and op.name in needed})
+    return frozenset({INPUT} | {op.name for op in tape.ops if op.kind in kinds and op.name in needed})
 
 
 @lru_cache(maxsize=256)
