@@ -24,7 +24,8 @@ from tests.ops.compiling import compiler, lacks
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "ops" / "csrc"
-EXPANDABLE = {"torch's segments": "expandable_segments:False", "expandable segments": "expandable_segments:True"}
+EXPANDABLE = {"torch's segments": "", "expandable segments": "expandable_segments:True"}
+"""PYTORCH_CUDA_ALLOC_CONF. Whoever sets anything there decides by himself whether blocks are split."""
 
 WITHOUT = {
     "waiting for fences": ("device.wait(stream, fences);", ""),
