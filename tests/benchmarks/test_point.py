@@ -291,9 +291,6 @@ def test_a_prediction_in_words():
 class Profiled:
     ranks_per_sequence: int = 1
 
-    def to_json(self) -> str:
-        return "{}"
-
 
 def test_the_solver_is_asked_when_its_answer_stays(tmp_path, monkeypatch):
     """The first step holds back half of the device."""
