@@ -13,8 +13,7 @@ On CUDA in bf16, on a CPU (to try the harness) in fp32:
     overhead       what record and replay add per layer (benchmarks/overhead.py)
     link           copy bandwidth of the host slab in both directions
     step           four layers of 7B width: no checkpointing, torch's checkpoint, ds_memo at alpha 0, 0.5 and 1, and stalls
-    allocator      the op beside everything else that uses device memory (tests/ops/cuda_scenarios.py), on CUDA; nanoseconds of a
-                   planned request (benchmarks/allocator.py); memory that training holds (benchmarks/allocator_gpu.py)
+    allocator      planned addresses (benchmarks/check_addresses.py)
 
 The result goes to benchmarks/results/check-<device>.json with versions and raw samples, after each part: one that breaks or is
 ended from outside takes nothing else with it.
@@ -28,10 +27,8 @@ import gc
 import itertools
 import json
 import math
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -45,7 +42,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_memo
-from benchmarks import allocator, allocator_gpu, attention, host, memory, overhead, results
+from benchmarks import attention, check_addresses, host, memory, overhead, results
 from benchmarks.environment import environment
 from benchmarks.noise import distance, noise
 from benchmarks.timing import clear
@@ -228,43 +225,6 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
     return {"gb_per_s": rates, "samples_s": samples, "bytes": nbytes}
 
 
-def planned_addresses(device: torch.device, left: Callable[[], float], hidden: int, layers: int, tokens: int) -> dict[str, Any]:
-    """With torch's segments and with expandable ones; the scenarios run in processes of their own.
-
-    Args:
-        left: seconds that are left.
-    """
-    result: dict[str, Any] = {"failures": [], "scenarios": {}}
-    for expandable in (False, True) if device.type == "cuda" else ():
-        setting = f"expandable_segments:{expandable}"
-        command = [sys.executable, "-m", "tests.ops.cuda_scenarios"]
-        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": setting}
-        root = Path(__file__).parents[1]
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        ran = subprocess.Popen(command, env=environment, cwd=root, text=True, **pipes)
-        try:
-            said, _ = ran.communicate(timeout=left())
-        except subprocess.TimeoutExpired:
-            ran.kill()
-            said, _ = ran.communicate()
-        passed = sum(line.startswith("ok ") for line in said.splitlines())
-        print(f"    {setting}: {passed} scenarios passed")
-        result["scenarios"][setting] = passed
-        if ran.returncode:
-            result["failures"].append(f"allocator, {setting}: exit {ran.returncode}: {said[-5000:]}")
-    lengths = [tokens, tokens // 2, tokens * 3 // 4]
-    parts: dict[str, Callable[[], Any]] = {
-        "pairs": lambda: allocator.measure(10, device),
-        "fixed_length": lambda: allocator_gpu.measure(device, hidden, layers, lengths[:1], 5, left),
-        "three_lengths": lambda: allocator_gpu.measure(device, hidden, layers, lengths, 6, left),
-    }
-    for name, part in parts.items():
-        result[name] = attempt(f"allocator, {name}", part, left)
-        if name != "pairs":  # counts and bytes; nanoseconds depend on what else runs
-            result["failures"] += result[name]["failures"]
-    return result
-
-
 def attempt(name: str, part: Callable[[], Any], left: Callable[[], float]) -> Any:
     """What a part found; where it broke or would begin too late, that as a failure."""
     if left() < LIMIT_S / 8:
@@ -349,7 +309,7 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
         "overhead": lambda: overhead.measure_all(device, rounds=5),
         "link": lambda: link(device, gib=1.0 if cuda else 0.03),
         "step": lambda: step_time(device, dtype, **shape),
-        "allocator": lambda: planned_addresses(device, left, **plan),
+        "allocator": lambda: check_addresses.measure(device, attempt, left, **plan),
     }
 
 
