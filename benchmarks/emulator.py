@@ -22,18 +22,17 @@ import functools
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.emulated_process import HOST_GIB, run_emulated, without_values
 from benchmarks.emulated_time import Clock, keeping_time
 from benchmarks.speed import show
 from ds_memo.estimate import hardware
-from ds_memo.ops.builder import cuda_headers
-from ds_memo.plan.native import compiler
+from ds_memo.units import GIB
 
 if TYPE_CHECKING:  # not imported by the process that starts the emulated one
     import torch
@@ -42,69 +41,9 @@ if TYPE_CHECKING:  # not imported by the process that starts the emulated one
     from benchmarks.rivals import Installed
     from ds_memo.integrate.memo import Memo
 
-HERE = Path(__file__).parent
-HOST_GIB = 115
-"""What the emulated machine has free."""
 STEPS = 9
 SLOW_AFTER = 7
 """Steps that --slow-link leaves alone; as many as STEPS come after."""
-
-
-def compiled(folder: Path, headers: Path) -> Path:
-    """The stand-in, under the one name that torch looks for beside those of the runtime."""
-    library = folder / "libcuda.so.1"
-    command = [*compiler(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{headers}", str(HERE / "emulator.cpp")]
-    subprocess.run([*command, "-o", str(library)], check=True)
-    return library
-
-
-def environment(folder: Path, headers: Path, device_gib: float) -> dict[str, str]:
-    """Of a process whose CUDA is the stand-in."""
-    return {
-        "LD_PRELOAD": str(compiled(folder, headers)),
-        "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-        "EMULATED_GIB": str(device_gib),
-        "DS_ACCELERATOR": "cuda",
-        "CUDA_MODULE_LOADING": "LAZY",
-    }
-
-
-def run_emulated(python: str, module: str, arguments: list[str], device_gib: float) -> int:
-    """A module with these arguments in a process whose CUDA is the stand-in."""
-    headers = cuda_headers()
-    if headers is None:
-        print("emulator: no CUDA runtime headers: neither a toolkit nor the packages of a CUDA build of torch", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory() as folder:
-        given = environment(Path(folder), headers, device_gib)
-        given["XDG_CACHE_HOME"] = folder  # never the user's: no profile made here is of a GPU
-        given["PYTHONPATH"] = f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
-        return subprocess.run([python, "-m", module, *arguments], env=os.environ | given, cwd=HERE.parent, check=False).returncode
-
-
-def without_values(host_gib: float = HOST_GIB) -> None:
-    """What looks at numbers, or touches memory for its own sake, is left out.
-
-    Args:
-        host_gib: what the emulated machine has free.
-    """
-    import torch
-    from deepspeed.runtime.zero import stage3, stage_1_and_2
-    from transformers import masking_utils
-
-    from ds_memo.profile import device_memory
-    from ds_memo.remat import recipe
-    from ds_memo.swap import host_memory, segments
-
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
-    recipe.Seen.note_unseen_writes = lambda seen: None
-    segments.touch = lambda segment: None
-    for module in (device_memory, host_memory):
-        module.available_bytes = lambda *_, **__: int(host_gib * 2**30)
-    for optimizer in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
-        optimizer.has_overflow = lambda *_, **__: False
-    stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda _: False
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # else a mask for documents that are not there
 
 
 Run = tuple["Memo | None", Callable[[], Any]]
@@ -180,7 +119,7 @@ def step(
 
     from benchmarks.emulated_ranks import among
     from benchmarks.emulated_steps import Step
-    from benchmarks.rivals import GIB, RIVALS, Budget, Installed
+    from benchmarks.rivals import RIVALS, Budget, Installed
     from benchmarks.workloads import batch, build, shapes
 
     device = torch.device("cuda", 0)
@@ -219,21 +158,21 @@ def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: floa
     from benchmarks.rivals import Budget
     from benchmarks.workloads import shapes
 
-    device, gib = torch.device("cuda", 0), 1 << 30
+    device = torch.device("cuda", 0)
     for rival in rivals:
         probes: list[dict[str, Any]] = []
 
         def tell(found: dict[str, Any], probes: list[dict[str, Any]] = probes) -> None:
             probes.append(found)
             if found["fits"]:
-                text = f"{found['device_peak'] / gib:.2f} GiB requested, {found['device_reserved_peak'] / gib:.2f} reserved"
+                text = f"{found['device_peak'] / GIB:.2f} GiB requested, {found['device_reserved_peak'] / GIB:.2f} reserved"
                 text += f"; {found['report']['binding']}" if found["report"] else ""
             else:
                 text = f"no: {found['why']}"
             print(f"    {found['length']:9,} {found['steps']} steps: {text}", flush=True)
 
         with tempfile.TemporaryDirectory() as cache:
-            budget = Budget(device, int(host_gib * gib), int(device_gib * gib), bandwidth=50e9, cache_dir=cache)
+            budget = Budget(device, int(host_gib * GIB), int(device_gib * GIB), bandwidth=50e9, cache_dir=cache)
             search_here(shapes(device)[workload], rival, budget, tell)
         best = longest(probes)
         print(f"{rival:22s} {best['length'] if best else 0:9,} tokens", flush=True)
@@ -251,7 +190,7 @@ def speed(
 
     from benchmarks import point as points
     from benchmarks.claims import claims
-    from benchmarks.rivals import GIB, RIVALS, Budget
+    from benchmarks.rivals import RIVALS, Budget
     from benchmarks.workloads import build, shapes
 
     device = torch.device("cuda", 0)
@@ -284,13 +223,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.emulated:
-        python = os.environ.get("DS_MEMO_CUDA_TORCH")
-        if python is None:
-            print("emulator: DS_MEMO_CUDA_TORCH is not set; it names a Python with a CUDA build of torch", file=sys.stderr)
-            return 2
         whole = options.device_gib if options.what == "step" and options.device_gib else 139.8
         asked = [*(sys.argv[1:] if arguments is None else arguments), "--emulated"]
-        return run_emulated(python, "benchmarks.emulator", asked, whole)
+        return run_emulated("benchmarks.emulator", asked, whole)
     without_values()
     if options.rival and options.rival not in (rivals := _rivals_of_step()):
         parser.error(f"--rival: got {options.rival!r}; allowed: {', '.join(rivals)}")

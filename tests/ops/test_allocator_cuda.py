@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import emulator
+from benchmarks import emulated_process
 from ds_memo.ops.builder import AllocatorBuilder, cuda_headers
 from tests.ops import cuda_scenarios
 from tests.ops.compiling import compiler, lacks
@@ -83,7 +83,7 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("standin")
     copies = {"EMULATED_COPY_MIB": "1024", "EMULATED_CALLS": "1"}
-    return emulator.environment(folder, cuda_headers(), device_gib=8) | copies | {"PYTHONPATH": str(ROOT)}
+    return emulated_process.environment(folder, cuda_headers(), device_gib=8) | copies | {"PYTHONPATH": str(ROOT)}
 
 
 def run(python: str, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
