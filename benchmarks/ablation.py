@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_memo
 from benchmarks.environment import environment
+from ds_memo.units import MIB
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "full recompute": {"ablation": "full_recompute"},
@@ -75,11 +76,11 @@ def row(turns: list[dict[str, Any]]) -> str:
     steps = report["frames"] // report["layers"] or 1
     alpha = "plain" if not report["checkpointing"] else f"{report['alpha']:.3f}"
     layers = f"{predicted['layers_s'] * 1e3:.0f}" if predicted else "-"
-    arena = f"{report['plan']['arena'] / (1 << 20):.1f}" if report["plan"] else "-"
-    device = f"{predicted['device_bytes'] / (1 << 20):.1f}" if predicted else "-"
+    arena = f"{report['plan']['arena'] / MIB:.1f}" if report["plan"] else "-"
+    device = f"{predicted['device_bytes'] / MIB:.1f}" if predicted else "-"
     return (
         f"{step * 1e3:>9.0f}{layers:>7}{alpha:>8}{report['resident_layers']:>11}"
-        f"{report['bytes_to_host'] / steps / (1 << 20):>13.1f}{arena:>10}{device:>8}"
+        f"{report['bytes_to_host'] / steps / MIB:>13.1f}{arena:>10}{device:>8}"
     )
 
 

@@ -33,6 +33,7 @@ import ds_memo
 from benchmarks import results
 from benchmarks.timing import served
 from benchmarks.workloads import batch, build, gpt_shape, loss_of
+from ds_memo.units import GIB
 
 BAR = 1.02
 WAYS = {"native": (False, False), "expandable segments": (True, False), "planned": (False, True), "both": (True, True)}
@@ -99,7 +100,7 @@ def measure(
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, check=False, timeout=limit)
         except subprocess.TimeoutExpired:
-            sys.exit(f"allocator_gpu: {way}: no time left")
+            sys.exit(f"allocator_gpu: {way}: {results.NO_TIME}")
         if done.returncode:
             sys.exit(f"allocator_gpu: {way}: {done.stderr[-3000:]}")
         rows[way] = json.loads(done.stdout.splitlines()[-1])
@@ -110,7 +111,7 @@ def measure(
         if alive:
             row["over_alive"] = row["reserved"] / alive
             calls = row["cuda_mallocs_per_step"], row["cuda_frees_per_step"]
-            print(f", reserved {row['reserved'] / 2**30:.2f} GiB ({row['over_alive']:.3f} of what is alive)", end="")
+            print(f", reserved {row['reserved'] / GIB:.2f} GiB ({row['over_alive']:.3f} of what is alive)", end="")
             print(f", {calls[0]:.1f} cudaMalloc and {calls[1]:.1f} cudaFree a step", end="")
             if way == "planned" and (row["over_alive"] > BAR or any(calls)):
                 failures.append(

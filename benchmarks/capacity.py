@@ -30,10 +30,11 @@ import torch
 
 from benchmarks import results
 from benchmarks.results import unmeasured
-from benchmarks.rivals import GIB, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, paper
+from benchmarks.rivals import OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, paper
 from benchmarks.speed import add_common, make_budget
 from benchmarks.timing import Memory, Trainer, clear, does_not_fit, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes
+from ds_memo.units import GIB
 
 CLOSE = 1 / 16
 BEST = (PLANNED, "hf_offload", "deepspeed", "checkpoint")

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.emulated_time import Clock
 from benchmarks.timing import Memory
+from ds_memo.units import GIB
 
 if TYPE_CHECKING:
     from ds_memo.integrate.memo import Memo
@@ -66,6 +67,6 @@ class Step:
 
 def line(row: dict[str, Any]) -> str:
     """Under HEADER."""
-    gib = "  ".join(f"{(row[name] or 0) / (1 << 30):9.3f}" for name in ("requested", "reserved", "arena", "predicted"))
+    gib = "  ".join(f"{(row[name] or 0) / GIB:9.3f}" for name in ("requested", "reserved", "arena", "predicted"))
     counts = f"{row['mallocs']:10.0f}  {row['hits']:5d}  {row['residents']:9d}  {row['alpha']:5.3g}"
     return f"{row['step']:4d}  {row['ms']:7.1f}  {gib}  {counts}  {row['missed'] or ''}"

@@ -30,10 +30,11 @@ import torch
 
 from benchmarks import host as host_memory
 from benchmarks import results
-from benchmarks.rivals import GIB, RIVALS, SWAPPING, Budget
+from benchmarks.rivals import RIVALS, SWAPPING, Budget
 from benchmarks.speed import add_common
 from benchmarks.timing import Trainer, arena, homes, served, timed
-from benchmarks.workloads import Shape, batch, build, shapes
+from benchmarks.workloads import NAMES, Shape, batch, build, shapes
+from ds_memo.units import GIB
 
 WAYS = {"native": (False, False), "planned": (False, True), "expandable segments": (True, False), "both": (True, True)}
 """Expandable segments, planned addresses; those that the bars compare come first."""
@@ -185,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(train(shape, bool(options.child), options.lengths, budget)))
         return 0
     device = results.device_or_exit(options.device, "planner")
-    names = options.workloads or ["gpt7b", "llama8b", "ulysses8"]
+    names = options.workloads or list(NAMES)
     run = results.Run("planner", device, options.out, vars(options))
     host = run.attempt("host memory", host_memory.budget, options.host_gib, device, ENOUGH_GIB) or 0
     with tempfile.TemporaryDirectory() as cache:  # profiles in it are of this run, not of one before

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.rivals import GIB, PLANNED, RIVALS, Budget
+from benchmarks.rivals import PLANNED, RIVALS, Budget
 from benchmarks.timing import Trainer, does_not_fit, homes
 from benchmarks.workloads import Shape, tokens_of
 from ds_memo.estimate import model
 from ds_memo.estimate.estimate import LOGIT_BYTES, TILE_TOKENS
 from ds_memo.estimate.hardware import named
 from ds_memo.profile.json_file import to_json
+from ds_memo.units import GIB
 
 SETTLED_AFTER = 4
 """Steps, at most."""

@@ -19,8 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ds_memo.remat.keep import ATTENTION
-
-GIB = 1 << 30
+from ds_memo.units import GIB
 
 
 @dataclass(frozen=True)

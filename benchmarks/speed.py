@@ -40,10 +40,11 @@ from benchmarks import host as host_memory
 from benchmarks.claims import claims
 from benchmarks.point import NEEDED, WARM_UP, run_point, urgency
 from benchmarks.predict import in_words
-from benchmarks.rivals import GIB, OURS, PLANNED, RIVALS, SWAPPING, Budget, Rival
+from benchmarks.rivals import OURS, PLANNED, RIVALS, SWAPPING, Budget, Rival
 from benchmarks.timing import clear
-from benchmarks.workloads import Shape, build, shapes, step_flops
+from benchmarks.workloads import NAMES, Shape, build, shapes, step_flops
 from ds_memo.profile.bandwidth import measure_bandwidth
+from ds_memo.units import GIB
 
 ASSUMED_FLOPS = {"cuda": 4.5e14, "cpu": 3e9}
 """Per second, until the first step has been timed."""
@@ -179,7 +180,7 @@ def measure(
 def _kernels(run: results.Run, device: torch.device, left: float) -> dict[str, Any]:
     if left < KERNELS_S and device.type == "cuda":
         results.say(f"attention kernels: dropped, {max(0.0, left):.0f} s are left")
-        return {"points": [], "skipped": "no time left"}
+        return {"points": [], "skipped": results.NO_TIME}
     heads = attention.heads_for(device)
     found = run.attempt("attention", attention.measure, device, attention.lengths_for(device), heads)
     if found is None:
@@ -220,7 +221,7 @@ def make_budget(run: results.Run, device: torch.device, host_gib: float | None, 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--workloads", nargs="+", choices=["gpt7b", "llama8b", "ulysses8"])
+    parser.add_argument("--workloads", nargs="+", choices=NAMES)
     parser.add_argument("--rivals", nargs="+", choices=[*RIVALS, "all"], default=["all"])
     parser.add_argument("--host-gib", type=float, help="host budget of ds_memo and of the paper's MEMO")
     parser.add_argument("--budget-s", type=float, default=420.0, help="seconds that the whole may take")
@@ -236,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = results.device_or_exit(options.device, "speed")
     rivals = list(RIVALS.values()) if "all" in options.rivals else [RIVALS[name] for name in options.rivals]
-    points = points_of(options.workloads or ["gpt7b", "llama8b", "ulysses8"], options.lengths, device)
+    points = points_of(options.workloads or list(NAMES), options.lengths, device)
     run = results.Run("speed", device, options.out, vars(options))
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
         # Profiles in the cache are of this run, not of one before.

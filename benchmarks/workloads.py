@@ -21,8 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from ds_memo.estimate.flops import sequence_flops
+
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], torch.Tensor]
 """q, k, v (b, heads, rows, d), scale, ranks → (b, rows, heads, d)."""
+NAMES = ("gpt7b", "llama8b", "ulysses8")
 LOGITS = 16
 """Last positions that the loss looks at: a full vocabulary at every position would be a benchmark of the loss."""
 
@@ -131,12 +134,12 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def step_flops(shape: Shape, length: int) -> float:
-    """Forward and backward of this process, recomputation not counted (as MEMO counts: 6 s P + 6 n h s² for causal attention)."""
+    """Forward and backward of this process, recomputation not counted."""
     size, n = shape.size, shape.layers
     gated = 3 if shape.family == "llama" else 2
     kv = size.hidden * size.kv_heads // size.heads
     parameters = n * (2 * size.hidden * (size.hidden + kv) + gated * size.hidden * size.ffn)
-    return (6.0 * length * parameters + 6.0 * n * size.hidden * length**2) / shape.ranks
+    return sequence_flops(length, parameters, n, size.hidden) / shape.ranks
 
 
 # ---- attention

@@ -16,8 +16,8 @@ from ds_memo.estimate import hardware
 from ds_memo.estimate.estimate import Question, estimate
 from ds_memo.estimate.model import from_config
 from ds_memo.ops.builder import cuda_headers
+from ds_memo.units import GIB
 
-GIB = 1 << 30
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(

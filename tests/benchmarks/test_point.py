@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from benchmarks import point, predict, speed, streams, timing
-from benchmarks.rivals import GIB, PLANNED, RIVALS, Budget
+from benchmarks.rivals import PLANNED, RIVALS, Budget
 from benchmarks.streams import Span
 from ds_memo.errors import MemoError
+from ds_memo.units import GIB
 
 CPU = torch.device("cpu")
 
