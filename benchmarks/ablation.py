@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_memo
 from benchmarks.environment import environment
+from benchmarks.timing import seconds
 from ds_memo.units import MIB
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -53,20 +53,11 @@ def run(net: nn.Module, memo: dict[str, Any], args: argparse.Namespace, device: 
     samples = []
     try:
         for _ in range(3 + args.steps):
-            _synchronize(device)
-            begin = time.perf_counter()
-            net(input_ids=tokens, labels=tokens).loss.backward()
-            _synchronize(device)
-            samples.append(time.perf_counter() - begin)
+            samples.append(seconds(lambda: net(input_ids=tokens, labels=tokens).loss.backward(), device))
             net.zero_grad(set_to_none=True)
         return {"samples_s": samples[3:], "report": handle.report()}
     finally:
         handle.detach()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def row(turns: list[dict[str, Any]]) -> str:

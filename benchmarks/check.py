@@ -45,7 +45,7 @@ import ds_memo
 from benchmarks import attention, check_addresses, host, memory, overhead, results
 from benchmarks.environment import environment
 from benchmarks.noise import distance, noise
-from benchmarks.timing import clear
+from benchmarks.timing import clear, seconds
 from benchmarks.workloads import batch, build, gpt_shape, loss_of
 from ds_memo.swap.numa import node_of
 from ds_memo.swap.pool import HostPool
@@ -197,7 +197,7 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
     there, back_from = (block.pieces[0].memory[:nbytes] for block in blocks)  # of one piece: the slab is new
     tensors = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    def seconds(out: bool, back: bool) -> float:
+    def took(out: bool, back: bool) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -215,7 +215,7 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
         return time.perf_counter() - begin
 
     ways = {"d2h": (True, False), "h2d": (False, True), "both": (True, True)}
-    samples = {name: [seconds(*way) for _ in range(6)][1:] for name, way in ways.items()}
+    samples = {name: [took(*way) for _ in range(6)][1:] for name, way in ways.items()}
     rates = {name: nbytes * (2 if name == "both" else 1) / statistics.median(times) / 1e9 for name, times in samples.items()}
     print("    " + ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items()))
     for block in blocks:
@@ -244,6 +244,11 @@ def step_time(device: torch.device, dtype: torch.dtype, hidden: int, heads: int,
     variants = {"no checkpointing": None, "torch checkpoint": "torch", "alpha 0": 0.0, "alpha 0.5": 0.5, "alpha 1": 1.0}
     samples: dict[str, list[float]] = {name: [] for name in variants}
     peaks, stalls = {}, {}
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        loss_of(model, ids).backward()
+
     for _ in range(3):
         for name, alpha in variants.items():
             handle = None
@@ -251,11 +256,11 @@ def step_time(device: torch.device, dtype: torch.dtype, hidden: int, heads: int,
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             elif alpha is not None:
                 handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": 2, "plan": {"enabled": False}})
-            _step(model, ids)
+            seconds(step, device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             before = handle.report()["stall_s"] if handle else None
-            samples[name] += [_step(model, ids) for _ in range(3)]
+            samples[name] += [seconds(step, device) for _ in range(3)]
             if device.type == "cuda":
                 peaks[name] = torch.cuda.max_memory_allocated()
             if handle:
@@ -269,17 +274,6 @@ def step_time(device: torch.device, dtype: torch.dtype, hidden: int, heads: int,
         stall = f", stalls {sum(stalls[name].values()) * 1e3:.1f} ms" if name in stalls else ""
         print(f"    {name:17s} {statistics.median(times) * 1e3:9.1f} ms ({statistics.median(times) / base:.3f}){peak}{stall}")
     return {"hidden": hidden, "tokens": tokens, "layers": layers, "samples_s": samples, "peak_bytes": peaks, "stall_s": stalls}
-
-
-def _step(model: nn.Module, ids: torch.Tensor) -> float:
-    if ids.is_cuda:
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    model.zero_grad(set_to_none=True)
-    loss_of(model, ids).backward()
-    if ids.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
 
 
 def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable[[], Any]]:

@@ -119,6 +119,14 @@ def pack(details: Path, archive: Path, most: int = ARCHIVE_MOST) -> list[str]:
     return left_out
 
 
+def end(result: Any, failures: list[str], path: Path | None) -> int:
+    """The last word of what is no verb: writes the result where it is asked for, and returns the exit status."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    say("\n".join(failures) or "all bars met")
+    return 1 if failures else 0
+
+
 def unmeasured(claim: str, why: str) -> dict[str, Any]:
     """A bar that nothing was measured for: not held, and named in the table."""
     return {"claim": claim, "value": None, "bar": None, "held": False, "why": why.strip().split("\n")[-1][:200]}

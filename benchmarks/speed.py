@@ -88,6 +88,15 @@ class Point:
         longer = [1.05 if rival.name in ("none", *OURS, SWAPPING) else 1.35 for rival in rivals]
         return beside * step_s + each * step_s * sum(longer) + turns * 0.5 * min(1.0, step_s) * len(longer)
 
+    def held(self, needed: list[Rival], rivals: list[Rival], rate: float, most_s: float) -> list[Rival]:
+        """Those that are needed, and others in their order as long as all of them take no longer than this."""
+        found = list(needed)
+        for rival in (rival for rival in rivals if rival not in needed):
+            if self.cost_s([*found, rival], rate) > most_s:
+                break
+            found.append(rival)
+        return found
+
 
 def points_of(names: list[str], lengths: list[int] | None, device: torch.device) -> list[Point]:
     """In the order in which they are measured; lengths that are asked for have all the turns that their steps allow."""
@@ -150,11 +159,7 @@ def measure(
             continue
         behind = slower * sum(other.cost_s(needed, rate) for other in points[number + 1 :] if other.turns)
         most = needs + (left - behind - needs) / 2  # half of what nothing that a bar names needs is for the other rivals
-        taking = list(needed)
-        for rival in (rival for rival in rivals if rival not in needed):
-            if point.cost_s([*taking, rival], rate) * slower > most:
-                break
-            taking.append(rival)
+        taking = point.held(needed, rivals, rate, most / slower)
         results.say(f"{point.shape.name}, {point.length} tokens")
         until = time.perf_counter() + (left if number else max(left, AT_LEAST_S))
         found = run.attempt(name, measured, point, taking, until)
@@ -169,12 +174,18 @@ def measure(
         fast = [row["tflops"] for row in found["rivals"].values() if "tflops" in row]
         rate = max(fast, default=rate / 1e12) * 1e12
     if any(rival.name in OURS for rival in rivals):
-        ours = [row for point in done for name, row in point["rivals"].items() if name in OURS]
-        if not any(row["samples_s"] for row in ours):
-            why = next((row["out"] for row in ours if "out" in row), "no point was measured")
-            run.failures.append(f"no row of ds_memo has samples: {why}")
+        run.failures += _without_ours(done)
     if kernels:
         run.save(attention=_kernels(run, device, budget_s - run.seconds()))
+
+
+def _without_ours(points: list[dict[str, Any]]) -> list[str]:
+    """That there is nothing of ds_memo to compare, if so."""
+    ours = [row for point in points for name, row in point["rivals"].items() if name in OURS]
+    if any(row["samples_s"] for row in ours):
+        return []
+    why = next((row["out"] for row in ours if "out" in row), "no point was measured")
+    return [f"no row of ds_memo has samples: {why}"]
 
 
 def _kernels(run: results.Run, device: torch.device, left: float) -> dict[str, Any]:

@@ -105,6 +105,18 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0)
     return model.train()
 
 
+def small_models(vocab: int, layers: int, hidden: int, heads: int, kv_heads: int, llama_ffn: int) -> dict[str, nn.Module]:
+    """A GPT and a Llama shape that are no workloads, with the attention that Transformers picks."""
+    common = {"vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    gpt = {"intermediate_size": 4 * hidden, "use_parallel_residual": False, "hidden_act": "gelu_pytorch_tanh"}
+    llama = {"intermediate_size": llama_ffn, "num_key_value_heads": kv_heads}
+    torch.manual_seed(0)
+    return {
+        "gpt-neox": GPTNeoXForCausalLM(GPTNeoXConfig(**common, **gpt)),
+        "llama": LlamaForCausalLM(LlamaConfig(**common, **llama)),
+    }
+
+
 @contextlib.contextmanager
 def born_as(dtype: torch.dtype) -> Iterator[None]:
     """Parameters are made in this dtype. One that is cast afterwards leaves a hole in the memory that the allocator holds."""
