@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ds_memo
 from benchmarks.environment import environment
 from benchmarks.timing import seconds
+from benchmarks.workloads import dtype_of
 from ds_memo.units import MIB
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -43,7 +44,7 @@ def model(args: argparse.Namespace, device: torch.device) -> nn.Module:
         max_position_embeddings=args.length,
         use_cache=False,
     )
-    return LlamaForCausalLM(config).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).train()
+    return LlamaForCausalLM(config).to(device, dtype_of(device)).train()
 
 
 def run(net: nn.Module, memo: dict[str, Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:

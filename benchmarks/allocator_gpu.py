@@ -42,7 +42,7 @@ def train(device: torch.device, planned: bool, hidden: int, layers: int, lengths
     """One process's part."""
     cuda = device.type == "cuda"
     shape = gpt_shape(layers, hidden, max(1, hidden // 128), tuple(lengths))
-    model = build(shape, device, torch.bfloat16 if cuda else torch.float32)
+    model = build(shape, device)
     batches = [batch(shape, length, device) for length in lengths]
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": min(2, layers), "plan": {"enabled": planned}})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -25,7 +25,6 @@ import argparse
 import functools
 import gc
 import itertools
-import json
 import math
 import random
 import statistics
@@ -46,7 +45,7 @@ from benchmarks import attention, check_addresses, host, memory, overhead, resul
 from benchmarks.environment import environment
 from benchmarks.noise import distance, noise
 from benchmarks.timing import clear, seconds
-from benchmarks.workloads import batch, build, gpt_shape, loss_of
+from benchmarks.workloads import batch, build, dtype_of, gpt_shape, loss_of
 from ds_memo.swap.numa import node_of
 from ds_memo.swap.pool import HostPool
 from ds_memo.swap.slab import HostSlab
@@ -237,10 +236,10 @@ def attempt(name: str, part: Callable[[], Any], left: Callable[[], float]) -> An
         return {"failures": [f"{name}: {type(error).__name__}: {error}"]}
 
 
-def step_time(device: torch.device, dtype: torch.dtype, hidden: int, heads: int, tokens: int, layers: int = 4) -> dict[str, Any]:
+def step_time(device: torch.device, hidden: int, heads: int, tokens: int, layers: int = 4) -> dict[str, Any]:
     """Median seconds of a step, variants in turn, with peak device memory where CUDA counts it."""
     shape = gpt_shape(layers, hidden, heads, (tokens,))
-    model, ids = build(shape, device, dtype), batch(shape, tokens, device)
+    model, ids = build(shape, device), batch(shape, tokens, device)
     variants = {"no checkpointing": None, "torch checkpoint": "torch", "alpha 0": 0.0, "alpha 0.5": 0.5, "alpha 1": 1.0}
     samples: dict[str, list[float]] = {name: [] for name in variants}
     peaks, stalls = {}, {}
@@ -283,7 +282,7 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
         left: seconds that are left.
     """
     cuda = device.type == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
+    dtype = dtype_of(device)
     shape = {"hidden": 4096, "heads": 32, "tokens": 16384} if cuda else {"hidden": 128, "heads": 2, "tokens": 512}
     plan = {"hidden": 2048, "layers": 8, "tokens": 16384} if cuda else {"hidden": 256, "layers": 3, "tokens": 256}
 
@@ -302,7 +301,7 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
         "memory": lambda: stored_and_live(device, dtype),
         "overhead": lambda: overhead.measure_all(device, rounds=5),
         "link": lambda: link(device, gib=1.0 if cuda else 0.03),
-        "step": lambda: step_time(device, dtype, **shape),
+        "step": lambda: step_time(device, **shape),
         "allocator": lambda: check_addresses.measure(device, attempt, left, **plan),
     }
 
@@ -328,7 +327,8 @@ def main() -> int:
         result["seconds"] = time.perf_counter() - begin
         found = [part for part in result.values() if isinstance(part, dict)]
         result["failures"] = failures = [failure for part in found for failure in part.get("failures", ())]
-        out.write_text(json.dumps(results.plain(result), indent=1, allow_nan=False) + "\n")
+        results.write(out, result, unfinished=True)
+    results.write(out, result, unfinished=False)
     print(f"== {result['seconds']:.0f} s, {len(failures)} failures, written to {out}")
     print("\n".join(failures))
     return 1 if failures else 0

@@ -202,32 +202,15 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
 }
 cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) {
   switch (a) {
-    case cudaDevAttrComputeCapabilityMajor:
-      *v = 9;
-      break;
-    case cudaDevAttrComputeCapabilityMinor:
-      *v = 0;
-      break;
-    case cudaDevAttrMultiProcessorCount:
-      *v = 132;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *v = 232448;
-      break;
-    case cudaDevAttrMaxThreadsPerBlock:
-      *v = 1024;
-      break;
-    case cudaDevAttrMaxGridDimX:
-      *v = 2147483647;
-      break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor:
-      *v = 2048;
-      break;
-    case cudaDevAttrWarpSize:
-      *v = 32;
-      break;
-    default:
-      *v = 0;
+    case cudaDevAttrComputeCapabilityMajor: *v = 9; break;
+    case cudaDevAttrComputeCapabilityMinor: *v = 0; break;
+    case cudaDevAttrMultiProcessorCount: *v = 132; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *v = 232448; break;
+    case cudaDevAttrMaxThreadsPerBlock: *v = 1024; break;
+    case cudaDevAttrMaxGridDimX: *v = 2147483647; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *v = 2048; break;
+    case cudaDevAttrWarpSize: *v = 32; break;
+    default: *v = 0;
   }
   return cudaSuccess;
 }

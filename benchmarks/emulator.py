@@ -124,7 +124,7 @@ def step(
 
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
-    trained = [(build(shape, device, torch.bfloat16), batch(shape, length >> turn, device)) for turn in range(models)]
+    trained = [(build(shape, device), batch(shape, length >> turn, device)) for turn in range(models)]
     make = _attached
     if zero is not None:
         among(ranks, clock)
@@ -195,7 +195,7 @@ def speed(
 
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
-    model = build(shape, device, torch.bfloat16)
+    model = build(shape, device)
     device_bytes = None if device_gib is None else int(device_gib * GIB)
     points.watch_streams = lambda *_: {"skipped": "the profiler wants a driver"}
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:

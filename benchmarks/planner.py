@@ -53,7 +53,7 @@ def lengths_of(shape: Shape, cuda: bool) -> dict[str, list[int]]:
 def train(shape: Shape, planned: bool, lengths: list[int], budget: Budget) -> dict[str, Any]:
     """The child's part."""
     device = budget.device
-    model = build(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = build(shape, device)
     trainer = Trainer(model, batch(shape, lengths[0], device))
     batches = [batch(shape, length, device) for length in lengths]
     rival = replace(RIVALS[SWAPPING], settings=RIVALS[SWAPPING].settings | {"planned": planned})

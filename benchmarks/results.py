@@ -53,6 +53,14 @@ def folder(out: str | None) -> Path:
     return found
 
 
+def write(path: Path, found: dict[str, Any], unfinished: bool) -> None:
+    """A verb's file; one that is read meanwhile is whole."""
+    said = plain(found | ({"unfinished": True} if unfinished else {}))
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(said, indent=1, allow_nan=False) + "\n")
+    beside.replace(path)
+
+
 class Run:
     """One run of a verb. Its file is there from the beginning, marked "unfinished", and is brought up to date after every part:
     a run that is ended from outside leaves what it has."""
@@ -70,12 +78,9 @@ class Run:
         return time.perf_counter() - self._begin
 
     def save(self, unfinished: bool = True, **parts: Any) -> None:
-        """Add parts and write the file; one that is read meanwhile is whole."""
+        """Add parts and write the file."""
         self.found |= {**parts, "seconds": self.seconds()}
-        said = plain(self.found | ({"unfinished": True} if unfinished else {}))
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps(said, indent=1, allow_nan=False) + "\n")
-        beside.replace(self.path)
+        write(self.path, self.found, unfinished)
 
     def attempt(self, name: str, part: Callable[..., Any], *arguments: Any) -> Any:
         """What a part found; None where it broke, which is a failure and no end."""

@@ -190,14 +190,7 @@ RIVALS = {
             settings={"planned": True},
         ),
         Rival("ds_memo", "ds_memo, PyTorch's allocator", memo, warm_up=3, needs="deepspeed"),
-        Rival(
-            "ds_memo, expandable",
-            "ds_memo, expandable segments",
-            memo,
-            expandable=True,
-            warm_up=3,
-            needs="deepspeed",
-        ),
+        Rival("ds_memo, expandable", "ds_memo, expandable segments", memo, expandable=True, warm_up=3, needs="deepspeed"),
         Rival(
             "ds_memo, planned",
             "ds_memo, planned addresses",

@@ -126,7 +126,6 @@ def measure(
         details: a folder for what each point writes beside.
     """
     device = budget.device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rate, slower = ASSUMED_FLOPS[device.type], 1.0
     done, dropped = [], []
     run.found |= {"points": done, "dropped": dropped, "attention": None}
@@ -142,7 +141,7 @@ def measure(
     def measured(point: Point, taking: list[Rival], until: float) -> dict[str, Any]:
         began = time.perf_counter()
         shape, length, visits = point.shape, point.length, point.visits(rate)
-        model = build(shape, device, dtype)
+        model = build(shape, device)
         found = run_point(model, shape, length, taking, budget, visits, point.compare, details, until, keep)
         found["left_out"] = [rival.name for rival in rivals if rival not in taking]
         found["seconds"] = time.perf_counter() - began

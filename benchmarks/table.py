@@ -112,12 +112,7 @@ def _longest(runs: list[dict[str, Any]]) -> list[str]:
     lines = ["Longest trainable length:", "", "| workload | device GiB | host GiB | rival | tokens | step s |", "|---" * 6 + "|"]
     for run in runs:
         for row in run.get("rivals", ()):
-            what = (
-                row["workload"],
-                f"{row['device_bytes'] / GIB:.0f}",
-                f"{row['host_bytes'] / GIB:.0f}",
-                row["rival"],
-            )
+            what = (row["workload"], f"{row['device_bytes'] / GIB:.0f}", f"{row['host_bytes'] / GIB:.0f}", row["rival"])
             step = row.get("step_s")
             end = (_length(row), "–" if step is None else f"{step:.2f}")
             lines.append(f"| {' | '.join((*what, *end))} |")

@@ -81,7 +81,11 @@ def shapes(device: torch.device) -> dict[str, Shape]:
     return {shape.name: shape for shape in found}
 
 
-def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+def dtype_of(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def build(shape: Shape, device: torch.device) -> nn.Module:
     """A causal language model of the shape in training mode, random weights, no dropout."""
     size = shape.size
     common = {
@@ -94,8 +98,8 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0)
         "attn_implementation": "bench" if shape.ranks == 1 else f"bench_ulysses{shape.ranks}",
         "use_cache": False,
     }
-    torch.manual_seed(seed)
-    with torch.device(device), born_as(dtype):
+    torch.manual_seed(0)
+    with torch.device(device), born_as(dtype_of(device)):
         if shape.family == "gpt":
             rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
             gpt = {"hidden_act": "gelu_pytorch_tanh", "use_parallel_residual": False, "rope_parameters": rope}
@@ -135,9 +139,9 @@ def tokens_of(shape: Shape, length: int) -> int:
     return length // shape.ranks
 
 
-def batch(shape: Shape, length: int, device: torch.device, seed: int = 1) -> torch.Tensor:
+def batch(shape: Shape, length: int, device: torch.device) -> torch.Tensor:
     """Token ids (1, rows of this process)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     return torch.randint(0, 512, (1, tokens_of(shape, length)), generator=generator).to(device)
 
 
