@@ -150,10 +150,8 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
                 let_go(frame)
                 while kept:
                     tensor = kept.pop()
-                    storage = tensor.untyped_storage()._cdata
-                    if (
-                        torch._C._storage_Use_Count(storage) == 2 and tensor.is_floating_point()
-                    ):  # `tensor` and its Python storage
+                    users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # `tensor`, and its Python storage
+                    if users == 2 and tensor.is_floating_point():
                         tensor.fill_(float("nan"))  # on compute, as a later op that was handed this memory would
                         poisoned += 1
 

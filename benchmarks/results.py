@@ -19,6 +19,7 @@ import torch
 from benchmarks.environment import environment
 
 FOLDER = Path(__file__).parent / "results"
+VERBS = ("check", "speed", "capacity", "planner")
 NO_TIME = "no time left"
 ARCHIVE_MOST = 12 << 20
 """Bytes of details: what comes back from a lent machine is limited."""

@@ -14,13 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import FOLDER
+from benchmarks.results import FOLDER, VERBS
 from benchmarks.rivals import PLANNED
 from ds_memo.units import GIB
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- results: made by `bash benchmarks/gpu.sh table` -->", "<!-- end of results -->"
-VERBS = ("check", "speed", "capacity", "planner")
 NONE_YET = "There is no result of a CUDA machine yet.\n"
 
 
