@@ -26,34 +26,36 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+import ds_memo
+from benchmarks import point as points
+from benchmarks.capacity import longest, search_here
+from benchmarks.claims import claims
 from benchmarks.emulated_process import HOST_GIB, run_emulated, without_values
+from benchmarks.emulated_ranks import NAME, among
+from benchmarks.emulated_steps import HEADER, Step, line
 from benchmarks.emulated_time import Clock, keeping_time
+from benchmarks.rivals import RIVALS, Budget, Installed
 from benchmarks.speed import show
+from benchmarks.timing import Trainer
+from benchmarks.workloads import batch, build, loss_of, shapes
 from ds_memo.estimate import hardware
+from ds_memo.integrate.memo import Memo
 from ds_memo.units import GIB
-
-if TYPE_CHECKING:  # not imported by the process that starts the emulated one
-    import torch
-    from torch import nn
-
-    from benchmarks.rivals import Installed
-    from ds_memo.integrate.memo import Memo
 
 STEPS = 9
 SLOW_AFTER = 7
 """Steps that --slow-link leaves alone; as many as STEPS come after."""
 
-
-Run = tuple["Memo | None", Callable[[], Any]]
+Run = tuple[Memo | None, Callable[[], Any]]
 """The handle, if it is under ds_memo, and what trains a step."""
 
 
 def _attached(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any] | None, rival: Installed) -> Run:
-    import ds_memo
-    from benchmarks.timing import Trainer
-
     trainer = Trainer(model, ids)
     return ds_memo.attach(model, memo) if memo else None, lambda: trainer.step(rival)
 
@@ -62,10 +64,6 @@ def _under_deepspeed(
     model: nn.Module, ids: torch.Tensor, memo: dict[str, Any] | None, rival: Installed, zero: int, ranks: int
 ) -> Run:
     import deepspeed
-
-    import ds_memo
-    from benchmarks.emulated_ranks import NAME
-    from benchmarks.workloads import loss_of
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     deepspeed.init_distributed(dist_backend=NAME)
@@ -88,13 +86,6 @@ def _under_deepspeed(
     return engine.memo if memo else None, step
 
 
-def _rivals_of_step() -> list[str]:
-    """Those that are not ours, and need no measured bandwidth."""
-    from benchmarks.rivals import RIVALS
-
-    return [name for name in RIVALS if not name.startswith(("ds_memo", "paper"))]
-
-
 def step(
     clock: Clock,
     workload: str,
@@ -115,13 +106,6 @@ def step(
         ranks: under DeepSpeed, that train alike.
         rival: to train with in place of ds_memo.
     """
-    import torch
-
-    from benchmarks.emulated_ranks import among
-    from benchmarks.emulated_steps import Step
-    from benchmarks.rivals import RIVALS, Budget, Installed
-    from benchmarks.workloads import batch, build, shapes
-
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
     trained = [(build(shape, device), batch(shape, length >> turn, device)) for turn in range(models)]
@@ -152,12 +136,6 @@ def step(
 
 def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: float) -> None:
     """The longest length of each rival, as `gpu.sh capacity` searches it."""
-    import torch
-
-    from benchmarks.capacity import longest, search_here
-    from benchmarks.rivals import Budget
-    from benchmarks.workloads import shapes
-
     device = torch.device("cuda", 0)
     for rival in rivals:
         probes: list[dict[str, Any]] = []
@@ -186,13 +164,6 @@ def speed(
     Args:
         link: bytes a second to the host, for the paper's program.
     """
-    import torch
-
-    from benchmarks import point as points
-    from benchmarks.claims import claims
-    from benchmarks.rivals import RIVALS, Budget
-    from benchmarks.workloads import build, shapes
-
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
     model = build(shape, device)
@@ -213,7 +184,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", type=int, default=1, metavar="N", help="that take turns in `step`; default: 1")
     parser.add_argument("--zero", type=int, choices=range(4), help="train under DeepSpeed at this stage; for `step`")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that train alike, with --zero; default: 1")
-    parser.add_argument("--rival", metavar="NAME", help="of `speed`, for `step` to train with in place of ds_memo")
+    theirs = [name for name in RIVALS if not name.startswith(("ds_memo", "paper"))]  # they need no measured bandwidth
+    parser.add_argument("--rival", choices=theirs, help="for `step` to train with in place of ds_memo")
     parser.add_argument("--slow-link", type=float, metavar="X", help="share of the link that `step` has after some steps")
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
     parser.add_argument("--host-gib", type=float, default=32.0)
@@ -227,8 +199,6 @@ def main(arguments: list[str] | None = None) -> int:
         asked = [*(sys.argv[1:] if arguments is None else arguments), "--emulated"]
         return run_emulated("benchmarks.emulator", asked, whole)
     without_values()
-    if options.rival and options.rival not in (rivals := _rivals_of_step()):
-        parser.error(f"--rival: got {options.rival!r}; allowed: {', '.join(rivals)}")
     with keeping_time(hardware.load(options.hardware)) as clock:
         _run(clock, options)
     return 0
@@ -249,7 +219,6 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(rows))
         return
-    from benchmarks.emulated_steps import HEADER, line
 
     print(HEADER, *map(line, rows), sep="\n")
     print(f"set by {rows[-1]['binding']}", *rows[-1]["changes"], *rows[-1]["warnings"], sep="\n")
