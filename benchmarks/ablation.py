@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_memo
 from benchmarks.environment import environment
+from benchmarks.timing import seconds
+from benchmarks.workloads import dtype_of
+from ds_memo.units import MIB
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "full recompute": {"ablation": "full_recompute"},
@@ -42,7 +44,7 @@ def model(args: argparse.Namespace, device: torch.device) -> nn.Module:
         max_position_embeddings=args.length,
         use_cache=False,
     )
-    return LlamaForCausalLM(config).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).train()
+    return LlamaForCausalLM(config).to(device, dtype_of(device)).train()
 
 
 def run(net: nn.Module, memo: dict[str, Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -52,20 +54,11 @@ def run(net: nn.Module, memo: dict[str, Any], args: argparse.Namespace, device: 
     samples = []
     try:
         for _ in range(3 + args.steps):
-            _synchronize(device)
-            begin = time.perf_counter()
-            net(input_ids=tokens, labels=tokens).loss.backward()
-            _synchronize(device)
-            samples.append(time.perf_counter() - begin)
+            samples.append(seconds(lambda: net(input_ids=tokens, labels=tokens).loss.backward(), device))
             net.zero_grad(set_to_none=True)
         return {"samples_s": samples[3:], "report": handle.report()}
     finally:
         handle.detach()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def row(turns: list[dict[str, Any]]) -> str:
@@ -75,11 +68,11 @@ def row(turns: list[dict[str, Any]]) -> str:
     steps = report["frames"] // report["layers"] or 1
     alpha = "plain" if not report["checkpointing"] else f"{report['alpha']:.3f}"
     layers = f"{predicted['layers_s'] * 1e3:.0f}" if predicted else "-"
-    arena = f"{report['plan']['arena'] / (1 << 20):.1f}" if report["plan"] else "-"
-    device = f"{predicted['device_bytes'] / (1 << 20):.1f}" if predicted else "-"
+    arena = f"{report['plan']['arena'] / MIB:.1f}" if report["plan"] else "-"
+    device = f"{predicted['device_bytes'] / MIB:.1f}" if predicted else "-"
     return (
         f"{step * 1e3:>9.0f}{layers:>7}{alpha:>8}{report['resident_layers']:>11}"
-        f"{report['bytes_to_host'] / steps / (1 << 20):>13.1f}{arena:>10}{device:>8}"
+        f"{report['bytes_to_host'] / steps / MIB:>13.1f}{arena:>10}{device:>8}"
     )
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -25,10 +24,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ds_memo
+from benchmarks import results
 from benchmarks.timing import served
+from benchmarks.workloads import small_models
 from ds_memo.integrate.memo import Memo
 from ds_memo.plan import plan_trace
 from ds_memo.plan.simulate import simulate
@@ -36,17 +36,6 @@ from ds_memo.plan.trace import Phase, Trace, rounded
 from ds_memo.profile.requests import RequestLog
 
 BAR, ITERATIONS, TOKENS = 0.99, 6, (2, 512)
-
-
-def models(layers: int) -> dict[str, nn.Module]:
-    common = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": layers, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    return {
-        "gpt-neox": GPTNeoXForCausalLM(
-            GPTNeoXConfig(**common, intermediate_size=1024, use_parallel_residual=False, hidden_act="gelu_pytorch_tanh")
-        ),
-        "llama": LlamaForCausalLM(LlamaConfig(**common, intermediate_size=896, num_key_value_heads=1)),
-    }
 
 
 def train(model: nn.Module, handle: Memo) -> list[dict[str, Any]]:
@@ -61,11 +50,8 @@ def train(model: nn.Module, handle: Memo) -> list[dict[str, Any]]:
         loss.backward()
         grads = [parameter.grad.clone() for parameter in model.parameters()]
         optimizer.step()
-        after = handle.report()["plan"]
-        counts = {}
-        if before and after:
-            between = served(before, after)
-            counts = {"hit": between["hits"], **between["misses"]}
+        between = served(before, handle.report()["plan"]) if before else {}
+        counts = {"hit": between["hits"], **between["misses"]} if between else {}
         rows.append({"loss": loss.item(), "grads": grads, "counts": counts})
     return rows
 
@@ -138,12 +124,11 @@ def main() -> int:
     parser.add_argument("--alpha", type=float, default=0.5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result = {name: measure(name, model, options.alpha) for name, model in models(options.layers).items()}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    failures = [failure for part in result.values() for failure in part["failures"]]
-    print("\n".join(failures) or "all bars met")
-    return 1 if failures else 0
+    result = {
+        name: measure(name, model, options.alpha)
+        for name, model in small_models(512, options.layers, hidden=256, heads=2, kv_heads=1, llama_ffn=896).items()
+    }
+    return results.end(result, [failure for part in result.values() for failure in part["failures"]], options.json)
 
 
 if __name__ == "__main__":

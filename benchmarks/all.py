@@ -15,7 +15,6 @@ import sys
 from benchmarks import results
 
 LIMIT_S = 480
-VERBS = ("check", "speed", "capacity", "planner")
 
 
 def end_with_children() -> None:
@@ -47,7 +46,7 @@ def main() -> int:
     end_with_children()
     folder = results.folder(options.out)
     status = {}
-    for verb in VERBS:
+    for verb in results.VERBS:
         results.say(f"==== {verb}")
         out = folder / f"check-{device.type}.json" if verb == "check" else folder
         command = [sys.executable, "-m", f"benchmarks.{verb}", "--device", device.type, "--out", str(out)]

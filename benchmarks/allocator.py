@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import platform
 import statistics
 import subprocess
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import results
 from ds_memo.ops.allocator import NATIVE, Allocator
 from ds_memo.plan.native import compiler
 
@@ -117,10 +117,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     result = {"torch": torch.__version__, "processor": platform.machine(), **measure(options.rounds, torch.device("cpu"))}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print("\n".join(result["failures"]))
-    return 1 if result["failures"] else 0
+    return results.end(result, result["failures"], options.json)
 
 
 if __name__ == "__main__":

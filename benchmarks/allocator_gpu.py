@@ -18,12 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +29,12 @@ import torch
 
 import ds_memo
 from benchmarks import results
-from benchmarks.timing import served
+from benchmarks.timing import Memory, seconds, served
+from benchmarks.ways import WAYS, run_apart
 from benchmarks.workloads import batch, build, gpt_shape, loss_of
+from ds_memo.units import GIB
 
 BAR = 1.02
-WAYS = {"native": (False, False), "expandable segments": (True, False), "planned": (False, True), "both": (True, True)}
-"""Expandable segments, planned addresses."""
 STEPS_TO_A_PLAN = 4
 
 
@@ -44,35 +42,29 @@ def train(device: torch.device, planned: bool, hidden: int, layers: int, lengths
     """One process's part."""
     cuda = device.type == "cuda"
     shape = gpt_shape(layers, hidden, max(1, hidden // 128), tuple(lengths))
-    model = build(shape, device, torch.bfloat16 if cuda else torch.float32)
+    model = build(shape, device)
     batches = [batch(shape, length, device) for length in lengths]
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": min(2, layers), "plan": {"enabled": planned}})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step(ids: torch.Tensor) -> float:
-        begin = time.perf_counter()
+    def train_on(ids: torch.Tensor) -> None:
         optimizer.zero_grad()
         loss_of(model, ids).backward()
         optimizer.step()
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
+
+    def step(ids: torch.Tensor) -> float:
+        return seconds(partial(train_on, ids), device)
 
     for ids in batches * STEPS_TO_A_PLAN:
         step(ids)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    before, plan_before = torch.cuda.memory_stats() if cuda else {}, handle.report()["plan"]
+    memory, plan_before = Memory(device), handle.report()["plan"]
     samples = [step(batches[i % len(batches)]) for i in range(steps)]
-    after, plan = torch.cuda.memory_stats() if cuda else {}, handle.report()["plan"]
+    plan = handle.report()["plan"]
     row = {"samples_s": samples, "plan": plan}
     if cuda:
-        row |= {
-            "cuda_mallocs_per_step": (after["num_device_alloc"] - before["num_device_alloc"]) / steps,
-            "cuda_frees_per_step": (after["num_device_free"] - before["num_device_free"]) / steps,
-            "reserved": after["reserved_bytes.all.peak"],
-            "requested": after["requested_bytes.all.peak"],
-        }
+        found = memory.read(steps, lambda: None)
+        row |= {name: found[name] for name in ("cuda_mallocs_per_step", "cuda_frees_per_step")}
+        row |= {"reserved": found["device_reserved_peak"], "requested": found["device_peak"]}
     if planned:
         row |= served(plan_before, plan)
     handle.detach()
@@ -89,20 +81,12 @@ def measure(
     """
     rows: dict[str, dict[str, Any]] = {}
     arguments = {"hidden": hidden, "layers": layers, "lengths": lengths, "steps": steps}
-    for way, (expandable, planned) in WAYS.items():
+    for way, (_, planned) in WAYS.items():
         words = [f"--{name}={value}" for name, value in arguments.items() if name != "lengths"]
         words += ["--lengths", *map(str, lengths), f"--device={device.type}", "--planned" if planned else "--no-planned"]
-        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True" if expandable else ""}
-        command = [sys.executable, "-m", "benchmarks.allocator_gpu", *words]
-        root = Path(__file__).parents[1]
-        limit = None if math.isinf(left()) else max(1.0, left())
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, check=False, timeout=limit)
-        except subprocess.TimeoutExpired:
-            sys.exit(f"allocator_gpu: {way}: no time left")
-        if done.returncode:
-            sys.exit(f"allocator_gpu: {way}: {done.stderr[-3000:]}")
-        rows[way] = json.loads(done.stdout.splitlines()[-1])
+        rows[way] = run_apart("benchmarks.allocator_gpu", words, way, left())
+        if "error" in rows[way]:
+            sys.exit(f"allocator_gpu: {way}: {rows[way]['error']}")
     alive = rows["native"].get("requested")
     failures = []
     for way, row in rows.items():
@@ -110,7 +94,7 @@ def measure(
         if alive:
             row["over_alive"] = row["reserved"] / alive
             calls = row["cuda_mallocs_per_step"], row["cuda_frees_per_step"]
-            print(f", reserved {row['reserved'] / 2**30:.2f} GiB ({row['over_alive']:.3f} of what is alive)", end="")
+            print(f", reserved {row['reserved'] / GIB:.2f} GiB ({row['over_alive']:.3f} of what is alive)", end="")
             print(f", {calls[0]:.1f} cudaMalloc and {calls[1]:.1f} cudaFree a step", end="")
             if way == "planned" and (row["over_alive"] > BAR or any(calls)):
                 failures.append(
@@ -139,10 +123,7 @@ def main() -> int:
         print(json.dumps(train(device, options.planned, options.hidden, options.layers, options.lengths, options.steps)))
         return 0
     result = measure(device, options.hidden, options.layers, options.lengths, options.steps)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print("\n".join(result["failures"]))
-    return 1 if result["failures"] else 0
+    return results.end(result, result["failures"], options.json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import results
 from benchmarks.timing import seconds
-from benchmarks.workloads import sdpa
+from benchmarks.workloads import dtype_of, sdpa
 from ds_memo.remat.keep import ATTENTION
 
 HEADS, HEAD = 32, 128
@@ -91,7 +91,7 @@ def picked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
 
 
 def measure(device: torch.device, lengths: list[int], heads: int = HEADS) -> dict[str, Any]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_of(device)
     able, out = kernels(device)
     points, claims, failures = [], [], []
     for length in lengths:

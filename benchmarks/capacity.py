@@ -30,10 +30,11 @@ import torch
 
 from benchmarks import results
 from benchmarks.results import unmeasured
-from benchmarks.rivals import GIB, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, paper
+from benchmarks.rivals import OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, paper
 from benchmarks.speed import add_common, make_budget
 from benchmarks.timing import Memory, Trainer, clear, does_not_fit, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes
+from ds_memo.units import GIB
 
 CLOSE = 1 / 16
 BEST = (PLANNED, "hf_offload", "deepspeed", "checkpoint")
@@ -147,7 +148,7 @@ def search_here(
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget.device_bytes / whole), device)
         use_expandable(RIVALS[rival].expandable, device)
-    model = build(shape, device, torch.bfloat16 if cuda else torch.float32)
+    model = build(shape, device)
     grain = (1024 if cuda else 8) * shape.ranks
     Trainer(model, batch(shape, grain, device)).step(Installed())  # the libraries load
     search = Search(grain, start=8 * grain, most=1 << 22)
@@ -192,15 +193,7 @@ def search_apart(
     root = Path(__file__).parents[1]
     with tempfile.TemporaryFile("w+") as err:
         try:
-            done = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=err,
-                text=True,
-                timeout=seconds,
-                cwd=root,
-                check=False,
-            )
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=err, text=True, timeout=seconds, cwd=root, check=False)
             out, why = done.stdout, None if done.returncode == 0 else f"exit {done.returncode}"
         except subprocess.TimeoutExpired as late:
             out, why = late.stdout or "", f"{results.NO_TIME} after {seconds:.0f} s"

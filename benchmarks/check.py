@@ -13,8 +13,7 @@ On CUDA in bf16, on a CPU (to try the harness) in fp32:
     overhead       what record and replay add per layer (benchmarks/overhead.py)
     link           copy bandwidth of the host slab in both directions
     step           four layers of 7B width: no checkpointing, torch's checkpoint, ds_memo at alpha 0, 0.5 and 1, and stalls
-    allocator      the op beside everything else that uses device memory (tests/ops/cuda_scenarios.py), on CUDA; nanoseconds of a
-                   planned request (benchmarks/allocator.py); memory that training holds (benchmarks/allocator_gpu.py)
+    allocator      planned addresses (benchmarks/check_addresses.py)
 
 The result goes to benchmarks/results/check-<device>.json with versions and raw samples, after each part: one that breaks or is
 ended from outside takes nothing else with it.
@@ -26,12 +25,9 @@ import argparse
 import functools
 import gc
 import itertools
-import json
 import math
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -45,11 +41,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_memo
-from benchmarks import allocator, allocator_gpu, attention, host, memory, overhead, results
+from benchmarks import attention, check_addresses, host, memory, overhead, results
 from benchmarks.environment import environment
 from benchmarks.noise import distance, noise
-from benchmarks.timing import clear
-from benchmarks.workloads import batch, build, gpt_shape, loss_of
+from benchmarks.timing import clear, seconds
+from benchmarks.workloads import batch, build, dtype_of, gpt_shape, loss_of
 from ds_memo.swap.numa import node_of
 from ds_memo.swap.pool import HostPool
 from ds_memo.swap.slab import HostSlab
@@ -154,10 +150,8 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
                 let_go(frame)
                 while kept:
                     tensor = kept.pop()
-                    storage = tensor.untyped_storage()._cdata
-                    if (
-                        torch._C._storage_Use_Count(storage) == 2 and tensor.is_floating_point()
-                    ):  # `tensor` and its Python storage
+                    users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # `tensor`, and its Python storage
+                    if users == 2 and tensor.is_floating_point():
                         tensor.fill_(float("nan"))  # on compute, as a later op that was handed this memory would
                         poisoned += 1
 
@@ -200,7 +194,7 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
     there, back_from = (block.pieces[0].memory[:nbytes] for block in blocks)  # of one piece: the slab is new
     tensors = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    def seconds(out: bool, back: bool) -> float:
+    def took(out: bool, back: bool) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -218,7 +212,7 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
         return time.perf_counter() - begin
 
     ways = {"d2h": (True, False), "h2d": (False, True), "both": (True, True)}
-    samples = {name: [seconds(*way) for _ in range(6)][1:] for name, way in ways.items()}
+    samples = {name: [took(*way) for _ in range(6)][1:] for name, way in ways.items()}
     rates = {name: nbytes * (2 if name == "both" else 1) / statistics.median(times) / 1e9 for name, times in samples.items()}
     print("    " + ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items()))
     for block in blocks:
@@ -226,43 +220,6 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
     streams.close()
     slab.close()
     return {"gb_per_s": rates, "samples_s": samples, "bytes": nbytes}
-
-
-def planned_addresses(device: torch.device, left: Callable[[], float], hidden: int, layers: int, tokens: int) -> dict[str, Any]:
-    """With torch's segments and with expandable ones; the scenarios run in processes of their own.
-
-    Args:
-        left: seconds that are left.
-    """
-    result: dict[str, Any] = {"failures": [], "scenarios": {}}
-    for expandable in (False, True) if device.type == "cuda" else ():
-        setting = f"expandable_segments:{expandable}"
-        command = [sys.executable, "-m", "tests.ops.cuda_scenarios"]
-        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": setting}
-        root = Path(__file__).parents[1]
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        ran = subprocess.Popen(command, env=environment, cwd=root, text=True, **pipes)
-        try:
-            said, _ = ran.communicate(timeout=left())
-        except subprocess.TimeoutExpired:
-            ran.kill()
-            said, _ = ran.communicate()
-        passed = sum(line.startswith("ok ") for line in said.splitlines())
-        print(f"    {setting}: {passed} scenarios passed")
-        result["scenarios"][setting] = passed
-        if ran.returncode:
-            result["failures"].append(f"allocator, {setting}: exit {ran.returncode}: {said[-5000:]}")
-    lengths = [tokens, tokens // 2, tokens * 3 // 4]
-    parts: dict[str, Callable[[], Any]] = {
-        "pairs": lambda: allocator.measure(10, device),
-        "fixed_length": lambda: allocator_gpu.measure(device, hidden, layers, lengths[:1], 5, left),
-        "three_lengths": lambda: allocator_gpu.measure(device, hidden, layers, lengths, 6, left),
-    }
-    for name, part in parts.items():
-        result[name] = attempt(f"allocator, {name}", part, left)
-        if name != "pairs":  # counts and bytes; nanoseconds depend on what else runs
-            result["failures"] += result[name]["failures"]
-    return result
 
 
 def attempt(name: str, part: Callable[[], Any], left: Callable[[], float]) -> Any:
@@ -277,13 +234,18 @@ def attempt(name: str, part: Callable[[], Any], left: Callable[[], float]) -> An
         return {"failures": [f"{name}: {type(error).__name__}: {error}"]}
 
 
-def step_time(device: torch.device, dtype: torch.dtype, hidden: int, heads: int, tokens: int, layers: int = 4) -> dict[str, Any]:
+def step_time(device: torch.device, hidden: int, heads: int, tokens: int, layers: int = 4) -> dict[str, Any]:
     """Median seconds of a step, variants in turn, with peak device memory where CUDA counts it."""
     shape = gpt_shape(layers, hidden, heads, (tokens,))
-    model, ids = build(shape, device, dtype), batch(shape, tokens, device)
+    model, ids = build(shape, device), batch(shape, tokens, device)
     variants = {"no checkpointing": None, "torch checkpoint": "torch", "alpha 0": 0.0, "alpha 0.5": 0.5, "alpha 1": 1.0}
     samples: dict[str, list[float]] = {name: [] for name in variants}
     peaks, stalls = {}, {}
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        loss_of(model, ids).backward()
+
     for _ in range(3):
         for name, alpha in variants.items():
             handle = None
@@ -291,11 +253,11 @@ def step_time(device: torch.device, dtype: torch.dtype, hidden: int, heads: int,
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             elif alpha is not None:
                 handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": 2, "plan": {"enabled": False}})
-            _step(model, ids)
+            seconds(step, device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             before = handle.report()["stall_s"] if handle else None
-            samples[name] += [_step(model, ids) for _ in range(3)]
+            samples[name] += [seconds(step, device) for _ in range(3)]
             if device.type == "cuda":
                 peaks[name] = torch.cuda.max_memory_allocated()
             if handle:
@@ -311,17 +273,6 @@ def step_time(device: torch.device, dtype: torch.dtype, hidden: int, heads: int,
     return {"hidden": hidden, "tokens": tokens, "layers": layers, "samples_s": samples, "peak_bytes": peaks, "stall_s": stalls}
 
 
-def _step(model: nn.Module, ids: torch.Tensor) -> float:
-    if ids.is_cuda:
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    model.zero_grad(set_to_none=True)
-    loss_of(model, ids).backward()
-    if ids.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
 def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable[[], Any]]:
     """What is checked, in this order.
 
@@ -329,7 +280,7 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
         left: seconds that are left.
     """
     cuda = device.type == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
+    dtype = dtype_of(device)
     shape = {"hidden": 4096, "heads": 32, "tokens": 16384} if cuda else {"hidden": 128, "heads": 2, "tokens": 512}
     plan = {"hidden": 2048, "layers": 8, "tokens": 16384} if cuda else {"hidden": 256, "layers": 3, "tokens": 256}
 
@@ -348,8 +299,8 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
         "memory": lambda: stored_and_live(device, dtype),
         "overhead": lambda: overhead.measure_all(device, rounds=5),
         "link": lambda: link(device, gib=1.0 if cuda else 0.03),
-        "step": lambda: step_time(device, dtype, **shape),
-        "allocator": lambda: planned_addresses(device, left, **plan),
+        "step": lambda: step_time(device, **shape),
+        "allocator": lambda: check_addresses.measure(device, attempt, left, **plan),
     }
 
 
@@ -374,7 +325,8 @@ def main() -> int:
         result["seconds"] = time.perf_counter() - begin
         found = [part for part in result.values() if isinstance(part, dict)]
         result["failures"] = failures = [failure for part in found for failure in part.get("failures", ())]
-        out.write_text(json.dumps(results.plain(result), indent=1, allow_nan=False) + "\n")
+        results.write(out, result, unfinished=True)
+    results.write(out, result, unfinished=False)
     print(f"== {result['seconds']:.0f} s, {len(failures)} failures, written to {out}")
     print("\n".join(failures))
     return 1 if failures else 0

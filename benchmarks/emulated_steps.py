@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.emulated_time import Clock
-from benchmarks.timing import Memory
+from benchmarks.timing import Memory, served
+from ds_memo.units import GIB
 
 if TYPE_CHECKING:
     from ds_memo.integrate.memo import Memo
@@ -42,8 +43,7 @@ class Step:
         took = self._memory.read(1, lambda: None)
         report = self._handle.report() if self._handle else _NO_REPORT | {"binding": binding}
         plan = report["plan"] or {"arena": 0, "misses": {}, "hits": 0}
-        before = self._plan.get("misses", {})
-        missed = {name: count - before.get(name, 0) for name, count in plan["misses"].items()}
+        between = served(self._plan, plan)
         return {
             "step": number,
             **more,
@@ -53,8 +53,8 @@ class Step:
             "reserved": took["device_reserved_peak"],
             "mallocs": took["cuda_mallocs_per_step"],
             "arena": plan["arena"],
-            "hits": plan["hits"] - self._plan.get("hits", 0),
-            "missed": {name: count for name, count in missed.items() if count},
+            "hits": between["hits"],
+            "missed": between["misses"],
             "predicted": report["predicted"] and report["predicted"]["device_bytes"],
             "residents": report["resident_layers"],
             "alpha": report["alpha"],
@@ -66,6 +66,6 @@ class Step:
 
 def line(row: dict[str, Any]) -> str:
     """Under HEADER."""
-    gib = "  ".join(f"{(row[name] or 0) / (1 << 30):9.3f}" for name in ("requested", "reserved", "arena", "predicted"))
+    gib = "  ".join(f"{(row[name] or 0) / GIB:9.3f}" for name in ("requested", "reserved", "arena", "predicted"))
     counts = f"{row['mallocs']:10.0f}  {row['hits']:5d}  {row['residents']:9d}  {row['alpha']:5.3g}"
     return f"{row['step']:4d}  {row['ms']:7.1f}  {gib}  {counts}  {row['missed'] or ''}"

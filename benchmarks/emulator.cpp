@@ -4,11 +4,13 @@
 // bytes and calls of a step at full width can be counted on a machine without a GPU. Values cannot, but what copies alone move:
 // tests/ops has all of them done, and reads what the op asks of CUDA from emulated_calls, which are noted with EMULATED_CALLS=1.
 //
-// Streams, events and the host keep time by a clock of their own, the Clock below. Kernels cost what emulated_work says, copies
+// Streams, events and the host keep time by a clock of their own (emulated_clock.h). Kernels cost what emulated_work says, copies
 // what emulated_links says; until either is said all work costs nothing, and every stream is always done.
 //
 // It goes before a CUDA build of torch with LD_PRELOAD, and once more, as libcuda.so.1, in a folder of LD_LIBRARY_PATH.
 // EMULATED_GIB: of device memory; 139.8 without it.
+#include "emulated_clock.h"
+
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -19,7 +21,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <map>
 #include <mutex>
 #include <string>
@@ -69,88 +70,6 @@ void log(const char* call, const void* a, const void* b = nullptr) {
   calls += line;
 }
 
-// When each stream, each event and the host would be where they are, in seconds. The host takes some time for each launch, and
-// waits where CUDA makes it wait, and where a stream's queue of launches is full, as the driver's is.
-class Clock {
- public:
-  double host() {
-    std::lock_guard<std::mutex> l(mutex_);
-    return host_;
-  }
-  void work(cudaStream_t s, double seconds) {
-    std::lock_guard<std::mutex> l(mutex_);
-    host_ += kLaunch;
-    enqueue(s, begins(s) + seconds);
-  }
-  // Each direction of the link serves one copy at a time. Memory that is not locked makes the host wait.
-  void copy(cudaStream_t s, bool to_host, size_t n, bool locked) {
-    std::lock_guard<std::mutex> l(mutex_);
-    double& engine = engines_[to_host];
-    engine = std::max(engine, begins(s)) + n * per_byte_[to_host];
-    enqueue(s, engine);
-    if (!locked) host_ = std::max(host_, engine);
-  }
-  void record(cudaEvent_t e, cudaStream_t s) {
-    std::lock_guard<std::mutex> l(mutex_);
-    events_[e] = begins(s);
-  }
-  void wait(cudaStream_t s, cudaEvent_t e) {
-    std::lock_guard<std::mutex> l(mutex_);
-    streams_[s].at = std::max(streams_[s].at, events_[e]);
-  }
-  double at(cudaEvent_t e) {
-    std::lock_guard<std::mutex> l(mutex_);
-    return events_[e];
-  }
-  double at(cudaStream_t s) {
-    std::lock_guard<std::mutex> l(mutex_);
-    return streams_[s].at;
-  }
-  void host_waits(double until) {
-    std::lock_guard<std::mutex> l(mutex_);
-    ++host_waits_;
-    host_ = std::max(host_, until);
-  }
-  void host_waits_for_all() {
-    double last = 0;
-    {
-      std::lock_guard<std::mutex> l(mutex_);
-      for (auto& [_, stream] : streams_) last = std::max(last, stream.at);
-    }
-    host_waits(last);
-  }
-  size_t host_waits() {
-    std::lock_guard<std::mutex> l(mutex_);
-    return host_waits_;
-  }
-  void links(double d2h, double h2d) {
-    std::lock_guard<std::mutex> l(mutex_);
-    per_byte_[true] = 1 / d2h, per_byte_[false] = 1 / h2d;
-  }
-
- private:
-  static constexpr size_t kQueue = 1024;
-  static constexpr double kLaunch = 5e-6;
-  struct Stream {
-    double at = 0;
-    std::deque<double> queue;
-  };
-  double begins(cudaStream_t s) { return std::max(streams_[s].at, host_); }
-  void enqueue(cudaStream_t s, double until) {
-    Stream& stream = streams_[s];
-    stream.at = until;
-    stream.queue.push_back(until);
-    if (stream.queue.size() > kQueue) {
-      host_ = std::max(host_, stream.queue.front());
-      stream.queue.pop_front();
-    }
-  }
-  std::mutex mutex_;
-  double host_ = 0, per_byte_[2] = {0, 0}, engines_[2] = {0, 0};
-  size_t host_waits_ = 0;
-  std::map<cudaStream_t, Stream> streams_;
-  std::map<cudaEvent_t, double> events_;
-};
 Clock& timing() {
   static Clock* c = new Clock;  // never destroyed: torch still makes calls while the process ends
   return *c;
@@ -282,32 +201,15 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
 }
 cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) {
   switch (a) {
-    case cudaDevAttrComputeCapabilityMajor:
-      *v = 9;
-      break;
-    case cudaDevAttrComputeCapabilityMinor:
-      *v = 0;
-      break;
-    case cudaDevAttrMultiProcessorCount:
-      *v = 132;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *v = 232448;
-      break;
-    case cudaDevAttrMaxThreadsPerBlock:
-      *v = 1024;
-      break;
-    case cudaDevAttrMaxGridDimX:
-      *v = 2147483647;
-      break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor:
-      *v = 2048;
-      break;
-    case cudaDevAttrWarpSize:
-      *v = 32;
-      break;
-    default:
-      *v = 0;
+    case cudaDevAttrComputeCapabilityMajor: *v = 9; break;
+    case cudaDevAttrComputeCapabilityMinor: *v = 0; break;
+    case cudaDevAttrMultiProcessorCount: *v = 132; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *v = 232448; break;
+    case cudaDevAttrMaxThreadsPerBlock: *v = 1024; break;
+    case cudaDevAttrMaxGridDimX: *v = 2147483647; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *v = 2048; break;
+    case cudaDevAttrWarpSize: *v = 32; break;
+    default: *v = 0;
   }
   return cudaSuccess;
 }

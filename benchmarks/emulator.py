@@ -22,99 +22,40 @@ import functools
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+import ds_memo
+from benchmarks import point as points
+from benchmarks.capacity import longest, search_here
+from benchmarks.claims import claims
+from benchmarks.emulated_process import HOST_GIB, run_emulated, without_values
+from benchmarks.emulated_ranks import NAME, among
+from benchmarks.emulated_steps import HEADER, Step, line
 from benchmarks.emulated_time import Clock, keeping_time
+from benchmarks.rivals import RIVALS, Budget, Installed
 from benchmarks.speed import show
+from benchmarks.timing import Trainer
+from benchmarks.workloads import batch, build, loss_of, shapes
 from ds_memo.estimate import hardware
-from ds_memo.ops.builder import cuda_headers
-from ds_memo.plan.native import compiler
+from ds_memo.integrate.memo import Memo
+from ds_memo.units import GIB
 
-if TYPE_CHECKING:  # not imported by the process that starts the emulated one
-    import torch
-    from torch import nn
-
-    from benchmarks.rivals import Installed
-    from ds_memo.integrate.memo import Memo
-
-HERE = Path(__file__).parent
-HOST_GIB = 115
-"""What the emulated machine has free."""
 STEPS = 9
 SLOW_AFTER = 7
 """Steps that --slow-link leaves alone; as many as STEPS come after."""
 
-
-def compiled(folder: Path, headers: Path) -> Path:
-    """The stand-in, under the one name that torch looks for beside those of the runtime."""
-    library = folder / "libcuda.so.1"
-    command = [*compiler(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{headers}", str(HERE / "emulator.cpp")]
-    subprocess.run([*command, "-o", str(library)], check=True)
-    return library
-
-
-def environment(folder: Path, headers: Path, device_gib: float) -> dict[str, str]:
-    """Of a process whose CUDA is the stand-in."""
-    return {
-        "LD_PRELOAD": str(compiled(folder, headers)),
-        "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-        "EMULATED_GIB": str(device_gib),
-        "DS_ACCELERATOR": "cuda",
-        "CUDA_MODULE_LOADING": "LAZY",
-    }
-
-
-def run_emulated(python: str, module: str, arguments: list[str], device_gib: float) -> int:
-    """A module with these arguments in a process whose CUDA is the stand-in."""
-    headers = cuda_headers()
-    if headers is None:
-        print("emulator: no CUDA runtime headers: neither a toolkit nor the packages of a CUDA build of torch", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory() as folder:
-        given = environment(Path(folder), headers, device_gib)
-        given["XDG_CACHE_HOME"] = folder  # never the user's: no profile made here is of a GPU
-        given["PYTHONPATH"] = f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
-        return subprocess.run([python, "-m", module, *arguments], env=os.environ | given, cwd=HERE.parent, check=False).returncode
-
-
-def without_values(host_gib: float = HOST_GIB) -> None:
-    """What looks at numbers, or touches memory for its own sake, is left out.
-
-    Args:
-        host_gib: what the emulated machine has free.
-    """
-    import torch
-    from deepspeed.runtime.zero import stage3, stage_1_and_2
-    from transformers import masking_utils
-
-    from ds_memo.profile import device_memory
-    from ds_memo.remat import recipe
-    from ds_memo.swap import host_memory, segments
-
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
-    recipe.Seen.note_unseen_writes = lambda seen: None
-    segments.touch = lambda segment: None
-    for module in (device_memory, host_memory):
-        module.available_bytes = lambda *_, **__: int(host_gib * 2**30)
-    for optimizer in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
-        optimizer.has_overflow = lambda *_, **__: False
-    stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda _: False
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # else a mask for documents that are not there
-
-
-Run = tuple["Memo | None", Callable[[], Any]]
+Run = tuple[Memo | None, Callable[[], Any]]
 """The handle, if it is under ds_memo, and what trains a step."""
 
 
 def _attached(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any] | None, rival: Installed) -> Run:
-    import ds_memo
-    from benchmarks.timing import Trainer
-
     trainer = Trainer(model, ids)
     return ds_memo.attach(model, memo) if memo else None, lambda: trainer.step(rival)
 
@@ -123,10 +64,6 @@ def _under_deepspeed(
     model: nn.Module, ids: torch.Tensor, memo: dict[str, Any] | None, rival: Installed, zero: int, ranks: int
 ) -> Run:
     import deepspeed
-
-    import ds_memo
-    from benchmarks.emulated_ranks import NAME
-    from benchmarks.workloads import loss_of
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     deepspeed.init_distributed(dist_backend=NAME)
@@ -149,13 +86,6 @@ def _under_deepspeed(
     return engine.memo if memo else None, step
 
 
-def _rivals_of_step() -> list[str]:
-    """Those that are not ours, and need no measured bandwidth."""
-    from benchmarks.rivals import RIVALS
-
-    return [name for name in RIVALS if not name.startswith(("ds_memo", "paper"))]
-
-
 def step(
     clock: Clock,
     workload: str,
@@ -176,16 +106,9 @@ def step(
         ranks: under DeepSpeed, that train alike.
         rival: to train with in place of ds_memo.
     """
-    import torch
-
-    from benchmarks.emulated_ranks import among
-    from benchmarks.emulated_steps import Step
-    from benchmarks.rivals import GIB, RIVALS, Budget, Installed
-    from benchmarks.workloads import batch, build, shapes
-
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
-    trained = [(build(shape, device, torch.bfloat16), batch(shape, length >> turn, device)) for turn in range(models)]
+    trained = [(build(shape, device), batch(shape, length >> turn, device)) for turn in range(models)]
     make = _attached
     if zero is not None:
         among(ranks, clock)
@@ -213,27 +136,21 @@ def step(
 
 def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: float) -> None:
     """The longest length of each rival, as `gpu.sh capacity` searches it."""
-    import torch
-
-    from benchmarks.capacity import longest, search_here
-    from benchmarks.rivals import Budget
-    from benchmarks.workloads import shapes
-
-    device, gib = torch.device("cuda", 0), 1 << 30
+    device = torch.device("cuda", 0)
     for rival in rivals:
         probes: list[dict[str, Any]] = []
 
         def tell(found: dict[str, Any], probes: list[dict[str, Any]] = probes) -> None:
             probes.append(found)
             if found["fits"]:
-                text = f"{found['device_peak'] / gib:.2f} GiB requested, {found['device_reserved_peak'] / gib:.2f} reserved"
+                text = f"{found['device_peak'] / GIB:.2f} GiB requested, {found['device_reserved_peak'] / GIB:.2f} reserved"
                 text += f"; {found['report']['binding']}" if found["report"] else ""
             else:
                 text = f"no: {found['why']}"
             print(f"    {found['length']:9,} {found['steps']} steps: {text}", flush=True)
 
         with tempfile.TemporaryDirectory() as cache:
-            budget = Budget(device, int(host_gib * gib), int(device_gib * gib), bandwidth=50e9, cache_dir=cache)
+            budget = Budget(device, int(host_gib * GIB), int(device_gib * GIB), bandwidth=50e9, cache_dir=cache)
             search_here(shapes(device)[workload], rival, budget, tell)
         best = longest(probes)
         print(f"{rival:22s} {best['length'] if best else 0:9,} tokens", flush=True)
@@ -247,16 +164,9 @@ def speed(
     Args:
         link: bytes a second to the host, for the paper's program.
     """
-    import torch
-
-    from benchmarks import point as points
-    from benchmarks.claims import claims
-    from benchmarks.rivals import GIB, RIVALS, Budget
-    from benchmarks.workloads import build, shapes
-
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
-    model = build(shape, device, torch.bfloat16)
+    model = build(shape, device)
     device_bytes = None if device_gib is None else int(device_gib * GIB)
     points.watch_streams = lambda *_: {"skipped": "the profiler wants a driver"}
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
@@ -274,7 +184,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", type=int, default=1, metavar="N", help="that take turns in `step`; default: 1")
     parser.add_argument("--zero", type=int, choices=range(4), help="train under DeepSpeed at this stage; for `step`")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that train alike, with --zero; default: 1")
-    parser.add_argument("--rival", metavar="NAME", help="of `speed`, for `step` to train with in place of ds_memo")
+    theirs = [name for name in RIVALS if not name.startswith(("ds_memo", "paper"))]  # they need no measured bandwidth
+    parser.add_argument("--rival", choices=theirs, help="for `step` to train with in place of ds_memo")
     parser.add_argument("--slow-link", type=float, metavar="X", help="share of the link that `step` has after some steps")
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
     parser.add_argument("--host-gib", type=float, default=32.0)
@@ -284,16 +195,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.emulated:
-        python = os.environ.get("DS_MEMO_CUDA_TORCH")
-        if python is None:
-            print("emulator: DS_MEMO_CUDA_TORCH is not set; it names a Python with a CUDA build of torch", file=sys.stderr)
-            return 2
         whole = options.device_gib if options.what == "step" and options.device_gib else 139.8
         asked = [*(sys.argv[1:] if arguments is None else arguments), "--emulated"]
-        return run_emulated(python, "benchmarks.emulator", asked, whole)
+        return run_emulated("benchmarks.emulator", asked, whole)
     without_values()
-    if options.rival and options.rival not in (rivals := _rivals_of_step()):
-        parser.error(f"--rival: got {options.rival!r}; allowed: {', '.join(rivals)}")
     with keeping_time(hardware.load(options.hardware)) as clock:
         _run(clock, options)
     return 0
@@ -314,7 +219,6 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(rows))
         return
-    from benchmarks.emulated_steps import HEADER, line
 
     print(HEADER, *map(line, rows), sep="\n")
     print(f"set by {rows[-1]['binding']}", *rows[-1]["changes"], *rows[-1]["warnings"], sep="\n")

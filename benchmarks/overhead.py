@@ -18,22 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ds_memo
+from benchmarks.workloads import small_models
 
 LAYERS = 8
 GOAL_MS = 1.0
-
-
-def models() -> dict[str, torch.nn.Module]:
-    common = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
-    return {
-        "llama": LlamaForCausalLM(LlamaConfig(**common, intermediate_size=128, num_key_value_heads=2)),
-        "gpt-neox": GPTNeoXForCausalLM(
-            GPTNeoXConfig(**common, intermediate_size=256, use_parallel_residual=False, hidden_act="gelu_pytorch_tanh")
-        ),
-    }
 
 
 def step(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[float, float]:
@@ -75,7 +65,7 @@ def measure_all(device: torch.device, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     tokens = torch.randint(0, 128, (1, 16), device=device)
     result: dict[str, Any] = {"goal_ms": GOAL_MS, "unit": "ms per layer and pass", "models": {}}
-    for name, model in models().items():
+    for name, model in small_models(128, LAYERS, hidden=64, heads=4, kv_heads=2, llama_ffn=128).items():
         samples = measure(model.to(device).train(), tokens, rounds)
         medians = {
             variant: [statistics.median(pair[side] for pair in pairs) * 1e3 for side in (0, 1)]

@@ -47,11 +47,9 @@ _SCALE = {"d2h": 1e10}
 DISAGREE = {
     ("main", "MEMO", 64): "52.34 here, 47.99 in the ablation: the same length, model and GPUs. The prediction lies between",
     ("ablation", "memo", 64): "47.99 here, 52.34 in the main table",
-    (
-        "main",
-        "Mega",
-        512,
-    ): "runs without a plan, while the ablation (TP 4, CP 2) is out of memory there; another layout, not stated",
+    ("main", "Mega", 512): (
+        "runs without a plan, while the ablation (TP 4, CP 2) is out of memory there; another layout, not stated"
+    ),
     ("main", "Mega", 640): "as at 512 Ki",
     ("main", "Mega", 128): "24.13 here, 23.00 in the ablation; the number of allocator flushes decides, not the length",
     ("ablation", "full_recompute", 384): "25.67 here, 27.98 in the main table; allocator flushes",
@@ -229,13 +227,7 @@ def page(all_cells: Sequence[Cell]) -> tuple[str, bool]:
         lines += ["", f"## {title}", "", *_table([c for c in all_cells if c.table == table])]
     lines += ["", "## Cells that contradict others", ""]
     lines += [f"- {table}, {row}, {k} Ki: {why}." for (table, row, k), why in DISAGREE.items()]
-    lines += [
-        "",
-        "## What is not explained",
-        "",
-        UNEXPLAINED,
-        "",
-    ]
+    lines += ["", "## What is not explained", "", UNEXPLAINED, ""]
     return "\n".join(lines), not unexplained and all(value <= bar for _, value, bar in bars)
 
 

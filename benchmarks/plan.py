@@ -21,11 +21,10 @@ from ds_memo.plan.rescale import rescale
 from ds_memo.plan.search import search
 from ds_memo.plan.simulate import simulate
 from ds_memo.plan.trace import Trace, repeat_layer
+from ds_memo.units import GIB
 from tests.plan.instances import CAPACITY, MINIMALLOC, TRACES, dense
 
 ROOT = Path(__file__).resolve().parents[1]
-
-GIB = 2**30
 
 
 def table(title: str, rows: list[dict]) -> list[dict]:

@@ -17,26 +17,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import host as host_memory
 from benchmarks import results
-from benchmarks.rivals import GIB, RIVALS, SWAPPING, Budget
+from benchmarks.rivals import RIVALS, SWAPPING, Budget
 from benchmarks.speed import add_common
 from benchmarks.timing import Trainer, arena, homes, served, timed
-from benchmarks.workloads import Shape, batch, build, shapes
+from benchmarks.ways import WAYS, run_apart
+from benchmarks.workloads import NAMES, Shape, batch, build, shapes
+from ds_memo.units import GIB
 
-WAYS = {"native": (False, False), "planned": (False, True), "expandable segments": (True, False), "both": (True, True)}
-"""Expandable segments, planned addresses; those that the bars compare come first."""
 LEAST_S = 20.0
 """With less, no way is begun: a process has to load its libraries and to train until addresses are planned."""
 BAR = 1.02
@@ -56,7 +53,7 @@ def lengths_of(shape: Shape, cuda: bool) -> dict[str, list[int]]:
 def train(shape: Shape, planned: bool, lengths: list[int], budget: Budget) -> dict[str, Any]:
     """The child's part."""
     device = budget.device
-    model = build(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = build(shape, device)
     trainer = Trainer(model, batch(shape, lengths[0], device))
     batches = [batch(shape, length, device) for length in lengths]
     rival = replace(RIVALS[SWAPPING], settings=RIVALS[SWAPPING].settings | {"planned": planned})
@@ -82,20 +79,9 @@ def train(shape: Shape, planned: bool, lengths: list[int], budget: Budget) -> di
 
 
 def run_way(shape: Shape, way: str, lengths: list[int], budget: Budget, seconds: float) -> dict[str, Any]:
-    """One way in its own process, whose allocator settings are its environment's."""
-    expandable, planned = WAYS[way]
-    words = [f"--child={int(planned)}", f"--workload={shape.name}", f"--device={budget.device.type}"]
+    words = [f"--child={int(WAYS[way][1])}", f"--workload={shape.name}", f"--device={budget.device.type}"]
     words += [f"--host-bytes={budget.host_bytes}", f"--cache-dir={budget.cache_dir}", "--lengths", *map(str, lengths)]
-    command = [sys.executable, "-m", "benchmarks.planner", *words]
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True" if expandable else ""}
-    root = Path(__file__).parents[1]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=root, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"{results.NO_TIME} after {seconds:.0f} s"}
-    if done.returncode:
-        return {"error": f"exit {done.returncode}: {done.stderr[-1500:]}"}
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_apart("benchmarks.planner", words, way, seconds)
 
 
 def claims(ways: dict[str, dict[str, Any]], where: str) -> list[dict[str, Any]]:
@@ -185,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(train(shape, bool(options.child), options.lengths, budget)))
         return 0
     device = results.device_or_exit(options.device, "planner")
-    names = options.workloads or ["gpt7b", "llama8b", "ulysses8"]
+    names = options.workloads or list(NAMES)
     run = results.Run("planner", device, options.out, vars(options))
     host = run.attempt("host memory", host_memory.budget, options.host_gib, device, ENOUGH_GIB) or 0
     with tempfile.TemporaryDirectory() as cache:  # profiles in it are of this run, not of one before

@@ -21,9 +21,10 @@ from torch import nn
 from benchmarks import results, streams
 from benchmarks.noise import distance, noise
 from benchmarks.predict import hardware_of, in_words, predict
-from benchmarks.rivals import GIB, INPUT_OFFLOAD, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, Rival
+from benchmarks.rivals import INPUT_OFFLOAD, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, Rival
 from benchmarks.timing import Memory, Trainer, arena, clear, does_not_fit, homes, timed, use_expandable
 from benchmarks.workloads import Shape, batch, step_flops, tokens_of
+from ds_memo.units import GIB
 
 WARM_UP = max(rival.warm_up for rival in RIVALS.values())
 """Steps of every rival before it is timed."""
@@ -66,7 +67,7 @@ def run_point(
     def part(name: str, work: Callable[[], Any]) -> None:
         """One that breaks takes no rival's numbers with it."""
         if time.perf_counter() >= until:
-            point[name] = {"skipped": "no time left"}
+            point[name] = {"skipped": results.NO_TIME}
             return
         try:
             use_expandable(False, budget.device)
@@ -140,7 +141,7 @@ def _turn(
     begin = time.perf_counter()
     if begin + max(row["turns_s"], default=0.0) > until:
         if not row["turns_s"]:
-            row["out"] = "not tried: no time left"
+            row["out"] = f"not tried: {results.NO_TIME}"
         return None
     if (missing := rival.missing() or _too_much_host(rival, rows, budget)) is not None:
         row["out"] = missing

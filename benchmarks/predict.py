@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.rivals import GIB, PLANNED, RIVALS, Budget
+from benchmarks.rivals import PLANNED, RIVALS, Budget
 from benchmarks.timing import Trainer, does_not_fit, homes
 from benchmarks.workloads import Shape, tokens_of
 from ds_memo.estimate import model
 from ds_memo.estimate.hardware import named
 from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS
+from ds_memo.profile.json_file import to_json
 from ds_memo.solve.reserve import RESERVE
+from ds_memo.units import GIB
 
 SETTLED_AFTER = 4
 """Steps, at most."""
@@ -76,7 +78,7 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     stem = f"{shape.name}-{length}"
     profile_file, config_file = folder / f"profile-{stem}.json", folder / f"model-{stem}.json"
     # What stands in for one rank of so many was measured at the rows of that rank, with the attention of the whole sequence.
-    profile_file.write_text(replace(profile, ranks_per_sequence=shape.ranks).to_json())
+    profile_file.write_text(to_json(replace(profile, ranks_per_sequence=shape.ranks)))
     if hardware is None:
         return found | {"estimate": None}
     trainer.model.config.to_json_file(str(config_file))

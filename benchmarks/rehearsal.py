@@ -4,9 +4,9 @@
     python -m benchmarks.rehearsal --ranks 8 --device-gib 80 launch/train.py --deepspeed_config ds_configs/zero3_bf16_memo.json \\
         --model ds_configs/models/llama3-8b.json --seq-length 64K --steps 8
 
-The script runs unchanged, over the emulator (emulator.py) and as rank 0 of ranks that all do the same (emulated_ranks.py): ZeRO,
-Ulysses, buckets and gathers are DeepSpeed's, of full size, and no number is computed. So losses mean nothing, a "speed" that the
-script prints by the host's clock neither, and the times told here are those of a table, never of a GPU.
+The script runs unchanged, on the emulated device (emulator.py) and as rank 0 of ranks that all do the same (emulated_ranks.py):
+ZeRO, Ulysses, buckets and gathers are DeepSpeed's, of full size, and no number is computed. So losses mean nothing, a "speed" by
+the host's clock that the script prints neither, and the times told here are those of a table, never of a GPU.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.emulated_process import run_emulated, without_values
+from benchmarks.emulated_ranks import NAME, among
+from benchmarks.emulated_steps import HEADER, Step, line
 from benchmarks.emulated_time import Clock, keeping_time
-from benchmarks.emulator import run_emulated, without_values
 from ds_memo.estimate import hardware
+from ds_memo.integrate import ulysses
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,12 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.script:
         parser.error("no script")
     if not options.emulated:
-        python = os.environ.get("DS_MEMO_CUDA_TORCH")
-        if python is None:
-            print("rehearsal: DS_MEMO_CUDA_TORCH is not set; it names a Python with a CUDA build of torch", file=sys.stderr)
-            return 2
         asked = ["--emulated", *(sys.argv[1:] if arguments is None else arguments)]
-        return run_emulated(python, "benchmarks.rehearsal", asked, options.device_gib)
+        return run_emulated("benchmarks.rehearsal", asked, options.device_gib)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ |= {"WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks)}
     without_values(options.host_gib)
@@ -65,10 +66,6 @@ def rehearse(clock: Clock, ranks: int, rows: list[dict[str, Any]], script: str, 
         rows: what each of these steps took is added to them.
     """
     import deepspeed
-
-    from benchmarks.emulated_ranks import NAME, among
-    from benchmarks.emulated_steps import HEADER, Step, line
-    from ds_memo.integrate import ulysses
 
     among(ranks, clock)
     ulysses.split = _split
@@ -98,7 +95,6 @@ def rehearse(clock: Clock, ranks: int, rows: list[dict[str, Any]], script: str, 
 
 def _split(batches: Iterable[dict[str, Any]], device: Any) -> Iterator[dict[str, Any]]:
     """ds_memo.integrate.ulysses.split without the lengths that ranks tell each other: theirs are this one's."""
-    import torch
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     ranks = parallel_state_sp.get_sequence_parallel_world_size()

@@ -19,6 +19,7 @@ import torch
 from benchmarks.environment import environment
 
 FOLDER = Path(__file__).parent / "results"
+VERBS = ("check", "speed", "capacity", "planner")
 NO_TIME = "no time left"
 ARCHIVE_MOST = 12 << 20
 """Bytes of details: what comes back from a lent machine is limited."""
@@ -53,6 +54,14 @@ def folder(out: str | None) -> Path:
     return found
 
 
+def write(path: Path, found: dict[str, Any], unfinished: bool) -> None:
+    """A verb's file; one that is read meanwhile is whole."""
+    said = plain(found | ({"unfinished": True} if unfinished else {}))
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(said, indent=1, allow_nan=False) + "\n")
+    beside.replace(path)
+
+
 class Run:
     """One run of a verb. Its file is there from the beginning, marked "unfinished", and is brought up to date after every part:
     a run that is ended from outside leaves what it has."""
@@ -70,12 +79,9 @@ class Run:
         return time.perf_counter() - self._begin
 
     def save(self, unfinished: bool = True, **parts: Any) -> None:
-        """Add parts and write the file; one that is read meanwhile is whole."""
+        """Add parts and write the file."""
         self.found |= {**parts, "seconds": self.seconds()}
-        said = plain(self.found | ({"unfinished": True} if unfinished else {}))
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps(said, indent=1, allow_nan=False) + "\n")
-        beside.replace(self.path)
+        write(self.path, self.found, unfinished)
 
     def attempt(self, name: str, part: Callable[..., Any], *arguments: Any) -> Any:
         """What a part found; None where it broke, which is a failure and no end."""
@@ -117,6 +123,14 @@ def pack(details: Path, archive: Path, most: int = ARCHIVE_MOST) -> list[str]:
             else:
                 into.add(path, path.name)
     return left_out
+
+
+def end(result: Any, failures: list[str], path: Path | None) -> int:
+    """The last word of what is no verb: writes the result where it is asked for, and returns the exit status."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    say("\n".join(failures) or "all bars met")
+    return 1 if failures else 0
 
 
 def unmeasured(claim: str, why: str) -> dict[str, Any]:

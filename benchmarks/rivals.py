@@ -19,8 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ds_memo.remat.keep import ATTENTION
-
-GIB = 1 << 30
+from ds_memo.units import GIB
 
 
 @dataclass(frozen=True)
@@ -191,14 +190,7 @@ RIVALS = {
             settings={"planned": True},
         ),
         Rival("ds_memo", "ds_memo, PyTorch's allocator", memo, warm_up=3, needs="deepspeed"),
-        Rival(
-            "ds_memo, expandable",
-            "ds_memo, expandable segments",
-            memo,
-            expandable=True,
-            warm_up=3,
-            needs="deepspeed",
-        ),
+        Rival("ds_memo, expandable", "ds_memo, expandable segments", memo, expandable=True, warm_up=3, needs="deepspeed"),
         Rival(
             "ds_memo, planned",
             "ds_memo, planned addresses",

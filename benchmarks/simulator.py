@@ -10,13 +10,7 @@ import argparse
 import statistics
 
 from ds_memo.swap.protocol import D2H, H2D
-from tests.estimate.threaded import (
-    Configuration,
-    clear_configurations,
-    measured_events,
-    mismatch,
-    predicted_events,
-)
+from tests.estimate.threaded import Configuration, clear_configurations, measured_events, mismatch, predicted_events
 
 
 def main() -> None:

@@ -40,10 +40,11 @@ from benchmarks import host as host_memory
 from benchmarks.claims import claims
 from benchmarks.point import NEEDED, WARM_UP, run_point, urgency
 from benchmarks.predict import in_words
-from benchmarks.rivals import GIB, OURS, PLANNED, RIVALS, SWAPPING, Budget, Rival
+from benchmarks.rivals import OURS, PLANNED, RIVALS, SWAPPING, Budget, Rival
 from benchmarks.timing import clear
-from benchmarks.workloads import Shape, build, shapes, step_flops
+from benchmarks.workloads import NAMES, Shape, build, shapes, step_flops
 from ds_memo.profile.bandwidth import measure_bandwidth
+from ds_memo.units import GIB
 
 ASSUMED_FLOPS = {"cuda": 4.5e14, "cpu": 3e9}
 """Per second, until the first step has been timed."""
@@ -87,6 +88,15 @@ class Point:
         longer = [1.05 if rival.name in ("none", *OURS, SWAPPING) else 1.35 for rival in rivals]
         return beside * step_s + each * step_s * sum(longer) + turns * 0.5 * min(1.0, step_s) * len(longer)
 
+    def held(self, needed: list[Rival], rivals: list[Rival], rate: float, most_s: float) -> list[Rival]:
+        """Those that are needed, and others in their order as long as all of them take no longer than this."""
+        found = list(needed)
+        for rival in (rival for rival in rivals if rival not in needed):
+            if self.cost_s([*found, rival], rate) > most_s:
+                break
+            found.append(rival)
+        return found
+
 
 def points_of(names: list[str], lengths: list[int] | None, device: torch.device) -> list[Point]:
     """In the order in which they are measured; lengths that are asked for have all the turns that their steps allow."""
@@ -116,7 +126,6 @@ def measure(
         details: a folder for what each point writes beside.
     """
     device = budget.device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rate, slower = ASSUMED_FLOPS[device.type], 1.0
     done, dropped = [], []
     run.found |= {"points": done, "dropped": dropped, "attention": None}
@@ -132,7 +141,7 @@ def measure(
     def measured(point: Point, taking: list[Rival], until: float) -> dict[str, Any]:
         began = time.perf_counter()
         shape, length, visits = point.shape, point.length, point.visits(rate)
-        model = build(shape, device, dtype)
+        model = build(shape, device)
         found = run_point(model, shape, length, taking, budget, visits, point.compare, details, until, keep)
         found["left_out"] = [rival.name for rival in rivals if rival not in taking]
         found["seconds"] = time.perf_counter() - began
@@ -149,11 +158,7 @@ def measure(
             continue
         behind = slower * sum(other.cost_s(needed, rate) for other in points[number + 1 :] if other.turns)
         most = needs + (left - behind - needs) / 2  # half of what nothing that a bar names needs is for the other rivals
-        taking = list(needed)
-        for rival in (rival for rival in rivals if rival not in needed):
-            if point.cost_s([*taking, rival], rate) * slower > most:
-                break
-            taking.append(rival)
+        taking = point.held(needed, rivals, rate, most / slower)
         results.say(f"{point.shape.name}, {point.length} tokens")
         until = time.perf_counter() + (left if number else max(left, AT_LEAST_S))
         found = run.attempt(name, measured, point, taking, until)
@@ -168,18 +173,24 @@ def measure(
         fast = [row["tflops"] for row in found["rivals"].values() if "tflops" in row]
         rate = max(fast, default=rate / 1e12) * 1e12
     if any(rival.name in OURS for rival in rivals):
-        ours = [row for point in done for name, row in point["rivals"].items() if name in OURS]
-        if not any(row["samples_s"] for row in ours):
-            why = next((row["out"] for row in ours if "out" in row), "no point was measured")
-            run.failures.append(f"no row of ds_memo has samples: {why}")
+        run.failures += _without_ours(done)
     if kernels:
         run.save(attention=_kernels(run, device, budget_s - run.seconds()))
+
+
+def _without_ours(points: list[dict[str, Any]]) -> list[str]:
+    """That there is nothing of ds_memo to compare, if so."""
+    ours = [row for point in points for name, row in point["rivals"].items() if name in OURS]
+    if any(row["samples_s"] for row in ours):
+        return []
+    why = next((row["out"] for row in ours if "out" in row), "no point was measured")
+    return [f"no row of ds_memo has samples: {why}"]
 
 
 def _kernels(run: results.Run, device: torch.device, left: float) -> dict[str, Any]:
     if left < KERNELS_S and device.type == "cuda":
         results.say(f"attention kernels: dropped, {max(0.0, left):.0f} s are left")
-        return {"points": [], "skipped": "no time left"}
+        return {"points": [], "skipped": results.NO_TIME}
     heads = attention.heads_for(device)
     found = run.attempt("attention", attention.measure, device, attention.lengths_for(device), heads)
     if found is None:
@@ -220,7 +231,7 @@ def make_budget(run: results.Run, device: torch.device, host_gib: float | None, 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--workloads", nargs="+", choices=["gpt7b", "llama8b", "ulysses8"])
+    parser.add_argument("--workloads", nargs="+", choices=NAMES)
     parser.add_argument("--rivals", nargs="+", choices=[*RIVALS, "all"], default=["all"])
     parser.add_argument("--host-gib", type=float, help="host budget of ds_memo and of the paper's MEMO")
     parser.add_argument("--budget-s", type=float, default=420.0, help="seconds that the whole may take")
@@ -236,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = results.device_or_exit(options.device, "speed")
     rivals = list(RIVALS.values()) if "all" in options.rivals else [RIVALS[name] for name in options.rivals]
-    points = points_of(options.workloads or ["gpt7b", "llama8b", "ulysses8"], options.lengths, device)
+    points = points_of(options.workloads or list(NAMES), options.lengths, device)
     run = results.Run("speed", device, options.out, vars(options))
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
         # Profiles in the cache are of this run, not of one before.

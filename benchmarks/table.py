@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import FOLDER
+from benchmarks.results import FOLDER, VERBS
 from benchmarks.rivals import PLANNED
+from ds_memo.units import GIB
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- results: made by `bash benchmarks/gpu.sh table` -->", "<!-- end of results -->"
-VERBS = ("check", "speed", "capacity", "planner")
 NONE_YET = "There is no result of a CUDA machine yet.\n"
 
 
@@ -83,7 +83,7 @@ def _points(runs: list[dict[str, Any]]) -> list[str]:
     lines.append(f"| workload | tokens | host GiB | device GiB | {' | '.join(rivals)} | predicted of {PLANNED} |")
     lines.append("|---" * (len(rivals) + 5) + "|")
     for (workload, length, host, device, _), point in sorted(latest.items()):
-        cells = [f"{host / (1 << 30):.0f}", f"{device / (1 << 30):g}" if device else "all"]
+        cells = [f"{host / GIB:.0f}", f"{device / GIB:g}" if device else "all"]
         cells += [_step(point["rivals"].get(name)) for name in rivals]
         lines.append(f"| {workload} | {_short(length)} | {' | '.join(cells)} | {_predicted(point)} |")
     return lines
@@ -111,12 +111,7 @@ def _longest(runs: list[dict[str, Any]]) -> list[str]:
     lines = ["Longest trainable length:", "", "| workload | device GiB | host GiB | rival | tokens | step s |", "|---" * 6 + "|"]
     for run in runs:
         for row in run.get("rivals", ()):
-            what = (
-                row["workload"],
-                f"{row['device_bytes'] / (1 << 30):.0f}",
-                f"{row['host_bytes'] / (1 << 30):.0f}",
-                row["rival"],
-            )
+            what = (row["workload"], f"{row['device_bytes'] / GIB:.0f}", f"{row['host_bytes'] / GIB:.0f}", row["rival"])
             step = row.get("step_s")
             end = (_length(row), "–" if step is None else f"{step:.2f}")
             lines.append(f"| {' | '.join((*what, *end))} |")

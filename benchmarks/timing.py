@@ -128,9 +128,14 @@ def arena(report: dict[str, Any]) -> int:
 
 
 def served(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Between two reports of a plan: how many requests had their address, and by reason how many had not."""
-    misses = {name: n - before["misses"][name] for name, n in after["misses"].items()}
-    return {"hits": after["hits"] - before["hits"], "misses": {name: n for name, n in misses.items() if n}}
+    """Between two reports of a plan: how many requests had their address, and by reason how many had not.
+
+    Args:
+        before: empty where there was no plan yet.
+    """
+    of = before.get("misses", {})
+    misses = {name: n - of.get(name, 0) for name, n in after["misses"].items()}
+    return {"hits": after["hits"] - before.get("hits", 0), "misses": {name: n for name, n in misses.items() if n}}
 
 
 def setting(report: dict[str, Any]) -> tuple[Any, ...]:

@@ -21,8 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from ds_memo.estimate.flops import sequence_flops
+
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], torch.Tensor]
 """q, k, v (b, heads, rows, d), scale, ranks → (b, rows, heads, d)."""
+NAMES = ("gpt7b", "llama8b", "ulysses8")
 LOGITS = 16
 """Last positions that the loss looks at: a full vocabulary at every position would be a benchmark of the loss."""
 
@@ -78,7 +81,11 @@ def shapes(device: torch.device) -> dict[str, Shape]:
     return {shape.name: shape for shape in found}
 
 
-def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+def dtype_of(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def build(shape: Shape, device: torch.device) -> nn.Module:
     """A causal language model of the shape in training mode, random weights, no dropout."""
     size = shape.size
     common = {
@@ -91,8 +98,8 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0)
         "attn_implementation": "bench" if shape.ranks == 1 else f"bench_ulysses{shape.ranks}",
         "use_cache": False,
     }
-    torch.manual_seed(seed)
-    with torch.device(device), born_as(dtype):
+    torch.manual_seed(0)
+    with torch.device(device), born_as(dtype_of(device)):
         if shape.family == "gpt":
             rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
             gpt = {"hidden_act": "gelu_pytorch_tanh", "use_parallel_residual": False, "rope_parameters": rope}
@@ -100,6 +107,18 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0)
         else:
             model = LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=size.kv_heads))
     return model.train()
+
+
+def small_models(vocab: int, layers: int, hidden: int, heads: int, kv_heads: int, llama_ffn: int) -> dict[str, nn.Module]:
+    """A GPT and a Llama shape that are no workloads, with the attention that Transformers picks."""
+    common = {"vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    gpt = {"intermediate_size": 4 * hidden, "use_parallel_residual": False, "hidden_act": "gelu_pytorch_tanh"}
+    llama = {"intermediate_size": llama_ffn, "num_key_value_heads": kv_heads}
+    torch.manual_seed(0)
+    return {
+        "gpt-neox": GPTNeoXForCausalLM(GPTNeoXConfig(**common, **gpt)),
+        "llama": LlamaForCausalLM(LlamaConfig(**common, **llama)),
+    }
 
 
 @contextlib.contextmanager
@@ -120,9 +139,9 @@ def tokens_of(shape: Shape, length: int) -> int:
     return length // shape.ranks
 
 
-def batch(shape: Shape, length: int, device: torch.device, seed: int = 1) -> torch.Tensor:
+def batch(shape: Shape, length: int, device: torch.device) -> torch.Tensor:
     """Token ids (1, rows of this process)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     return torch.randint(0, 512, (1, tokens_of(shape, length)), generator=generator).to(device)
 
 
@@ -131,12 +150,12 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def step_flops(shape: Shape, length: int) -> float:
-    """Forward and backward of this process, recomputation not counted (as MEMO counts: 6 s P + 6 n h s² for causal attention)."""
+    """Forward and backward of this process, recomputation not counted."""
     size, n = shape.size, shape.layers
     gated = 3 if shape.family == "llama" else 2
     kv = size.hidden * size.kv_heads // size.heads
     parameters = n * (2 * size.hidden * (size.hidden + kv) + gated * size.hidden * size.ffn)
-    return (6.0 * length * parameters + 6.0 * n * size.hidden * length**2) / shape.ranks
+    return sequence_flops(length, parameters, n, size.hidden) / shape.ranks
 
 
 # ---- attention

@@ -18,26 +18,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import data as long_data
 import deepspeed
+import measured
 import model as hf
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from loss import HeadError, use_tiled_loss
+from measured import PeakBytes
 from tqdm import tqdm
 
 import ds_memo
 from ds_memo.arguments import tokens
 from ds_memo.config import memo_config
-from ds_memo.estimate.flops import mfu, peak_flops
 from ds_memo.integrate import ulysses
 from ds_memo.integrate.transformers import model_flops
-from ds_memo.profile.live import LiveBytes
 
 
 class UsageError(ValueError):
@@ -138,38 +138,9 @@ def init_distributed() -> None:
         ) from error
 
 
-class PeakBytes:
-    """The most bytes that forward and backward hold at once beyond what was there before the first step.
-
-    Activations, gathered parameters and gradients. CUDA's allocator counts by itself; a CPU's ops are watched.
-
-    Attributes:
-        bytes: The peak over the blocks watched since it was last set to 0.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.bytes = 0
-        self._cuda = device.type == "cuda"
-        self._count = LiveBytes(device)
-        self._before = torch.cuda.memory_allocated() if self._cuda else 0
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
-            yield
-            now = torch.cuda.max_memory_allocated() - self._before
-        else:
-            self._count.reset_peak()
-            with self._count:
-                yield
-            now = self._count.peak
-        self.bytes = max(self.bytes, now)
-
-
 @dataclass
 class Run:
-    """One training run: the engine, its data, and what it has measured."""
+    """One training run: the engine, its data, and how far it is."""
 
     args: argparse.Namespace
     engine: deepspeed.DeepSpeedEngine
@@ -222,25 +193,8 @@ class Run:
             self.samples += self.micro
         loss = self.mean(losses)  # waits for the device
         seconds = time.perf_counter() - start
-        tokens_per_s = engine.train_batch_size() * self.args.seq_length / seconds
-        return {
-            "step": engine.global_steps,
-            "loss": loss,
-            "seconds": seconds,
-            "tokens_per_s": tokens_per_s,
-            "tgs": tokens_per_s / dist.get_world_size(),
-            "mfu": self.mfu(seconds),
-            "peak_live_bytes": peak.bytes if peak else None,
-        }
-
-    def mfu(self, seconds: float) -> float | None:
-        """Model FLOPs utilisation; None where the device's peak (known for 16-bit dtypes) or the model's count is not."""
-        device = self.engine.device
-        half = self.engine.module.dtype.itemsize == 2
-        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" and half else None
-        if peak is None or self.flops_per_sequence is None:
-            return None
-        return mfu(self.engine.train_batch_size() * self.flops_per_sequence, seconds, dist.get_world_size(), peak)
+        speed = measured.speed(engine, self.args.seq_length, self.flops_per_sequence, seconds)
+        return {"step": engine.global_steps, "loss": loss, **speed, "peak_live_bytes": peak.bytes if peak else None}
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -302,18 +256,6 @@ def start(args: argparse.Namespace) -> Run:
     return Run(args, engine, training, validation, flops, sp)
 
 
-def show(bar: tqdm, measured: dict) -> None:
-    shown = {
-        "loss": f"{measured['loss']:.4f}",
-        "tok/s": f"{measured['tokens_per_s']:.0f}",
-        "TGS": f"{measured['tgs']:.0f}",
-    }
-    if measured["mfu"] is not None:
-        shown["MFU"] = f"{measured['mfu']:.2%}"
-    bar.set_postfix(shown, refresh=False)
-    bar.update()
-
-
 def train(run: Run) -> None:
     args, engine, first = run.args, run.engine, dist.get_rank() == 0
     if args.resume:
@@ -326,7 +268,7 @@ def train(run: Run) -> None:
     with tqdm(total=args.steps, initial=engine.global_steps, disable=not first, unit="step") as bar:
         while engine.global_steps < args.steps:
             steps.append(run.step(batches, peak))
-            show(bar, steps[-1])
+            measured.show(bar, steps[-1])
             last = engine.global_steps == args.steps
             if last or (args.eval_every and engine.global_steps % args.eval_every == 0):
                 validations.append({"step": engine.global_steps, "loss": run.validate()})
@@ -334,21 +276,10 @@ def train(run: Run) -> None:
                     bar.write(f"step {engine.global_steps}: validation loss {validations[-1]['loss']:.4f}")
             if args.save and (last or (args.save_every and engine.global_steps % args.save_every == 0)):
                 run.save()
-    memo = hasattr(engine, "memo")
-    if memo and first:
+    if hasattr(engine, "memo") and first:
         print(ds_memo.report(engine))
     if args.metrics_json and first:
-        metrics = {
-            "memo": memo,
-            "ranks": dist.get_world_size(),
-            "sequence_parallel_size": run.sp,
-            "device": str(engine.device.type),
-            "dtype": str(engine.module.dtype).removeprefix("torch."),
-            "seq_length": args.seq_length,
-            "steps": steps,
-            "validation": validations,
-            "report": ds_memo.report(engine) if memo else None,
-        }
+        metrics = measured.of_the_run(engine, args.seq_length, run.sp) | {"steps": steps, "validation": validations}
         args.metrics_json.write_text(json.dumps(metrics, indent=2) + "\n")
 
 

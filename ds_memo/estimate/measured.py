@@ -10,7 +10,8 @@ from typing import Any
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.hardware import words
 from ds_memo.estimate.question import Question
-from ds_memo.profile.sample import Profile, ProfileError, from_json
+from ds_memo.profile.json_file import ProfileError, from_json
+from ds_memo.profile.sample import Profile
 
 
 def with_profile(question: Question, path: str) -> Question:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_memo.arguments import write_whole
-from ds_memo.profile.sample import Profile, ProfileError, from_json
+from ds_memo.profile.json_file import ProfileError, from_json, to_json
+from ds_memo.profile.sample import Profile
 
 
 def place_of(folder: str | os.PathLike, key: dict[str, Any]) -> Path:
@@ -45,6 +46,6 @@ def store(folder: str | os.PathLike, profile: Profile, warn: Callable[[str], Non
     place = place_of(folder, profile.key)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(place, profile.to_json())
+        write_whole(place, to_json(profile))
     except OSError as error:
         warn(f"the profile cannot be cached in {place.parent} ({error}); the next start will measure again")

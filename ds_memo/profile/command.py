@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_memo.arguments import count, gib, short, size, tokens, write_whole
 from ds_memo.errors import MemoError
+from ds_memo.profile.json_file import to_json
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         if args.output:
             _write(profile, Path(args.output))
-        print(profile.to_json() if args.json else summary(profile, Path(args.model), args.seq_length))
+        print(to_json(profile) if args.json else summary(profile, Path(args.model), args.seq_length))
         if args.output and not args.json:
             print(f"written to {args.output}")
     return 0
@@ -269,6 +270,6 @@ def _check_output(path: Path) -> None:
 
 def _write(profile: Profile, path: Path) -> None:
     try:
-        write_whole(path, profile.to_json() + "\n")
+        write_whole(path, to_json(profile) + "\n")
     except OSError as error:
         raise MemoError(f"cannot write {path}: {error.strerror}") from None

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks import capacity, results, speed
-from benchmarks.rivals import GIB, RIVALS, Budget, Installed
+from benchmarks.rivals import RIVALS, Budget, Installed
+from ds_memo.units import GIB
 
 CPU = torch.device("cpu")
 

@@ -30,7 +30,7 @@ def test_every_part_runs_on_a_cpu(tmp_path):
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
     result = json.loads(out.read_text())
     assert result["gradients"]["failures"] == result["stream_order"]["failures"] == result["memory"]["failures"] == []
-    assert {"environment", "overhead", "allocator", "link", "step"} <= result.keys()
+    assert {"environment", "overhead", "allocator", "link", "step"} <= result.keys() and "unfinished" not in result
     assert set(result["allocator"]["fixed_length"]["ways"]) == {"native", "expandable segments", "planned", "both"}
 
 
@@ -42,6 +42,18 @@ def test_a_part_that_breaks_is_a_failure_and_no_end():
     assert attempt("two", breaks, lambda: LIMIT_S) == {"failures": ["two: SystemExit: a child died"]}
     late = attempt("three", breaks, lambda: 10.0)
     assert late == {"failures": [f"three: left out, 10 of {LIMIT_S} s are left"]}
+
+
+def test_a_check_that_is_ended_leaves_the_parts_before_and_says_so(monkeypatch, tmp_path):
+    def ends():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "parts", lambda *arguments: {"environment": lambda: {"torch": "2"}, "gradients": ends})
+    monkeypatch.setattr(sys, "argv", ["check", "--device", "cpu", "--out", str(tmp_path / "check.json")])
+    with pytest.raises(KeyboardInterrupt):
+        check.main()
+    found = json.loads((tmp_path / "check.json").read_text())
+    assert found["unfinished"] and found["environment"] == {"torch": "2"}
 
 
 def test_a_model_that_breaks_takes_no_other_with_it(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import capacity, claims, planner
-from benchmarks.rivals import GIB
+from ds_memo.units import GIB
 from tests.benchmarks.test_capacity import found_length
 
 

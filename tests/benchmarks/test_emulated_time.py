@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.emulated_process import compiled
 from benchmarks.emulated_time import cost_s
-from benchmarks.emulator import compiled
 from ds_memo.estimate import hardware
 from ds_memo.ops.builder import cuda_headers
 

@@ -17,8 +17,8 @@ from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.model import from_config
 from ds_memo.estimate.question import Question
 from ds_memo.ops.builder import cuda_headers
+from ds_memo.units import GIB
 
-GIB = 1 << 30
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import host
-from benchmarks.rivals import GIB
+from ds_memo.units import GIB
 
 
 def test_a_machine_that_grows_is_used_until_it_is_large_enough():

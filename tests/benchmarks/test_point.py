@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from benchmarks import point, predict, speed, streams, timing
-from benchmarks.rivals import GIB, PLANNED, RIVALS, Budget
+from benchmarks.rivals import PLANNED, RIVALS, Budget
 from benchmarks.streams import Span
 from ds_memo.errors import MemoError
+from ds_memo.units import GIB
 
 CPU = torch.device("cpu")
 
 
 def test_a_rival_that_runs_out_of_memory_is_written_down(tmp_path):
     shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU, torch.float32)
+    model = speed.build(shape, CPU)
     rivals = [RIVALS["none"], RIVALS["paper"]]
     found = point.run_point(model, shape, 48, rivals, Budget(CPU, 4096), visits=(2, 2), compare=True, folder=tmp_path)
     assert "host memory" in found["rivals"]["paper"]["out"]
@@ -31,7 +32,7 @@ def test_a_rival_that_breaks_takes_no_other_with_it(tmp_path):
         yield
 
     shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU, torch.float32)
+    model = speed.build(shape, CPU)
     rivals = [replace(RIVALS["none"], name="broken", install=breaks), RIVALS["none"]]
     found = point.run_point(model, shape, 48, rivals, Budget(CPU, 1 << 30), visits=(2, 2), compare=False, folder=tmp_path)
     assert found["failures"] == ["gpt7b 48: broken broke: ValueError: no such kernel"]
@@ -67,7 +68,7 @@ def test_wrong_gradients_are_a_failure():
         hook.remove()
 
     shape = speed.shapes(CPU)["gpt7b"]
-    trainer = Trainer(speed.build(shape, CPU, torch.float32), point.batch(shape, 48, CPU))
+    trainer = Trainer(speed.build(shape, CPU), point.batch(shape, 48, CPU))
     found = point.gradients(trainer, [Rival("halves", "", halves)], Budget(CPU, GIB), {"halves": {}})
     assert len(found["failures"]) == 1 and "halves" in found["failures"][0]
 
@@ -109,7 +110,7 @@ def test_a_point_says_what_was_dropped(tmp_path):
         yield point.Installed(around=around, report=rival.report)
 
     shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU, torch.float32)
+    model = speed.build(shape, CPU)
     changing = replace(RIVALS["none"], name="changing", install=install)
     found = point.run_point(model, shape, 48, [changing], Budget(CPU, 1 << 30), visits=(2, 2), compare=False, folder=tmp_path)
     row = found["rivals"]["changing"]
@@ -133,7 +134,7 @@ def test_a_point_whose_time_is_over_keeps_what_it_has(tmp_path, monkeypatch):
 
     rivals = [rival("paper", 1), rival("save_on_cpu", 90), rival("none", 1), rival("last", 1), rival("hf_offload", 10)]
     shape, budget = speed.shapes(CPU)["gpt7b"], Budget(CPU, 1 << 30)
-    model = speed.build(shape, CPU, torch.float32)
+    model = speed.build(shape, CPU)
     found = point.run_point(model, shape, 48, rivals, budget, visits=(2, 2), compare=False, folder=tmp_path, until=101)
     assert order == ["none", "hf_offload", "paper", "save_on_cpu"]
     rows = found["rivals"]
@@ -166,7 +167,7 @@ def test_rivals_are_warmed_up_alike_and_every_other_turn_goes_backwards(tmp_path
     order, steps = [], {}
     names = ["paper", "checkpoint", "none"]
     shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU, torch.float32)
+    model = speed.build(shape, CPU)
     rivals = [counting(name, order, steps) for name in names]
     told = []
 
@@ -191,7 +192,7 @@ def test_a_later_turn_is_for_those_that_are_needed(tmp_path):
 def test_a_device_that_is_lost_takes_no_numbers_with_it(tmp_path, monkeypatch):
     order = []
     shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU, torch.float32)
+    model = speed.build(shape, CPU)
     rivals = [counting(name, order, {}) for name in ("none", "checkpoint")]
 
     def clear(device):
@@ -206,7 +207,7 @@ def test_a_device_that_is_lost_takes_no_numbers_with_it(tmp_path, monkeypatch):
 
 def test_a_part_that_breaks_takes_no_rival_with_it(tmp_path, monkeypatch):
     shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU, torch.float32)
+    model = speed.build(shape, CPU)
     monkeypatch.setattr(point, "gradients", lambda *args: 1 / 0)
     found = point.run_point(
         model, shape, 48, [RIVALS["none"]], Budget(CPU, 1 << 30), visits=(2, 2), compare=True, folder=tmp_path
@@ -235,7 +236,7 @@ def test_streams_of_a_cuda_trace():
 @pytest.mark.parametrize("workload, length", [("gpt7b", 96), ("ulysses8", 192)])
 def test_the_prediction_comes_from_the_solver_and_from_the_estimator(workload, length, tmp_path):
     shape = speed.shapes(CPU)[workload]
-    trainer = timing.Trainer(speed.build(shape, CPU, torch.float32), point.batch(shape, length, CPU))
+    trainer = timing.Trainer(speed.build(shape, CPU), point.batch(shape, length, CPU))
     found = predict.predict(trainer, shape, length, Budget(CPU, GIB, cache_dir=str(tmp_path)), tmp_path, hardware="h200")
     assert found["solver"]["layers_s"] > 0
     assert "why" not in found, found
@@ -247,7 +248,7 @@ def test_the_prediction_comes_from_the_solver_and_from_the_estimator(workload, l
 def test_the_prediction_keeps_to_the_device_budget(tmp_path):
     """The estimator is told what the solver had, and says what it says."""
     shape = speed.shapes(CPU)["gpt7b"]
-    trainer = timing.Trainer(speed.build(shape, CPU, torch.float32), point.batch(shape, 96, CPU))
+    trainer = timing.Trainer(speed.build(shape, CPU), point.batch(shape, 96, CPU))
     said = [
         predict.predict(trainer, shape, 96, Budget(CPU, GIB, nbytes, cache_dir=str(tmp_path)), tmp_path, hardware="h200")
         for nbytes in (500_000, 800_000, GIB)
@@ -263,7 +264,7 @@ def test_the_prediction_keeps_to_the_device_budget(tmp_path):
 
 def test_the_prediction_is_told_before_anything_is_timed(tmp_path):
     shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU, torch.float32)
+    model = speed.build(shape, CPU)
     told = []
 
     def tell(found):
@@ -290,9 +291,6 @@ def test_a_prediction_in_words():
 @dataclass
 class Profiled:
     ranks_per_sequence: int = 1
-
-    def to_json(self) -> str:
-        return "{}"
 
 
 def test_the_solver_is_asked_when_its_answer_stays(tmp_path, monkeypatch):

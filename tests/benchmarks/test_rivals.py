@@ -23,7 +23,7 @@ def stock():
     def of(name):
         if name not in made:
             shape = dataclasses.replace(workloads.shapes(CPU)[name], layers=4)
-            trainer = Trainer(workloads.build(shape, CPU, torch.float32), workloads.batch(shape, shape.lengths[0], CPU))
+            trainer = Trainer(workloads.build(shape, CPU), workloads.batch(shape, shape.lengths[0], CPU))
             made[name] = shape, trainer, *trainer.gradients(Installed())
         return made[name]
 
@@ -107,7 +107,7 @@ def test_attention_is_where_the_ranks_heads_meet():
 def test_the_papers_memo_with_planned_addresses():
     """Planned after two steps alike, then followed; the gradients stay stock's. At 512 tokens: small requests are not planned."""
     shape = dataclasses.replace(workloads.shapes(CPU)["gpt7b"], layers=4)
-    trainer = Trainer(workloads.build(shape, CPU, torch.float32), workloads.batch(shape, 512, CPU))
+    trainer = Trainer(workloads.build(shape, CPU), workloads.batch(shape, 512, CPU))
     loss, want = trainer.gradients(Installed())
     rival = RIVALS["paper, planned"]
     with rival.on(trainer.model, budget(shape)) as installed:

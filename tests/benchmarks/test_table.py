@@ -7,7 +7,8 @@ import tarfile
 import torch
 
 from benchmarks import results, table
-from benchmarks.rivals import GIB, PLANNED
+from benchmarks.rivals import PLANNED
+from ds_memo.units import GIB
 from tests.benchmarks.test_capacity import found_length
 
 CPU = torch.device("cpu")

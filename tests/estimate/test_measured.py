@@ -7,6 +7,7 @@ import pytest
 
 from ds_memo import cli
 from ds_memo.estimate.hardware import load
+from ds_memo.profile.json_file import to_json
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
 from ds_memo.solve.costs import Output
 from tests.command import complaint
@@ -57,21 +58,21 @@ def ask(capsys, path: Path, *words: str) -> dict:
 
 def test_its_times_and_link_are_used(capsys, tmp_path):
     fast, slow = tmp_path / "fast.json", tmp_path / "slow.json"
-    fast.write_text(profile(32).to_json())
-    slow.write_text(profile(32, slower=2.0).to_json())
+    fast.write_text(to_json(profile(32)))
+    slow.write_text(to_json(profile(32, slower=2.0)))
     once, twice = ask(capsys, fast), ask(capsys, slow)
     layers = {name: twice["parts"]["step_s"][name] / once["parts"]["step_s"][name] for name in ("forward", "backward")}
     assert layers == pytest.approx({"forward": 2.0, "backward": 2.0})
     assert once["parts"]["step_s"]["forward"] == pytest.approx(32 * (1e-6 * 65536 + 1e-11 * 65536**2), rel=0.02)
     wide = tmp_path / "wide.json"
-    wide.write_text(profile(32, link=2e9).to_json())
+    wide.write_text(to_json(profile(32, link=2e9)))
     assert ask(capsys, wide)["mfu"] < once["mfu"]
 
 
 def test_one_ranks_profile_stands_for_ranks_that_share_a_sequence(capsys, tmp_path):
     """Attention is over the whole sequence, and what ranks send each other is added by formula."""
     alone = tmp_path / "alone.json"
-    alone.write_text(profile(32, ranks_per_sequence=1).to_json())
+    alone.write_text(to_json(profile(32, ranks_per_sequence=1)))
     there = ask(capsys, alone, "--sp", "8")["parts"]["step_s"]["forward"]
     computed = 32 * (1e-6 * 65536 + 8 * 1e-11 * 65536**2)
     sent = 32 * (4 * 2 * 65536 * 4096 / 8) * 7 / load("a800").intra_node
@@ -92,11 +93,11 @@ def by_kind(*kinds: dict, device: str = "NVIDIA A800-SXM4-80GB") -> dict:
     ("text", "says"),
     [
         ("{}", "format"),
-        (profile(4).to_json(), "4 layers"),
+        (to_json(profile(4)), "4 layers"),
         ("\0", "JSON"),
         (100_000 * "[", "recursion"),
-        (profile(32, key=ONE_FOR_ALL | {"hidden": [2048]}).to_json(), "hidden size 2048, gpt-7b has 4096"),
-        (profile(32, key=by_kind({}, {"hidden": [2048]})).to_json(), "hidden size 2048 and 4096, gpt-7b has 4096"),
+        (to_json(profile(32, key=ONE_FOR_ALL | {"hidden": [2048]})), "hidden size 2048, gpt-7b has 4096"),
+        (to_json(profile(32, key=by_kind({}, {"hidden": [2048]}))), "hidden size 2048 and 4096, gpt-7b has 4096"),
     ],
 )
 def test_another_profile_is_refused(capsys, tmp_path, text, says):
@@ -120,6 +121,6 @@ def test_another_profile_is_refused(capsys, tmp_path, text, says):
 )
 def test_a_profile_of_another_machine_or_dtype_is_noted(capsys, tmp_path, key, says):
     path = tmp_path / "profile.json"
-    path.write_text(profile(32, key=key).to_json())
+    path.write_text(to_json(profile(32, key=key)))
     notes = [note for note in ask(capsys, path)["notes"] if "profile" in note]
     assert len(notes) == (says is not None) and all(says in note for note in notes)

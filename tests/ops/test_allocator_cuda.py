@@ -17,14 +17,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import emulator
+from benchmarks import emulated_process
 from ds_memo.ops.builder import AllocatorBuilder, cuda_headers
 from tests.ops import cuda_scenarios
 from tests.ops.compiling import compiler, lacks
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "ops" / "csrc"
-EXPANDABLE = {"torch's segments": "expandable_segments:False", "expandable segments": "expandable_segments:True"}
+EXPANDABLE = {"torch's segments": "", "expandable segments": "expandable_segments:True"}
+"""PYTORCH_CUDA_ALLOC_CONF. Whoever sets anything there decides by himself whether blocks are split."""
 
 WITHOUT = {
     "waiting for fences": ("device.wait(stream, fences);", ""),
@@ -82,7 +83,7 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("standin")
     copies = {"EMULATED_COPY_MIB": "1024", "EMULATED_CALLS": "1"}
-    return emulator.environment(folder, cuda_headers(), device_gib=8) | copies | {"PYTHONPATH": str(ROOT)}
+    return emulated_process.environment(folder, cuda_headers(), device_gib=8) | copies | {"PYTHONPATH": str(ROOT)}
 
 
 def run(python: str, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:

@@ -73,7 +73,7 @@ def test_bad_input_is_exit_code_2(capsys, tmp_path, text, words):
     assert words in complaint(capsys, "plan", tmp_path / "t.txt")
 
 
-@pytest.mark.parametrize("problem, capacity, bound", [(EXAMPLE, 11, 12), (TRACE, 1000, "")])
+@pytest.mark.parametrize("problem, capacity, bound", [(EXAMPLE, 11, 12), (TRACE, 1000, "")], ids=["a CSV", "a trace"])
 def test_a_capacity_below_the_lower_bound_is_exit_code_1(capsys, problem, capacity, bound):
     code, out, err = call(capsys, "plan", problem, "--capacity", capacity)
     assert code == 1 and not out

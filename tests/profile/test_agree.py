@@ -20,7 +20,7 @@ import ds_memo
 from ds_memo.integrate.ranks import meet_in_layers, talk_in_layers
 from ds_memo.profile import agree, run, whole
 from ds_memo.profile.agree import Failed, most_careful, together
-from ds_memo.profile.sample import from_json
+from ds_memo.profile.json_file import from_json, to_json
 from tests.models import Block, Toy
 from tests.profile.samples import make_profile
 from tests.unit.common import DistributedTest
@@ -38,7 +38,7 @@ def test_the_most_careful_answer_wins() -> None:
         agreed = most_careful(both)
         assert (agreed.d2h_bytes_per_s, agreed.h2d_bytes_per_s) == (20e9, 10e9)
         assert [s.working_bytes for s in agreed.kinds[0].samples] == [s.working_bytes for s in theirs.kinds[0].samples]
-        assert from_json(agreed.to_json()) == agreed
+        assert from_json(to_json(agreed)) == agreed
 
 
 @pytest.mark.parametrize("lengths", [(2048, 4096), (4096,)])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_memo import cli
 from ds_memo.integrate.skeleton import build
 from ds_memo.profile import bandwidth, run
-from ds_memo.profile.sample import from_json
+from ds_memo.profile.json_file import from_json
 from tests.command import complaint
 from tests.processes import ROOT, python
 from tests.unit.common import DistributedTest

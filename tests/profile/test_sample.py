@@ -1,10 +1,8 @@
-"""Lines through samples, and profiles as files."""
+"""Lines through samples."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_memo.profile.sample import LayerProfile, ProfileError, _at_most, from_json
+from ds_memo.profile.sample import LayerProfile, _at_most
 from tests.profile.samples import HIDDEN, make_profile, make_sample
 
 LENGTHS = st.integers(16, 1 << 14)
@@ -20,9 +18,6 @@ LENGTHS = st.integers(16, 1 << 14)
 
 def layer(*lengths: int, **how: Any) -> LayerProfile:
     return LayerProfile("layer 0", tuple(make_sample(length, **how) for length in lengths))
-
-
-# ---- lines
 
 
 @given(LENGTHS, LENGTHS, st.integers(1, 1 << 21), st.integers(1, 4), st.integers(1, 4), st.floats(0, 1e-2))
@@ -123,68 +118,6 @@ def test_a_size_off_the_line_is_never_trusted(change: str) -> None:
     else:
         check = dataclasses.replace(check, outputs=(*check.outputs[:2], *check.outputs[:1:-1]))
     assert dataclasses.replace(layer(1024, 2048), check=check).off() == math.inf
-
-
-# ---- files
-
-
-def data() -> dict[str, Any]:
-    kind = dataclasses.replace(layer(64, 128), check=make_sample(256))
-    return json.loads(dataclasses.replace(make_profile(), kinds=(kind,)).to_json())
-
-
-def test_there_and_back() -> None:
-    text = json.dumps(data())
-    profile = from_json(text)
-    assert from_json(profile.to_json()) == profile
-    assert profile.kinds[0].check == make_sample(256)
-
-
-def test_a_file_from_before_ranks_shared_sequences() -> None:
-    old = data()
-    del old["ranks_per_sequence"]
-    assert from_json(json.dumps(old)).ranks_per_sequence == 1
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"x"', "{}", '{"format": 1}', '{"format": 3}', "NaN"])
-def test_what_is_no_profile(text: str) -> None:
-    with pytest.raises(ProfileError):
-        from_json(text)
-
-
-def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Of everything in a JSON value."""
-    found = [path] if path else []
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, part in items:
-        found += places(part, (*path, name))
-    return found
-
-
-PLACES = [path for path in places(data()) if path[0] not in ("key", "measured")]
-JUNK = (None, -1, 0, 1.5, math.nan, math.inf, 10**30, True, "x", [], {}, [1], {"a": 1}, [None])
-
-
-@pytest.mark.parametrize("path", PLACES, ids=lambda path: ".".join(map(str, path)))
-def test_anything_damaged_is_refused_or_does_no_harm(path: tuple) -> None:
-    """Every single value replaced by junk, or gone: an error that is a ProfileError, or a profile that can be used."""
-    for junk in (*JUNK, "gone"):
-        damaged = copy.deepcopy(data())
-        owner: Any = damaged
-        for name in path[:-1]:
-            owner = owner[name]
-        if junk == "gone":
-            del owner[path[-1]]
-        else:
-            owner[path[-1]] = junk
-        try:
-            profile = from_json(json.dumps(damaged))
-        except ProfileError:
-            continue
-        run = profile.costs([(2, 777)] * len(profile.kinds), 10**9, 10**9)
-        assert all(math.isfinite(layer.forward_s) and layer.forward_s >= 0 and layer.host_bytes(1.0) >= 0 for layer in run.layers)
-        assert profile.kinds[0].off() >= 0 and isinstance(profile.kinds[0].name, str)
-        assert from_json(profile.to_json()) == profile
 
 
 def test_sizes_of_one_token() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,8 +29,6 @@ from tests.models import (
 from tests.remat.situations import BATCH, Lines, drive, toy
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
-
-# ---- what layers do inside
 
 
 class ChangesProducts(Lines):
@@ -302,133 +299,6 @@ def test_another_number_of_experts_per_token(config: dict) -> None:
             return x + self.b(x) * weights.sum(-1, keepdim=True)
 
     compare_with_stock(toy(Routes), lambda model, number: step(model, BATCH, k=2 - number % 2), config, steps=4)
-
-
-# ---- kernels that the dispatcher does not see: NumPy stands for Triton
-
-
-def unseen(compute: Any, backward: Any) -> type[torch.autograd.Function]:
-    class Kernel(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return compute(ctx, x)
-
-    Kernel.backward = staticmethod(lambda ctx, grad: backward(grad))
-    return Kernel
-
-
-def _into_empty(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape)
-    np.multiply(x.detach().numpy(), 3, out=out.numpy())
-    return out
-
-
-def _into_empty_permuted(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_permuted(x.shape, (0, 1, 2))
-    np.multiply(x.detach().numpy(), 3, out=out.numpy())
-    return out
-
-
-def _onto_new_ones(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-    out = torch.arange(1.0).new_ones(x.shape)
-    out.numpy()[...] *= 3 * x.detach().numpy()
-    return out
-
-
-def _onto_zeros(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros(x.shape)
-    out.numpy()[...] += 3 * x.detach().numpy()
-    return out
-
-
-def _onto_zeroed(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape).zero_()
-    out.numpy()[...] += 3 * x.detach().numpy()
-    return out
-
-
-def _elsewhere(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(3 * x.detach().numpy())
-
-
-def _in_place(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-    x.detach().numpy()[...] *= 3  # as Liger's rotary embedding
-    return x.view_as(x)
-
-
-def _in_place_and_says_so(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-    x.detach().numpy()[...] *= 3
-    ctx.mark_dirty(x)
-    return x
-
-
-@every_config
-@pytest.mark.parametrize(
-    "compute",
-    [
-        *(_into_empty, _into_empty_permuted, _onto_new_ones, _onto_zeros, _onto_zeroed),
-        *(_elsewhere, _in_place, _in_place_and_says_so),
-    ],
-)
-def test_a_kernel_out_of_sight(config: dict, compute: Any) -> None:
-    kernel = unseen(compute, lambda grad: 3 * grad)
-
-    class Calls(Lines):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.b(F.gelu(kernel.apply(self.a(self.norm(x)))))
-
-    compare_with_stock(toy(Calls), drive, config)
-
-
-@torch.library.custom_op("ds_memo_tests::scale_", mutates_args={"x"})
-def scale_(x: torch.Tensor, by: torch.Tensor) -> None:
-    x.numpy()[...] *= by.item()
-
-
-@every_config
-def test_a_custom_op_that_changes_nothing_at_first(config: dict) -> None:
-    """It says what it writes, so that no look at values has to find out."""
-
-    class Kernel(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-            ctx.by = by.clone()
-            scale_(x, by)
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-            return grad * ctx.by, None
-
-    class Scales(Lines):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("by", torch.ones(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.b(F.gelu(Kernel.apply(self.a(self.norm(x)), self.by)))
-
-    def drive(model: nn.Module, number: int) -> Outcome:
-        for block in model.blocks:
-            block.by.fill_(1.0 + number)
-        return step(model, BATCH)
-
-    compare_with_stock(toy(Scales), drive, config)
-
-
-def test_a_write_out_of_sight_is_named() -> None:
-    kernel = unseen(_in_place, lambda grad: 3 * grad)
-
-    class Calls(Lines):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.b(F.gelu(kernel.apply(self.a(self.norm(x)))))
-
-    model = toy(Calls)
-    handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 2})
-    # mm: DeepSpeed leaves its own linear in torch.nn.functional once a ZeRO-3 model was built in this process
-    with pytest.warns(ds_memo.MemoWarning, match=r"layer blocks\.0: outputs of aten\.(add)?mm\.default were changed in place"):
-        step(model, BATCH)
-    handle.detach()
 
 
 class Threshold(Lines):

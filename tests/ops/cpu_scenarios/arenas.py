@@ -1,30 +1,15 @@
-"""Situations that would end a process or spoil memory if the op were wrong. test_allocator_cpu.py runs each of SCENARIOS in a
-process of its own. What is in an arena is compared to the bit with what the same pass gives without the op.
-"""
+"""Passes and their plans, blocks and their arenas, on one thread."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from tests.ops.rig import LAYERS, ROWS, WIDTH, Rig, same
-
-CPU = torch.device("cpu")
-MIB = 1 << 20
-RAW_BLOCKS = "DS_MEMO_RAW_BLOCKS"
-"""Environment variable with the path of raw_blocks.cpp, compiled."""
-SCENARIOS: dict[str, Callable[[], None]] = {}
-
-
-def scenario(run: Callable[[], None]) -> Callable[[], None]:
-    SCENARIOS[run.__name__] = run
-    return run
+from tests.ops.cpu_scenarios.table import CPU, MIB, RAW_BLOCKS, scenario
+from tests.ops.rig import LAYERS, ROWS, Rig, same
 
 
 @scenario
@@ -222,107 +207,6 @@ def raw_blocks() -> None:
 
 
 @scenario
-def a_fork() -> None:
-    rig = Rig(CPU)
-    block = rig.a_block()
-    child = os.fork()
-    if child == 0:
-        mine = torch.empty(MIB, dtype=torch.uint8)
-        right = bool((block == 7).all()) and not rig.allocator.owns(mine.data_ptr()) and rig.allocator.mode == "off"
-        del block
-        os._exit(0 if right and rig.allocator.live_blocks == 0 else 3)
-    assert os.waitpid(child, 0)[1] == 0
-    assert bool((block == 7).all()) and rig.allocator.live_blocks == 1 and rig.allocator.mode == "plan"
-
-
-@scenario
-def forks_while_other_threads_allocate() -> None:
-    rig = Rig(CPU)
-    rig.allocator.load_plan(0, [("embed", [(64 << 10, 0)] * 10)])
-    rig.allocator.reserve(MIB)
-    done = threading.Event()
-
-    def hammer() -> None:
-        while not done.is_set():
-            torch.empty(64 << 10, dtype=torch.uint8)
-
-    threads = [threading.Thread(target=hammer) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(20):
-        rig.allocator.follow(0)
-        rig.allocator.phase("embed")
-        child = os.fork()
-        if child == 0:
-            torch.empty(64 << 10, dtype=torch.uint8)
-            rig.allocator.stats()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-    done.set()
-    for thread in threads:
-        thread.join()
-
-
-@scenario
-def a_data_loader_with_workers() -> None:
-    rig = Rig(CPU)
-    reference = rig.forward_and_backward()
-    rig.planned()
-    rows = [torch.full((WIDTH * 64,), float(i)) for i in range(8)]
-    loader = torch.utils.data.DataLoader(rows, batch_size=2, num_workers=2, multiprocessing_context="fork")
-    rig.allocator.follow(0)  # the workers start in the middle of a pass
-    rig.allocator.phase("L0.f")
-    batches = list(loader)
-    assert torch.equal(torch.cat(batches), torch.stack(rows))
-    assert same(rig.follow(), reference)
-
-
-@scenario
-def frees_from_other_threads() -> None:
-    rig = Rig(CPU)
-    reference = rig.forward_and_backward()
-    rig.planned()
-    with ThreadPoolExecutor(2) as pool:
-        kept: list[torch.Tensor] = []
-        for layer in rig.net.layers:
-            layer[1].register_forward_hook(lambda module, args, out: kept.append(out))
-        for _ in range(5):
-            assert same(rig.follow(), reference)
-            blocks = [kept.pop() for _ in range(len(kept))]
-            freed = [pool.submit(blocks.clear) for _ in range(2)]
-            with rig.counting() as counts:
-                assert same(rig.follow(), reference)
-            for future in freed:
-                future.result()
-            kept.clear()
-            assert set(counts) <= {"hit", "overlap"}
-    assert rig.allocator.live_blocks == 0
-
-
-@scenario
-def requests_of_other_threads() -> None:
-    """They are none of the plan's, and do not move its cursor."""
-    rig = Rig(CPU)
-    reference = rig.forward_and_backward()
-    rig.planned()
-    done = threading.Event()
-
-    def hammer(value: int) -> None:
-        while not done.is_set():
-            block = torch.full((256 << 10,), value, dtype=torch.uint8)
-            assert bool((block == value).all())
-
-    with ThreadPoolExecutor(2) as pool, rig.counting() as counts:
-        hammering = [pool.submit(hammer, value) for value in (1, 2)]
-        for _ in range(5):
-            assert same(rig.follow(), reference)
-        done.set()
-        for future in hammering:
-            future.result()
-    assert set(counts) <= {"hit", "stream", "unplanned"} and counts["hit"] == 5 * rig.requests and counts["stream"] > 0
-
-
-@scenario
 def release_with_live_blocks() -> None:
     rig = Rig(CPU)
     reference = rig.forward_and_backward()
@@ -432,31 +316,3 @@ def nothing_changes_while_off() -> None:
     rig.allocator.phase("L0.f")
     assert same(rig.forward_and_backward(), reference)
     assert rig.allocator.stats() == before and rig.allocator.requests() == []
-
-
-# ---- negative controls
-
-
-def a_wrong_byte() -> None:
-    rig = Rig(CPU)
-    reference = rig.forward_and_backward()
-    rig.planned()
-
-    def spoil(module: torch.nn.Module, args: tuple, out: torch.Tensor) -> None:
-        address, nbytes = rig.allocator.arena
-        ctypes.memset(address, 1, nbytes // 2)
-
-    rig.net.layers[1].register_forward_hook(spoil)
-    assert same(rig.follow(), reference)
-
-
-def a_crash() -> None:
-    ctypes.string_at(0)
-
-
-def a_deadlock() -> None:
-    threading.Event().wait()
-
-
-CONTROLS = {run.__name__: run for run in (a_wrong_byte, a_crash, a_deadlock)}
-"""Scenarios that must not pass, for the tests to notice."""

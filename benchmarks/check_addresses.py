@@ -1,0 +1,80 @@
+"""Planned addresses on this machine: the part "allocator" of `gpu.sh check`.
+
+scenarios        on CUDA: the op beside everything else that uses device memory (tests/ops/cuda_scenarios), with torch's
+                 segments and with expandable ones
+pairs            nanoseconds of a planned request (benchmarks/allocator.py)
+fixed_length     memory that training holds (benchmarks/allocator_gpu.py); likewise three_lengths, which take turns
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import allocator, allocator_gpu
+
+Left = Callable[[], float]
+"""Seconds that are left."""
+
+
+def measure(
+    device: torch.device,
+    attempt: Callable[[str, Callable[[], Any], Left], Any],
+    left: Left,
+    hidden: int,
+    layers: int,
+    tokens: int,
+) -> dict[str, Any]:
+    """All of it.
+
+    Args:
+        attempt: gives what a part found; where that broke or would begin too late, "failures".
+    """
+    result: dict[str, Any] = {"failures": [], "scenarios": {}}
+    for expandable in (False, True) if device.type == "cuda" else ():
+        setting = f"expandable_segments:{expandable}"
+        passed, failures = scenarios(setting if expandable else "", left())
+        print(f"    {setting}: {passed} scenarios passed")
+        result["scenarios"][setting] = passed
+        result["failures"] += [f"allocator, {setting}: {failure}" for failure in failures]
+    lengths = [tokens, tokens // 2, tokens * 3 // 4]
+    parts: dict[str, Callable[[], Any]] = {
+        "pairs": lambda: allocator.measure(10, device),
+        "fixed_length": lambda: allocator_gpu.measure(device, hidden, layers, lengths[:1], 5, left),
+        "three_lengths": lambda: allocator_gpu.measure(device, hidden, layers, lengths, 6, left),
+    }
+    for name, part in parts.items():
+        result[name] = attempt(f"allocator, {name}", part, left)
+        if name != "pairs":  # counts and bytes; nanoseconds depend on what else runs
+            result["failures"] += result[name]["failures"]
+    return result
+
+
+def scenarios(segments: str, seconds: float) -> tuple[int, list[str]]:
+    """How many passed, and what failed, in a process of their own.
+
+    Args:
+        segments: PYTORCH_CUDA_ALLOC_CONF; with anything in it ds_memo leaves the splitting of blocks to whoever set it.
+    """
+    ran = subprocess.Popen(
+        [sys.executable, "-m", "tests.ops.cuda_scenarios"],
+        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": segments},
+        cwd=Path(__file__).parents[1],
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        said, _ = ran.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        ran.kill()
+        said, _ = ran.communicate()
+    passed = sum(line.startswith("ok ") for line in said.splitlines())
+    return passed, [f"exit {ran.returncode}: {said[-5000:]}"] if ran.returncode else []

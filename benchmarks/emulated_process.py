@@ -1,0 +1,76 @@
+"""A process whose CUDA is emulator.cpp, below a real CUDA build of torch: how it is started, and what is left out in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ds_memo.ops.builder import cuda_headers
+from ds_memo.plan.native import compiler
+from ds_memo.units import GIB
+
+HERE = Path(__file__).parent
+HOST_GIB = 115
+"""What the emulated machine has free."""
+
+
+def compiled(folder: Path, headers: Path) -> Path:
+    """The stand-in, under the one name that torch looks for beside those of the runtime."""
+    library = folder / "libcuda.so.1"
+    command = [*compiler(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{headers}", str(HERE / "emulator.cpp")]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    return library
+
+
+def environment(folder: Path, headers: Path, device_gib: float) -> dict[str, str]:
+    """Of a process whose CUDA is the stand-in."""
+    return {
+        "LD_PRELOAD": str(compiled(folder, headers)),
+        "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "EMULATED_GIB": str(device_gib),
+        "DS_ACCELERATOR": "cuda",
+        "CUDA_MODULE_LOADING": "LAZY",
+    }
+
+
+def run_emulated(module: str, arguments: list[str], device_gib: float) -> int:
+    """A module with these arguments in a process whose CUDA is the stand-in; 2 where there can be none, which is said."""
+    python, headers = os.environ.get("DS_MEMO_CUDA_TORCH"), cuda_headers()
+    if python is None or headers is None:
+        torch = "DS_MEMO_CUDA_TORCH is not set; it names a Python with a CUDA build of torch"
+        why = torch if python is None else "no CUDA runtime headers: neither a toolkit nor the packages of a CUDA build of torch"
+        print(f"{module.rpartition('.')[2]}: {why}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        given = environment(Path(folder), headers, device_gib)
+        given["XDG_CACHE_HOME"] = folder  # never the user's: no profile made here is of a GPU
+        given["PYTHONPATH"] = f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
+        return subprocess.run([python, "-m", module, *arguments], env=os.environ | given, cwd=HERE.parent, check=False).returncode
+
+
+def without_values(host_gib: float = HOST_GIB) -> None:
+    """What looks at numbers, or touches memory for its own sake, is left out.
+
+    Args:
+        host_gib: what the emulated machine has free.
+    """
+    import torch
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+    from transformers import masking_utils
+
+    from ds_memo.profile import device_memory
+    from ds_memo.remat import recipe
+    from ds_memo.swap import host_memory, segments
+
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
+    recipe.Seen.note_unseen_writes = lambda seen: None
+    segments.touch = lambda segment: None
+    for module in (device_memory, host_memory):
+        module.available_bytes = lambda *_, **__: int(host_gib * GIB)
+    for optimizer in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
+        optimizer.has_overflow = lambda *_, **__: False
+    stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda _: False
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # else a mask for documents that are not there

@@ -1,0 +1,6 @@
+import sys
+
+from tests.ops.cuda_scenarios import main
+
+if __name__ == "__main__":  # not in a process that one of them spawns
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The swap engine's frames, and the blocks that it wants whole."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from ds_memo.profile import device_memory
+from ds_memo.profile.device_memory import join_split_blocks, keep_blocks_whole
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Layout
+from ds_memo.swap.pool import HostPool
+from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams
+from tests.ops.cuda_scenarios.rig import DEVICE, MIB, expandable, holds, is_standin, scenario, standin_calls, write
+
+
+@scenario
+def split_blocks_are_joined() -> None:
+    """As deepspeed.zero.Init leaves them: pieces in the block of what they were cut from."""
+    if expandable():  # whose parts go back by themselves
+        return
+    torch.cuda.empty_cache()
+    whole = torch.empty(96 * MIB, dtype=torch.uint8, device=DEVICE)
+    block = whole.data_ptr()
+    del whole
+    pieces = [write(torch.empty(24 * MIB, dtype=torch.uint8, device=DEVICE), value) for value in range(3)]
+    part, elsewhere = pieces[1][7:9], torch.empty(40 * MIB, dtype=torch.uint8, device=DEVICE)
+    unmoved = elsewhere.data_ptr()
+    assert all(0 <= piece.data_ptr() - block < 96 * MIB for piece in pieces)
+    keep_blocks_whole(DEVICE, True)
+    assert not device_memory._blocks_are_whole  # they could not be
+    keep_blocks_whole(DEVICE, False)
+    join_split_blocks(DEVICE, [*pieces, part, elsewhere, torch.empty(2), torch.empty(0, device=DEVICE)])
+    keep_blocks_whole(DEVICE, True)
+    try:
+        assert device_memory._blocks_are_whole and elsewhere.data_ptr() == unmoved
+        assert all(holds(piece, value) for value, piece in enumerate(pieces)) and holds(part, 1)
+        assert part.data_ptr() == pieces[1].data_ptr() + 7
+    finally:
+        keep_blocks_whole(DEVICE, False)
+
+
+@scenario
+def a_frame_goes_to_the_host_and_back() -> None:
+    """Every copy behind an event of the stream that made or freed its memory, through host memory that is locked."""
+    slab, streams = HostSlab(64 * MIB, HostPool(pinned=True)), CudaStreams(DEVICE)
+    engine = SwapEngine(streams, slab, DEVICE)
+    tensors = [write(torch.empty(4, MIB, dtype=torch.uint8, device=DEVICE), value) for value in (3, 5)]
+    layout = Layout()
+    kept = [layout.add(tensor, rows) for tensor, rows in zip(tensors, (4, 2), strict=True)]
+    frame = engine.begin("layer 0", resident=False)
+    engine.adopt(frame, layout)
+    if is_standin():
+        assert [(call, size) for call, _, size in standin_calls() if call == "register"] == [("register", layout.host_bytes)]
+    for place, tensor in zip(kept, tensors, strict=True):
+        engine.keep(frame, place, tensor)
+    engine.end(frame)
+    tensors.clear()
+    del tensor
+    engine.bring_back(frame)
+    if is_standin():
+        names = {streams._copy_streams[D2H].cuda_stream: D2H, streams._copy_streams[H2D].cuda_stream: H2D}
+        made, seen = {}, []  # event → the stream that it was recorded on
+        for call, what, stream in standin_calls():
+            where = names.get(stream, COMPUTE)
+            if call == "record":
+                made[what] = where
+            elif call in ("wait", "copy"):
+                seen.append((call, where, made[what]) if call == "wait" else (call, where))
+        away = [("wait", D2H, COMPUTE), ("copy", D2H)] * 2 + [("wait", COMPUTE, D2H)]
+        assert seen == [*away, ("wait", H2D, COMPUTE), *[("copy", H2D)] * 2, ("wait", COMPUTE, H2D)], seen
+    first, second = (frame.tensor(place) for place in kept)
+    assert holds(first, 3) and holds(second[:2], 5)
+    assert streams.stall_s()[D2H] > 0 and streams.stall_s()[H2D] > 0
+    engine.replayed(frame)
+    del first, second, frame
+    engine.close()
+    assert slab.size == 0
+    if is_standin():
+        gc.collect()
+        assert "unregister" in [call for call, _, _ in standin_calls()]

@@ -1,0 +1,89 @@
+"""What the scenarios on CUDA share: their table, slots to ask for, and the calls that the stand-in notes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+
+import torch
+
+from ds_memo.ops.allocator import NATIVE, Allocator
+
+MIB = 1 << 20
+DEVICE = torch.device("cuda", 0)
+SCENARIOS: dict[str, Callable[[], None]] = {}
+ON_A_GPU: set[str] = set()
+ON_A_STANDIN: set[str] = set()
+LEAVES_AN_ARENA: set[str] = set()
+"""Those that ran and left one with live blocks, as they should."""
+
+
+def scenario(run: Callable[[], None]) -> Callable[[], None]:
+    SCENARIOS[run.__name__] = run
+    return run
+
+
+def gpu(run: Callable[[], None]) -> Callable[[], None]:
+    ON_A_GPU.add(run.__name__)
+    return scenario(run)
+
+
+def standin(run: Callable[[], None]) -> Callable[[], None]:
+    ON_A_STANDIN.add(run.__name__)
+    return scenario(run)
+
+
+def is_standin() -> bool:
+    return hasattr(ctypes.CDLL(None), "emulated_calls")
+
+
+def expandable() -> bool:
+    """Whether torch's own blocks are in expandable segments: where the driver cannot share those, neither can we."""
+    return "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
+def standin_calls() -> list[tuple[str, int, int]]:
+    """(what, event or block, stream or bytes) since the last time."""
+    take = ctypes.CDLL(None).emulated_calls
+    take.restype = ctypes.c_char_p
+    return [(call, int(a), int(b)) for call, a, b in map(str.split, take().decode().splitlines())]
+
+
+class Slots:
+    """A visit with the given slots in an arena that just holds them; `take` makes the next request.
+
+    Args:
+        slots: (offset, bytes) in MiB.
+    """
+
+    def __init__(self, *slots: tuple[int, int]) -> None:
+        self.allocator = Allocator(DEVICE)
+        self.allocator.install()
+        places = [(size * MIB, NATIVE if offset == NATIVE else offset * MIB) for offset, size in slots]
+        self.allocator.load_plan(0, [("embed", places)] * 8)
+        self.allocator.reserve(max(offset + size for size, offset in places if offset != NATIVE))
+        self.allocator.follow(0)
+        self.allocator.phase("embed")
+        self._before = self.allocator.stats()
+
+    def again(self) -> None:
+        """From the first slot on."""
+        self.allocator.phase("embed")
+
+    def take(self, mib: int) -> torch.Tensor:
+        return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return self.allocator.owns(tensor.data_ptr())
+
+    def count(self, name: str) -> int:
+        return self.allocator.stats()[name] - self._before[name]
+
+
+def write(tensor: torch.Tensor, value: int) -> torch.Tensor:
+    return tensor.copy_(torch.full(tensor.shape, value, dtype=torch.uint8))
+
+
+def holds(tensor: torch.Tensor, value: int) -> bool:
+    return bool((tensor.cpu() == value).all())
