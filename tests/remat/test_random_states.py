@@ -138,8 +138,8 @@ def test_who_does_not_put_them_back_has_other_gradients(tracker: Any, monkeypatc
 
 def test_attention_that_is_supplied_leaves_the_state_behind_it(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what is drawn after it in the replay is another: the control of that it counts."""
-    supply = Replay._supply
-    monkeypatch.setattr(Replay, "_supply", lambda self, index, op: self.call.rng_after.clear() or supply(self, index, op))
+    supplied = Replay._supplied
+    monkeypatch.setattr(Replay, "_supplied", lambda self, index, op: self.call.rng_after.clear() or supplied(self, index, op))
     with pytest.raises(Different):
         compare_with_stock(parallel_toy(tracker), drive(tracker), {"alpha": 0.5, "resident_layers": 1})
 
