@@ -14,6 +14,7 @@ On CUDA in bf16, on a CPU (to try the harness) in fp32:
     link           copy bandwidth of the host slab in both directions
     step           four layers of 7B width: no checkpointing, torch's checkpoint, ds_memo at alpha 0, 0.5 and 1, and stalls
     allocator      planned addresses (benchmarks/check_addresses.py)
+    flex           gradients with FlexAttention, on CUDA (benchmarks/check_flex.py)
 
 The result goes to benchmarks/results/check-<device>.json with versions and raw samples, after each part: one that breaks or is
 ended from outside takes nothing else with it.
@@ -41,7 +42,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_memo
-from benchmarks import attention, check_addresses, host, memory, overhead, results
+from benchmarks import attention, check_addresses, check_flex, host, memory, overhead, results
 from benchmarks.environment import environment
 from benchmarks.noise import distance, noise
 from benchmarks.timing import clear, seconds
@@ -295,13 +296,16 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
     if cuda:
         found["gradients_without_cudnn"] = lambda: without_cudnn(gradients, alphas=(0.0, 0.5, 1.0), residents=(0, 2))
         found["stream_order_without_cudnn"] = lambda: without_cudnn(stream_order, schedules=10)
-    return found | {
+    found |= {
         "memory": lambda: stored_and_live(device, dtype),
         "overhead": lambda: overhead.measure_all(device, rounds=5),
         "link": lambda: link(device, gib=1.0 if cuda else 0.03),
         "step": lambda: step_time(device, **shape),
         "allocator": lambda: check_addresses.measure(device, attempt, left, **plan),
     }
+    if cuda:  # PyTorch's has no backward on a CPU
+        found["flex"] = lambda: check_flex.measure(device, dtype)
+    return found
 
 
 def main() -> int:
