@@ -90,8 +90,7 @@ class Stopwatch(SeesFunctions):
         if not self._in_forward:
             return fn(*args, **kwargs)
         begin = self.now()
-        with self.out_of_sight():
-            out = fn(*args, **kwargs)
+        out = fn(*args, **kwargs)
         self._ops.append((keep.OpKind.ATTENTION, begin, self.now()))
         tensors = tensors_in(args, kwargs)
         if len(tensors) > 1 and tensors[0].dim() > 2 < tensors[1].dim():

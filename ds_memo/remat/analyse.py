@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_memo.remat import keep
 from ds_memo.remat.call import Call, as_tuple, detached, noticing_draws, storage_of
+from ds_memo.remat.functions import refused
 from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import NotingMode, under_a_checkpoint
 from ds_memo.remat.recipe import Seen, SeenGemm, SeenWhole, fingerprint
@@ -159,18 +160,19 @@ class Analyse(NotingMode):
         """A function that is kept whole, as attention is."""
         self._fresh = None
         ran, state = noticing_draws(self.call.engine.device, self._watched, (fn, args, kwargs), {})
-        call, sources = ran.call, self._made_of_all(ran.arguments)
+        call = ran.call
         if any(self._holds_a_parameter(storage_of(extra)) for extra in ran.extras):
-            call = replace(call, why_not="its backward needs a parameter that is not among its arguments")
+            raise refused(fn, "its backward needs a parameter that is not among its arguments. Pass it")
         if state is not None:
             self.call.rng_after[len(self.seen.ops)] = state
         self.seen.unkept.attention_ops += under_a_checkpoint()
         self.seen.packs += len(call.saved)
         if call.saved:
             self.seen.unkept.batched_flops_again = self.seen.unkept.batched_flops
-        self.seen.wanted |= sources if call.why_not else self._made_of_all(ran.saved_arguments)
+        self.seen.wanted |= self._made_of_all(ran.saved_arguments)
         outputs = tuple(detached(value) for value in ran.made)
-        self.seen.ops.append(SeenWhole(call, outputs, sources, fingerprint(outputs), again=bool(call.why_not)))
+        # Should it run again (the last resort), it may read more than its arguments: what it closes over.
+        self.seen.ops.append(SeenWhole(call, outputs, self._all_so_far, fingerprint(outputs)))
         self._made(ran.out, 0)
         return ran.out
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ds_memo.remat.functions import FunctionCall
 from ds_memo.remat.recipe import Gemm, Recipe
 
 MEM_EFFICIENT_TOKENS = 1 << 16
@@ -28,8 +27,6 @@ def cautions(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
             f"{unkept.gemm_flops / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {unkept.attention_ops} attention calls. "
             "Leave that checkpoint out: ds_memo sees to what is computed again"
         )
-    for call in (op.func for op in recipe.ops if isinstance(op.func, FunctionCall) and op.func.why_not):
-        yield f"{call.name} was given to ds_memo.keep_whole, but {call.why_not}, so it runs again in each backward"
     if unkept.batched_flops_again:
         yield (
             f"{unkept.batched_flops_again / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights (bmm, or "

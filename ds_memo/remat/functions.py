@@ -8,6 +8,7 @@ what autograd saves of it are kept, and the replay hands autograd the same witho
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from ds_memo.errors import MemoError
 
 
 def keep_whole(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,8 +31,11 @@ def keep_whole(fn: Callable[..., Any]) -> Callable[..., Any]:
         flex = ds_memo.keep_whole(torch.compile(flex_attention))
 
     Args:
-        fn: a function of tensors. Parameters that its backward needs must be among its arguments, and it must not change its
-            arguments in place; if it does so all the same, it runs again in each backward, as a warning says.
+        fn: a function of tensors of any shapes; it may return them in tuples, lists and dicts. Parameters that its backward needs
+            must be among its arguments, and it must not change an argument in place.
+
+    Raises:
+        MemoError: in a call of what is returned, where `fn` does not keep to that.
     """
 
     @functools.wraps(fn, updated=())  # not its attributes: dynamo would take what it left on a compiled function for ours
@@ -38,18 +44,19 @@ def keep_whole(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **kwargs)
         for mode in reversed(_get_current_dispatch_mode_stack()):
             if isinstance(mode, SeesFunctions):
-                return mode.run_function(fn, args, kwargs)
+                with mode.out_of_sight():
+                    return mode.run_function(fn, args, kwargs)
         return fn(*args, **kwargs)
 
     return run
 
 
-class SeesFunctions(TorchDispatchMode):
+class SeesFunctions(TorchDispatchMode, ABC):
     """A mode that functions which are kept whole tell of their calls; none of the ops inside come to it."""
 
+    @abstractmethod
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run ``fn(*args, **kwargs)``, or do what stands for it."""
-        raise NotImplementedError
+        """Run ``fn(*args, **kwargs)``, or do what stands for it. Called out of the mode's own sight."""
 
     @contextmanager
     def out_of_sight(self) -> Iterator[None]:
@@ -88,17 +95,9 @@ class FunctionCall:
     differentiable: tuple[bool, ...]
     """Of each leaf that it returned: whether it is a tensor that requires a gradient."""
     saved: tuple[Saved, ...]
-    why_not: str = ""
-    """Why it cannot be kept; empty: it can."""
 
     def __str__(self) -> str:
         return self.name
-
-    def is_like(self, foreseen: Any) -> bool:
-        """Whether the call went as one before. Of one that was not kept, the name must do."""
-        if isinstance(foreseen, FunctionCall) and foreseen.why_not:
-            return self.name == foreseen.name
-        return self == foreseen
 
     def saved_again(self, arguments: Sequence[torch.Tensor], made: Sequence[Any]) -> Iterator[torch.Tensor]:
         """The saved tensors, of the replay's arguments and of what was kept."""
@@ -150,6 +149,14 @@ class Ran:
         return [self.arguments[saved.index] for saved in self.call.saved if saved.of_argument]
 
 
+def refused(fn: Callable[..., Any], why: str) -> MemoError:
+    """
+    Args:
+        why: the end of a sentence that begins with its name.
+    """
+    return MemoError(f"{name_of(fn)} was given to ds_memo.keep_whole, but {why}")
+
+
 def name_of(fn: Callable[..., Any]) -> str:
     """As users know it."""
     return getattr(fn, "__qualname__", type(fn).__qualname__)
@@ -174,10 +181,14 @@ def described(
     Args:
         versions: of the arguments, before the call.
         saved: in autograd's order.
+
+    Raises:
+        MemoError: the call changed an argument in place.
     """
+    if versions != versions_of(arguments):
+        raise refused(fn, "changes an argument in place. Give it a copy, or let it return what it changed")
     leaves, spec = tree_flatten(out)
     made, parts = list(leaves), []
-    why_not = "it changes an argument in place" if versions != versions_of(arguments) else ""
     for tensor in saved:
         part = _within(tensor, arguments, True) or _within(tensor, made, False)
         if part is None:
@@ -185,9 +196,7 @@ def described(
             made.append(tensor.detach())
         parts.append(part)
     differentiable = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-    return Ran(
-        out, FunctionCall(name_of(fn), shapes_of(arguments), spec, differentiable, tuple(parts), why_not), arguments, tuple(made)
-    )
+    return Ran(out, FunctionCall(name_of(fn), shapes_of(arguments), spec, differentiable, tuple(parts)), arguments, tuple(made))
 
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]:

@@ -43,13 +43,15 @@ ATTENTION_NAMES = {
 CHOICE = {aten.topk.default, aten.argmax.default, aten.max.dim, aten.sort.default, aten.sort.stable}
 """A router's choice: recomputed logits could flip an expert, so the choice and the GEMM it looks at are kept whole."""
 
-BLANK = {
+EMPTY = {
     aten.empty.memory_format,
     aten.empty_like.default,
     aten.empty_permuted.default,
     aten.empty_strided.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
+}
+FILLED = {
     aten.full.default,
     aten.full_like.default,
     aten.new_full.default,
@@ -60,17 +62,9 @@ BLANK = {
     aten.zeros.default,
     aten.zeros_like.default,
 }
-"""Ops that make memory which a kernel out of our sight (a Triton launch) may then fill, or add to."""
-
-FILLED = BLANK - {
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_permuted.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
-"""Those that fill it themselves: a kernel that wrote to it since can be told by the values."""
+BLANK = EMPTY | FILLED
+"""Ops that make memory which a kernel out of our sight (a Triton launch) may then fill, or add to. That it wrote to memory which
+the op had filled can be told by the values."""
 
 SOFTMAX = {aten._softmax.default, aten._safe_softmax.default}
 """A sign of attention that cannot be kept: softmax over scores that were materialised."""

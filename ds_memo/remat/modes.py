@@ -87,8 +87,7 @@ class NotingMode(Mode):
         versions = versions_of(arguments)
         self._note = saved.append
         try:
-            with self.out_of_sight():
-                out = fn(*args, **kwargs)
+            out = fn(*args, **kwargs)
         finally:
             del self._note
         return described(fn, out, arguments, versions, saved)

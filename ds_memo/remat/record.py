@@ -145,9 +145,7 @@ class Record(NotingMode):
         if self._left_out and self._reads_left_out(ran.saved_arguments):
             self._leave()
             return ran.out
-        next_op = self.call.recipe.ops[self._next] if self._next < len(self.call.recipe.ops) else None
-        foreseen = next_op is not None and ran.call.is_like(next_op.func)
-        op = self._expect(next_op.func if foreseen else ran.call, ran.made)
+        op = self._expect(ran.call, ran.made)
         if op is not None and op.kept is not None:
             self._keep_whole(op, ran.made, state)
         return ran.out
@@ -176,7 +174,7 @@ class Record(NotingMode):
     def _expect(self, func: Any, out: Any) -> Gemm | Whole | None:
         ops = self.call.recipe.ops
         op = ops[self._next] if self._next < len(ops) else None
-        as_foreseen = op is not None and op.func is func and op.makes(out)
+        as_foreseen = op is not None and op.func == func and op.makes(out)
         if not as_foreseen or self._awaits_bias is not None:
             self._leave()
             return None

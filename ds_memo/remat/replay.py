@@ -64,8 +64,7 @@ class Replay(Mode):
             raise self._not_repeated(f"op {index} was {op.func}, now it is {name_of(fn)}")
         if op is None or op.kept is None:
             self.call.work.attention_ops_recomputed += 1
-            with self.out_of_sight():
-                return fn(*args, **kwargs)
+            return fn(*args, **kwargs)
         arguments = tensors_in(args, kwargs)
         if op.func.arguments != shapes_of(arguments):
             raise self._not_repeated(f"op {index}, {op.func}, was called with tensors of other shapes or strides")
