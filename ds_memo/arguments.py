@@ -9,6 +9,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 _MOST_TOKENS = 1 << 34
 
@@ -16,11 +17,11 @@ _MOST_TOKENS = 1 << 34
 def one_line_errors(parser: argparse.ArgumentParser) -> None:
     """Have a wrong option end with one line and exit status 2; argparse would print the whole usage first."""
 
-    def error(message: str) -> None:
+    def error(message: str) -> NoReturn:
         print(f"{parser.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
 
-    parser.error = error
+    parser.error = error  # type: ignore[method-assign]
 
 
 def whole(text: str, low: int, high: int, expected: str) -> int:

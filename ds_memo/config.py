@@ -121,7 +121,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def _model_at(path: list[str]) -> type[_Section]:
-    return {"plan": PlanConfig, "profile": ProfileConfig, "kernels": KernelsConfig}[path[0]] if path else MemoConfig
+    sections: dict[str, type[_Section]] = {"plan": PlanConfig, "profile": ProfileConfig, "kernels": KernelsConfig}
+    return sections[path[0]] if path else MemoConfig
 
 
 _ALLOWED = {

@@ -19,6 +19,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from types import CodeType, ModuleType, TracebackType
+from typing import Any
 
 from ds_memo import prefix
 from ds_memo.errors import MemoConfigError
@@ -32,7 +33,7 @@ _LAUNCHERS_FLAGS = ("--local_rank", "--local-rank")
 def main() -> None:
     """What ``python -m ds_memo.run`` does."""
     # DeepSpeed's launcher puts its flag before what it takes to be arguments of a module; it is meant for the script.
-    words, flags = sys.argv[1:], []
+    words, flags = sys.argv[1:], list[str]()
     while words and words[0].partition("=")[0] in _LAUNCHERS_FLAGS:
         taken = 1 if "=" in words[0] else 2
         flags, words = flags + words[:taken], words[taken:]
@@ -75,7 +76,7 @@ def run_script(path: str, arguments: list[str]) -> None:
     sys.argv[:] = [path, *arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    main = ModuleType("__main__")
+    main: Any = ModuleType("__main__")
     main.__file__ = os.path.abspath(path)
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     _run_as_main(main, compile(source, main.__file__, "exec", dont_inherit=True))
@@ -85,18 +86,19 @@ def run_module(name: str, arguments: list[str]) -> None:
     """What the interpreter does with ``python -m name arguments``, in this process."""
     sys.argv[:] = ["-m", *arguments]  # until the module is found: packages above it may look
     try:
-        _, spec, code = runpy._get_module_details(name)  # as pdb does; runpy.run_module() takes __main__ away again
+        # As pdb does; runpy.run_module() takes __main__ away again.
+        _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
     except ImportError as error:
         print(f"ds_memo.run: {error}", file=sys.stderr)
         sys.exit(1)
     sys.argv[0] = spec.origin
-    main = ModuleType("__main__")
+    main: Any = ModuleType("__main__")
     main.__file__, main.__cached__ = spec.origin, spec.cached
     main.__loader__, main.__package__, main.__spec__ = spec.loader, spec.parent, spec
     _run_as_main(main, code)
 
 
-def _run_as_main(main: ModuleType, code: CodeType) -> None:
+def _run_as_main(main: Any, code: CodeType) -> None:
     main.__builtins__ = sys.modules["builtins"]
     main.__annotations__ = {}
     sys.modules["__main__"] = main  # and it stays: pickles, spawned workers and exit handlers look their names up here

@@ -28,7 +28,7 @@ def peak_flops(device_name: str) -> float | None:
     name = next((chip for word in words if (chip := _SAME_PEAK.get(word, word)) in hardware.names()), None)
     if "pcie" in words and name in _PCIE_PEAK:
         return _PCIE_PEAK[name]
-    return name and hardware.load(name).peak
+    return hardware.load(name).peak if name else None
 
 
 def sequence_flops(seq_length: int, parameters: int, layers: int, attention_width: int) -> float:

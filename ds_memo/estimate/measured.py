@@ -52,7 +52,7 @@ def _notes(question: Question, profile: Profile) -> Iterator[str]:
 def _kinds(key: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Of each kind of layer what says its hidden states; older profiles have one for all."""
     kinds = key.get("kinds")
-    found = [kind for kind in kinds if isinstance(kind, dict)] if isinstance(kinds, list) else []
+    found: list[Mapping[str, Any]] = [kind for kind in kinds if isinstance(kind, dict)] if isinstance(kinds, list) else []
     return found or [key]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
@@ -97,7 +98,7 @@ def _too_large(question: Question, layout: Layout, states: dict[str, float]) -> 
 
 def _frames(run: RunCosts, places: Places, alpha: float) -> int:
     """Bytes of the device that layers keep and reload: the peak, not counting what comes and goes inside a layer."""
-    nothing = dict.fromkeys(("working", "working_at_0", "working_without_attention"), Working())
+    nothing: dict[str, Any] = dict.fromkeys(("working", "working_at_0", "working_without_attention"), Working())
     return device_bytes(replace(run.each(lambda layer: replace(layer, **nothing)), working_bytes=0), places, alpha)
 
 

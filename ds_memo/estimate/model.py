@@ -107,9 +107,17 @@ class Model:
     @property
     def dense(self) -> Model:
         """A model of this one's dense layers alone."""
-        n = len(self.dense_layers)
-        plain = {"experts": 0, "experts_per_token": 0, "shared_ffn": 0, "shared_gate": False, "dense_layers": (), "dense_ffn": 0}
-        return replace(self, layers=n, ffn=self.dense_ffn, **plain)
+        return replace(
+            self,
+            layers=len(self.dense_layers),
+            ffn=self.dense_ffn,
+            experts=0,
+            experts_per_token=0,
+            shared_ffn=0,
+            shared_gate=False,
+            dense_layers=(),
+            dense_ffn=0,
+        )
 
     @property
     def parameters(self) -> int:

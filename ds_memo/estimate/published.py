@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.parts import FUSED_LOGIT_BYTES, LOGIT_BYTES, by_part, device_use, gathered_bytes, state_bytes, timed
@@ -23,11 +24,11 @@ def published(question: Question, costs: Costs) -> Estimate:
             return replace(plain, question=question, alpha=1.0, binding=f"everything fits without swapping: {plain.binding}")
     states, layers = state_bytes(costs), costs.layers(Costs.paper_layer)
     skeletal = costs.skeletal_bytes
-    working = {
+    activations: dict[str, dict[str, float]] = {
         "none": {"activations of all layers": sum(layer.plain_bytes for layer in layers)},
         "full_recompute": {"inputs of all layers": model.layers * costs.hidden_bytes, "one layer's activations": skeletal},
-    }.get(method, {"rounding buffers": 2 * skeletal})
-    working |= {
+    }
+    working = activations.get(method, {"rounding buffers": 2 * skeletal}) | {
         "gathered parameters": gathered_bytes(costs),
         "transients": costs.transient_bytes,
         "logits": costs.tokens * model.vocab * (FUSED_LOGIT_BYTES if costs.megatron else LOGIT_BYTES),
@@ -75,7 +76,7 @@ def _swapping(answer: Estimate, costs: Costs, layers: tuple[LayerCosts, ...]) ->
         binding = f"link: at alpha {alpha:g} a layer's copy takes as long as its forward"
     residents = frozenset(range(swapped, n))
     run, places = _run(question, costs, layers), Places(residents=residents)
-    more = {"alpha": alpha, "resident_layers": len(residents), "run": run, "places": places}
+    more: dict[str, Any] = {"alpha": alpha, "resident_layers": len(residents), "run": run, "places": places}
     return replace(answer, status=OK, binding=binding, host_bytes=host, **more)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from ds_memo.estimate.model import Model
 from ds_memo.estimate.tape import INPUT, Op, Tape, most_alive
@@ -61,7 +62,7 @@ def _norm(model: Model, name: str, reads: str, nbytes: float) -> Op:
     if model.fused or not model.rms:
         return Op(name, nbytes, (reads,), (reads,))
     if model.float_weights:
-        moved = {"moved": 20 * nbytes, "moved_back": 52 * nbytes}
+        moved: dict[str, Any] = {"moved": 20 * nbytes, "moved_back": 52 * nbytes}
         return Op(name, nbytes, (reads,), inner=4 * nbytes, temporary=2 * nbytes, back=8 * nbytes, **moved)
     moved = {"moved": 18 * nbytes, "moved_back": 46 * nbytes}
     return Op(name, nbytes, (reads,), inner=3 * nbytes, temporary=2 * nbytes, back=7 * nbytes, **moved)
@@ -82,9 +83,12 @@ def _attention(model: Model, into: str, width: float, kv: float) -> list[Op]:
         size = sizes[name]
         view = (("qkv", size),)
         rotated = Op(f"{name}_rotated", size, (used[name],), temporary=2 * size, back=2 * size, views=view)
-        several = {"moved": (12 if model.fused_qkv else 10) * size, "moved_back": (20 if model.fused_qkv else 16) * size}
-        one = {"temporary": 0.0, "back": 0.0}
-        ops.append(replace(rotated, **(one if model.fused else several)))
+        if model.fused:
+            rotated = replace(rotated, temporary=0.0, back=0.0)
+        else:  # several kernels
+            moved, moved_back = (12, 20) if model.fused_qkv else (10, 16)
+            rotated = replace(rotated, moved=moved * size, moved_back=moved_back * size)
+        ops.append(rotated)
         used[name] = f"{name}_rotated"
     reads = tuple(dict.fromkeys(used.values()))
     back = 2 * width + (2 * width if kv < width else 0)  # dq in float32; dk and dv of every head before groups are summed
@@ -126,7 +130,7 @@ def _mlp(model: Model, into: str, hidden: float, ffn: float) -> list[Op]:
 
 def _activation(model: Model, name: str, ffn: float, reads: str) -> Op:
     inner = 0.0 if model.fused else model.activation_saves * ffn
-    moved = {"moved": 6 * inner, "moved_back": 9 * inner} if inner else {}
+    moved: dict[str, Any] = {"moved": 6 * inner, "moved_back": 9 * inner} if inner else {}
     return Op(name, ffn, (reads,), (reads,), inner=inner, back=ffn if inner else 0.0, **moved)
 
 
@@ -155,7 +159,7 @@ def _experts(model: Model, into: str, hidden: float) -> list[Op]:
     ]
 
 
-def _expert_moves(model: Model, ffn: float) -> dict[str, float]:
+def _expert_moves(model: Model, ffn: float) -> dict[str, Any]:
     """Gate and up are halves of one tensor, whose gradients are put side by side."""
     return {"moved": 5 * ffn, "moved_back": 13 * ffn} if model.gated else {}
 

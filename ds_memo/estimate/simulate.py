@@ -99,7 +99,8 @@ class Extent:
         return self
 
 
-class VirtualKept(NamedTuple):
+@dataclass(slots=True)
+class VirtualKept:
     """In place of ds_memo.swap.frame.Kept."""
 
     index: int
@@ -151,9 +152,12 @@ def simulate(run: RunCosts, alpha: float, places: Places) -> Simulated:
         places: of the layers.
     """
     streams = VirtualStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
-    engine = VirtualEngine(streams, VirtualSlab(), device=None)
+    slab: Any = VirtualSlab()
+    engine = VirtualEngine(streams, slab, device=None)
     homes = places.homes(len(run.layers))
-    frames = [_forward(engine, i, layer, home, alpha) for i, (layer, home) in enumerate(zip(run.layers, homes, strict=True))]
+    frames = [
+        _forward(engine, streams, i, layer, home, alpha) for i, (layer, home) in enumerate(zip(run.layers, homes, strict=True))
+    ]
     streams.compute("head and loss", "head", -1, run.head_s)
     while frames:
         index, frame = len(frames) - 1, frames.pop()
@@ -171,8 +175,8 @@ def simulate(run: RunCosts, alpha: float, places: Places) -> Simulated:
     return Simulated(seconds, stalls[D2H], stalls[H2D], tuple(sorted(streams.spans, key=lambda span: span.begin)))
 
 
-def _forward(engine: SwapEngine, index: int, layer: LayerCosts, home: Home, alpha: float) -> Frame:
-    streams: VirtualStreams = engine.streams
+def _forward(engine: Any, streams: VirtualStreams, index: int, layer: LayerCosts, home: Home, alpha: float) -> Frame:
+    """What the engine is handed has no tensors, only their sizes."""
     frame = engine.begin(f"layer {index}", home.stays, index, ahead=not home.dropped)
     began = streams.now[COMPUTE]
     kept: list[tuple[Output, VirtualKept]] = []

@@ -254,8 +254,8 @@ class Addresses:
             kind, events, carried = self._kind, self._events, self._carried
         if not events or kind != self._kind:
             return None
-        forward, backward = {f"L{i}.f": n for i, n in forward.items()}, {f"L{i}.b": n for i, n in backward.items()}
-        return beside(events, carried, hidden_bytes, forward, backward)
+        ahead, back = {f"L{i}.f": n for i, n in forward.items()}, {f"L{i}.b": n for i, n in backward.items()}
+        return beside(events, carried, hidden_bytes, ahead, back)
 
     # ---- what the user says
 

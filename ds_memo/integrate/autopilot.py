@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -170,8 +170,8 @@ class Autopilot:
             except NothingFits as error:
                 nothing_fits = error
         mine = (looks, plain, -plain, nothing_fits is not None)
-        looks, most, minus_least, fails = greatest(mine, self._device)
-        if looks:
+        one_looks, most, minus_least, fails = greatest(mine, self._device)
+        if one_looks:
             return self._choose_together(look(), look, looked=True)
         if fails:
             self._refuse_together(nothing_fits)
@@ -323,9 +323,9 @@ class Autopilot:
         hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
         forward, between, backward = bytes_of_layers(passed.run, passed.homes.places, passed.homes.alpha)
         if calls == 1 and len(passed.run.layers) == len(passed.solved):
-            by_layer = (dict(zip(passed.solved, nbytes.tolist(), strict=True)) for nbytes in (forward, backward))
+            by_layer = [dict(zip(passed.solved, nbytes.tolist(), strict=True)) for nbytes in (forward, backward)]
         else:  # more than one call of each: it is not known which is which
-            by_layer = {}, {}
+            by_layer = [{}, {}]
         logged = addresses.beside(hidden_bytes, *by_layer) if addresses else None
         return self._budgets.see(logged, math.prod(passed.shape[:2]), between - arena)
 
@@ -347,6 +347,6 @@ class Autopilot:
         self.changes.append(f"{change}: copies reach {self._copies_at:.0%} of the profiled bandwidth")
 
 
-def _digest(calls: frozenset[int]) -> int:
+def _digest(calls: Collection[int]) -> int:
     """Ranks that solve for other layers (a tower that only some call) may have as many plain ones and not the same."""
     return zlib.crc32(repr(sorted(calls)).encode()) >> 1  # fits int32, with either sign

@@ -27,7 +27,7 @@ def redirect() -> None:
     for name in _NAMES:
         stock = getattr(checkpointing, name)
         if not hasattr(stock, "_before_ds_memo"):
-            ours = functools.wraps(stock)(functools.partial(_checkpoint, stock))
+            ours: Any = functools.wraps(stock)(functools.partial(_checkpoint, stock))
             ours._before_ds_memo = stock
             replace_in_modules(stock, ours)  # whoever imported it by name, too
 

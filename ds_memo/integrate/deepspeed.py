@@ -77,7 +77,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     global initialized
     initialized = True
     prefix.tell()
-    stock = _replaced or deepspeed.initialize
+    stock: Callable[..., Any] = _replaced or deepspeed.initialize
     call = inspect.signature(stock).bind(*args, **kwargs)
     asked = call.arguments
     section = _read_config(asked)

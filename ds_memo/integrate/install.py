@@ -77,7 +77,7 @@ class _Watch:
         finally:
             self._asking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenInstall(spec.loader)
+            spec.loader = _ThenInstall(spec.loader)  # type: ignore[assignment]
         return spec
 
 

@@ -140,7 +140,7 @@ def _scales_as_rms_norm(module: nn.Module) -> bool:
     eps = getattr(module, "variance_epsilon", None)
     if eps is None:
         return False
-    twin = type(module).__new__(type(module))
+    twin = object.__new__(type(module))
     nn.Module.__init__(twin)
     twin.__dict__.update({key: value for key, value in module.__dict__.items() if not key.startswith("_")})
     twin.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))

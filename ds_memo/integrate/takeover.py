@@ -130,7 +130,7 @@ class Ours:
 def _run_uncompiled() -> None:
     """Once there is something to run: this imports torch's compiler, which launchers can do without."""
     why = "ds_memo runs layers uncompiled: what happens in a compiled region cannot be kept or swapped"
-    Ours.__call__ = torch.compiler.disable(Ours.__call__, reason=why)
+    Ours.__call__ = torch.compiler.disable(Ours.__call__, reason=why)  # type: ignore[method-assign]
 
 
 def nothing(*args: Any) -> None:

@@ -215,14 +215,14 @@ class _Attention:
     def __call__(self, module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """query (b, heads, s / ranks, head size), and the rest of Hugging Face's attention interface."""
         self._calls += 1
-        key, value, mask, *args = args
+        key, value, mask, *rest = args
         length, window = query.shape[2] * self._ranks, kwargs.get("sliding_window")
         if window is not None and window < length and self._name in _MASKS_WINDOWS:
             raise MemoError(
                 f"{FIELD} {self._ranks}: the model attends to a window of {window} tokens of {length}, which "
                 f'attn_implementation="{self._name}" knows from its mask alone, and Ulysses drops that. Use "flash_attention_2".'
             )
-        return self._of_shape(query, key)(module, query, key, value, self._mask(mask), *args, **kwargs)
+        return self._of_shape(query, key)(module, query, key, value, self._mask(mask), *rest, **kwargs)
 
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Without position_ids the model would number each part's tokens from 0, and train on that without a word."""

@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 
 MASK = (1 << 64) - 1
+NO_WALL = MASK  # higher than any
 
 
 class OutOfNodes(Exception):
@@ -194,7 +195,7 @@ class Search:
                             why |= self.cone[q]
                         # Nothing to rest on, or the gap would hold a buffer that could as well be dropped into it.
                         gap = height - self.floor[s]
-                        if height == float("inf") or any(
+                        if height == NO_WALL or any(
                             s <= self.first[i] and self.last[i] <= e and self.size[i] <= gap for i in items
                         ):
                             return why
@@ -205,8 +206,8 @@ class Search:
                 s = e + 1
         return None
 
-    def wall(self, s: int, first: int, last: int) -> float | int:
-        return self.floor[s] if first <= s <= last and self.count[s] else float("inf")
+    def wall(self, s: int, first: int, last: int) -> int:
+        return self.floor[s] if first <= s <= last and self.count[s] else NO_WALL
 
     def bound(self, s: int) -> int | None:
         """Stacks what is left of section s, each buffer not below its release: where does it end at the earliest?"""

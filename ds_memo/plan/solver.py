@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 from ds_memo.errors import MemoWarning
 from ds_memo.plan import greedy, milp, verify
@@ -62,7 +61,7 @@ class _Run:
         self.began = time.monotonic()
         self.bound = lower_bound(buffers)
         self.offsets: list[Offset] = []
-        self.peak: float = inf
+        self.peak = sum(buffer.size for buffer in buffers) + 1  # worse than any plan
         self.method = "none"
         self.notes: list[str] = []
 
@@ -132,7 +131,8 @@ def fit(
     scaled, unit = problem.scaled()
     room, base = capacity // unit, lower_bound(problem.buffers)
     offsets, order = greedy.portfolio(scaled.buffers, began + seconds / 4, began + seconds / 2, room)
-    method, notes = f"greedy ({order})", ()
+    method = f"greedy ({order})"
+    notes: tuple[str, ...] = ()
     if peak(scaled.buffers, offsets) > room:
         if solver == "greedy":
             return None

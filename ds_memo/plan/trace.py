@@ -92,7 +92,7 @@ class Trace:
     def shape(self, phase: int, home: dict[str, tuple[int, int]]) -> tuple:
         """A phase's requests without run-specific ids: mallocs by size, frees by (phases back, k of the malloc)."""
         at = self.phases[phase]
-        out = []
+        out: list[int | tuple[int, int]] = []
         for request in self.requests[at.first : at.end]:
             if request.size is not None:
                 out.append(request.size)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from textwrap import shorten
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,12 @@ def greatest(mine: Sequence[int], device: torch.device) -> list[int]:
     if world_size() > 1:
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return numbers.tolist()
+
+
+class Do(Protocol):
+    """`together` or `alone`."""
+
+    def __call__(self, what: Callable[[], T]) -> T: ...
 
 
 def together(what: Callable[[], T]) -> T:

@@ -33,7 +33,7 @@ class LayerCall:
 
     def __init__(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         if isinstance(fn, partial):
-            fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+            args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
         self.layer = layer
         self._fn = fn
         self._args = args

@@ -196,7 +196,7 @@ def summary(profile: Profile, model: Path, length: int) -> str:
 
 def _kind(kind: LayerProfile, batch: int, length: int) -> list[str]:
     longest = kind.taken[-1]
-    rows = [("tokens", "forward", "backward", "replay", "")]
+    rows: list[tuple[str, ...]] = [("tokens", "forward", "backward", "replay", "")]
     for sample in kind.taken:
         note = f"check: {kind.off():.1%} off the lines" if sample is kind.check else ""
         rows.append((f"{sample.length:,}", *map(_time, (sample.forward_s, sample.backward_s, sample.replay_s)), note))

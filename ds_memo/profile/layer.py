@@ -25,7 +25,7 @@ from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Recipe
-from ds_memo.solve.costs import Output
+from ds_memo.solve.costs import Output, OutputKind
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.pool import HostPool
@@ -124,6 +124,9 @@ class _Fixed:
 
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         raise AssertionError("no rows are swapped in a profile")
+
+    def has_room(self, nbytes: int) -> bool:
+        raise AssertionError("nothing goes to the host in a profile")
 
 
 class _Watched(SwapEngine):
@@ -247,6 +250,7 @@ class _Bench:
 def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output, ...], float]:
     """What is kept, in the order of birth, and the seconds of the GEMMs that alpha splits."""
     outputs = [Output("input", 1, kept.stored_bytes, 0.0) for kept in full.inputs if kept]
+    kind: OutputKind
     gemm_s = 0.0
     for index, (op, at_zero) in enumerate(zip(full.ops, none.ops, strict=True)):
         timed = index < len(watch.seconds)

@@ -21,10 +21,14 @@ from ds_memo.plan.trace import Request as TraceRequest
 class Event(Protocol):
     """One event of the op's log; see ds_memo.ops.allocator.Request."""
 
-    kind: str
-    phase: str | None
-    id: int
-    size: int
+    @property
+    def kind(self) -> str: ...
+    @property
+    def phase(self) -> str | None: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
 
 class Visit(NamedTuple):
@@ -82,8 +86,8 @@ class RequestLog:
             escapees: include the other escapees, never freed; they are left out otherwise.
         """
         frees: dict[Place, list[str]] = defaultdict(list)
-        for v, visit in enumerate(self.deaths):
-            for k, place in enumerate(visit):
+        for v, places in enumerate(self.deaths):
+            for k, place in enumerate(places):
                 if place != NEVER:
                     frees[place].append(f"{v}:{k}")
         requests: list[TraceRequest] = []

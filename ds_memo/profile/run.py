@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 import ds_memo
 from ds_memo.errors import MemoError
-from ds_memo.profile.agree import Failed, from_all_ranks, most_careful, together, world_size
+from ds_memo.profile.agree import Do, Failed, from_all_ranks, most_careful, together, world_size
 from ds_memo.profile.bandwidth import CopyBench
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.device_memory import device_budget, device_seen
@@ -37,7 +37,6 @@ from ds_memo.swap.host_memory import ranks_on_node, seen
 from ds_memo.swap.protocol import D2H, H2D
 from ds_memo.units import GIB
 
-T = TypeVar("T")
 LONGEST = 1 << 14
 """Tokens of the longest sequence that `fit` runs; kernels are as fast as they get long before."""
 WIDTHS = 4
@@ -184,7 +183,7 @@ def measure_kinds(
     asked: Asked,
     warn: Callable[[str], None],
     told: Callable[[str], None] = lambda line: None,
-    do: Callable[[Callable[[], T]], T] = together,
+    do: Do = together,
 ) -> tuple[LayerProfile, ...]:
     """Measure the layers, not the copies.
 
@@ -214,7 +213,7 @@ def _measure_kind(
     kind: int,
     warn: Callable[[str], None],
     told: Callable[[str], None],
-    do: Callable[[Callable[[], T]], T],
+    do: Do,
 ) -> LayerProfile:
     call, name = asked.calls[kind], asked.calls[kind].layer.name
     module = call.layer.module()
@@ -229,7 +228,7 @@ def _measure_kind(
             if asked.method == "unified" and len(samples) == 2:
                 alike = len(samples[0].outputs) == len(samples[1].outputs)  # else experts that no token of the shorter visits
                 short = LayerProfile(name, tuple(samples if alike else samples[1:]))
-                do(lambda short=short, length=length: _refuse_too_long(short, call.batch, length, asked.free()))
+                do(partial(_refuse_too_long, short, call.batch, length, asked))
             sample = do(partial(measure, call, length, asked.device, asked.attention, source))
             samples.append(replace(sample, **{of: getattr(sample, of) + gathered for of in DEVICE_BYTES}))
             told(
@@ -288,9 +287,9 @@ def _refuse_gathering(name: str, needed: int, free: int) -> None:
         raise MemoError(f"layer {name} has {needed / GIB:.3g} GiB of parameters, {free / GIB:.3g} GiB of the device are free")
 
 
-def _refuse_too_long(profile: LayerProfile, batch: int, length: int, free: int) -> None:
+def _refuse_too_long(profile: LayerProfile, batch: int, length: int, asked: Asked) -> None:
     costs = profile.costs(batch, length)
-    needed = costs.working.backward + costs.frame_bytes
+    needed, free = costs.working.backward + costs.frame_bytes, asked.free()
     if needed > free:
         raise MemoError(
             f'memo.profile.method: "unified" runs one layer at full length, which needs {needed / GIB:.3g} GiB where '

@@ -158,7 +158,7 @@ class Remat:
     @contextmanager
     def instead(self, run: Callable[..., Any]) -> Iterator[None]:
         """Inside, every layer call goes to ``run(layer, fn, args, kwargs, preserve_rng_state)`` instead."""
-        self._run = run
+        self._run = run  # type: ignore[method-assign]
         try:
             yield
         finally:

@@ -87,7 +87,7 @@ def lift_keywords(
         to call with the same arguments in the replay, which sees dicts and lists as they were before the forward changed them.
     """
     if isinstance(fn, functools.partial):
-        fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+        args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
     lifted = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
     rest = {name: value for name, value in kwargs.items() if name not in lifted}
     positional, values = len(args), (*args, *(kwargs[name] for name in lifted))

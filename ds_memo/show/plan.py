@@ -45,7 +45,7 @@ def _split(plan: Plan) -> dict[str, list[Slot]]:
 
 def _labelled(plan: Plan, end: int) -> set[int]:
     """The phases whose names can be drawn without running into each other."""
-    chosen, last = set(), -end
+    chosen, last = set(), -float(end)
     for number, phase in enumerate(plan.phases):
         middle = (phase.first + phase.end) / 2
         if phase.end > phase.first and middle - last > end / 75:

@@ -10,7 +10,7 @@ def paper_alpha(
     bandwidth: float,
     layer_forward_s: float,
     layers: int,
-    host_bytes: int,
+    host_bytes: float,
 ) -> float | None:
     """The largest alpha with which a layer's copy hides behind one layer's forward and all of them fit the host.
 

@@ -39,7 +39,7 @@ def budget_bytes(host_memory_gib: float | None, ranks_on_node: int, locked: bool
         held: bytes that each rank holds already, of what is to be budgeted.
     """
     free = available_bytes(held=held * ranks_on_node)
-    limit = memlock_limit() if locked else None
+    limit: float | None = memlock_limit() if locked else None
     if host_memory_gib is None:
         node = max(0, free - promised * ranks_on_node) * (1 - RESERVE)
         limit = limit and limit * (1 - RESERVE)
