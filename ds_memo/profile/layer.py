@@ -153,7 +153,7 @@ class _Bench:
         self._fn, self._args, self._leaves = fn, args, leaves
         self._device = device
         self._policy = _Fixed()
-        self._engine = _Watched(streams_for(device), HostSlab(0, HostPool(pinned=False)), device)
+        self._engine = _Watched(streams_for(device), HostSlab(0, HostPool(device)), device)
         self._remat = Remat(self._engine, self._policy, lambda message: None, attention)
 
     def close(self) -> None:

@@ -21,7 +21,6 @@ from threading import Lock, RLock, Thread, current_thread
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.numa import node_of
 from ds_memo.swap.pool import HostPool, Range, Refused
 from ds_memo.swap.segments import PAGE
 from ds_memo.units import GIB, round_up
@@ -257,7 +256,7 @@ def shared_pool(host_memory_gib: float | None, device: torch.device) -> HostPool
     """The pool that all models of this process on one device share that are configured with the same memo.host_memory_gib."""
     pool = _pools.get((host_memory_gib, device))
     if pool is None:
-        pool = _pools[host_memory_gib, device] = HostPool(device.type == "cuda", node_of(device), device)
+        pool = _pools[host_memory_gib, device] = HostPool(device)
     return pool
 
 
