@@ -135,7 +135,7 @@ def test_what_a_model_that_was_let_go_held_is_lent_again(monkeypatch):
     """Not before the copies of its streams are over."""
     finished = []
     real = streams.finish_abandoned
-    monkeypatch.setattr("ds_memo.swap.pool.finish_abandoned", lambda device: finished.append(1) or real())
+    monkeypatch.setattr("ds_memo.swap.pool.finish_abandoned", lambda device: finished.append(1) or real(device))
     first, second = two()
     block = first.take(10 * PAGE, "x")
     first.itself = first, block
@@ -146,13 +146,24 @@ def test_what_a_model_that_was_let_go_held_is_lent_again(monkeypatch):
     assert second.take(10 * PAGE, "y").nbytes == second.size == second.pool.used and finished == [1]
 
 
+def test_a_pool_of_the_cpu_does_not_wait_for_cuda(monkeypatch):
+    """Which another model of the process may use: no copies of this pool are there."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    pool = HostPool(CPU)
+    lost = HostSlab(10 * PAGE, pool)
+    lost.itself = lost, lost.take(PAGE, "x")
+    del lost
+    gc.collect()
+    assert HostSlab(10 * PAGE, pool).take(10 * PAGE, "y").nbytes == pool.used
+
+
 def test_copies_that_nobody_waits_for_end_before_memory_is_lent_again():
     there = streams.ThreadStreams()
     slow = torch.zeros(1)
     there._queues[streams.D2H].put((time.sleep, 0.2))
     there.copy(streams.D2H, slow, torch.ones(1))
     del there
-    streams.finish_abandoned()
+    streams.finish_abandoned(CPU)
     assert slow.item() == 1
 
 
