@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap import slab as slab_module
-from ds_memo.swap import streams
+from ds_memo.swap import sharing, streams
 from ds_memo.swap.pool import HostPool
 from ds_memo.swap.segments import PAGE
-from ds_memo.swap.slab import Block, HostSlab, promised_bytes, shared_pool
+from ds_memo.swap.sharing import promised_bytes, shared_pool
+from ds_memo.swap.slab import Block, HostSlab
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -28,8 +28,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
-    monkeypatch.setattr(slab_module, "_open", weakref.WeakSet())
-    monkeypatch.setattr(slab_module, "_pools", weakref.WeakValueDictionary())
+    monkeypatch.setattr(sharing, "_open", weakref.WeakSet())
+    monkeypatch.setattr(sharing, "_pools", weakref.WeakValueDictionary())
 
 
 def two(first: int = 10, second: int = 10) -> tuple[HostSlab, HostSlab]:
@@ -272,7 +272,7 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
 def test_what_is_configured_has_no_part():
     """Whoever can do with less has what it leaves."""
     first, second = two()
-    first.fixed = True
+    first.needs = 0
     block = first.take(7 * PAGE, "x")
     second.pass_begins()
     assert (first.part, second.part) == (10 * PAGE, 3 * PAGE) and second.claim() == 3 * PAGE
@@ -321,7 +321,7 @@ def test_who_is_left_has_the_part_of_one_that_is_gone(end: str):
 
 def test_who_is_left_has_what_a_configured_one_held():
     first, second = two()
-    first.fixed = True
+    first.needs = 0
     block = first.take(7 * PAGE, "x")
     second.pass_begins()
     assert second.part == 3 * PAGE
