@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from ds_memo.remat import keep
-from ds_memo.remat.call import Call, as_tuple, detached, noticing_draws, storage_of
+from ds_memo.remat.call import Call, as_tuple, detached, needs_right_operands, noticing_draws, storage_of
 from ds_memo.remat.functions import refused
 from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import NotingMode, under_a_checkpoint
@@ -124,7 +124,7 @@ class Analyse(NotingMode):
             return self._run_whole(kind, func, args, kwargs, sources)
         if kind is OpKind.MUTATES:
             sources = self._about_to_write(func, args, kwargs, sources, fresh)
-        if keep.looks_at_values(func, args, kwargs):
+        if needs_right_operands(kind, func, args, kwargs, lambda: self._older):
             self.seen.wanted |= sources
             self._choose_from(self._made_of_all(keep.chooses_by(func, args)))
         if func in keep.SOFTMAX:
@@ -201,8 +201,6 @@ class Analyse(NotingMode):
             self._sources[storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)
         for tensor in written:
             self._made(tensor, sources)
-            if storage_of(tensor) in self._older:  # running statistics, say: each replay writes there too
-                self.seen.wanted |= sources
         return sources
 
     def _choose_from(self, sources: int) -> None:

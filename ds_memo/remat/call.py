@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ds_memo.remat import keep
+from ds_memo.remat.keep import OpKind
 from ds_memo.remat.recipe import Recipe, Whole
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
@@ -65,6 +68,18 @@ class Call:
         if self.frame.state != "ready":
             self.engine.bring_back(self.frame)
         return self.frame.tensor(self.recipe.inputs[position])
+
+
+def needs_right_operands(kind: OpKind, func: Any, args: tuple, kwargs: dict[str, Any], older: Callable[[], Set[int]]) -> bool:
+    """Whether a replay needs the op's operands to be right, whatever is saved of what it makes: it looks at their values, or
+    writes to memory of before the call, as running statistics, where what a replay writes stays.
+
+    Args:
+        older: returns that memory's storages.
+    """
+    if keep.looks_at_values(func, args, kwargs):
+        return True
+    return kind is OpKind.MUTATES and any(storage_of(tensor) in older() for tensor in keep.written_tensors(func, args, kwargs))
 
 
 def noticing_draws(device: torch.device, func: Any, args: tuple, kwargs: dict) -> tuple[Any, torch.Tensor | None]:
