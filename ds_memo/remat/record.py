@@ -76,9 +76,7 @@ class Record(NotingMode):
             del self._left_out[storage_of(args[0])]  # a dropout mask: empty_like(left-out product).bernoulli_()
             return self._dispatch(kind, func, args, kwargs)
         listed = kind is not OpKind.PLAIN and kind is not OpKind.MUTATES  # by the recipe, so its output is no more made of these
-        if needs_right_operands(kind, func, args, kwargs, self._storages_before) or (
-            kind is OpKind.GEMM and self._computes_next()
-        ):
+        if needs_right_operands(kind, func, args, kwargs, self._storages_before) or (listed and self._computes_next()):
             self._leave()
         out = self._dispatch(kind, func, args, kwargs)
         if not listed:
