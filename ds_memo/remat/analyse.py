@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from ds_memo.remat import keep
-from ds_memo.remat.call import Call, as_tuple, detached, needs_right_operands, noticing_draws, storage_of
+from ds_memo.remat.call import Call, as_tuple, detached, needs_right_operands, noticing_draws, storage_of, tensor_leaves
 from ds_memo.remat.functions import refused
 from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import NotingMode, under_a_checkpoint
@@ -209,7 +208,7 @@ class Analyse(NotingMode):
 
     def _follow_weights(self, func: Any, args: tuple, out: Any) -> None:
         """Count batched products with weights, and follow weights through what is made of them alone."""
-        storages = [storage_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        storages = [storage_of(tensor) for tensor in tensor_leaves(args)]
         if func in keep.BATCHED:
             if any(storage in self._weights or self._holds_a_parameter(storage) for storage in storages):
                 self.seen.unkept.batched_flops += keep.gemm_flops(func, args, out)
@@ -260,16 +259,15 @@ class Analyse(NotingMode):
 
     def _made_of_all(self, *trees: Any) -> int:
         sources = 0
-        for leaf in tree_leaves(trees):
-            if isinstance(leaf, torch.Tensor):
-                sources |= self._made_of(leaf)
+        for tensor in tensor_leaves(trees):
+            sources |= self._made_of(tensor)
         return sources
 
     def _made(self, out: Any, sources: int) -> None:
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and (storage := storage_of(leaf)):
+        for tensor in tensor_leaves(out):
+            if storage := storage_of(tensor):
                 if storage not in self._sources:
-                    self._alive.append(StorageWeakRef(leaf.untyped_storage()))
+                    self._alive.append(StorageWeakRef(tensor.untyped_storage()))
                 self._sources[storage] = self._sources.get(storage, 0) | sources
 
     def _about_to_change(self, tensor: torch.Tensor) -> None:

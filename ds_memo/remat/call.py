@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ds_memo.remat import keep
 from ds_memo.remat.keep import OpKind
@@ -100,6 +101,10 @@ def generator_of(device: torch.device) -> torch.Generator:
 def storage_of(tensor: torch.Tensor) -> int:
     """What tells the tensor's memory from all other that is alive, whichever views look at it; 0: it has no storage (sparse)."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+
+
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def as_tuple(out: Any) -> tuple[Any, ...]:

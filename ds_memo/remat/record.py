@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from ds_memo.remat import keep
-from ds_memo.remat.call import Call, as_tuple, needs_right_operands, noticing_draws, storage_of
+from ds_memo.remat.call import Call, as_tuple, needs_right_operands, noticing_draws, storage_of, tensor_leaves
 from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import NotingMode
 from ds_memo.remat.recipe import Gemm, Whole
@@ -106,9 +105,9 @@ class Record(NotingMode):
         return self._older
 
     def _leave_out(self, made: Any) -> None:
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, torch.Tensor) and (storage := storage_of(leaf)) and storage not in self._left_out:
-                self._left_out[storage] = StorageWeakRef(leaf.untyped_storage())
+        for tensor in tensor_leaves(made):
+            if (storage := storage_of(tensor)) and storage not in self._left_out:
+                self._left_out[storage] = StorageWeakRef(tensor.untyped_storage())
 
     def _dispatch(self, kind: OpKind, func: Any, args: tuple, kwargs: dict) -> Any:
         if kind is OpKind.MUTATES:
