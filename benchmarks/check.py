@@ -47,7 +47,6 @@ from benchmarks.environment import environment
 from benchmarks.noise import distance, noise
 from benchmarks.timing import clear, seconds
 from benchmarks.workloads import batch, build, dtype_of, gpt_shape, loss_of
-from ds_memo.swap.numa import node_of
 from ds_memo.swap.pool import HostPool
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, streams_for
@@ -190,7 +189,7 @@ def stored_and_live(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 def link(device: torch.device, gib: float) -> dict[str, Any]:
     """GB/s of a large copy from and to the slab, each direction alone and both at once."""
     nbytes = int(gib * GIB)
-    slab, streams = HostSlab(2 * nbytes + 8192, HostPool(device.type == "cuda", node_of(device))), streams_for(device)
+    slab, streams = HostSlab(2 * nbytes + 8192, HostPool(device)), streams_for(device)
     blocks = [slab.take(nbytes, "the link test") for _ in range(2)]
     there, back_from = (block.pieces[0].memory[:nbytes] for block in blocks)  # of one piece: the slab is new
     tensors = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ds_memo.estimate import hardware
+from ds_memo.remat.functions import BesideCompiled
 
 aten = torch.ops.aten
 _FORWARD = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention}
@@ -70,18 +70,8 @@ class Clock:
         self._emulator.emulated_work(torch.cuda.current_stream().cuda_stream, seconds)
 
 
-class Costs(TorchDispatchMode):
+class Costs(BesideCompiled):
     """Every op takes its time on the stream that it was launched on."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

@@ -35,7 +35,6 @@ from ds_memo.solve.paper import paper_alpha
 from ds_memo.solve.places import spread
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept, Layout
-from ds_memo.swap.numa import node_of
 from ds_memo.swap.pool import HostPool
 from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import streams_for
@@ -145,7 +144,7 @@ class PaperMemo:
         layer_forward_s: float = 0.0,
         planned: bool = False,
     ) -> None:
-        self.slab = HostSlab(host_bytes, HostPool(device.type == "cuda", node_of(device)))
+        self.slab = HostSlab(host_bytes, HostPool(device))
         self.engine = SwapEngine(streams_for(device), self.slab, device)
         self.alpha, self.ranks = alpha, ranks
         self._hides = bandwidth, layer_forward_s

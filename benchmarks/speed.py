@@ -224,7 +224,7 @@ def show(point: dict[str, Any]) -> None:
 def make_budget(run: results.Run, device: torch.device, host_gib: float | None, device_gib: float | None = None) -> Budget:
     """What cannot be had or measured is a failure, and none at all for the rivals."""
     host = run.attempt("host memory", host_memory.budget, host_gib, device) or 0
-    rate = run.attempt("link", lambda: measure_bandwidth(device, device.type == "cuda", min(host, GIB))[0]) or 0.0
+    rate = run.attempt("link", lambda: measure_bandwidth(device, min(host, GIB))[0]) or 0.0
     device_bytes = None if device_gib is None else int(device_gib * GIB)
     return Budget(device, host, device_bytes=device_bytes, bandwidth=rate)
 

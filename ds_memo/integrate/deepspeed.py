@@ -8,10 +8,8 @@ import inspect
 import os
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from types import MethodType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import deepspeed
@@ -27,6 +25,7 @@ from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.integrate import checkpointing, conflicts, install, kernels, ulysses
 from ds_memo.integrate.attach import attach_model, check_residents, refuse_attached, take_from_engine
+from ds_memo.integrate.following import follow
 from ds_memo.integrate.layers import find_layers
 from ds_memo.integrate.memo import Memo
 from ds_memo.integrate.names import Taken, other_holders, replace_in_modules, restore
@@ -183,96 +182,9 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
         memo.keep_pace()
     if _replaced:
         memo.on_first_step(_say_what_moved)
-    memo.expect_steps(_weakly(engine.is_gradient_accumulation_boundary))
-    take_step = engine._take_model_step
-
-    itself = weakref.ref(engine)
-    in_step = False
-
-    @contextmanager
-    def step(is_applied: Callable[[], bool]) -> Iterator[None]:
-        """Tell of a step, and nothing of one inside it."""
-        nonlocal in_step
-        if in_step:
-            yield
-            return
-        memo.step_begins()
-        in_step = True
-        try:
-            yield
-        finally:
-            in_step = False
-        memo.stepped(is_applied())
-
-    @functools.wraps(take_step)
-    def take_step_and_tell(*args: Any, **kwargs: Any) -> Any:
-        running = itself()
-        with step(running.was_step_applied):
-            result = take_step(*args, **kwargs)
-        if running.monitor.enabled and running.global_rank == 0:
-            running.monitor.write_events(memo.events(running.global_samples))
-        return result
-
-    backward = engine.backward
-
-    @functools.wraps(backward)
-    def backward_and_explain(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return backward(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            memo.ran_out()
-            raise
-
-    reduce = engine._backward_epilogue
-
-    @functools.wraps(reduce)
-    def tell_and_reduce(*args: Any, **kwargs: Any) -> Any:
-        with memo.reduction():
-            return reduce(*args, **kwargs)
-
-    destroy = engine.destroy
-
-    @functools.wraps(destroy)
-    def detach_and_destroy(*args: Any, **kwargs: Any) -> Any:
-        if itself() is not None:  # who calls has the engine; when it is collected, on whatever thread, only stock's part is done
-            memo.detach()
-        return destroy(*args, **kwargs)
-
-    replaced = {
-        "_take_model_step": take_step_and_tell,
-        "backward": backward_and_explain,
-        "_backward_epilogue": tell_and_reduce,
-        "destroy": detach_and_destroy,
-    }
-    vars(engine).update(replaced)
-    memo.on_detach(functools.partial(_give_methods_back, itself, tuple(replaced)))  # attached models must keep no engine
-    memo.on_detach(_follow_optimizer(engine.optimizer, step))
+    follow(engine, memo)
     engine.memo = memo
     return memo
-
-
-def _follow_optimizer(optimizer: Any, step: Callable[[Callable[[], bool]], AbstractContextManager]) -> Callable[[], None]:
-    """Take its steps inside ``step(is_applied)``: Lightning's Fabric steps an engine's optimizer and leaves the engine out.
-
-    Returns:
-        What gives it back as it was.
-    """
-    take_step, own = optimizer.step, {name: value for name, value in vars(optimizer).items() if name == "step"}
-
-    @functools.wraps(take_step)
-    def take_step_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with step(lambda: not getattr(self, "overflow", False)):
-            return take_step(*args, **kwargs)
-
-    vars(optimizer)["step"] = MethodType(take_step_and_tell, optimizer)  # torch's schedulers ask for its __func__
-    itself = weakref.ref(optimizer)
-
-    def give_back() -> None:
-        if (target := itself()) is not None:
-            vars(target).pop("step", None)
-            vars(target).update(own)
-
-    return give_back
 
 
 def _say_what_moved(memo: Memo) -> None:
@@ -310,22 +222,6 @@ def _smallest(number: int, device: torch.device) -> int:
     smallest = torch.tensor(number, device=device)
     torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN)
     return int(smallest)
-
-
-def _weakly(boundary: Callable[[], bool]) -> Callable[[], bool]:
-    method = weakref.WeakMethod(boundary)  # attached models must not keep engines alive
-
-    def ask() -> bool:
-        live = method()
-        return live is not None and bool(live())
-
-    return ask
-
-
-def _give_methods_back(engine: weakref.ref, replaced: Iterable[str]) -> None:
-    if (target := engine()) is not None:
-        for name in replaced:
-            vars(target).pop(name, None)
 
 
 def _read_config(asked: dict[str, Any]) -> dict[str, Any]:

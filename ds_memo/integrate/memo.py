@@ -38,7 +38,8 @@ from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_memory import budget_bytes, ranks_on_node
 from ds_memo.swap.phases import Phases
 from ds_memo.swap.segments import memlock_binds
-from ds_memo.swap.slab import HostSlab, promised_bytes, shared_pool
+from ds_memo.swap.sharing import promised_bytes, shared_pool
+from ds_memo.swap.slab import HostSlab
 from ds_memo.swap.streams import streams_for
 from ds_memo.units import GIB
 
@@ -76,7 +77,8 @@ class Memo:
         self.decisions = Decisions(config, self.layers, self.slab, self.calls, self.warn)
         self.remat = Remat(self.engine, self.decisions, self.warn, config.attention)
         self.autopilot = self._make_autopilot()
-        self.slab.fixed = self.autopilot is None
+        if self.autopilot is None:
+            self.slab.needs = 0
         self.addresses = self._make_addresses(device)
         if self.autopilot:
             self.autopilot.sees_head = self.addresses is not None

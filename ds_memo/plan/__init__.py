@@ -7,7 +7,8 @@ solver, is imported here.
 
 | file | subject |
 |---|---|
-| trace.py | requests, phases, tensors; repeating a profiled layer |
+| trace.py | requests, phases, tensors |
+| repeat.py | a trace of more layers than were profiled |
 | formats.py, snapshot.py | text traces, MiniMalloc CSV, plan JSON; PyTorch memory snapshots |
 | dsa.py | buffers, lifespans, lower bound, sections |
 | greedy.py, search.py, milp.py | three ways to place buffers |

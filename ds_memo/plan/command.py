@@ -14,10 +14,11 @@ from ds_memo.plan.bilevel import Plan, plan_trace
 from ds_memo.plan.dsa import lower_bound
 from ds_memo.plan.errors import PlanError
 from ds_memo.plan.formats import plan_to_json, read_csv, read_trace, write_csv
+from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.simulate import simulate
 from ds_memo.plan.snapshot import read_snapshot
 from ds_memo.plan.solver import SOLVERS, fit, solve
-from ds_memo.plan.trace import Trace, repeat_layer
+from ds_memo.plan.trace import Trace
 
 INPUT_ERRORS = (PlanError,)
 

@@ -12,7 +12,6 @@ import time
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.numa import node_of
 from ds_memo.swap.pool import HostPool
 from ds_memo.swap.segments import PAGE
 from ds_memo.swap.slab import Block, HostSlab
@@ -30,7 +29,6 @@ class CopyBench:
     """Memory on both sides and the streams between them. To be closed.
 
     Args:
-        pinned: lock the host block, as training will.
         budget: bytes of the host this rank may use; the block is made smaller to fit, down to a page, which is always taken.
         chunk: bytes of one copy.
 
@@ -38,9 +36,9 @@ class CopyBench:
         MemoError: the system refuses even a page.
     """
 
-    def __init__(self, device: torch.device, pinned: bool, budget: int, chunk: int = CHUNK) -> None:
+    def __init__(self, device: torch.device, budget: int, chunk: int = CHUNK) -> None:
         self._device = device
-        self._slab = HostSlab(max(PAGE, min(chunk, budget) // PAGE * PAGE), HostPool(pinned, node_of(device), device))
+        self._slab = HostSlab(max(PAGE, min(chunk, budget) // PAGE * PAGE), HostPool(device))
         self._block = _largest(self._slab)
         self.chunk = self._block.nbytes
         try:
@@ -95,9 +93,9 @@ def _largest(slab: HostSlab) -> Block:
             nbytes //= 2
 
 
-def measure_bandwidth(device: torch.device, pinned: bool, budget: int, chunk: int = CHUNK) -> tuple[float, float]:
+def measure_bandwidth(device: torch.device, budget: int, chunk: int = CHUNK) -> tuple[float, float]:
     """Bytes a second to and from the host, of this rank alone. See :class:`CopyBench`."""
-    bench = CopyBench(device, pinned, budget, chunk)
+    bench = CopyBench(device, budget, chunk)
     try:
         return bench.rate(D2H), bench.rate(H2D)
     finally:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ds_memo.errors import MemoError
 from ds_memo.profile.lengths import HiddenShape
 from ds_memo.profile.whole import whole
+from ds_memo.remat.call import tensor_leaves
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.random_states import forked
@@ -38,9 +39,7 @@ class LayerCall:
         self._fn = fn
         self._args = args
         self._kwargs = kwargs
-        self.hidden = next(
-            (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()), None
-        )
+        self.hidden = next((x for x in tensor_leaves((args, kwargs)) if x.is_floating_point()), None)
         if self.hidden is None or self.hidden.dim() < 2:
             raise MemoError(f"layer {layer.name} takes no hidden states (batch, length, …) that a profile could vary")
 
@@ -85,7 +84,7 @@ class LayerCall:
         return [[names.get(n, n) for n in x.shape] + [str(x.dtype)] for x in self._other_tensors() if x.dim() > 1]
 
     def _other_tensors(self) -> Iterator[torch.Tensor]:
-        return (x for x in tree_leaves((self._args, self._kwargs)) if isinstance(x, torch.Tensor) and x is not self.hidden)
+        return (x for x in tensor_leaves((self._args, self._kwargs)) if x is not self.hidden)
 
     @property
     def trains(self) -> bool:

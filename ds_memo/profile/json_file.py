@@ -7,7 +7,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from ds_memo.errors import MemoError
-from ds_memo.profile.sample import OUTPUT_KINDS, LayerProfile, LayerSample, Profile
+from ds_memo.profile.at_length import OUTPUT_KINDS
+from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
 from ds_memo.solve.costs import Output
 
 FORMAT = 3

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ds_memo.errors import MemoError
 from ds_memo.profile.call import LayerCall, beside_the_training
 from ds_memo.profile.live import bytes_made
 from ds_memo.profile.sample import LayerSample
 from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
+from ds_memo.remat.call import tensor_leaves
 from ds_memo.remat.checkpoint import Layer, Remat, Setting
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Recipe
@@ -156,7 +156,7 @@ class _Bench:
         self._fn, self._args, self._leaves = fn, args, leaves
         self._device = device
         self._policy = _Fixed()
-        self._engine = _Watched(streams_for(device), HostSlab(0, HostPool(pinned=False)), device)
+        self._engine = _Watched(streams_for(device), HostSlab(0, HostPool(device)), device)
         self._remat = Remat(self._engine, self._policy, lambda message: None, attention)
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class _Bench:
     def forward(self, setting: Setting) -> list[torch.Tensor]:
         self._policy.setting_now = setting
         out = self._remat.run(self._layer, self._fn, *self._args)
-        return [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        return [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]
 
     def backward(self, outputs: list[torch.Tensor]) -> None:
         torch.autograd.grad(outputs, self._leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
@@ -226,9 +226,7 @@ class _Bench:
         """Bytes that autograd saves, without parameters, buffers and arguments that other layers share."""
         module = self._layer.module()
         own = (*module.parameters(), *module.buffers())
-        shared = [
-            x for x in tree_leaves((self._args, self._fn.keywords if isinstance(self._fn, partial) else ())) if torch.is_tensor(x)
-        ]
+        shared = tensor_leaves((self._args, self._fn.keywords if isinstance(self._fn, partial) else ()))
         known = {x.untyped_storage().data_ptr() for x in (*own, *shared) if x is not self._leaves[0]}
         saved: dict[int, torch.UntypedStorage] = {}
 

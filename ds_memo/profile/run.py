@@ -275,7 +275,7 @@ def _profile(name: str, method: str, samples: list[LayerSample], warn: Callable[
 def _copy_bench(asked: Asked) -> Iterator[CopyBench]:
     benches: list[CopyBench] = []
     try:
-        together(lambda: benches.append(CopyBench(asked.device, asked.device.type == "cuda", asked.host_budget)))
+        together(lambda: benches.append(CopyBench(asked.device, asked.host_budget)))
         yield benches[0]
     finally:
         for bench in benches:

@@ -1,24 +1,14 @@
-"""What is measured of a run, as plain data: samples of layers at a few lengths, and bandwidths. No torch.
-
-How a layer is carried over from the measured lengths to others, for t tokens in sequences of s:
-
-bytes kept, times    a + b·t; but attention's time is b·t + c·t·s. Two samples give the lines; a third, longer one checks them.
-                     One sample alone gives lines through the origin
-an encoder           a layer that attends to an encoder's states also keeps and takes something for each token of those. One more
-                     sample with half of them (`half_source`) says how much
-most bytes at once   the largest of several such lines (with few tokens gradients of weights are most of it, with many tokens
-                     activations), so the longest two samples give it
-"""
+"""What is measured of a run, as plain data: samples of layers at a few lengths, and bandwidths. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
-from ds_memo.solve.costs import LayerCosts, Output, OutputKind, RunCosts, Working
+from ds_memo.profile.at_length import OUTPUT_KINDS, AtLength
+from ds_memo.solve.costs import LayerCosts, Output, RunCosts
 
 DEVICE_BYTES = (
     "working_bytes",
@@ -28,7 +18,6 @@ DEVICE_BYTES = (
     "forward_bytes_at_0",
 )
 """Fields of a sample: what the layer needs of the device beside what is kept."""
-OUTPUT_KINDS = get_args(OutputKind)
 _OFF = 0.25
 """How far, relative, the check may be from the lines before they are not trusted."""
 
@@ -79,9 +68,6 @@ class LayerSample:
         return self.batch * self.length
 
 
-Measured = Callable[[LayerSample], float]
-
-
 @dataclass(frozen=True)
 class LayerProfile:
     """One kind of layer at several lengths."""
@@ -101,69 +87,8 @@ class LayerProfile:
         return self.samples if self.check is None else (*self.samples, self.check)
 
     def costs(self, batch: int, length: int, source: int = 0, spread: float = 1.0) -> LayerCosts:
-        """The layer at any length.
-
-        Args:
-            source: tokens of each sequence that it attends to beside its own; 0: as many as its own.
-            spread: how many times more ranks share a sequence than did in the profile. Under Ulysses a rank has all tokens of
-                some heads in attention, and some tokens of all heads elsewhere: attention's c·t·s is of the whole sequence.
-        """
-        tokens, beside = batch * length, batch * (source or length)
-        pairs = tokens * (source or length)
-
-        def line(of: Measured, samples: Sequence[LayerSample] = self.samples) -> float:
-            each = self._for_each(of, lambda sample: sample.batch * sample.source)
-            own = [(s.tokens, max(0.0, of(s) - each * s.batch * s.source)) for s in samples]
-            return _line(own, tokens) + each * beside
-
-        def attention(of: Measured) -> float:
-            each = self._for_each(of, lambda sample: sample.tokens * sample.source)
-            own = [(s.tokens, s.length, max(0.0, of(s) - each * s.tokens * s.source)) for s in self.samples]
-            return _attention(own, tokens, spread * length) + each * pairs
-
-        def nbytes(of: Measured) -> int:
-            return round(line(of))
-
-        def held(name: str, *frame: OutputKind) -> int:
-            if self.half_source is None:
-                return math.ceil(line(lambda sample: getattr(sample, name), self.taken[-2:]))
-            samples = (*self.taken, self.half_source)
-            rays = [(s.tokens, s.batch * s.source, getattr(s, name) + _nbytes(s.outputs, frame)) for s in samples]
-            return max(0, math.ceil(_at_most(rays, tokens, beside)) - _nbytes(outputs, frame))
-
-        attention_s = attention(lambda sample: sample.attention_s)
-        rest_s = line(lambda sample: sample.forward_s - sample.attention_s)
-        latest = self.samples[-1]
-        forward_s, outputs = rest_s + attention_s, []
-        of_attention = [output.born for output in latest.outputs if output.kind == "attention"]
-        for index, output in enumerate(latest.outputs):
-            rows, row_bytes = nbytes(lambda sample, i=index: sample.outputs[i].rows), output.row_bytes
-            if output.kind != "gemm":  # never split: how its bytes fall into rows does not matter
-                rows, row_bytes = 1, nbytes(lambda sample, i=index: sample.outputs[i].nbytes)
-            # Attention, which grows faster than the rest, moves what comes before it to the front, and what comes after it back.
-            behind = sum(born <= output.born for born in of_attention) / max(1, len(of_attention))
-            rest = line(lambda s, i=index, share=behind: s.outputs[i].born * s.forward_s - share * s.attention_s)
-            born = (rest + behind * attention_s) / forward_s if forward_s else 1.0
-            outputs.append(Output(output.kind, rows, row_bytes, min(1.0, max(0.0, born))))
-        backward_s = line(lambda sample: sample.backward_s - sample.attention_backward_s)
-        at_0 = held("forward_bytes_at_0")
-        return LayerCosts(
-            outputs=tuple(outputs),
-            forward_s=forward_s,
-            backward_s=backward_s + attention(lambda sample: sample.attention_backward_s),
-            replay_s=line(lambda sample: sample.replay_s),
-            gemm_s=line(lambda sample: sample.gemm_s),
-            attention_s=attention_s,
-            plain_bytes=nbytes(lambda sample: sample.plain_bytes),
-            working=Working(held("forward_bytes"), held("working_bytes", *OUTPUT_KINDS)),
-            working_at_0=Working(at_0, held("working_bytes_at_0", "input", "attention", "choice")),
-            working_without_attention=Working(at_0, held("working_bytes_without_attention", "input", "choice")),
-        )
-
-    def _for_each(self, of: Measured, size: Measured) -> float:
-        """How much `of` grows with each unit of `size` that a larger source brings; 0 without `half_source`."""
-        whole, half = self.taken[-1], self.half_source
-        return max(0.0, of(whole) - of(half)) / (size(whole) - size(half)) if half else 0.0
+        """The layer at any length; see :class:`AtLength`."""
+        return AtLength(self, batch, length, source, spread).costs()
 
     def off(self) -> float:
         """How far the check is from the lines: the relative error of the seconds, or inf if a size is off by more than 1 %."""
@@ -246,41 +171,3 @@ class Profile:
             for mine, theirs in zip(self.layers, later.layers, strict=True)
         )
         return replace(self, kinds=(*self.kinds, *later.kinds), layers=layers)
-
-
-def _line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """a + b·x at x, through one or two points (x, y), with a, b ≥ 0: noise must not make a longer sequence cheaper, or a short
-    one free."""
-    (x1, y1), (x2, y2) = points[0], points[-1]
-    slope = (y2 - y1) / (x2 - x1) if x2 > x1 else math.inf
-    if not 0 <= slope <= y2 / x2:
-        slope = y2 / x2
-    return max(0.0, y2 + slope * (x - x2))
-
-
-def _at_most(rays: Sequence[tuple[float, float, float]], x: float, y: float) -> float:
-    """An upper bound at (x, y) of a function that is known at a few points (x, y, value), sorted by x / y.
-
-    The function is a maximum of linear ones, so it is convex and scales with its arguments. (x, y) is written as a sum of
-    multiples of the two points on either side; the same sum of their values is no less than the function there.
-    """
-    if x * rays[0][1] <= rays[0][0] * y:
-        return rays[0][2] * y / rays[0][1]
-    for (x1, y1, z1), (x2, y2, z2) in pairwise(rays):
-        if x * y2 <= x2 * y:
-            area = x2 * y1 - x1 * y2
-            return (z1 * (x2 * y - x * y2) + z2 * (x * y1 - x1 * y)) / area
-    return rays[-1][2] * x / rays[-1][0]
-
-
-def _nbytes(outputs: Sequence[Output], kinds: Sequence[OutputKind]) -> int:
-    return sum(output.nbytes for output in outputs if output.kind in kinds)
-
-
-def _attention(points: Sequence[tuple[float, float, float]], tokens: float, length: float) -> float:
-    """b·t + c·t·s at these tokens and length, through one or two points (t, s, y), with b, c ≥ 0."""
-    (t1, s1, y1), (t2, s2, y2) = points[0], points[-1]
-    whole = y2 / (t2 * s2)
-    per_pair = (y2 / t2 - y1 / t1) / (s2 - s1) if s2 > s1 else whole
-    per_pair = min(max(0.0, per_pair), whole)
-    return tokens * (y2 / t2 - per_pair * s2) + per_pair * tokens * length

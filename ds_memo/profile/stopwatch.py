@@ -29,8 +29,6 @@ def seconds_between(start: Any, end: Any) -> float:
 class Stopwatch(SeesFunctions):
     """Time the GEMMs, attention and choices of a layer's forward, and attention in its backward."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from ds_memo.remat import keep
-from ds_memo.remat.call import Call, as_tuple, detached, noticing_draws, storage_of
+from ds_memo.remat.call import Call, as_tuple, detached, needs_right_operands, noticing_draws, storage_of, tensor_leaves
 from ds_memo.remat.functions import refused
 from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import NotingMode, under_a_checkpoint
@@ -124,7 +123,7 @@ class Analyse(NotingMode):
             return self._run_whole(kind, func, args, kwargs, sources)
         if kind is OpKind.MUTATES:
             sources = self._about_to_write(func, args, kwargs, sources, fresh)
-        if keep.looks_at_values(func, args, kwargs):
+        if needs_right_operands(kind, func, args, kwargs, lambda: self._older):
             self.seen.wanted |= sources
             self._choose_from(self._made_of_all(keep.chooses_by(func, args)))
         if func in keep.SOFTMAX:
@@ -201,8 +200,6 @@ class Analyse(NotingMode):
             self._sources[storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)
         for tensor in written:
             self._made(tensor, sources)
-            if storage_of(tensor) in self._older:  # running statistics, say: each replay writes there too
-                self.seen.wanted |= sources
         return sources
 
     def _choose_from(self, sources: int) -> None:
@@ -211,7 +208,7 @@ class Analyse(NotingMode):
 
     def _follow_weights(self, func: Any, args: tuple, out: Any) -> None:
         """Count batched products with weights, and follow weights through what is made of them alone."""
-        storages = [storage_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        storages = [storage_of(tensor) for tensor in tensor_leaves(args)]
         if func in keep.BATCHED:
             if any(storage in self._weights or self._holds_a_parameter(storage) for storage in storages):
                 self.seen.unkept.batched_flops += keep.gemm_flops(func, args, out)
@@ -262,16 +259,15 @@ class Analyse(NotingMode):
 
     def _made_of_all(self, *trees: Any) -> int:
         sources = 0
-        for leaf in tree_leaves(trees):
-            if isinstance(leaf, torch.Tensor):
-                sources |= self._made_of(leaf)
+        for tensor in tensor_leaves(trees):
+            sources |= self._made_of(tensor)
         return sources
 
     def _made(self, out: Any, sources: int) -> None:
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and (storage := storage_of(leaf)):
+        for tensor in tensor_leaves(out):
+            if storage := storage_of(tensor):
                 if storage not in self._sources:
-                    self._alive.append(StorageWeakRef(leaf.untyped_storage()))
+                    self._alive.append(StorageWeakRef(tensor.untyped_storage()))
                 self._sources[storage] = self._sources.get(storage, 0) | sources
 
     def _about_to_change(self, tensor: torch.Tensor) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from ds_memo.remat import keep
+from ds_memo.remat.keep import OpKind
 from ds_memo.remat.recipe import Recipe, Whole
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
@@ -67,6 +71,18 @@ class Call:
         return self.frame.tensor(self.recipe.inputs[position])
 
 
+def needs_right_operands(kind: OpKind, func: Any, args: tuple, kwargs: dict[str, Any], older: Callable[[], Set[int]]) -> bool:
+    """Whether a replay needs the op's operands to be right, whatever is saved of what it makes: it looks at their values, or
+    writes to memory of before the call, as running statistics, where what a replay writes stays.
+
+    Args:
+        older: returns that memory's storages.
+    """
+    if keep.looks_at_values(func, args, kwargs):
+        return True
+    return kind is OpKind.MUTATES and any(storage_of(tensor) in older() for tensor in keep.written_tensors(func, args, kwargs))
+
+
 def noticing_draws(device: torch.device, func: Any, args: tuple, kwargs: dict) -> tuple[Any, torch.Tensor | None]:
     """Run an op. Returns its output, and the generator's state after it if the op drew random numbers, else None."""
     generator = generator_of(device)
@@ -85,6 +101,10 @@ def generator_of(device: torch.device) -> torch.Generator:
 def storage_of(tensor: torch.Tensor) -> int:
     """What tells the tensor's memory from all other that is alive, whichever views look at it; 0: it has no storage (sparse)."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+
+
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def as_tuple(out: Any) -> tuple[Any, ...]:

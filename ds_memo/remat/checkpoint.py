@@ -13,14 +13,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _StopRecomputationError
 
 from ds_memo.errors import MemoError
 from ds_memo.remat.analyse import Analyse
-from ds_memo.remat.call import Call, Work
+from ds_memo.remat.call import Call, Work, tensor_leaves
 from ds_memo.remat.cautions import cautions
-from ds_memo.remat.inputs import Stays, lift_keywords, pack_followed, pack_watched, unpack
+from ds_memo.remat.inputs import Lifted, Stays, lift_keywords, pack_followed, pack_watched, unpack
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.random_states import as_now
 from ds_memo.remat.recipe import Recipe, Seen, SeenWhole, make_recipe
@@ -173,39 +172,26 @@ class Remat:
                 "no part in it. Leave that checkpoint out, or call ds_memo.checkpoint or deepspeed.checkpointing.checkpoint"
             )
             return fn(*args, **kwargs)
-        fn, args, keywords, again = lift_keywords(fn, args, kwargs)
+        lifted = lift_keywords(fn, args, kwargs)
         if self._sdpa is not None:
-            fn, again = (functools.partial(self._with_sdpa, layer, run) for run in (fn, again))
+            fn, again = (functools.partial(self._with_sdpa, layer, run) for run in (lifted.fn, lifted.again))
+            lifted = lifted._replace(fn=fn, again=again)
         setting = self.policy.setting(layer)
         if setting.checkpointed:
-            return self._run_checkpointed(layer, setting, fn, again, args, keywords, preserve_rng_state)
-        return self._run_plain(layer, fn, args) if setting.keeps_pace else fn(*args)
+            return self._run_checkpointed(layer, setting, lifted, preserve_rng_state)
+        return self._run_plain(layer, lifted) if setting.keeps_pace else lifted.fn(*lifted.args)
 
-    def _run_checkpointed(
-        self,
-        layer: Layer,
-        setting: Setting,
-        fn: Callable[..., Any],
-        again: Callable[..., Any],
-        args: tuple,
-        keywords: dict[str, Any],
-        preserve_rng_state: bool,
-    ) -> Any:
-        """
-        Args:
-            fn, again: what the forward and the replay call with `args`.
-            keywords: what both have bound already; see `lift_keywords`.
-        """
-        key = layer.kind_of_call(args, setting) if layer.module() is not None else None
+    def _run_checkpointed(self, layer: Layer, setting: Setting, lifted: Lifted, preserve_rng_state: bool) -> Any:
+        key = layer.kind_of_call(lifted.args, setting) if layer.module() is not None else None
         recipe = layer.recipes.get(key) if layer.follows_recipes else None
         if recipe is not None and not (setting.resident or self.policy.has_room(recipe.layout.host_bytes)):
-            return self._run_checkpointed(layer, FULL_RECOMPUTE, fn, again, args, keywords, preserve_rng_state)
+            return self._run_checkpointed(layer, FULL_RECOMPUTE, lifted, preserve_rng_state)
         # Attention is computed again only for want of memory: then nothing is reloaded before it is needed.
         frame = self.engine.begin(layer.name, setting.resident, layer.index, setting.keeps_attention)
         call = Call(self.engine, frame, recipe, self.work)
-        nested = [value for value in args if not isinstance(value, torch.Tensor)]
-        call.stays = [Stays(layer.name, leaf) for leaf in tree_leaves((nested, keywords)) if isinstance(leaf, torch.Tensor)]
-        givens = functools.partial(_givens, layer, (args, keywords))
+        nested = [value for value in lifted.args if not isinstance(value, torch.Tensor)]
+        call.stays = [Stays(layer.name, tensor) for tensor in tensor_leaves((nested, lifted.bound))]
+        givens = functools.partial(_givens, layer, (lifted.args, lifted.bound))
         if recipe is None:
             seen = Seen()
             finish = functools.partial(self._settle, layer, setting, key)
@@ -218,7 +204,7 @@ class Remat:
                 self.engine.adopt(frame, recipe.layout)
             # These hooks see the layer's inputs only: inside, torch's checkpoint puts its own on top.
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                out = _checkpoint(fn, again, args, preserve_rng_state, lambda: (mode, Replay(call)))
+                out = _checkpoint(lifted, preserve_rng_state, lambda: (mode, Replay(call)))
         except BaseException:
             self.engine.phases.interrupted()
             raise
@@ -228,23 +214,22 @@ class Remat:
         if recipe is not None and call.recipe is recipe:
             layer.times_left = 0
         if frame.device or call.loose:
-            for tensor in tree_leaves(out):  # whoever gets it may change it in place
-                if isinstance(tensor, torch.Tensor):
-                    call.about_to_change(tensor)
+            for tensor in tensor_leaves(out):  # whoever gets it may change it in place
+                call.about_to_change(tensor)
         self.engine.phases.layer_ends(layer.index)
         return out
 
-    def _run_plain(self, layer: Layer, fn: Callable[..., Any], args: tuple) -> Any:
+    def _run_plain(self, layer: Layer, lifted: Lifted) -> Any:
         """Call a plain layer with an empty frame, so that swapped frames below leave and come back as beside a resident layer."""
         frame = self.engine.begin(layer.name, True, layer.index)
         try:
-            out = fn(*args)
+            out = lifted.fn(*lifted.args)
         except BaseException:
             self.engine.phases.interrupted()
             self.engine.abort(frame)
             raise
         self.engine.end(frame)
-        if tensors := [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]:
+        if tensors := [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]:
             register_multi_grad_hook(tensors, lambda gradient: self._passes_by(frame), mode="any")
         self.engine.phases.layer_ends(layer.index)
         return out
@@ -318,26 +303,18 @@ class Remat:
                 ) from error
 
 
-def _checkpoint(
-    fn: Callable[..., Any],
-    again: Callable[..., Any],
-    args: tuple,
-    preserve_rng_state: bool,
-    context_fn: Callable[[], tuple],
-) -> Any:
+def _checkpoint(lifted: Lifted, preserve_rng_state: bool, context_fn: Callable[[], tuple]) -> Any:
     """torch.utils.checkpoint.checkpoint(use_reentrant=False), driven as torch.distributed._composable drives it.
-
-    `again` is what the replay calls in place of `fn`.
 
     Up to torch 2.11 the public function leaves the forward's contexts entered when `fn` raises, until the traceback is dropped.
     """
-    if preserve_rng_state:
-        again = as_now(again)
-    again = functools.partial(_until_stopped, again)
-    generator = _checkpoint_without_reentrant_generator(again, preserve_rng_state, context_fn, "default", False, True, *args)
+    again = functools.partial(_until_stopped, as_now(lifted.again) if preserve_rng_state else lifted.again)
+    generator = _checkpoint_without_reentrant_generator(
+        again, preserve_rng_state, context_fn, "default", False, True, *lifted.args
+    )
     next(generator)
     try:
-        out = fn(*args)
+        out = lifted.fn(*lifted.args)
     except BaseException as error:
         generator.throw(error)
         raise
@@ -373,4 +350,4 @@ def _givens(layer: Layer, arguments: Any) -> list[torch.Tensor]:
     """All tensors that exist before a layer call and that it can see: parameters, buffers, arguments."""
     module = layer.module()
     own = [*module.parameters(), *module.buffers()] if module is not None else []
-    return own + [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    return own + tensor_leaves(arguments)

@@ -51,7 +51,18 @@ def keep_whole(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class SeesFunctions(TorchDispatchMode, ABC):
+class BesideCompiled(TorchDispatchMode):
+    """A mode under which compiled functions stay compiled: what they compute does not come to it. By default a mode would have
+    them run op by op."""
+
+    supports_higher_order_operators = True  # they come as one op; else PyTorch would refuse them here
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class SeesFunctions(BesideCompiled, ABC):
     """A mode that functions which are kept whole tell of their calls; none of the ops inside come to it."""
 
     @abstractmethod

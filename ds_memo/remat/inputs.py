@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -77,15 +77,20 @@ def unpack(value: Any) -> torch.Tensor:
     return value.check() if isinstance(value, Stays) else value
 
 
-def lift_keywords(
-    fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple, dict[str, Any], Callable[..., Any]]:
-    """Make keyword tensors that need a gradient positional: torch's checkpoint shows saved-tensor hooks positional tensors only.
+class Lifted(NamedTuple):
+    """A call whose tensors that need a gradient are all positional."""
 
-    Returns:
-        A function, and the positional arguments to call it with in the forward; the keywords that it has bound; and the function
-        to call with the same arguments in the replay, which sees dicts and lists as they were before the forward changed them.
-    """
+    fn: Callable[..., Any]
+    """What the forward calls with `args`."""
+    again: Callable[..., Any]
+    """What the replay calls with them; it sees dicts and lists as they were before the forward changed them."""
+    args: tuple
+    bound: dict[str, Any]
+    """Keywords that both have bound."""
+
+
+def lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Lifted:
+    """Make keyword tensors that need a gradient positional: torch's checkpoint shows saved-tensor hooks no others."""
     if isinstance(fn, functools.partial):
         args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
     lifted = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
@@ -94,7 +99,7 @@ def lift_keywords(
     call = _with_keywords(fn, positional, lifted, rest)
     containers = {position: value for position, value in enumerate(args) if isinstance(value, (dict, list))}
     if not containers and not any(isinstance(value, (dict, list)) for value in rest.values()):
-        return call, values, rest, call
+        return Lifted(call, call, values, rest)
     # The layer may put something into a container that it was given, or take it out: the replay gets copies made before.
     as_now = tree_map(_same, (containers, rest))
 
@@ -103,7 +108,7 @@ def lift_keywords(
         own = [containers.get(position, value) for position, value in enumerate(values)]
         return _with_keywords(fn, positional, lifted, rest)(*own)
 
-    return call, values, rest, again
+    return Lifted(call, again, values, rest)
 
 
 def _with_keywords(fn: Callable[..., Any], positional: int, lifted: list[str], rest: dict[str, Any]) -> Callable[..., Any]:

@@ -53,16 +53,10 @@ def keep_dynamo_out() -> None:
 
 
 class Mode(SeesFunctions):
-    supports_higher_order_operators = True  # they come as one op; else PyTorch would refuse them here
-
     # Without this, every op would pass a wrapper that keeps dynamo out; keep_dynamo_out() does it once.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
 
 class NotingMode(Mode):

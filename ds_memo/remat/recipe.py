@@ -40,6 +40,11 @@ class Gemm:
     def rows(self) -> int:
         return self.kept.rows if self.kept else 0
 
+    @property
+    def computed_again(self) -> bool:
+        """The replay computes it, or some rows of it."""
+        return self.wanted and self.rows < self.shape[0]
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -52,6 +57,10 @@ class Whole:
     @property
     def is_attention(self) -> bool:
         return _is_attention(self.func)
+
+    @property
+    def computed_again(self) -> bool:
+        return self.kept is None
 
     def makes(self, outputs: tuple[Any, ...]) -> bool:
         """Whether the outputs are as foreseen."""

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from ds_memo.remat import keep
-from ds_memo.remat.call import Call, as_tuple, noticing_draws, storage_of
+from ds_memo.remat.call import Call, as_tuple, needs_right_operands, noticing_draws, storage_of, tensor_leaves
 from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import NotingMode
 from ds_memo.remat.recipe import Gemm, Whole
@@ -70,17 +69,16 @@ class Record(NotingMode):
     def _watch_left_out(self, kind: OpKind, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an op while there are left-out products, whose values the replay will not have: track what is made of them, and
         leave the recipe where something that the replay needs comes to depend on them."""
-        touched = self._reads_left_out(args) or (bool(kwargs) and self._reads_left_out(kwargs.values()))
-        if touched and (
-            keep.looks_at_values(func, args, kwargs)
-            or (kind is OpKind.GEMM and self._computes_next())
-            or (kind is OpKind.MUTATES and self._writes_to_older(func, args, kwargs))
-        ):
+        if not self._reads_left_out((*args, *kwargs.values())):
+            return self._dispatch(kind, func, args, kwargs)
+        if keep.overwrites_all(func, args) and not self._reads_left_out((*args[1:], *kwargs.values())):
+            del self._left_out[storage_of(args[0])]  # a dropout mask: empty_like(left-out product).bernoulli_()
+            return self._dispatch(kind, func, args, kwargs)
+        listed = kind is not OpKind.PLAIN and kind is not OpKind.MUTATES  # by the recipe, so its output is no more made of these
+        if needs_right_operands(kind, func, args, kwargs, self._storages_before) or (listed and self._computes_next()):
             self._leave()
         out = self._dispatch(kind, func, args, kwargs)
-        if touched and keep.overwrites_all(func, args) and not self._reads_left_out((*args[1:], *kwargs.values())):
-            self._left_out.pop(storage_of(args[0]), None)  # a dropout mask: empty_like(left-out product).bernoulli_()
-        elif touched and kind is not OpKind.GEMM and kind is not OpKind.ATTENTION and kind is not OpKind.CHOICE:
+        if not listed:
             self._leave_out(out)
             if kind is OpKind.MUTATES:
                 self._leave_out(keep.written_tensors(func, args, kwargs))
@@ -96,20 +94,20 @@ class Record(NotingMode):
         return False
 
     def _computes_next(self) -> bool:
-        """Whether the replay will compute rows of the product that comes next."""
-        op = self.call.recipe.ops[self._next] if self._next < len(self.call.recipe.ops) else None
-        return isinstance(op, Gemm) and op.wanted and op.rows < op.shape[0]
+        """Whether the replay will compute the op that comes next, or a part of it."""
+        ops = self.call.recipe.ops
+        return self._next < len(ops) and ops[self._next].computed_again
 
-    def _writes_to_older(self, func: Any, args: tuple, kwargs: dict) -> bool:
-        """Whether an op writes to memory that existed before the call: there, what a replay writes outlives it."""
+    def _storages_before(self) -> set[int]:
+        """Of tensors that existed before the call."""
         if self._older is None:
             self._older = {storage_of(tensor) for tensor in self._givens()}
-        return any(storage_of(tensor) in self._older for tensor in keep.written_tensors(func, args, kwargs))
+        return self._older
 
     def _leave_out(self, made: Any) -> None:
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, torch.Tensor) and (storage := storage_of(leaf)) and storage not in self._left_out:
-                self._left_out[storage] = StorageWeakRef(leaf.untyped_storage())
+        for tensor in tensor_leaves(made):
+            if (storage := storage_of(tensor)) and storage not in self._left_out:
+                self._left_out[storage] = StorageWeakRef(tensor.untyped_storage())
 
     def _dispatch(self, kind: OpKind, func: Any, args: tuple, kwargs: dict) -> Any:
         if kind is OpKind.MUTATES:

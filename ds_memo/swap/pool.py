@@ -24,7 +24,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.swap import segments
-from ds_memo.swap.numa import Node, on
+from ds_memo.swap.numa import node_of, on
 from ds_memo.swap.segments import Segment
 from ds_memo.swap.streams import finish_abandoned
 from ds_memo.units import GIB
@@ -53,15 +53,14 @@ class HostPool:
     """Lends ranges. It never holds more than the most that was lent at once.
 
     Args:
-        pinned: lock the memory for CUDA (cudaHostRegister).
-        node: the NUMA node that pinned memory should lie on; absent: wherever the thread happens to run.
-        device: the CUDA device that copies from and to it; absent: the current one.
+        device: that copies from and to it. For a CUDA device the memory is locked (cudaHostRegister).
     """
 
-    def __init__(self, pinned: bool, node: Node | None = None, device: torch.device | None = None) -> None:
-        self.pinned = pinned
-        self.node = node
+    def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.pinned = device.type == "cuda"
+        self.node = node_of(device)
+        """The NUMA node that locked memory should lie on; None: wherever the thread happens to run."""
         self.size = 0
         """Bytes held now, lent or free."""
         self.used = 0

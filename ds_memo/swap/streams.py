@@ -149,13 +149,9 @@ def _stop(
         work.put(None)
 
 
-def finish_abandoned(device: torch.device | None = None) -> None:
-    """Wait for the copies of streams that nobody has closed.
-
-    Args:
-        device: of CUDA streams; absent: the current one.
-    """
-    if torch.cuda.is_initialized():
+def finish_abandoned(device: torch.device) -> None:
+    """Wait for the copies from and to a device of streams that nobody has closed."""
+    if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.synchronize(device)
     while _ending:
         _ending.pop().join()

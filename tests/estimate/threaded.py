@@ -133,7 +133,8 @@ def measured_events(
     """Run it; events from the start of the step, and the streams."""
     run, alpha = configuration.run, configuration.alpha
     streams = ThrottledStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
-    engine = engine_class(streams, HostSlab(1 << 22, HostPool(pinned=False)), torch.device("cpu"))
+    cpu = torch.device("cpu")
+    engine = engine_class(streams, HostSlab(1 << 22, HostPool(cpu)), cpu)
     events = streams.events
     start = now = time.perf_counter()
 

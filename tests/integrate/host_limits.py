@@ -52,8 +52,13 @@ def lock_as_cuda_would(look: bool) -> None:
     """The slab of a CPU is not locked; here it is, past the same lines that ask CUDA to."""
     segments.pin = mlock
     torch.cuda.synchronize = lambda *args: None
-    real = pool.HostPool.__init__
-    pool.HostPool.__init__ = lambda self, pinned, *rest: real(self, True, *rest)
+    unlocked = pool.HostPool.__init__
+
+    def locked(self: pool.HostPool, device: torch.device) -> None:
+        unlocked(self, device)
+        self.pinned = True
+
+    pool.HostPool.__init__ = locked
     torch.cuda.current_stream = lambda *args: None
     budget = host_memory.budget_bytes
     memos.budget_bytes = lambda gib, ranks, _, *rest: budget(gib, ranks, look and segments.memlock_binds(), *rest)

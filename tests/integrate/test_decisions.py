@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
@@ -18,7 +19,7 @@ WHOLE, ROWS = 1 << 20, 1 << 22
 def decide(layers: int = 4, budget: int = 1 << 30, **config: object) -> tuple[Decisions, list[Layer]]:
     them = [Layer(index, f"layer {index}", None) for index in range(layers)]
     return Decisions(
-        MemoConfig(enabled=True, **config), them, HostSlab(budget, HostPool(pinned=False)), Calls(), pytest.fail
+        MemoConfig(enabled=True, **config), them, HostSlab(budget, HostPool(torch.device("cpu"))), Calls(), pytest.fail
     ), them
 
 

@@ -9,7 +9,8 @@ from ds_memo.plan.bilevel import Plan
 from ds_memo.plan.dsa import Buffer, Lifespan, Problem, lower_bound
 from ds_memo.plan.errors import TooLarge, TracesDiffer
 from ds_memo.plan.formats import make_trace, parse_trace
-from ds_memo.plan.trace import Request, Trace, repeat_layer
+from ds_memo.plan.repeat import repeat_layer
+from ds_memo.plan.trace import Request, Trace
 from tests.plan.instances import TRACES, a_second_at_most, dense
 
 LONG = [p for p in TRACES if "_L4_" in p.name]

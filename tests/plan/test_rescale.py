@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 from ds_memo.plan import plan_trace, read_trace, verify
 from ds_memo.plan.errors import BadSize, TracesDiffer
 from ds_memo.plan.formats import parse_trace
+from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.rescale import fit_sizes, rescale, sizes_at
-from ds_memo.plan.trace import Trace, repeat_layer
+from ds_memo.plan.trace import Trace
 from tests.plan.instances import TRACES
 from tests.plan.test_bilevel import traces
 

@@ -15,7 +15,7 @@ from ds_memo.errors import MemoError
 from ds_memo.profile import bandwidth
 from ds_memo.profile.bandwidth import CopyBench, measure_bandwidth
 from ds_memo.profile.live import LiveBytes
-from ds_memo.swap import segments, slab
+from ds_memo.swap import pool, segments, slab
 from ds_memo.swap.numa import Node
 from ds_memo.swap.protocol import D2H, H2D
 from ds_memo.swap.segments import PAGE
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_the_block_fits_the_budget(budget, chunk, expected):
-    bench = CopyBench(CPU, pinned=False, budget=budget, chunk=chunk)
+    bench = CopyBench(CPU, budget=budget, chunk=chunk)
     try:
         assert bench.chunk == expected == bench._slab.size
         assert bench.rate(D2H) > 0 and bench.rate(H2D) > 0
@@ -47,8 +47,8 @@ def test_it_lies_where_the_slab_of_training_does(monkeypatch):
     """On another NUMA node a copy would cross the link between the sockets."""
     nodes = []
     node = Node(0, frozenset(os.sched_getaffinity(0)))
-    monkeypatch.setattr(bandwidth, "node_of", lambda device: nodes.append(device) or node)
-    bench = CopyBench(CPU, pinned=False, budget=1 << 30, chunk=PAGE)
+    monkeypatch.setattr(pool, "node_of", lambda device: nodes.append(device) or node)
+    bench = CopyBench(CPU, budget=1 << 30, chunk=PAGE)
     bench.close()
     assert bench._slab.pool.node is node and nodes == [CPU]
 
@@ -56,12 +56,12 @@ def test_it_lies_where_the_slab_of_training_does(monkeypatch):
 def test_a_block_that_the_system_refuses_is_halved(monkeypatch):
     real = segments.map_pages
     monkeypatch.setattr(segments, "map_pages", lambda n: real(n) if n <= 1 << 18 else _no())
-    bench = CopyBench(CPU, pinned=False, budget=1 << 30, chunk=1 << 20)
+    bench = CopyBench(CPU, budget=1 << 30, chunk=1 << 20)
     assert bench.chunk == 1 << 18
     bench.close()
     monkeypatch.setattr(segments, "map_pages", lambda n: _no())
     with pytest.raises(MemoError, match="the bandwidth measurement needs"):
-        CopyBench(CPU, pinned=False, budget=1 << 30)
+        CopyBench(CPU, budget=1 << 30)
 
 
 def _no():
@@ -95,13 +95,13 @@ def test_each_direction_has_its_own_rate(monkeypatch):
     """Throttled links: what is found is what they let through."""
     Slow.RATE = {D2H: 40e6, H2D: 800e6}
     monkeypatch.setattr(bandwidth, "streams_for", lambda device: Slow())
-    d2h, h2d = measure_bandwidth(CPU, False, 1 << 30, chunk=1 << 16)
+    d2h, h2d = measure_bandwidth(CPU, 1 << 30, chunk=1 << 16)
     assert d2h <= 40e6 and h2d <= 800e6  # a sleep is never too short; how much too long is the machine's
     assert h2d > d2h
 
 
 def test_rates_are_measured_for_as_long_as_told_and_not_once():
-    bench = CopyBench(CPU, pinned=False, budget=1 << 30, chunk=1 << 16)
+    bench = CopyBench(CPU, budget=1 << 30, chunk=1 << 16)
     copied = []
     real = bench._copy
     bench._copy = lambda stream, times: copied.append(times) or real(stream, times)
@@ -123,9 +123,9 @@ def test_nothing_is_left(monkeypatch, fails):
     with LiveBytes() as count:
         if fails:
             with pytest.raises(MemoError):
-                measure_bandwidth(CPU, False, 1 << 30, chunk=1 << 16)
+                measure_bandwidth(CPU, 1 << 30, chunk=1 << 16)
         else:
-            measure_bandwidth(CPU, False, 1 << 30, chunk=1 << 16)
+            measure_bandwidth(CPU, 1 << 30, chunk=1 << 16)
     gc.collect()
     assert count.live == 0
     assert threading.active_count() == before

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_memo
 from ds_memo.profile import layer as layers
 from ds_memo.profile.call import LayerCall, beside_the_training
 from ds_memo.profile.layer import REPEATS, measure
 from ds_memo.profile.live import LiveBytes
+from ds_memo.profile.stopwatch import Stopwatch
 from ds_memo.remat.checkpoint import Layer
 from tests.models import HIDDEN, Block
 
@@ -45,6 +50,38 @@ def test_sizes_and_work_of_a_block(length: int, dtype: torch.dtype) -> None:
     assert sample.working_bytes > 2 * hidden
     assert 0 < sample.gemm_s <= sample.all_gemms_s and 0 < sample.attention_s <= sample.forward_s
     assert 0 < sample.attention_backward_s <= sample.backward_s and sample.replay_s > 0
+
+
+def unseen(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """A compiler whose kernels come to no mode, as inductor's do not."""
+
+    def run(*args: Any) -> Any:
+        with _disable_current_modes():
+            return graph(*args)
+
+    return make_boxed_func(run)
+
+
+class PartlyCompiled(nn.Module):
+    """A small product in a compiled function before a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 32 * HIDDEN)
+        self.compiled = torch.compile(lambda x: self.small(x).tanh(), backend=aot_autograd(fw_compiler=unseen))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(self.compiled(x)).relu()
+
+
+def test_products_of_compiled_functions_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe does not list them: their times would be taken for those of the products behind them."""
+    torch._dynamo.reset()
+    timed = []
+    read = Stopwatch.read
+    monkeypatch.setattr(Stopwatch, "read", lambda watch: read(watch) or timed.append(len(watch.seconds)))
+    sample = measure(call(PartlyCompiled()), LENGTH, CPU)
+    assert timed == [1] and sample.gemm_flops == 2 * TOKENS * HIDDEN * 32 * HIDDEN
 
 
 @pytest.mark.parametrize("batch", [1, BATCH])

@@ -291,6 +291,25 @@ def test_other_work_behind_the_same_ops(config: dict) -> None:
     compare_with_stock(toy(Switches), lambda model, number: step(model, BATCH, other=number % 2 == 1), config, steps=5)
 
 
+@pytest.mark.parametrize("whole", ["attention", "function"])
+def test_other_operands_of_attention_that_runs_again(whole: str) -> None:
+    """It is to look at the product that nothing saved depended on."""
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        x = x.unsqueeze(1)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1)
+
+    function = ds_memo.keep_whole(attend) if whole == "function" else attend
+
+    class Switches(Lines):
+        def forward(self, x: torch.Tensor, other: bool) -> torch.Tensor:
+            y, z = self.a(x), self.b(x)
+            return x + x * function((z if other else y).detach()) + y + z
+
+    config = {"ablation": "full_recompute"}
+    compare_with_stock(toy(Switches), lambda model, number: step(model, BATCH, other=number % 2 == 1), config, steps=5)
+
+
 @every_config
 def test_another_number_of_experts_per_token(config: dict) -> None:
     class Routes(Lines):

@@ -24,7 +24,7 @@ class Rig:
     pages: int = 1000
 
     def __post_init__(self) -> None:
-        self.slab = HostSlab(self.pages * PAGE, HostPool(pinned=False))
+        self.slab = HostSlab(self.pages * PAGE, HostPool(CPU))
         if hasattr(self.streams, "watch"):
             self.streams.watch(self.slab)
         self.engine = SwapEngine(self.streams, self.slab, CPU)

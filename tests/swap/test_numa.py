@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_memo.swap import numa, segments
+from ds_memo.swap import numa, pool, segments
 from ds_memo.swap.numa import Node, node_of, node_of_pci, on
 from ds_memo.swap.pool import HostPool
 from ds_memo.swap.segments import PAGE
@@ -96,7 +96,8 @@ def test_blocks_are_pinned_from_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(segments, "pin", lambda block: where.append(os.sched_getaffinity(0)))
     for node in (Node(1, frozenset({CPUS[-1]})), None):
-        host = HostSlab(4 * PAGE, HostPool(pinned=True, node=node))
+        monkeypatch.setattr(pool, "node_of", lambda device, node=node: node)
+        host = HostSlab(4 * PAGE, HostPool(torch.device("cuda", 0)))
         host.give(host.take(PAGE, "a layer"))
     assert where == [{CPUS[-1]}, set(CPUS)]
     assert os.sched_getaffinity(0) == set(CPUS)

@@ -16,25 +16,25 @@ import pytest
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap import slab as slab_module
-from ds_memo.swap import streams
+from ds_memo.swap import sharing, streams
 from ds_memo.swap.pool import HostPool
 from ds_memo.swap.segments import PAGE
-from ds_memo.swap.slab import Block, HostSlab, promised_bytes, shared_pool
+from ds_memo.swap.sharing import promised_bytes, shared_pool
+from ds_memo.swap.slab import Block, HostSlab
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
-    monkeypatch.setattr(slab_module, "_open", weakref.WeakSet())
-    monkeypatch.setattr(slab_module, "_pools", weakref.WeakValueDictionary())
+    monkeypatch.setattr(sharing, "_open", weakref.WeakSet())
+    monkeypatch.setattr(sharing, "_pools", weakref.WeakValueDictionary())
 
 
 def two(first: int = 10, second: int = 10) -> tuple[HostSlab, HostSlab]:
     """Slabs of one pool, with budgets of so many pages."""
-    pool = HostPool(pinned=False)
+    pool = HostPool(CPU)
     return HostSlab(first * PAGE, pool), HostSlab(second * PAGE, pool)
 
 
@@ -78,7 +78,7 @@ def test_together_each_has_its_part_from_then_on():
 
 def test_one_that_never_lends_has_no_part():
     """A reference model, which is only evaluated."""
-    pool = HostPool(pinned=False)
+    pool = HostPool(CPU)
     first, second, _reference = (HostSlab(10 * PAGE, pool) for _ in range(3))
     block = first.take(PAGE, "x")
     second.pass_begins()
@@ -88,7 +88,7 @@ def test_one_that_never_lends_has_no_part():
 
 def three_that_wait_together() -> tuple[list[HostSlab], list[Block]]:
     """Of 12 pages, each with one lent."""
-    pool = HostPool(pinned=False)
+    pool = HostPool(CPU)
     slabs, blocks = [HostSlab(12 * PAGE, pool) for _ in range(3)], []
     for slab in slabs:
         slab.pass_begins()
@@ -135,7 +135,7 @@ def test_what_a_model_that_was_let_go_held_is_lent_again(monkeypatch):
     """Not before the copies of its streams are over."""
     finished = []
     real = streams.finish_abandoned
-    monkeypatch.setattr("ds_memo.swap.pool.finish_abandoned", lambda device: finished.append(1) or real())
+    monkeypatch.setattr("ds_memo.swap.pool.finish_abandoned", lambda device: finished.append(1) or real(device))
     first, second = two()
     block = first.take(10 * PAGE, "x")
     first.itself = first, block
@@ -146,18 +146,29 @@ def test_what_a_model_that_was_let_go_held_is_lent_again(monkeypatch):
     assert second.take(10 * PAGE, "y").nbytes == second.size == second.pool.used and finished == [1]
 
 
+def test_a_pool_of_the_cpu_does_not_wait_for_cuda(monkeypatch):
+    """Which another model of the process may use: no copies of this pool are there."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    pool = HostPool(CPU)
+    lost = HostSlab(10 * PAGE, pool)
+    lost.itself = lost, lost.take(PAGE, "x")
+    del lost
+    gc.collect()
+    assert HostSlab(10 * PAGE, pool).take(10 * PAGE, "y").nbytes == pool.used
+
+
 def test_copies_that_nobody_waits_for_end_before_memory_is_lent_again():
     there = streams.ThreadStreams()
     slow = torch.zeros(1)
     there._queues[streams.D2H].put((time.sleep, 0.2))
     there.copy(streams.D2H, slow, torch.ones(1))
     del there
-    streams.finish_abandoned()
+    streams.finish_abandoned(CPU)
     assert slow.item() == 1
 
 
 def test_what_other_pools_may_still_take_is_promised():
-    host, other, dropped, mine = (HostSlab(pages * PAGE, HostPool(pinned=False)) for pages in (10, 5, 3, 7))
+    host, other, dropped, mine = (HostSlab(pages * PAGE, HostPool(CPU)) for pages in (10, 5, 3, 7))
     assert promised_bytes(mine.pool) == 18 * PAGE
     dropped.itself = dropped
     del dropped
@@ -184,6 +195,7 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
     """The one stream that is current, and a line for each wait for the device."""
     stream, calls = ["one"], []
     monkeypatch.setattr("ds_memo.swap.segments.pin", lambda segment: None)
+    monkeypatch.setattr("ds_memo.swap.pool.node_of", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("waited"))
     return stream, calls
@@ -193,10 +205,11 @@ def test_a_pool_waits_for_its_own_device(monkeypatch):
     """Which need not be the current one: a model may lie on another."""
     asked, there = set(), torch.device("cuda", 1)
     monkeypatch.setattr("ds_memo.swap.segments.pin", lambda segment: None)
+    monkeypatch.setattr("ds_memo.swap.pool.node_of", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for name in ("current_stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *device, name=name: asked.add((name, device)))
-    pool = HostPool(pinned=True, device=there)
+    pool = HostPool(there)
     lost = HostSlab(10 * PAGE, pool)
     lost.itself = lost, lost.take(PAGE, "x")
     del lost
@@ -210,7 +223,7 @@ def test_a_pool_waits_for_its_own_device(monkeypatch):
 def test_another_compute_stream_waits_for_everything(compute):
     """No event of it comes behind the copies that the last borrower's stream has ordered."""
     stream, calls = compute
-    slab = HostSlab(10 * PAGE, HostPool(pinned=True))
+    slab = HostSlab(10 * PAGE, HostPool(CUDA))
     slab.give(slab.take(PAGE, "x"))
     slab.give(slab.take(PAGE, "x"))
     assert calls == []
@@ -222,7 +235,7 @@ def test_another_compute_stream_waits_for_everything(compute):
 def test_a_stream_that_lent_before_waits_for_what_others_gave_back_since(compute):
     """Models on two streams, in turns: the second's next pass is on the stream that borrowed last."""
     stream, calls = compute
-    pool = HostPool(pinned=True)
+    pool = HostPool(CUDA)
     first, second = (HostSlab(10 * PAGE, pool) for _ in range(2))
     block = first.take(4 * PAGE, "x")
     stream[0] = "two"
@@ -240,7 +253,7 @@ def test_a_stream_that_lent_before_waits_for_what_others_gave_back_since(compute
 
 def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
     """Parts are of all together, also where the first had left nothing to the second."""
-    pool = HostPool(pinned=False)
+    pool = HostPool(CPU)
     slabs = [HostSlab(12 * PAGE, pool) for _ in range(3)]
     slabs[0].pass_begins()
     block = slabs[0].take(10 * PAGE, "x")
@@ -259,7 +272,7 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
 def test_what_is_configured_has_no_part():
     """Whoever can do with less has what it leaves."""
     first, second = two()
-    first.fixed = True
+    first.needs = 0
     block = first.take(7 * PAGE, "x")
     second.pass_begins()
     assert (first.part, second.part) == (10 * PAGE, 3 * PAGE) and second.claim() == 3 * PAGE
@@ -308,7 +321,7 @@ def test_who_is_left_has_the_part_of_one_that_is_gone(end: str):
 
 def test_who_is_left_has_what_a_configured_one_held():
     first, second = two()
-    first.fixed = True
+    first.needs = 0
     block = first.take(7 * PAGE, "x")
     second.pass_begins()
     assert second.part == 3 * PAGE
@@ -361,7 +374,7 @@ def test_a_forward_that_was_interrupted_claims_nothing_of_others(where: str):
 
 def test_threads_that_train_a_model_each_are_never_refused():
     """Whatever comes first: each takes no more than it was promised, and all together no more than the host has."""
-    pool, pages, failures, most = HostPool(pinned=False), 24, [], []
+    pool, pages, failures, most = HostPool(CPU), 24, [], []
     slabs = [HostSlab(pages * PAGE, pool) for _ in range(3)]
 
     def train(slab: HostSlab, random: Random) -> None:
@@ -394,7 +407,7 @@ def test_threads_that_train_a_model_each_are_never_refused():
 
 def test_blocks_are_counted_whoever_gives_them_back():
     """A thread whose model's pass begins gives dead frames of another thread's model back."""
-    slab, given = HostSlab(1000 * PAGE, HostPool(pinned=False)), queue.SimpleQueue()
+    slab, given = HostSlab(1000 * PAGE, HostPool(CPU)), queue.SimpleQueue()
 
     def give_back() -> None:
         while (block := given.get()) is not None:
@@ -418,7 +431,7 @@ def test_blocks_are_counted_whoever_gives_them_back():
 
 def test_a_block_that_was_found_again_is_given_back_once():
     """By a thread that had it from a dead frame, when the slab has taken it back already."""
-    slab = HostSlab(10 * PAGE, HostPool(pinned=False))
+    slab = HostSlab(10 * PAGE, HostPool(CPU))
     lost, kept = slab.take(4 * PAGE, "x"), slab.take(PAGE, "y")
     for block in slab.lent:
         if block is not kept:
@@ -432,7 +445,7 @@ def test_a_block_that_was_found_again_is_given_back_once():
 
 def test_frames_in_reference_cycles_do_not_refuse_a_pass():
     """As those of a pass that raised, with its traceback."""
-    slab, graves = HostSlab(10 * PAGE, HostPool(pinned=False)), []
+    slab, graves = HostSlab(10 * PAGE, HostPool(CPU)), []
 
     class Frame:
         def __init__(self) -> None:

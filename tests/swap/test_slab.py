@@ -18,9 +18,11 @@ from ds_memo.swap.segments import PAGE, Segment, map_pages
 from ds_memo.swap.slab import Block, HostSlab
 from ds_memo.units import GIB
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
 
 def slab(pages: int = 100) -> HostSlab:
-    return HostSlab(pages * PAGE, HostPool(pinned=False))
+    return HostSlab(pages * PAGE, HostPool(CPU))
 
 
 def fill(block: Block, value: int) -> None:
@@ -45,6 +47,7 @@ class System:
         self._segments: list[weakref.ref[Segment]] = []
         monkeypatch.setattr(segments, "map_pages", self._map)
         monkeypatch.setattr(segments, "pin", self._pin)
+        monkeypatch.setattr("ds_memo.swap.pool.node_of", lambda device: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "synchronize", self._synchronize)
 
@@ -159,7 +162,7 @@ def test_the_whole_budget_can_be_lent():
 
 
 def test_too_little_says_who_needs_what_in_gib():
-    host = HostSlab(3 * GIB, HostPool(pinned=False))
+    host = HostSlab(3 * GIB, HostPool(CPU))
     host.take(2 * GIB, "frame model.layers.0")  # mapped, never touched
     with pytest.raises(MemoError) as caught:
         host.take(int(1.5 * GIB), "frame model.layers.1")
@@ -199,7 +202,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["take", "take", "give"]), st.integer
 def test_whatever_fits_the_budget_is_lent_and_no_more_is_held(budget, steps):
     with pytest.MonkeyPatch.context() as patch:
         system = System(patch, limit=budget)
-        host = HostSlab(budget, HostPool(pinned=True))
+        host = HostSlab(budget, HostPool(CUDA))
         lent: list[tuple[int, Block]] = []
         for number, (what, amount) in enumerate(steps):
             if what == "give" and lent:
@@ -232,7 +235,7 @@ def test_whatever_fits_the_budget_is_lent_and_no_more_is_held(budget, steps):
 def test_lengths_that_change_do_not_lock_anew(monkeypatch, lengths):
     """Frames of so many pages in a stack, as training takes and gives them."""
     system = System(monkeypatch)
-    host, frames = HostSlab(1 << 40, HostPool(pinned=True)), 8
+    host, frames = HostSlab(1 << 40, HostPool(CUDA)), 8
     draw = random.Random(0)
     pieces, step_bytes = [], []
     for step in range(120):
@@ -251,7 +254,7 @@ def test_lengths_that_change_do_not_lock_anew(monkeypatch, lengths):
 def test_what_is_replaced_was_synchronized_with(monkeypatch):
     """A copy may still read the idle segments that a new one takes the place of."""
     system = System(monkeypatch)
-    host = HostSlab(1 << 40, HostPool(pinned=True))
+    host = HostSlab(1 << 40, HostPool(CUDA))
     for block in [host.take(PAGE, "short") for _ in range(5)]:
         host.give(block)
     del block

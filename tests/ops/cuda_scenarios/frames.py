@@ -45,7 +45,7 @@ def split_blocks_are_joined() -> None:
 @scenario
 def a_frame_goes_to_the_host_and_back() -> None:
     """Every copy behind an event of the stream that made or freed its memory, through host memory that is locked."""
-    slab, streams = HostSlab(64 * MIB, HostPool(pinned=True)), CudaStreams(DEVICE)
+    slab, streams = HostSlab(64 * MIB, HostPool(DEVICE)), CudaStreams(DEVICE)
     engine = SwapEngine(streams, slab, DEVICE)
     tensors = [write(torch.empty(4, MIB, dtype=torch.uint8, device=DEVICE), value) for value in (3, 5)]
     layout = Layout()

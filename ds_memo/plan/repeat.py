@@ -1,0 +1,115 @@
+"""A trace of more layers than were profiled: layer 1 is repeated, as the paper profiles one layer and reuses it for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ds_memo.plan.errors import TracesDiffer
+from ds_memo.plan.trace import LAYER_PASS, Phase, Request, Trace
+
+
+class Pass(NamedTuple):
+    """The forward or the backward of one layer."""
+
+    layer: int
+    way: str
+    """f or b"""
+
+
+class Copy(NamedTuple):
+    """A phase that the longer trace has."""
+
+    of: int
+    """Number of the profiled phase."""
+    name: str
+    shift: int = 0
+    """How much higher the number of its layer is than the profiled one's."""
+
+
+def repeat_layer(trace: Trace, layers: int) -> Trace:
+    """A trace of `layers` layers, the added ones like layer 1.
+
+    What a pass frees of another layer's tensors (gradients, the hidden state handed on), its copy frees of the layer
+    at the same distance; what a phase outside the layers frees of layer 1, it frees of every copy.
+
+    Raises:
+        TracesDiffer: Layer 1 is not between two others, or the neighbours it would free from do not match it.
+    """
+    passes = {p: Pass(int(m[1]), m[2]) for p, phase in enumerate(trace.phases) if (m := LAYER_PASS.fullmatch(phase.name))}
+    extra = layers - _check(trace, passes, layers)
+    longer = _Longer(
+        trace, passes, [copy for p, phase in enumerate(trace.phases) for copy in _copies(p, phase.name, passes.get(p), extra)]
+    )
+    return Trace(tuple(longer.requests), tuple(longer.phases), trace.notes)
+
+
+def _check(trace: Trace, passes: Mapping[int, Pass], layers: int) -> int:
+    """How many layers the trace has."""
+    if len(set(passes.values())) < len(passes):
+        raise TracesDiffer("cannot repeat a layer of a trace with several passes over it (gradient accumulation)")
+    others = [phase.name for p, phase in enumerate(trace.phases) if p not in passes]
+    if len(set(others)) < len(others):
+        raise TracesDiffer("cannot repeat a layer of a trace that comes twice to a phase outside the layers")
+    have = 1 + max((layer for layer, _ in passes.values()), default=-1)
+    if not (have > 2 and Pass(1, "f") in passes.values() and layers >= have):
+        raise TracesDiffer(f"cannot make {layers} layers by repeating layer 1 of {have}: it must lie between two others")
+    return have
+
+
+def _copies(p: int, name: str, its: Pass | None, extra: int) -> list[Copy]:
+    """What becomes of a phase, in the order of the longer trace."""
+    if its is None or its.layer == 0:
+        return [Copy(p, name)]
+    shifts = range(extra + 1) if its.layer == 1 else [extra]
+    copies = [Copy(p, f"L{its.layer + shift}.{its.way}", shift) for shift in shifts]
+    return copies[::-1] if its.way == "b" else copies
+
+
+class _Longer:
+    """The longer trace, made copy by copy. Malloc k of a phase has the id "phase:k"."""
+
+    def __init__(self, trace: Trace, passes: Mapping[int, Pass], copies: Sequence[Copy]) -> None:
+        self.requests: list[Request] = []
+        self.phases: list[Phase] = []
+        self._trace = trace
+        self._passes = passes
+        self._copies = copies
+        self._homes = trace.homes()
+        self._sizes = {tensor.id: tensor.size for tensor in trace.tensors()}
+        self._alive: dict[str, int] = {}
+        """Bytes by id."""
+        for copy in copies:
+            self._add(copy)
+
+    def _add(self, copy: Copy) -> None:
+        first, k = len(self.requests), 0
+        old = self._trace.phases[copy.of]
+        for request in self._trace.requests[old.first : old.end]:
+            if request.size is None:
+                self._free(request.id, copy)
+            else:
+                born, k = f"{copy.name}:{k}", k + 1
+                self._alive[born] = request.size
+                self.requests.append(Request(born, request.size))
+        self.phases.append(Phase(copy.name, first, len(self.requests)))
+
+    def _free(self, id_: str, copy: Copy) -> None:
+        """What a copy frees where the profiled phase freed `id_`."""
+        home, k = self._homes[id_]
+        for source in self._sources(home, copy):
+            freed = f"{source}:{k}"
+            if freed not in self._alive and home not in self._passes and copy.shift:
+                continue  # another copy has freed it
+            if self._alive.pop(freed, None) != self._sizes[id_]:
+                raise TracesDiffer(f"{copy.name} would free tensor {k} of {source}, which does not match the profile's")
+            self.requests.append(Request(freed, None))
+
+    def _sources(self, home: int, copy: Copy) -> list[str]:
+        """The phases of which a copy frees, where the profiled phase freed of `home`."""
+        if home not in self._passes:
+            return [self._trace.phases[home].name]
+        layer, way = self._passes[home]
+        if copy.of in self._passes:
+            return [f"L{layer + copy.shift}.{way}"]
+        return [other.name for other in self._copies if other.of == home]
