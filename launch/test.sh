@@ -12,5 +12,6 @@ fi
 say "lint"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
+"$PYTHON" -m mypy
 say "tests"
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$PYTHON" -m pytest -n 2 "${MARKER[@]}" "$@"

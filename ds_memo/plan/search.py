@@ -11,14 +11,15 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 from ds_memo.errors import MemoWarning
 from ds_memo.plan import native
 from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Offset, sections
 from ds_memo.plan.search_py import Search
 
+T = TypeVar("T")
 STACK = 512 << 20  # bytes of address space for the recursion, one frame a decision; touched only as deep as it goes
 NO_LIMIT = 2**62
 
@@ -95,7 +96,7 @@ def search(
     return Answer(list(offsets) if verdict == 1 else None, verdict in (0, 1), nodes.value, "c++")
 
 
-def _with_deep_stack(work):
+def _with_deep_stack(work: Callable[[], T]) -> T:
     """Runs `work` in a thread whose stack holds one frame per decision."""
     out: list = []
 

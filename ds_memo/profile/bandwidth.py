@@ -54,7 +54,7 @@ class CopyBench:
     def rate(self, stream: str) -> float:
         """Bytes a second over `d2h` or `h2d`: the median of batches of copies."""
         self._copy(stream, 1)  # touches every page, and starts the threads
-        rates = []
+        rates: list[float] = []
         end = time.perf_counter() + SECONDS
         while not rates or time.perf_counter() < end:
             rates.append(self.chunk * _COPIES / self._copy(stream, _COPIES))

@@ -255,7 +255,7 @@ def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output
         born = watch.born[index] if timed else 1.0
         if isinstance(op, Gemm):
             split = op.kept is not None and at_zero.kept is None
-            for_others = at_zero.wanted and not op.wanted  # at alpha 0 others are computed from it
+            for_others = isinstance(at_zero, Gemm) and at_zero.wanted and not op.wanted  # at alpha 0 others are computed from it
             gemm_s += watch.seconds[index] if timed and (split or for_others) else 0.0
             if op.kept is not None:
                 rows = op.kept.rows

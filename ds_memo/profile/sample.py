@@ -155,7 +155,10 @@ class Profile:
             ranks_per_sequence: of the run; absent: as measured.
         """
         spread = (ranks_per_sequence or self.ranks_per_sequence) / self.ranks_per_sequence
-        kinds = [here and kind.costs(*here, spread=spread) for kind, here in zip(self.kinds, at, strict=True)]
+        kinds = [
+            kind.costs(*here, spread=spread) if here else None  # type: ignore[misc]
+            for kind, here in zip(self.kinds, at, strict=True)
+        ]
         return RunCosts(
             layers=tuple(kinds[self.layers[index]] for index in self.called(at)),
             d2h_bytes_per_s=self.d2h_bytes_per_s,

@@ -22,7 +22,7 @@ from ds_memo.remat.cautions import cautions
 from ds_memo.remat.inputs import Lifted, Stays, lift_keywords, pack_followed, pack_watched, unpack
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.random_states import as_now
-from ds_memo.remat.recipe import Recipe, Seen, SeenWhole, make_recipe
+from ds_memo.remat.recipe import Recipe, Seen, SeenWhole, Whole, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.engine import SwapEngine
@@ -268,7 +268,7 @@ class Remat:
             if frame.resident and id(tensor) in set_aside:
                 frame.changed.add(kept.index)
         for index, (op, was) in enumerate(zip(recipe.ops, seen.ops, strict=True)):
-            if isinstance(was, SeenWhole) and op.kept is not None:
+            if isinstance(was, SeenWhole) and isinstance(op, Whole) and op.kept is not None:
                 call.loose[index] = tuple(
                     None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
                 )

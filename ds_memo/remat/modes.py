@@ -77,7 +77,8 @@ class NotingMode(Mode):
 
     def _watched(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Ran:
         """Run a function that is kept whole; what autograd saves meanwhile is not noted."""
-        arguments, saved = tensors_in(args, kwargs), []
+        arguments = tensors_in(args, kwargs)
+        saved: list[torch.Tensor] = []
         versions = versions_of(arguments)
         self._note = saved.append
         try:

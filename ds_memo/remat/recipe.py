@@ -111,7 +111,7 @@ class Recipe:
     def mem_efficient_tokens(self) -> int:
         """The longest sequence that PyTorch's memory-efficient attention saw; 0: it was not used."""
         ops = [op for op in self.ops if op.func is torch.ops.aten._scaled_dot_product_efficient_attention.default]
-        return max((max(op.kept[0].shape[1:-1]) for op in ops if op.kept and op.kept[0]), default=0)
+        return max((max(op.kept[0].shape[1:-1]) for op in ops if isinstance(op, Whole) and op.kept and op.kept[0]), default=0)
 
     def without_shortcuts(self, followed: int) -> Recipe:
         """For a call that left the recipe after `followed` ops: what was stored by then is used, everything else is computed."""
@@ -215,7 +215,7 @@ class Seen:
     def sizes(self) -> tuple[int, int]:
         """Bytes that are stored whatever alpha is, and bytes of which the share alpha is stored."""
         whole = [tensor for tensor in self.inputs if tensor is not None]
-        split = []
+        split: list[torch.Tensor] = []
         for bit, gemm in enumerate(self.gemms()):
             if self.is_wanted(bit) and gemm.splits:
                 (whole if gemm.chosen_from else split).append(gemm.out)

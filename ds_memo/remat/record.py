@@ -169,7 +169,8 @@ class Record(NotingMode):
             self.call.about_to_change(tensor)
         return func(*args, **kwargs)
 
-    def _expect(self, func: Any, out: Any) -> Gemm | Whole | None:
+    def _expect(self, func: Any, out: Any) -> Any:
+        """The recipe's next op, a Gemm or a Whole as `func` is; None: this call does something else."""
         ops = self.call.recipe.ops
         op = ops[self._next] if self._next < len(ops) else None
         as_foreseen = op is not None and op.func == func and op.makes(out)

@@ -74,8 +74,8 @@ class Replay(Mode):
             pack(tensor)
         return op.func.returned_again(made)
 
-    def _take_next(self) -> tuple[int, Gemm | Whole | None]:
-        """The recipe's next op and its index; None where the forward had left its recipe."""
+    def _take_next(self) -> tuple[int, Any]:
+        """The recipe's next op, a Gemm or a Whole, and its index; None where the forward had left its recipe."""
         index, ops = self._next, self.call.recipe.ops
         self._next += 1
         return index, ops[index] if index < len(ops) else None

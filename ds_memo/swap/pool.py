@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import Any
 
 import torch
 
@@ -66,7 +67,7 @@ class HostPool:
         self.used = 0
         """Bytes lent now, in whole pages."""
         self._free: list[Range] = []
-        self.lost: deque[Mapping[object, Sequence[Range]]] = deque()
+        self.lost: deque[Mapping[Any, Sequence[Range]]] = deque()
         """Ranges that slabs had lent when they were garbage-collected with their models: nobody will give them back."""
         self._lock = Lock()
         self._given_on: set[torch.cuda.Stream | None] = set()
