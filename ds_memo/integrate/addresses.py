@@ -38,6 +38,7 @@ from ds_memo.profile.lengths import PassKind, Shapes
 from ds_memo.profile.requests import Place, RequestLog, read_log
 from ds_memo.units import GIB
 
+NOT_PLANNED = "memory addresses are not planned: {}"
 _PATIENCE = 4
 """Iterations without a plan in which torch's allocator keeps blocks whole: for requests that never repeat it would have to ask
 for new ones each time."""
@@ -98,20 +99,19 @@ def _let_backward_end_before_exit() -> None:
 class Addresses:
     """The addresses of one model's training passes on one device.
 
-    Nothing happens before claim().
+    Nothing happens before claim(), and nothing at all where they are not to be planned, or cannot be.
 
     Args:
         device: where the layers run.
         config: the "plan" section.
         warn: says something once and shows it in the report.
-
-    Raises:
-        RuntimeError: the op cannot be built here; says why.
     """
 
     def __init__(self, device: torch.device, config: PlanConfig, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._allocator = Allocator(device)
+        self._allocator = self._built(device) if config.enabled else None
+        self.planned = self._allocator is not None
+        """They are, or will be from the first training pass on."""
         self._device = device
         self._last_layer = -1
         self._plans = Plans(self._allocator, device.type, config, warn)
@@ -140,12 +140,25 @@ class Addresses:
         self._logged: tuple[PassKind | None, list[Request], dict[int, int]] = (None, [], {})
         """Of the last logged pass that got to its end: its events, and what passes before it had left behind."""
 
-    def claim(self) -> None:
-        """Have the addresses planned from now on.
+    def claim(self) -> bool:
+        """Have the addresses planned from now on. Returns whether they are."""
+        if self.planned and not self.claimed:
+            try:
+                self._claim()
+            except RuntimeError as error:
+                self.close()
+                self.planned = False
+                self._warn(NOT_PLANNED.format(error))
+        return self.claimed
 
-        Raises:
-            RuntimeError: the op cannot be installed here; says why.
-        """
+    def _built(self, device: torch.device) -> Allocator | None:
+        try:
+            return Allocator(device)
+        except RuntimeError as error:
+            self._warn(NOT_PLANNED.format(error))
+            return None
+
+    def _claim(self) -> None:
         if self._device.type == "cuda":
             _make_workspaces(self._device)
             _let_backward_end_before_exit()
@@ -162,6 +175,8 @@ class Addresses:
     def profile_begins(self) -> None:
         """Layers are about to be measured, before the first pass: what that leaves behind would be split. What other models have
         in the arena is free then, and is seen so."""
+        if not self.planned:
+            return
         if any(other._device == self._device for other in _claimed):
             self._end_turn()
             self._allocator.release()
@@ -197,19 +212,23 @@ class Addresses:
         if self.claimed:
             self._next_pass()
             self._kind = None
-        keep_blocks_whole(self._device, False)
+        if self.planned:
+            keep_blocks_whole(self._device, False)
 
     def forward_ended(self) -> None:
         self._good = True
 
     def layer_begins(self, layer: int) -> None:
-        self._allocator.phase(f"L{layer}.f")
+        if self.claimed:
+            self._allocator.phase(f"L{layer}.f")
 
     def layer_ends(self, layer: int) -> None:
-        if layer == self._last_layer:
+        if self.claimed and layer == self._last_layer:
             self._allocator.phase("head")
 
     def layer_replays(self, layer: int) -> None:
+        if not self.claimed:
+            return
         if not self._in_backward:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._backward_ended)
@@ -263,8 +282,10 @@ class Addresses:
         """Give the arena back to torch's allocator until the next training forward; the bytes that it had."""
         return self._allocator.release() if self.claimed else 0
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any] | None:
         """See Memo.report."""
+        if not self.planned:
+            return None
         plan, counts = self.plan, self._counts
         if self._has_turn:
             since = self._since()
@@ -304,7 +325,7 @@ class Addresses:
             self._finish_pass()
             _claimed.discard(self)
             self._end()
-        elif not any(other._device.type == self._device.type for other in _claimed):
+        elif self.planned and not any(other._device.type == self._device.type for other in _claimed):
             keep_blocks_whole(self._device, False)
 
     # ---- inside

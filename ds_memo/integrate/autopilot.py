@@ -55,15 +55,20 @@ class Autopilot:
         config: what is given in it is obeyed, what is absent is chosen.
         layers: in the order of the model.
         remat: runs them, with the slab and the streams of training.
+        addresses: know, where they are planned, what stood beside the layers.
         warn: says something once and shows it in the report.
         has_engine: an engine holds optimizer states already.
     """
 
     def __init__(
-        self, config: MemoConfig, layers: Sequence[Layer], remat: Remat, warn: Callable[[str], None], has_engine: bool
+        self,
+        config: MemoConfig,
+        layers: Sequence[Layer],
+        remat: Remat,
+        addresses: Addresses,
+        warn: Callable[[str], None],
+        has_engine: bool,
     ) -> None:
-        self.sees_head = False
-        """The first step will show what head and loss take, unless it does without checkpointing."""
         self.changes: list[str] = []
         """What was changed while the run went on, in words."""
         self.gave_up = False
@@ -73,6 +78,7 @@ class Autopilot:
         self._remat = remat
         self._slab = remat.engine.slab
         self._device = remat.engine.device
+        self._addresses = addresses
         self._warn = warn
         self._has_engine = has_engine
         self._chosen: dict[tuple[HiddenShapes, Together, int, bool], Chosen] = {}
@@ -187,7 +193,8 @@ class Autopilot:
 
     @property
     def _may_be_plain(self) -> bool:
-        return self._steps > 0 or not self.sees_head
+        """The first step is to show what head and loss take, and does so where it checkpoints and addresses are planned."""
+        return self._steps > 0 or not self._addresses.planned
 
     def _solved(self, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
         """Forwards of before may hold more of the host than is left by what is solved for now: nobody knew that this one comes,
@@ -224,7 +231,7 @@ class Autopilot:
         run = slower(self._budgets.costs(self.profile, shapes, self._together, host), self._copies_at)
         shape, limit = self.profile.last(shapes), self._budgets.device_limit
         most = replace(run.without_beside(), device_budget=limit)  # what the head takes no setting changes: is it the layers?
-        run, homes = solve_within(run, most, alpha, self._config.resident_layers, may_be_plain, planned=self.sees_head)
+        run, homes = solve_within(run, most, alpha, self._config.resident_layers, may_be_plain, planned=self._addresses.planned)
         if run.device_budget > limit:
             beside = run.beside()
             needed = beside.pop("always") + max(beside.values())
@@ -291,20 +298,19 @@ class Autopilot:
 
     # ---- between steps
 
-    def stepped(self, model: nn.Module | None, passes: int, calls: int, now: float, addresses: Addresses | None) -> None:
+    def stepped(self, model: nn.Module | None, passes: int, calls: int, now: float) -> None:
         """An optimizer step is over on all ranks.
 
         Args:
             passes: training passes so far.
             calls: of each layer before its backward, the most lately.
             now: the time, in seconds.
-            addresses: know what stood beside the layers; None: they are not planned.
         """
         if self.profile is None or model is None:
             return
         self._steps += 1
         first = self._steps == 1
-        if (first or (self._meets_in_layers and self._steps <= _SETTLED)) and self._see(self._latest, calls, addresses):
+        if (first or (self._meets_in_layers and self._steps <= _SETTLED)) and self._see(self._latest, calls):
             self._chosen.clear()
         if first:
             self._budgets.look(model, self._has_engine, stepped=True)
@@ -314,11 +320,11 @@ class Autopilot:
             chosen = self._latest
             self._copies_are_slower(min(from_all_ranks(window.share(chosen.run, chosen.homes) if chosen else 1.0)))
 
-    def _see(self, passed: Chosen | None, calls: int, addresses: Addresses | None) -> bool:
+    def _see(self, passed: Chosen | None, calls: int) -> bool:
         """What stood beside the layers of the latest pass; whether some of it is more than was known."""
         if passed is None:
             return self._budgets.see(None, 0, 0)
-        arena = addresses.arena_bytes if addresses else 0  # whoever asks the device what is alive sees all of it
+        arena = self._addresses.arena_bytes  # whoever asks the device what is alive sees all of it
         inputs = (output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
         hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
         forward, between, backward = bytes_of_layers(passed.run, passed.homes.places, passed.homes.alpha)
@@ -326,7 +332,7 @@ class Autopilot:
             by_layer = [dict(zip(passed.solved, nbytes.tolist(), strict=True)) for nbytes in (forward, backward)]
         else:  # more than one call of each: it is not known which is which
             by_layer = [{}, {}]
-        logged = addresses.beside(hidden_bytes, *by_layer) if addresses else None
+        logged = self._addresses.beside(hidden_bytes, *by_layer)
         return self._budgets.see(logged, math.prod(passed.shape[:2]), between - arena)
 
     def _copies_are_slower(self, share: float) -> None:

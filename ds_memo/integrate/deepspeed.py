@@ -162,7 +162,7 @@ def _made_and_attached(make: Callable[[], tuple], model: nn.Module, config: Memo
     try:
         returned = make()
         get_accelerator().empty_cache()  # whole blocks are of little use to other sizes
-        planned = attach_engine(returned[0], config).addresses is not None
+        planned = attach_engine(returned[0], config).addresses.planned
     finally:
         if not planned:
             keep_blocks_whole(device, False)

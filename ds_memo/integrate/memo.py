@@ -36,7 +36,6 @@ from ds_memo.remat.modes import inside_a_layer
 from ds_memo.show.report import Report
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_memory import budget_bytes, ranks_on_node
-from ds_memo.swap.phases import Phases
 from ds_memo.swap.segments import memlock_binds
 from ds_memo.swap.sharing import promised_bytes, shared_pool
 from ds_memo.swap.slab import HostSlab
@@ -68,7 +67,8 @@ class Memo:
         self._after_first_step: Callable[[Memo], None] = nothing
         self.slab = self._make_slab(device)
         self.engine = SwapEngine(streams_for(device), self.slab, device)
-        self._paced: Callable[[Phases], Phases] = lambda phases: phases
+        self.addresses = Addresses(device, config.plan, self.warn)
+        self.engine.phases = self.addresses
         self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
         self._by_module = weakref.WeakKeyDictionary(
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
@@ -79,9 +79,6 @@ class Memo:
         self.autopilot = self._make_autopilot()
         if self.autopilot is None:
             self.slab.needs = 0
-        self.addresses = self._make_addresses(device)
-        if self.autopilot:
-            self.autopilot.sees_head = self.addresses is not None
         self._passes = 0
         """Training forwards that came to their end."""
         self._frames_before = 0
@@ -133,13 +130,13 @@ class Memo:
             if self._takeover.uncompile() or (not self._passes and has_compiled(module)):
                 self.warn(conflicts.UNCOMPILED)
             self._choose(module, args, kwargs)
-        if training and not self.decisions.plain:
-            self._plan_pass(args, kwargs)
-        elif self.addresses:
-            if training:
-                self.addresses.plain_pass_begins()
-            else:
-                self.addresses.leave_phase()
+        if not training:
+            self.addresses.leave_phase()
+        elif self.decisions.plain:
+            self.addresses.plain_pass_begins()
+        elif self.addresses.claim():  # not at attach: a model that is only evaluated (DPO's reference) leaves them to others
+            settings = self.decisions.settings_by_requests()
+            self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), settings)
         self._frames_before = self.engine.traffic.frames
 
     def _choose(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -147,7 +144,7 @@ class Memo:
         self.decisions.follow(None)
         if self.autopilot and self.decisions.layers_known:
             self.calls.forward_begins()
-            if self.addresses and self.autopilot.profile is None and not self.autopilot.gave_up:
+            if self.autopilot.profile is None and not self.autopilot.gave_up:
                 self.addresses.profile_begins()
             self.decisions.follow(self.autopilot.choose(shapes_of(args, kwargs), model, args, kwargs, self.calls))
 
@@ -172,8 +169,7 @@ class Memo:
             return
         if self.decisions.chosen:
             self.calls.forward_ended(output)
-        if self.addresses:
-            self.addresses.forward_ended()
+        self.addresses.forward_ended()
         self._passes += 1
         if self.engine.traffic.frames > self._frames_before or self.decisions.plain:
             self._speed.tokens += math.prod(self._hidden_shape()[:-1])
@@ -203,14 +199,12 @@ class Memo:
             on_last_micro_batch: whether one will come after the present micro-batch.
         """
         self._on_last_micro_batch = on_last_micro_batch
-        if self.addresses:
-            self.addresses.steps_happen = True
+        self.addresses.steps_happen = True
 
     def keep_pace(self) -> None:
         """Have the host run no further ahead of the device than it must: layers' parameters are gathered."""
         if self.engine.device.type == "cuda":
-            self._paced = functools.partial(Paced, mark=mark_now)
-            self.engine.phases = self._paced(self.engine.phases)
+            self.engine.phases = Paced(self.engine.phases, mark_now)
 
     def watch_optimizers(self) -> None:
         """Follow the steps of every torch optimizer that has a parameter of the model."""
@@ -224,18 +218,15 @@ class Memo:
     @contextmanager
     def reduction(self) -> Iterator[None]:
         """An engine reduces gradients behind the backward."""
-        if self.addresses:
-            self.addresses.reduction_begins()
+        self.addresses.reduction_begins()
         try:
             yield
         finally:
-            if self.addresses:
-                self.addresses.leave_phase()
+            self.addresses.leave_phase()
 
     def step_begins(self) -> None:
         """An optimizer step begins."""
-        if self.addresses:
-            self.addresses.step_begins()
+        self.addresses.step_begins()
 
     def stepped(self, applied: bool = True) -> None:
         """An optimizer step is over.
@@ -243,8 +234,7 @@ class Memo:
         Args:
             applied: it was none where gradients overflowed, and optimizer states may not exist yet.
         """
-        if self.addresses:
-            self.addresses.step_ends()
+        self.addresses.step_ends()
         if self._speed.before_first_step:
             for message in self._said_of_first_step():
                 self.warn(message)
@@ -253,7 +243,7 @@ class Memo:
         self._speed.stepped(now)
         self.calls.stepped()
         if self.autopilot and applied:
-            self.autopilot.stepped(self._model(), self._passes, self.calls.most.calls, now, self.addresses)
+            self.autopilot.stepped(self._model(), self._passes, self.calls.most.calls, now)
 
     def _said_of_first_step(self) -> Iterator[str]:
         chosen, traffic = self.decisions.chosen, self.engine.traffic
@@ -273,7 +263,7 @@ class Memo:
 
         ``ds_memo.plan.plan_to_json`` writes it, and ``ds-memo show`` draws what it wrote.
         """
-        return self.addresses.plan if self.addresses else None
+        return self.addresses.plan
 
     def release_arena(self) -> int:
         """Give the arena of planned addresses back to PyTorch's allocator, for an evaluation that needs the memory, say.
@@ -283,24 +273,7 @@ class Memo:
         Returns:
             How many bytes that were; 0 if there is none.
         """
-        return self.addresses.release_arena() if self.addresses else 0
-
-    def _plan_pass(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not self.addresses:
-            return
-        if not self.addresses.claimed:  # not at attach: a model that is only evaluated (DPO's reference) leaves them to others
-            try:
-                self.addresses.claim()
-            except RuntimeError as error:
-                self.addresses.close()
-                self.addresses = None
-                if self.autopilot:
-                    self.autopilot.sees_head = False
-                self.warn(f"memory addresses are not planned: {error}")
-                return
-            self.engine.phases = self._paced(self.addresses)
-        settings = self.decisions.settings_by_requests()
-        self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), settings)
+        return self.addresses.release_arena()
 
     # ---- the end
 
@@ -317,8 +290,7 @@ class Memo:
         self._detached = True
         forwards.ends(self)
         self._takeover.undo()
-        if self.addresses:
-            self.addresses.close()
+        self.addresses.close()
         self.engine.close()
 
     # ---- what is told
@@ -346,7 +318,7 @@ class Memo:
             tokens_per_s=tokens_per_s,
             mfu=model_flops_utilization(self._model(), self._hidden_shape(), tokens_per_s, self.engine.device),
             profile=self.autopilot.report() if self.autopilot else None,
-            plan=self.addresses.report() if self.addresses else None,
+            plan=self.addresses.report(),
             warnings=list(self.warnings),
         )
 
@@ -370,16 +342,7 @@ class Memo:
         config = self.config
         if config.ablation is not None or (config.alpha is not None and config.resident_layers is not None):
             return None
-        return Autopilot(config, self.layers, self.remat, self.warn, self.of_engine)
-
-    def _make_addresses(self, device: torch.device) -> Addresses | None:
-        if not self.config.plan.enabled:
-            return None
-        try:
-            return Addresses(device, self.config.plan, self.warn)
-        except RuntimeError as error:
-            self.warn(f"memory addresses are not planned: {error}")
-            return None
+        return Autopilot(config, self.layers, self.remat, self.addresses, self.warn, self.of_engine)
 
     def _hidden_shape(self) -> tuple[int, ...]:
         """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""
