@@ -81,6 +81,7 @@ def lift_keywords(
     fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any], Callable[..., Any]]:
     """Make keyword tensors that need a gradient positional: torch's checkpoint shows saved-tensor hooks positional tensors only.
+    A tensor that is given twice becomes one: the replay gets it back as one, for layers that ask (attention: ``key is query``).
 
     Returns:
         A function, and the positional arguments to call it with in the forward; the keywords that it has bound; and the function
@@ -88,12 +89,16 @@ def lift_keywords(
     """
     if isinstance(fn, functools.partial):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
-    lifted = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+    given = {id(value) for value in args if isinstance(value, torch.Tensor)}
+    lifted = [
+        name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and (value.requires_grad or id(value) in given)
+    ]
     rest = {name: value for name, value in kwargs.items() if name not in lifted}
     positional, values = len(args), (*args, *(kwargs[name] for name in lifted))
     call = _with_keywords(fn, positional, lifted, rest)
     containers = {position: value for position, value in enumerate(args) if isinstance(value, (dict, list))}
     if not containers and not any(isinstance(value, (dict, list)) for value in rest.values()):
+        values, call = _each_once(values, call)
         return call, values, rest, call
     # The layer may put something into a container that it was given, or take it out: the replay gets copies made before.
     as_now = tree_map(_same, (containers, rest))
@@ -103,6 +108,7 @@ def lift_keywords(
         own = [containers.get(position, value) for position, value in enumerate(values)]
         return _with_keywords(fn, positional, lifted, rest)(*own)
 
+    values, call, again = _each_once(values, call, again)
     return call, values, rest, again
 
 
@@ -114,6 +120,20 @@ def _with_keywords(fn: Callable[..., Any], positional: int, lifted: list[str], r
         return fn(*values[:positional], **rest, **dict(zip(lifted, values[positional:], strict=True)))
 
     return call
+
+
+def _each_once(values: tuple, *calls: Callable[..., Any]) -> tuple:
+    """`values` without those that came before, and what to call with these in place of each ``call(*values)``."""
+    tensors = [id(value) for value in values if isinstance(value, torch.Tensor)]
+    if len(set(tensors)) == len(tensors):
+        return values, *calls
+    firsts = {id(value): value for value in values}
+    places = [list(firsts).index(id(value)) for value in values]
+    return tuple(firsts.values()), *(functools.partial(_placed, call, places) for call in calls)
+
+
+def _placed(call: Callable[..., Any], places: list[int], *firsts: Any) -> Any:
+    return call(*(firsts[place] for place in places))
 
 
 def _same(value: Any) -> Any:
