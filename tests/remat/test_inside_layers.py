@@ -127,6 +127,15 @@ class Sparse(Lines):
         return x + torch.stack([torch.sparse.mm(shift, F.gelu(row)) for row in self.a(x)])
 
 
+class Graph(Lines):
+    """Tokens are mixed by a sparse matrix on the left, whose rows cannot be cut off."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        near = torch.eye(x.shape[1]) + torch.eye(x.shape[1]).roll(1, 0)
+        y = torch.stack([near.to_sparse() @ torch.sin(near.to_sparse_csr() @ row) for row in self.a(x)])
+        return x + self.b(F.gelu(y))
+
+
 class Branches(Lines):
     """What torch.cond comes down to, without its seconds of tracing: a higher-order op, which the modes see as one."""
 
@@ -190,6 +199,7 @@ class EndsInTorchScript(Lines):
         NestedReentrantCheckpoint,
         NestedMemoCheckpoint,
         Sparse,
+        Graph,
         TakesAnIndex,
         Branches,
         SharesAProduct,
