@@ -191,9 +191,14 @@ def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> 
     """Whether this call is the plain case: dense operands, and a dense 2-D output whose rows follow the left operand's."""
     if type(out) is not torch.Tensor or out.dim() != 2 or not out.numel() or not out.is_contiguous():
         return False
-    if any(isinstance(arg, torch.Tensor) and arg.layout is not torch.strided for arg in args):  # a sparse one has no rows
+    if not are_dense(args):  # a sparse operand has no rows
         return False
     return func is not aten._grouped_mm.default or (args[0].dim() == 2 and args[1].dim() == 3)
+
+
+def are_dense(args: Sequence[Any]) -> bool:
+    """Whether no operand is a sparse matrix."""
+    return all(arg.layout is torch.strided for arg in args if isinstance(arg, torch.Tensor))
 
 
 def adds_bias_to(func: OpOverload, args: Sequence[Any], product: torch.Tensor) -> bool:
