@@ -180,6 +180,8 @@ class Analyse(NotingMode):
         self.seen.unkept.gemm_flops += flops if under_a_checkpoint() else 0
         gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))
         self.seen.ops.append(gemm)
+        if not keep.are_dense(args):  # it is never left out: empty memory like its operands' would be sparse
+            self.seen.wanted |= 1 << 2 * len(self._gemms)
         self._gemms.append(gemm)
         self._fresh = gemm if gemm.splits else None
         self._made(out, 0b11 << 2 * (len(self._gemms) - 1))

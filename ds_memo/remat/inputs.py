@@ -78,7 +78,7 @@ def unpack(value: Any) -> torch.Tensor:
 
 
 class Lifted(NamedTuple):
-    """A call whose tensors that need a gradient are all positional."""
+    """A call whose tensors that need a gradient are all positional, each once."""
 
     fn: Callable[..., Any]
     """What the forward calls with `args`."""
@@ -90,16 +90,22 @@ class Lifted(NamedTuple):
 
 
 def lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Lifted:
-    """Make keyword tensors that need a gradient positional: torch's checkpoint shows saved-tensor hooks no others."""
+    """Make keyword tensors that need a gradient positional: torch's checkpoint shows saved-tensor hooks no others.
+
+    A tensor that is given twice becomes one, and the replay gets it back as one: layers ask (attention: ``key is query``).
+    """
     if isinstance(fn, functools.partial):
         args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
-    lifted = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+    given = {id(value) for value in args if isinstance(value, torch.Tensor)}
+    lifted = [
+        name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and (value.requires_grad or id(value) in given)
+    ]
     rest = {name: value for name, value in kwargs.items() if name not in lifted}
     positional, values = len(args), (*args, *(kwargs[name] for name in lifted))
     call = _with_keywords(fn, positional, lifted, rest)
     containers = {position: value for position, value in enumerate(args) if isinstance(value, (dict, list))}
     if not containers and not any(isinstance(value, (dict, list)) for value in rest.values()):
-        return Lifted(call, call, values, rest)
+        return _each_once(Lifted(call, call, values, rest))
     # The layer may put something into a container that it was given, or take it out: the replay gets copies made before.
     as_now = tree_map(_same, (containers, rest))
 
@@ -108,7 +114,7 @@ def lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
         own = [containers.get(position, value) for position, value in enumerate(values)]
         return _with_keywords(fn, positional, lifted, rest)(*own)
 
-    return Lifted(call, again, values, rest)
+    return _each_once(Lifted(call, again, values, rest))
 
 
 def _with_keywords(fn: Callable[..., Any], positional: int, lifted: list[str], rest: dict[str, Any]) -> Callable[..., Any]:
@@ -119,6 +125,21 @@ def _with_keywords(fn: Callable[..., Any], positional: int, lifted: list[str], r
         return fn(*values[:positional], **rest, **dict(zip(lifted, values[positional:], strict=True)))
 
     return call
+
+
+def _each_once(lifted: Lifted) -> Lifted:
+    """The same call, of each tensor one."""
+    tensors = [id(value) for value in lifted.args if isinstance(value, torch.Tensor)]
+    if len(set(tensors)) == len(tensors):
+        return lifted
+    firsts = {id(value): value for value in lifted.args}
+    places = [list(firsts).index(id(value)) for value in lifted.args]
+    fn, again = (functools.partial(_placed, call, places) for call in (lifted.fn, lifted.again))
+    return Lifted(fn, again, tuple(firsts.values()), lifted.bound)
+
+
+def _placed(call: Callable[..., Any], places: list[int], *firsts: Any) -> Any:
+    return call(*(firsts[place] for place in places))
 
 
 def _same(value: Any) -> Any:

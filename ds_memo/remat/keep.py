@@ -40,8 +40,17 @@ ATTENTION_NAMES = {
 }
 """Attention ops by name: they exist only once their package, or that part of torch, is imported."""
 
-CHOICE = {aten.topk.default, aten.argmax.default, aten.max.dim, aten.sort.default, aten.sort.stable}
-"""A router's choice: recomputed logits could flip an expert, so the choice and the GEMM it looks at are kept whole."""
+CHOICE = {
+    aten.topk.default,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.sort.default,
+    aten.sort.stable,
+}
+"""A router's choice, or a codebook's nearest entry. Recomputed values could flip it, so the choice and the GEMM it looks at are
+kept whole."""
 
 EMPTY = {
     aten.empty.memory_format,
@@ -140,7 +149,7 @@ def chooses_by(func: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
         return args[1:2]
     if _is_higher_order(func):
         return args[:1] if func.name() == "cond" else ()
-    return args[:1] if func in (aten.nonzero.default, aten._local_scalar_dense.default) else ()
+    return args if _tells_of_values(func) else ()
 
 
 def looks_at_values(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -151,12 +160,18 @@ def looks_at_values(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     """
     if _is_higher_order(func):
         return True
-    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+    if _tells_of_values(func):
         return True
     if func is aten._to_copy.default:
         device = kwargs.get("device")
         return device is not None and device.type == "cpu" and args[0].device.type != "cpu"
     return not func._schema.returns and not func._schema.is_mutable
+
+
+def _tells_of_values(func: OpOverload) -> bool:
+    """Whether a shape, or a number that is no tensor, comes of the operands' values (nonzero, unique; item, equal)."""
+    tags = func.tags
+    return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags or func is aten.equal.default
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -173,10 +188,17 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> bool:
-    """Whether this call is the plain case: a dense 2-D output whose rows follow the left operand's."""
+    """Whether this call is the plain case: dense operands, and a dense 2-D output whose rows follow the left operand's."""
     if type(out) is not torch.Tensor or out.dim() != 2 or not out.numel() or not out.is_contiguous():
         return False
+    if not are_dense(args):  # a sparse operand has no rows
+        return False
     return func is not aten._grouped_mm.default or (args[0].dim() == 2 and args[1].dim() == 3)
+
+
+def are_dense(args: Sequence[Any]) -> bool:
+    """Whether no operand is a sparse matrix."""
+    return all(arg.layout is torch.strided for arg in args if isinstance(arg, torch.Tensor))
 
 
 def adds_bias_to(func: OpOverload, args: Sequence[Any], product: torch.Tensor) -> bool:

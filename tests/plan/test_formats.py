@@ -31,6 +31,12 @@ def test_a_trace_without_phases_is_one_step():
     assert tensor == ("a", 5, 0, 1, 0, 0, 0) and tensor.transient
 
 
+def test_the_names_of_phases():
+    """All that a training step has (ds_memo.integrate.addresses), and the halves that a trace from elsewhere may tell apart."""
+    names = ["embed", "L0.f", "head", "L0.b", "reduce", "step", "end", "embed.f", "head.f", "head.b", "embed.b"]
+    assert [phase.name for phase in parse_trace("".join(f"phase {n}\nmalloc {n} 1\n" for n in names)).phases] == names
+
+
 def test_skeletal_and_never_freed():
     trace = parse_trace("phase L0.f\nmalloc a 1\nmalloc b 2\nphase L0.b\nfree a\n")
     a, b = trace.tensors()
