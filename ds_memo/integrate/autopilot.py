@@ -106,6 +106,10 @@ class Autopilot:
     def profile(self) -> Profile | None:
         return self._profiling.profile
 
+    def before_looks(self, see_to: Callable[[], None]) -> None:
+        """Call this before a forward is run to be looked into, and its layers by themselves."""
+        self._looks.before = see_to
+
     # ---- before each training pass
 
     def choose(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any], calls: Calls) -> Chosen | None:

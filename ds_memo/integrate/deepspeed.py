@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -180,11 +181,22 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     memo.slab.budget = _smallest(memo.slab.budget, engine.device)
     if meet_in_layers(engine.module):
         memo.keep_pace()
+    if memo.autopilot:
+        memo.autopilot.before_looks(functools.partial(_gather_nothing_ahead, weakref.ref(engine)))
     if _replaced:
         memo.on_first_step(_say_what_moved)
     follow(engine, memo)
     engine.memo = memo
     return memo
+
+
+def _gather_nothing_ahead(engine: weakref.ref[deepspeed.DeepSpeedEngine]) -> None:
+    """Have ZeRO-3 forget in which order layers came, as it does where another one comes than it expects: it would gather by it in
+    a look, and what is under way to a layer that is to be measured alone can be neither used nor gathered."""
+    running = engine()
+    offload = getattr(running.optimizer, "parameter_offload", None) if running is not None else None
+    if offload is not None and (order := offload.get_param_coordinator()).is_complete_trace():
+        order._invalidate_trace()
 
 
 def _say_what_moved(memo: Memo) -> None:

@@ -33,6 +33,8 @@ class Looks:
     def __init__(self, remat: Remat, layers: Sequence[Layer], measured: Sequence[int]) -> None:
         self.kinds: list[int] = []
         """Of each layer its kind; known from the first look on."""
+        self.before: Callable[[], None] = lambda: None
+        """Called before each look: an engine has something to see to."""
         self._remat = remat
         self._layers = layers
         self._measured = measured
@@ -101,4 +103,5 @@ class Looks:
     def _look(
         self, model: nn.Module, args: tuple, kwargs: dict[str, Any], enough: Callable[[dict[int, LayerCall]], bool]
     ) -> dict[int, LayerCall]:
+        self.before()
         return layer_calls(self._remat, model, args, kwargs, self.kinds, enough)

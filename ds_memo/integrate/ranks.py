@@ -10,8 +10,12 @@ from ds_memo.profile.agree import world_size
 
 
 def meet_in_layers(model: nn.Module) -> bool:
-    """Ranks gather parameters that they hold in pieces (ZeRO-3), or trade tokens for experts, in layers: all call the same."""
-    return world_size() > 1 and any(hasattr(parameter, "ds_id") or is_experts(parameter) for parameter in model.parameters())
+    """Ranks gather parameters that they hold in pieces (ZeRO-3, OptimizedLinear), or trade tokens for experts, in layers: all
+    call the same."""
+    if world_size() == 1:
+        return False
+    in_pieces = any(hasattr(parameter, "ds_id") or is_experts(parameter) for parameter in model.parameters())
+    return in_pieces or any(getattr(module, "zero_shards", 1) > 1 for module in model.modules())  # deepspeed.linear's
 
 
 def talk_in_layers(model: nn.Module) -> bool:

@@ -37,10 +37,10 @@ def start(config: Any, name: str = "llama", **kwargs: Any) -> Any:
     return ds_memo.initialize(model=model, optimizer=optimizer, config=config, **kwargs)[0]
 
 
-def train(engine: Any, dtype: torch.dtype = torch.float32, steps: int = 3) -> list[float]:
+def train(engine: Any, dtype: torch.dtype = torch.float32, steps: int = 3, length: int = 17) -> list[float]:
     losses = []
     for number in range(2 * steps):
-        batch = Batch.random(2, 17, dtype, seed=number)
+        batch = Batch.random(2, length, dtype, seed=number)
         loss = engine(inputs_embeds=batch.embeds, labels=batch.labels).loss
         engine.backward(loss)
         engine.step()

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 import ds_memo
+from ds_memo.integrate import profiling
 from ds_memo.integrate.budgets import Budgets
+from ds_memo.profile import run
 from tests.integrate import engines
 from tests.integrate.engines import MEMO, ds_config, start, train
 from tests.models import LAYERS, Batch, Block, Toy, build
@@ -384,6 +386,31 @@ def test_an_engine_chooses_by_itself(stage: int, tmp_path: Path) -> None:
         assert report["warnings"] == []
         assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
         engine.memo.detach()
+
+
+@pytest.mark.parametrize("before", ["an evaluation", "a pass without gradients", "short batches"])
+def test_a_profile_once_zero_3_gathers_ahead(before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows in which order layers come, and what it has under way to a layer cannot be used where that is measured alone."""
+    monkeypatch.setattr(run, "SHORTEST", 128)
+    monkeypatch.setattr(profiling, "SHORTEST", 128)
+
+    def trained(engine: Any) -> list[float]:
+        if before == "short batches":
+            losses = train(engine)
+        else:
+            engine.train(before != "an evaluation")
+            with torch.no_grad():
+                losses = [engine(inputs_embeds=(batch := Batch.random(2, 17)).embeds, labels=batch.labels).loss.item()]
+            engine.train()
+        return losses + train(engine, length=80)
+
+    want = trained(start(ds_config(3)))
+    engine = start(ds_config(3, memo={"enabled": True, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}))
+    assert trained(engine) == pytest.approx(want, rel=1e-5)
+    report = engine.memo.report()
+    assert report["profile"] and report["warnings"] == []
+    assert any("again" in change for change in report["profile"]["changes"]) is (before == "short batches")
+    engine.memo.detach()
 
 
 def test_a_step_that_overflowed_shows_no_optimizer_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

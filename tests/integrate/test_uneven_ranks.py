@@ -10,6 +10,8 @@ from typing import Any
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.linear import LoRAConfig
+from deepspeed.linear.optimized_linear import OptimizedLinear
 from torch import nn
 
 import ds_memo
@@ -78,6 +80,15 @@ class Exchanging(Block):
         total = self.up(x).mean().detach()
         dist.all_reduce(total)
         return super().feed(x) * (1 + 10 * total)
+
+
+class Gathering(Block):
+    """Each rank holds a piece of a frozen weight, which DeepSpeed's linear layer gathers whenever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = OptimizedLinear(HIDDEN, 2 * HIDDEN, lora_config=LoRAConfig(base_weight_sharding=2), dtype=torch.float32)
+        nn.init.normal_(self.up.lora_weight_2.weight, std=0.02)
 
 
 class Towered(Toy):
@@ -153,10 +164,11 @@ class TestUnevenRanks(DistributedTest):
             train(engine, [LONG if rank else SHORT])
         assert train(engine, [SHORT, SHORT])
 
-    def test_experts_on_other_ranks(self) -> None:
-        """A replay trades tokens: each rank in it, or none."""
+    @pytest.mark.parametrize("block", [Exchanging, Gathering])
+    def test_experts_and_weights_on_other_ranks(self, block: type[Block]) -> None:
+        """A replay trades tokens, or gathers weights: each rank in it, or none."""
         torch.manual_seed(0)
-        model = Toy(Exchanging)
+        model = Toy(block)
         stock = copy.deepcopy(model)
         handle = ds_memo.attach(model, {"device_memory_gib": ONLY_SHORT, "plan": {"enabled": False}})
         for ours, theirs in ((SHORT, LONG), (LONG, SHORT), (SHORT, SHORT), (SHORT, LONG)):
