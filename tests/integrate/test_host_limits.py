@@ -12,7 +12,7 @@ import pytest
 
 import ds_memo
 from ds_memo.solve.refusals import NothingFits
-from ds_memo.swap import host_memory, slab
+from ds_memo.swap import host_memory, sharing
 from ds_memo.swap.host_memory import RESERVE
 from ds_memo.swap.segments import PAGE
 from tests.integrate import host_limits
@@ -29,7 +29,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What /proc and /sys are from now on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(host_memory.available_bytes, "__defaults__", (tmp_path, 0))
-    monkeypatch.setattr(slab, "_open", weakref.WeakSet())  # whatever other tests hold lies elsewhere
+    monkeypatch.setattr(sharing, "_open", weakref.WeakSet())  # whatever other tests hold lies elsewhere
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {64 * MIB} kB\n")
     return tmp_path
