@@ -24,8 +24,9 @@ UNCOMPILED = (
 )
 
 OFFLOADED = (
-    "activations are offloaded around this model, too (TRL's activation_offloading, torch's save_on_cpu): gradients are right, "
-    "but whatever layers keep without checkpointing goes to the host whole, beside memo's own copies. Leave it out"
+    "activations are offloaded around this model, too (TRL's activation_offloading, DeepSpeed's CheckpointHiddenStatesOffload, "
+    "torch's save_on_cpu): gradients are right, but whatever layers keep without checkpointing goes to the host whole, beside "
+    "memo's own copies. Leave it out"
 )
 
 

@@ -115,7 +115,13 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack_tensor, lambda tensor: tensor)
 
 
-@pytest.mark.parametrize("around", [OffloadActivations, torch.autograd.graph.save_on_cpu])
+def deepspeeds() -> Any:
+    from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
+
+    return CheckpointHiddenStatesOffload()
+
+
+@pytest.mark.parametrize("around", [OffloadActivations, deepspeeds, torch.autograd.graph.save_on_cpu])
 def test_offloading_around_the_model(around: Callable[[], Any]) -> None:
     model, batch = build("llama"), Batch.random(2, 16)
     stock = copy.deepcopy(model)

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.ops.random_ltd import dropping_utils
-from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd
-from deepspeed.utils import safe_get_full_grad
 
 from tests.integrate import engines
 from tests.integrate.engines import MEMO, ds_config, start
@@ -55,7 +52,7 @@ def train(engine: Any, backward: Callable[[Any, torch.Tensor], Any]) -> list[tor
             last = number % 2
             if last:
                 owned = [p for p in engine.module.parameters() if p.requires_grad]
-                gradients = [safe_get_full_grad(p) if engine.zero_optimization() else p.grad for p in owned]
+                gradients = [deepspeed.utils.safe_get_full_grad(p) if engine.zero_optimization() else p.grad for p in owned]
                 assert all(gradient is not None for gradient in gradients)
                 seen += [gradient.clone() for gradient in gradients]
             if last or engine.managed_gradient_accumulation():
@@ -100,7 +97,7 @@ def test_losses_and_gradients(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dropping_utils, "random_ltd_module", Kernels)
+    monkeypatch.setattr("deepspeed.ops.random_ltd.dropping_utils.random_ltd_module", Kernels)
     want = train(engine_of(stage, section), backward)
     engine = engine_of(stage, section, memo={**memo, "plan": {"cache_dir": str(tmp_path)}})
     got = train(engine, backward)
@@ -117,6 +114,8 @@ def engine_of(stage: int, section: dict[str, Any], **more: Any) -> Any:
     random_ltd = "data_efficiency" in section
     engine = start(config, model=build("opt" if random_ltd else "llama"))
     if random_ltd:
+        from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd
+
         convert_to_random_ltd(engine, type(engine.module.model.decoder.layers[0]))
     return engine
 
