@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_memo.errors import MemoError
 from ds_memo.integrate.ranks import is_experts
 from ds_memo.profile.agree import world_size
 from ds_memo.profile.call import LayerCall, layer_calls
@@ -49,13 +50,16 @@ class Looks:
         """A call of each kind that the forward calls, in the order in which they come.
 
         Raises:
-            MemoError: it calls none. Anything else that the forward raises, too.
+            MemoError: it calls none, or all without a token. Anything else that the forward raises, too.
         """
         self.kinds = kinds_of(self._layers)
         number = max(self.kinds) + 1
         # Ranks that each have some of the experts trade tokens in layers: where some have calls that others lack, all go on.
         to_the_end = number > 1 and world_size() > 1 and any(map(is_experts, model.parameters()))
-        return self._look(model, args, kwargs, lambda calls: len(calls) == number and not to_the_end)
+        calls = self._look(model, args, kwargs, lambda calls: len(calls) == number and not to_the_end)
+        if not any(call.tokens for call in calls.values()):
+            raise MemoError("the first batches have no tokens")
+        return calls
 
     def profiled(self, kind: Shapes, calls: dict[int, LayerCall]) -> None:
         """The pass of these calls was profiled.

@@ -52,6 +52,10 @@ class LayerCall:
         return self.hidden.shape[1] if self.hidden.dim() > 2 else self.hidden.shape[0]
 
     @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    @property
     def width(self) -> int:
         """Of the hidden states."""
         return self.hidden.shape[-1]

@@ -65,11 +65,12 @@ def lengths_of(method: str, length: int, width: int, can_shorten: bool) -> tuple
 
 def worth_measuring(layers: Sequence[Layer], kinds: Sequence[int], calls: Mapping[int, LayerCall]) -> dict[int, LayerCall]:
     """Of the calls by kind, those that keep anything for a backward: a gradient is wanted in such a layer or before it. A frozen
-    vision tower keeps nothing."""
+    vision tower keeps nothing, and neither does one that is called without a picture."""
     trained = (index for index, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters))
     first = next(trained, len(layers))
     last = {kind: index for index, kind in enumerate(kinds)}
-    return {kind: calls[kind] for kind in sorted(calls) if calls[kind].trains or last[kind] > first}
+    called = (kind for kind in sorted(calls) if calls[kind].tokens)
+    return {kind: calls[kind] for kind in called if calls[kind].trains or last[kind] > first}
 
 
 @dataclass

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import ds_memo
 from ds_memo.integrate import profiling
 from ds_memo.profile import run
-from tests.models import Batch, assert_same, build, step
+from tests.models import HIDDEN, Batch, Toy, assert_same, build, step
 
 SHORT, LONG = Batch.random(1, 16), Batch.random(1, 512)
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
@@ -77,4 +79,21 @@ def test_what_cannot_be_measured_again_stays_as_it_is(tmp_path: Path, monkeypatc
     assert working(handle) == before and not measured_again(handle)
     assert any("what it took before is scaled" in warning for warning in handle.report()["warnings"])
     assert len(tried) == 2 * 8  # at a short length and its own
+    handle.detach()
+
+
+@pytest.mark.parametrize("nothing", [(0, 16), (2, 0)], ids=["no sequence", "no token"])
+def test_first_batches_without_tokens(tmp_path: Path, nothing: tuple[int, int]) -> None:
+    """The profile waits for one with tokens."""
+    model = Toy(lambda: nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, HIDDEN)))
+    stock = copy.deepcopy(model)
+    handle = attached(model, tmp_path)
+    empty = Batch.random(*nothing)
+    for batch in (empty, SHORT, empty, SHORT):
+        if batch is SHORT:
+            assert_same(step(model, batch), step(stock, batch))
+        else:  # the loss is a mean of nothing
+            model(batch.embeds, batch.labels).logits.sum().backward()
+            model.zero_grad()
+    assert handle.autopilot.profile is not None and not handle.autopilot.gave_up
     handle.detach()
