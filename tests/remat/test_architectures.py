@@ -1,0 +1,51 @@
+"""Gradients of every causal language model of the installed Transformers that can be made small, beside stock's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import architectures
+from tests.models import Outcome, compare_with_stock, gradients
+
+TOLERANCE = 1e-4
+"""Of float32: split products are summed in another order, and recurrences over a sequence carry that on."""
+NOISE = 1e-9
+"""Of the largest gradient: what has less is zero on paper (the weight of an only expert, normalised)."""
+LENGTHS = (17, 17, 13, 17)
+"""Of each step: the first call of a length is analysed, the next follows its recipe."""
+NOT_COMPARED = {
+    "reformer": "it draws seeds of its own: no two runs of stock are alike",
+    "xlm": "parts of a layer lie in lists of their own: memo.layers must name layers",
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # kernels that are not installed, attention that is materialised
+]
+
+
+@pytest.mark.parametrize("config", [{"alpha": 0.5, "resident_layers": 0}, {"alpha": 0.0, "resident_layers": 1}], ids=str)
+@pytest.mark.parametrize("name", architectures.NAMES)
+def test_gradients(name: str, config: dict[str, Any]) -> None:
+    if name in NOT_COMPARED:
+        pytest.skip(NOT_COMPARED[name])
+    try:
+        drive(architectures.build(name), 0)
+    except Exception as error:  # stock, without ds_memo
+        pytest.skip(f"{name} cannot be made small: {type(error).__name__}: {str(error)[:200]}")
+    compare_with_stock(architectures.build(name), drive, config, steps=len(LENGTHS), tolerance=TOLERANCE)
+
+
+def drive(model: nn.Module, number: int) -> Outcome:
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(3, architectures.VOCAB, (2, LENGTHS[number]), generator=generator)
+    torch.manual_seed(number)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    found = gradients(model)
+    largest = max(float(gradient.norm()) for gradient in found.values() if gradient is not None)
+    return Outcome(loss.detach(), {name: g for name, g in found.items() if g is None or g.norm() > NOISE * largest})
