@@ -17,10 +17,21 @@ NOISE = 1e-9
 """Of the largest gradient: what has less is zero on paper (the weight of an only expert, normalised)."""
 LENGTHS = (17, 17, 13, 17)
 """Of each step: the first call of a length is analysed, the next follows its recipe."""
+_TOWER = "it has a tower, or tables, that no setting of its configuration makes small"
 NOT_COMPARED = {
+    **dict.fromkeys(
+        ("dots3_note_text", "fuyu", "gemma3", "git", "got_ocr2", "moss_transcribe_diarize", "phi4_multimodal"), _TOWER
+    ),
+    **dict.fromkeys(("dots3_note", "qwen4_exp"), "its text part, a type of its own, needs sizes that it is not given inside"),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it needs caches of the model that it assists"),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "Transformers cannot make it of its configuration: that has no dropout"),
+    "gemma3n": "it needs the package timm",
     "reformer": "it draws seeds of its own: no two runs of stock are alike",
     "xlm": "parts of a layer lie in lists of their own: memo.layers must name layers",
+    "xmod": "it wants a language to be set",
+    "zamba": "Transformers cannot tie the weights of one this small",
 }
+"""Model types, and why not. Any other that cannot be made small fails."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,10 +44,6 @@ pytestmark = [
 def test_gradients(name: str, config: dict[str, Any]) -> None:
     if name in NOT_COMPARED:
         pytest.skip(NOT_COMPARED[name])
-    try:
-        drive(architectures.build(name), 0)
-    except Exception as error:  # stock, without ds_memo
-        pytest.skip(f"{name} cannot be made small: {type(error).__name__}: {str(error)[:200]}")
     compare_with_stock(architectures.build(name), drive, config, steps=len(LENGTHS), tolerance=TOLERANCE)
 
 

@@ -1,9 +1,12 @@
+import gc
+import weakref
 from contextlib import suppress
 
 import pytest
 import torch
 
 from ds_memo.errors import MemoError
+from ds_memo.swap import sharing
 from tests.swap.by_hand import Rig
 
 
@@ -22,3 +25,11 @@ def rig():
     yield made
     with suppress(MemoError):
         made.engine.close()
+
+
+@pytest.fixture
+def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No slab of another test shares."""
+    gc.collect()
+    monkeypatch.setattr(sharing, "_open", weakref.WeakSet())
+    monkeypatch.setattr(sharing, "_pools", weakref.WeakValueDictionary())

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import gc
-import queue
-import sys
-import threading
 import time
-import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from random import Random
 
 import pytest
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap import sharing, streams
+from ds_memo.swap import streams
 from ds_memo.swap.pool import HostPool
 from ds_memo.swap.segments import PAGE
 from ds_memo.swap.sharing import promised_bytes, shared_pool
 from ds_memo.swap.slab import Block, HostSlab
+from tests.swap.sharers import CPU, two
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()
-    monkeypatch.setattr(sharing, "_open", weakref.WeakSet())
-    monkeypatch.setattr(sharing, "_pools", weakref.WeakValueDictionary())
-
-
-def two(first: int = 10, second: int = 10) -> tuple[HostSlab, HostSlab]:
-    """Slabs of one pool, with budgets of so many pages."""
-    pool = HostPool(CPU)
-    return HostSlab(first * PAGE, pool), HostSlab(second * PAGE, pool)
+CUDA = torch.device("cuda", 0)
+pytestmark = pytest.mark.usefixtures("nobody_else")
 
 
 def test_in_turns_each_has_everything_and_nothing_is_mapped_anew():
@@ -328,137 +310,3 @@ def test_who_is_left_has_what_a_configured_one_held():
     first.give(block)
     first.close()
     assert second.part == second.claim() == 10 * PAGE
-
-
-@pytest.fixture
-def elsewhere() -> Iterator[ThreadPoolExecutor]:
-    """Another thread, which lives as long as the test."""
-    with ThreadPoolExecutor(1) as thread:
-        yield thread
-
-
-def test_passes_of_two_threads_have_a_part_each_before_either_lends(elsewhere: ThreadPoolExecutor):
-    first, second = two()
-    elsewhere.submit(first.pass_begins).result(5)
-    second.pass_begins()
-    assert [elsewhere.submit(first.claim).result(5), second.claim()] == [5 * PAGE] * 2
-    elsewhere.submit(first.take, 5 * PAGE, "x").result(5)
-    second.take(5 * PAGE, "y")
-
-
-def test_what_a_pass_was_promised_it_has_though_another_thread_begins_one(elsewhere: ThreadPoolExecutor):
-    first, second = two()
-    elsewhere.submit(first.pass_begins).result(5)
-    assert elsewhere.submit(first.claim).result(5) == 10 * PAGE
-    second.pass_begins()
-    assert second.claim() == 0
-    with pytest.raises(MemoError, match="GiB are left"):
-        second.take(PAGE, "y")
-    first.give(elsewhere.submit(first.take, 10 * PAGE, "x").result(5))
-    elsewhere.submit(first.forward_over).result(5)
-    for slab in (first, second):
-        slab.pass_begins()
-        assert slab.claim() == 5 * PAGE
-        slab.forward_over()
-
-
-@pytest.mark.parametrize("where", ["here", "in a thread that ended"])
-def test_a_forward_that_was_interrupted_claims_nothing_of_others(where: str):
-    first, second = two()
-    with ThreadPoolExecutor(1) as thread:
-        for begin in (first.pass_begins, first.claim):
-            begin() if where == "here" else thread.submit(begin).result(5)
-    second.pass_begins()
-    assert second.claim() == 10 * PAGE and not second.has_part
-
-
-def test_threads_that_train_a_model_each_are_never_refused():
-    """Whatever comes first: each takes no more than it was promised, and all together no more than the host has."""
-    pool, pages, failures, most = HostPool(CPU), 24, [], []
-    slabs = [HostSlab(pages * PAGE, pool) for _ in range(3)]
-
-    def train(slab: HostSlab, random: Random) -> None:
-        try:
-            for _ in range(300):
-                slab.pass_begins()
-                claim = slab.claim() // PAGE
-                frames = [slab.take(PAGE, "x") for _ in range(random.randint(0, claim))]
-                slab.forward_over()
-                most.append(pool.used)
-                for frame in frames:
-                    slab.give(frame)
-        except MemoError as error:
-            failures.append(error)
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=train, args=(slab, Random(n)), daemon=True) for n, slab in enumerate(slabs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    finally:
-        sys.setswitchinterval(before)
-    assert not failures and not any(thread.is_alive() for thread in threads)
-    assert max(most) <= pages * PAGE and pool.used == 0 and [slab.used for slab in slabs] == [0] * 3
-    assert [slab.part for slab in slabs] == [pages // 3 * PAGE] * 3
-
-
-def test_blocks_are_counted_whoever_gives_them_back():
-    """A thread whose model's pass begins gives dead frames of another thread's model back."""
-    slab, given = HostSlab(1000 * PAGE, HostPool(CPU)), queue.SimpleQueue()
-
-    def give_back() -> None:
-        while (block := given.get()) is not None:
-            slab.give(block)
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        other = threading.Thread(target=give_back)
-        other.start()
-        for _ in range(8000):
-            given.put(slab.take(PAGE, "x"))
-            while slab.used > 500 * PAGE:
-                time.sleep(0)
-        given.put(None)
-        other.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert slab.used == slab.pool.used == 0
-
-
-def test_a_block_that_was_found_again_is_given_back_once():
-    """By a thread that had it from a dead frame, when the slab has taken it back already."""
-    slab = HostSlab(10 * PAGE, HostPool(CPU))
-    lost, kept = slab.take(4 * PAGE, "x"), slab.take(PAGE, "y")
-    for block in slab.lent:
-        if block is not kept:
-            slab.give(block)
-    slab.give(lost)
-    assert slab.used == slab.pool.used == PAGE
-    slab.give(slab.take(9 * PAGE, "z"))
-    slab.give(kept)
-    assert slab.lent == [] and slab.used == slab.pool.used == 0
-
-
-def test_frames_in_reference_cycles_do_not_refuse_a_pass():
-    """As those of a pass that raised, with its traceback."""
-    slab, graves = HostSlab(10 * PAGE, HostPool(CPU)), []
-
-    class Frame:
-        def __init__(self) -> None:
-            self.block, self.itself = slab.take(8 * PAGE, "x"), self
-
-        def __del__(self) -> None:
-            graves.append(self.block)
-
-    def clear() -> None:
-        while graves:
-            slab.give(graves.pop())
-
-    slab.clear = lambda: clear
-    Frame()
-    assert slab.used == 8 * PAGE
-    slab.give(slab.take(10 * PAGE, "y"))

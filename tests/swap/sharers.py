@@ -1,0 +1,17 @@
+"""Slabs that share a pool."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_memo.swap.pool import HostPool
+from ds_memo.swap.segments import PAGE
+from ds_memo.swap.slab import HostSlab
+
+CPU = torch.device("cpu")
+
+
+def two(first: int = 10, second: int = 10) -> tuple[HostSlab, HostSlab]:
+    """Slabs of one pool, with budgets of so many pages."""
+    pool = HostPool(CPU)
+    return HostSlab(first * PAGE, pool), HostSlab(second * PAGE, pool)
