@@ -6,6 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_memo.config import MemoConfig, memo_config
-from ds_memo.errors import MemoConfigError, MemoError, MemoWarning
+from ds_memo.errors import MemoConfigError, MemoError, MemoWarning, quoted
 from ds_memo.integrate.forwards import in_forward
 from ds_memo.integrate.kernels import use_kernels
 from ds_memo.integrate.layers import find_layers
@@ -47,14 +48,14 @@ def attach(
 
     Raises:
         MemoConfigError: a value is refused.
-        MemoError: already attached, or the layers are not known.
+        MemoError: already attached, the layers are not known, a kernel is missing, or there is no such device. The model is as
+            it was.
     """
     config = memo_config(config)
     if config.kernels.adam:
         raise MemoConfigError(
             "memo.kernels.adam: the optimizer is DeepSpeed's to make; use ds_memo.initialize, or make it yourself"
         )
-    use_kernels(model, config)
     memo = attach_model(model, config, config.layers if layers is None else layers, device)
     memo.watch_optimizers()
     return memo
@@ -67,8 +68,10 @@ def attach_model(
     device: torch.device | None = None,
     of_engine: bool = False,
 ) -> Memo:
-    """As attach; whoever calls says when optimizer steps begin and end."""
+    """As attach; the caller says when optimizer steps begin and end. An engine has given its model the kernels already."""
     config = memo_config(config)
+    if not isinstance(model, nn.Module):
+        raise MemoError(f"model: got {quoted(model)}, expected a torch.nn.Module")
     if not config.enabled and "enabled" in config.model_fields_set:
         raise MemoConfigError("memo.enabled: got false; attach() was asked to put the model under ds_memo, so true or nothing")
     refuse_attached(model)
@@ -81,10 +84,27 @@ def attach_model(
     check_residents(config, len(found))
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    device = torch.empty(0, device=device).device  # "cuda" is the current one
-    memo = _attached[model] = Memo(model, config, found, device, of_engine)
+    device = _usable(device)
+    with ExitStack() as undo:
+        if not of_engine:
+            undo.enter_context(use_kernels(model, config))  # last: a refusal leaves the model as it was
+        memo = _attached[model] = Memo(model, config, found, device, of_engine)
+        memo.on_detach(undo.pop_all().close, last=True)
     memo.on_detach(functools.partial(_forget, weakref.ref(model)))
     return memo
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """Return the device with its index; "cuda" is the current one.
+
+    Raises:
+        MemoError: there is none.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # a CPU build asserts
+        why = str(error).partition("\n")[0]
+        raise MemoError(f"device: got {quoted(device)}, expected a device that PyTorch has here ({why})") from None
 
 
 def refuse_attached(model: nn.Module, but_by_engines: bool = False) -> None:

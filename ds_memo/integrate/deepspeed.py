@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import deepspeed
@@ -96,23 +96,27 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         if why := _takes_no_steps(asked, section):
             _say(f"leaves this {type(asked['model']).__name__} alone: {why}, so its engine takes no steps")
             config = config.model_copy(update={"enabled": False})
-    if config.enabled:
-        refuse_attached(asked["model"], but_by_engines=True)
-        conflicts.refuse_config(section)
-        layers = find_layers(asked["model"], config.layers)
-        conflicts.refuse_model(layers)
-        check_residents(config, len(layers))
-        kernels.use_kernels(asked["model"], config)
-        if config.kernels.adam:
-            asked["optimizer"] = kernels.fused_adam(
-                section, asked["model"], asked.get("model_parameters"), asked.get("optimizer")
-            )
-    if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
-        ulysses.refuse_conflicts(section)
-        asked["mpu"] = ulysses.set_up(asked["model"], ranks)
-    make = functools.partial(stock, *call.args, **call.kwargs)
-    with _words_for_mpi():
-        return _made_and_attached(make, asked["model"], config) if config.enabled else make()
+    with ExitStack() as undo:
+        if config.enabled:
+            refuse_attached(asked["model"], but_by_engines=True)
+            conflicts.refuse_config(section)
+            layers = find_layers(asked["model"], config.layers)
+            conflicts.refuse_model(layers)
+            check_residents(config, len(layers))
+            undo.enter_context(kernels.use_kernels(asked["model"], config))
+            if config.kernels.adam:
+                asked["optimizer"] = kernels.fused_adam(
+                    section, asked["model"], asked.get("model_parameters"), asked.get("optimizer")
+                )
+        if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
+            ulysses.refuse_conflicts(section)
+            asked["mpu"] = ulysses.set_up(asked["model"], ranks)
+        make = functools.partial(stock, *call.args, **call.kwargs)
+        with _words_for_mpi():
+            returned = _made_and_attached(make, asked["model"], config) if config.enabled else make()
+        if config.enabled:
+            returned[0].memo.on_detach(undo.pop_all().close, last=True)
+        return returned
 
 
 def take_initialize_over() -> None:

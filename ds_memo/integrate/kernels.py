@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,42 +77,71 @@ LIGER = Package(
     ("_apply_liger_kernel_to_instance", "MODEL_TYPE_TO_APPLY_LIGER_FN"),
     "pip install liger-kernel",
 )
+_ATTENTION = "_attn_implementation_internal"
+"""Where a Transformers configuration has the name of its attention; the public name sets it in sub-configurations, too."""
 
 
-def use_kernels(model: nn.Module, config: MemoConfig) -> None:
+def use_kernels(model: nn.Module, config: MemoConfig) -> ExitStack:
     """Give the model the kernels that the section asks for; before ``deepspeed.initialize``.
 
+    Returns:
+        A stack whose ``close()`` gives the model back what it had.
+
     Raises:
-        MemoError: a package is missing, or the model has no place for it.
+        MemoError: a package is missing, or the model has no place for it. The model is as it was.
     """
-    if config.attention in FLASH:
-        use_flash_attention(model, config.attention)
-    if config.kernels.norm == "apex":
-        use_apex_norms(model)
-    if config.kernels.cross_entropy == "liger":
-        use_liger_cross_entropy(model)
+    with ExitStack() as undo:
+        if config.attention in FLASH:
+            use_flash_attention(model, config.attention, undo)
+        if config.kernels.norm == "apex":
+            use_apex_norms(model, undo)
+        if config.kernels.cross_entropy == "liger":
+            use_liger_cross_entropy(model, undo)
+        return undo.pop_all()
 
 
-def use_flash_attention(model: nn.Module, which: str) -> None:
+def use_flash_attention(model: nn.Module, which: str, undo: ExitStack) -> None:
     """Switch a Hugging Face model to a flash-attn package."""
     setting = f"memo.attention {which!r}"
     FLASH[which].load(setting)
     if not hasattr(model, "set_attn_implementation"):
         raise MemoError(f"{setting}: {type(model).__name__} is no Hugging Face model; call the package in the model itself")
+    for config in _configs(model):
+        undo.callback(setattr, config, _ATTENTION, getattr(config, _ATTENTION))
     model.set_attn_implementation(which.replace("flash_attn", "flash_attention"))
 
 
-def use_apex_norms(model: nn.Module) -> None:
+def _configs(model: nn.Module) -> list[Any]:
+    """Return the configurations of a Hugging Face model and of the models in it, each once."""
+    found: dict[int, Any] = {}
+    todo = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), _ATTENTION)]
+    while todo:
+        config = todo.pop()
+        if config is not None and id(config) not in found:
+            found[id(config)] = config
+            todo += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+def use_apex_norms(model: nn.Module, undo: ExitStack) -> None:
     """Run the model's LayerNorm and RMSNorm modules with apex's kernels. Parameters and modules stay the same objects."""
     apex = APEX_NORM.load('memo.kernels.norm "apex"')
-    found = 0
-    for module in model.modules():
-        run = _apex_norm(apex, module)
-        if run is not None:
-            module.forward = run
-            found += 1
-    if not found:
+    runs = [(module, run) for module in model.modules() if (run := _apex_norm(apex, module)) is not None]
+    if not runs:
         raise MemoError(f'memo.kernels.norm "apex": {type(model).__name__} has no LayerNorm or RMSNorm with a weight')
+    for module, run in runs:
+        undo.callback(_restore_forward, weakref.ref(module), module.__dict__.get("forward"))
+        module.forward = run
+
+
+def _restore_forward(where: weakref.ref[nn.Module], before: Callable[..., Any] | None) -> None:
+    """Put an instance's own forward back; None: it had none."""
+    if (module := where()) is None:
+        return
+    if before is not None:
+        module.forward = before
+    else:
+        module.__dict__.pop("forward", None)
 
 
 def _apex_norm(apex: Any, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -149,7 +180,7 @@ def _scales_as_rms_norm(module: nn.Module) -> bool:
         return torch.allclose(type(module).forward(twin, x), F.rms_norm(x, (8,), twin.weight, eps), rtol=1e-4)
 
 
-def use_liger_cross_entropy(model: nn.Module) -> None:
+def use_liger_cross_entropy(model: nn.Module, undo: ExitStack) -> None:
     """Liger's fused head and cross entropy, which never makes the whole logits; nothing else of Liger."""
     setting = 'memo.kernels.cross_entropy "liger"'
     liger = LIGER.load(setting)
@@ -162,6 +193,7 @@ def use_liger_cross_entropy(model: nn.Module) -> None:
         raise MemoError(f"{setting}: Liger has none for {type(model).__name__} (model type {kind!r}); leave it out")
     if not torch.cuda.is_available():
         raise MemoError(f"{setting}: its kernels are written in Triton and need a GPU; leave it out on a CPU")
+    undo.callback(_restore_forward, weakref.ref(model), model.__dict__.get("forward"))
     off = {name: False for name, parameter in others.items() if parameter.default is True}
     liger._apply_liger_kernel_to_instance(model=model, **{**off, "fused_linear_cross_entropy": True})
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from ds_memo.errors import MemoError
+from ds_memo.errors import MemoError, quoted
 
 HOW_TO_NAME = (
     'Name them: ds_memo.attach(model, config, layers=["decoder.blocks.0", …]) or layers=list(model.decoder.blocks); '
@@ -29,6 +29,8 @@ def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | None = Non
         MemoError: none are found, or several lists are equally long.
     """
     if layers is not None:
+        if isinstance(layers, str) or not isinstance(layers, Iterable):
+            raise MemoError(f"layers: got {quoted(layers)}, expected a list of names or modules. {HOW_TO_NAME}")
         return _named(model, list(layers))
     found = [(name, module) for name, module in model.named_modules() if is_huggingface_layer(module)]
     if found:
@@ -90,7 +92,7 @@ def _named(model: nn.Module, layers: list[str | nn.Module]) -> list[tuple[str, n
             named.append((by_module[layer], layer))
         else:
             wanted = layer if isinstance(layer, str) else type(layer).__name__
-            raise MemoError(f"layers: {wanted!r} is no module of {type(model).__name__}. {HOW_TO_NAME}")
+            raise MemoError(f"layers: {quoted(wanted)!r} is no module of {type(model).__name__}. {HOW_TO_NAME}")
     if len({id(module) for _, module in named}) < len(named):
         raise MemoError("layers: a module is named twice")
     return named

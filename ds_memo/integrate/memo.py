@@ -65,9 +65,26 @@ class Memo:
         """An engine attached the model; else a person did, with ds_memo.attach."""
         self._on_last_micro_batch: Callable[[], bool] = lambda: False
         self._after_first_step: Callable[[Memo], None] = nothing
+        self._passes = 0
+        """Training forwards that came to their end."""
+        self._frames_before = 0
+        self._speed = Speed()
+        self._takeover = Takeover()
+        try:
+            self._put_together(model, layers, device)
+        except BaseException:
+            self._takeover.undo()
+            raise
+
+    def _put_together(self, model: nn.Module, layers: list[tuple[str, nn.Module]], device: torch.device) -> None:
+        """Make the parts, then change the model. What is taken is given back by the undo list, whether this ends well or not."""
+        config = self.config
         self.slab = self._make_slab(device)
+        self._takeover.undo_with(self.slab.close)
         self.engine = SwapEngine(streams_for(device), self.slab, device)
+        self._takeover.undo_with(self.engine.close)
         self.addresses = Addresses(device, config.plan, self.warn)
+        self._takeover.undo_with(self.addresses.close)
         self.engine.phases = self.addresses
         self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
         self._by_module = weakref.WeakKeyDictionary(
@@ -79,11 +96,6 @@ class Memo:
         self.autopilot = self._make_autopilot()
         if self.autopilot is None:
             self.slab.needs = 0
-        self._passes = 0
-        """Training forwards that came to their end."""
-        self._frames_before = 0
-        self._speed = Speed()
-        self._takeover = Takeover()
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._takeover.layer(module, functools.partial(self.remat.run, layer))
         self._takeover.model(model, self.run)
@@ -277,9 +289,9 @@ class Memo:
 
     # ---- the end
 
-    def on_detach(self, undo: Callable[[], Any]) -> None:
-        """Call this too when the model is detached."""
-        self._takeover.undo_with(undo)
+    def on_detach(self, undo: Callable[[], Any], last: bool = False) -> None:
+        """Call this too when the model is detached; `last`: after all else, for what was changed before."""
+        self._takeover.undo_with(undo, last)
 
     def detach(self) -> None:
         """Give the model back as it was. Graphs made before can no longer be run backward."""
@@ -290,8 +302,6 @@ class Memo:
         self._detached = True
         forwards.ends(self)
         self._takeover.undo()
-        self.addresses.close()
-        self.engine.close()
 
     # ---- what is told
 

@@ -65,9 +65,9 @@ class Takeover:
             self._set(module, "_compiled_call_impl", None)
         return bool(compiled)
 
-    def undo_with(self, undo: Callable[[], Any]) -> None:
-        """Call this too when everything is undone."""
-        self._undo.append(undo)
+    def undo_with(self, undo: Callable[[], Any], last: bool = False) -> None:
+        """Call this too when everything is undone; `last`: after all that is there now."""
+        self._undo.insert(0 if last else len(self._undo), undo)
 
     def undo(self) -> None:
         """Give everything back, the latest first."""

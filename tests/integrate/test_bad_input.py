@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import types
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 import ds_memo
 from ds_memo.integrate.layers import find_layers
+from ds_memo.swap import sharing
 from tests.integrate.traces import fingerprint
 from tests.models import HIDDEN, LAYERS, Batch, Block, Toy, assert_same, assert_same_grads, build, gradients, step
 
@@ -47,6 +49,43 @@ def test_a_package_for_mpi_that_something_else_wants(monkeypatch: pytest.MonkeyP
 
 
 # ---- which layers
+
+
+@pytest.mark.parametrize("arguments, said", [
+    ((5, {}), r"model: got 5, expected a torch\.nn\.Module"),
+    ((Toy(), {}, "blocks"), "layers: got blocks, expected a list of names or modules"),
+    ((Toy(), {}, 5), "layers: got 5, expected a list"),
+    ((Toy(), {}, None, "nowhere"), "device: got nowhere, expected a device that PyTorch has here"),
+    ((Toy(), {}, None, 2.5), r"device: got 2\.5, expected a device"),
+], ids=["model", "one name", "no list", "no device", "a number"])  # fmt: skip
+def test_arguments_of_another_kind(arguments: tuple, said: str) -> None:
+    with pytest.raises(ds_memo.MemoError, match=said):
+        ds_memo.attach(*arguments)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a build with CUDA")
+def test_cuda_on_a_cpu_build() -> None:
+    with pytest.raises(ds_memo.MemoError, match=r"device: got cuda, expected .*not compiled with CUDA"):
+        ds_memo.attach(Toy(), {}, device="cuda")
+
+
+def test_a_failed_attach_keeps_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor threads: neither waits for the garbage collector."""
+    gc.collect()
+    before = len(sharing._open)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no more hooks")
+
+    model = Toy()
+    monkeypatch.setattr(model, "register_forward_hook", fails)
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="no more hooks") as caught:
+            ds_memo.attach(model, {"host_memory_gib": 1})
+        assert len(sharing._open) == before and caught
+    finally:
+        gc.enable()
 
 
 def test_no_layers() -> None:

@@ -6,6 +6,7 @@ with the right arguments.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch import nn
 
 import ds_memo
 from tests.integrate.engines import MEMO, ON_ONE_CPU_RANK, ds_config, train
+from tests.integrate.traces import fingerprint
 from tests.models import LAYERS, Batch, assert_same, build, step
 
 pytestmark = ON_ONE_CPU_RANK
@@ -122,6 +124,55 @@ def test_apex_norms(name: str, kind: str, packages: Path) -> None:
     handle.detach()
 
 
+@pytest.mark.parametrize("name", ["llama", "plain"])
+def test_detach_puts_the_norms_back(name: str, packages: Path) -> None:
+    write(packages, APEX)
+    model = build(name)
+    before = fingerprint(model)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2, "kernels": {"norm": "apex"}})
+    assert fingerprint(model) != before
+    handle.detach()
+    assert fingerprint(model) == before
+
+
+def test_a_layer_that_is_itself_a_norm_is_put_back(packages: Path) -> None:
+    """The kernel was there first and goes last."""
+    write(packages, APEX)
+    model = nn.ModuleList([nn.ModuleList(nn.LayerNorm(8) for _ in range(2))])
+    before = fingerprint(model)
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0, "kernels": {"norm": "apex"}}).detach()
+    assert fingerprint(model) == before
+
+
+REFUSED = {
+    "residents": ({"resident_layers": 99}, {}, "resident_layers: got 99"),
+    "not enabled": ({"enabled": False}, {}, "enabled: got false"),
+    "no such layers": ({}, {"layers": ["nowhere"]}, "'nowhere' is no module"),
+    "no such device": ({}, {"device": "nowhere"}, "device: got nowhere"),
+    "a kernel after the norms": ({"kernels": {"norm": "apex", "cross_entropy": "liger"}}, {}, "liger"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_attach_leaves_the_model_as_it_was(case: str, packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(packages, APEX)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", None)
+    memo, arguments, said = REFUSED[case]
+    model = build("llama")
+    before = fingerprint(model)
+    with pytest.raises(ds_memo.MemoError, match=said):
+        ds_memo.attach(model, {"kernels": {"norm": "apex"}, **memo}, **arguments)
+    assert fingerprint(model) == before
+
+
+def test_an_engine_that_deepspeed_refuses_leaves_the_model_as_it_was(packages: Path) -> None:
+    write(packages, APEX)
+    model = build("llama")
+    with pytest.raises(Exception, match=r"(?i)nosuchoptimizer"):
+        ds_memo.initialize(model=model, config=ds_config(memo=section("norm", "apex"), optimizer={"type": "NoSuchOptimizer"}))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_norms_that_scale_otherwise_are_left_alone(packages: Path) -> None:
     write(packages, APEX)
     with pytest.raises(ds_memo.MemoError, match="has no LayerNorm or RMSNorm"):
@@ -132,7 +183,7 @@ def test_norms_that_scale_otherwise_are_left_alone(packages: Path) -> None:
 def test_norms_that_lack_what_the_kernel_multiplies_and_adds_are_left_alone(lacks: dict[str, bool], packages: Path) -> None:
     write(packages, APEX)
     with pytest.raises(ds_memo.MemoError, match="has no LayerNorm or RMSNorm"):
-        ds_memo.attach(nn.ModuleList(nn.LayerNorm(8, **lacks) for _ in range(2)), {"kernels": {"norm": "apex"}})
+        ds_memo.attach(nn.ModuleList([nn.ModuleList(nn.LayerNorm(8, **lacks) for _ in range(2))]), {"kernels": {"norm": "apex"}})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -174,9 +225,11 @@ def test_liger_on_a_cpu_and_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_memo.integrate.kernels import use_liger_cross_entropy
 
     model = build("llama")
-    use_liger_cross_entropy(model)
-    assert model.forward.__module__.startswith("liger_kernel.")
-    assert all("liger" not in type(part).__module__ and "forward" not in vars(part) for part in list(model.modules())[1:])
+    with contextlib.ExitStack() as undo:
+        use_liger_cross_entropy(model, undo)
+        assert model.forward.__module__.startswith("liger_kernel.")
+        assert all("liger" not in type(part).__module__ and "forward" not in vars(part) for part in list(model.modules())[1:])
+    assert "forward" not in vars(model)
 
 
 def test_flash_attention_switches_the_model(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +237,16 @@ def test_flash_attention_switches_the_model(packages: Path, monkeypatch: pytest.
     write(packages, {"flash_attn/__init__.py": "flash_attn_func = flash_attn_varlen_func = None\n"})
     asked = []
     model = build("llama")
-    monkeypatch.setattr(model, "set_attn_implementation", asked.append)
+    before = model.config._attn_implementation
+
+    def switch(name: str) -> None:
+        asked.append(name)
+        model.config._attn_implementation = name
+
+    monkeypatch.setattr(model, "set_attn_implementation", switch)
     handle = ds_memo.attach(model, {"attention": "flash_attn_2"})
-    assert asked == ["flash_attention_2"]
+    assert asked == ["flash_attention_2"] and model.config._attn_implementation == "flash_attention_2"
     handle.detach()
+    assert model.config._attn_implementation == before
     with pytest.raises(ds_memo.MemoError, match="Toy is no Hugging Face model; call the package in the model itself"):
         ds_memo.attach(build("plain"), {"attention": "flash_attn_2"})
