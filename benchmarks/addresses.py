@@ -29,11 +29,11 @@ import ds_memo
 from benchmarks import results
 from benchmarks.timing import served
 from benchmarks.workloads import small_models
-from ds_memo.integrate.memo import Memo
 from ds_memo.plan import plan_trace
 from ds_memo.plan.simulate import simulate
 from ds_memo.plan.trace import Phase, Trace, rounded
-from ds_memo.profile.requests import RequestLog
+from ds_memo.planned_alloc.request_log import RequestLog
+from ds_memo.runtime.handle import Memo
 
 BAR, ITERATIONS, TOKENS = 0.99, 6, (2, 512)
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import results
 from benchmarks.timing import seconds
 from benchmarks.workloads import dtype_of, sdpa
-from ds_memo.remat.keep import ATTENTION
+from ds_memo.remat.op_policy import ATTENTION
 
 HEADS, HEAD = 32, 128
 ROUNDS = 4

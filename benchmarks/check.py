@@ -47,8 +47,8 @@ from benchmarks.environment import environment
 from benchmarks.noise import distance, noise
 from benchmarks.timing import clear, seconds
 from benchmarks.workloads import batch, build, dtype_of, gpt_shape, loss_of
-from ds_memo.swap.pool import HostPool
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, streams_for
 from ds_memo.units import GIB
 from tests import models

@@ -61,13 +61,14 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     from deepspeed.runtime.zero import stage3, stage_1_and_2
     from transformers import masking_utils
 
-    from ds_memo.profile import device_memory
+    from ds_memo.memory import device as device_memory
+    from ds_memo.memory import host as host_memory
     from ds_memo.remat import recipe
-    from ds_memo.swap import host_memory, segments
+    from ds_memo.swap import pinned_segments
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
     recipe.Seen.note_unseen_writes = lambda seen: None
-    segments.touch = lambda segment: None
+    pinned_segments.touch = lambda segment: None
     for module in (device_memory, host_memory):
         module.available_bytes = lambda *_, **__: int(host_gib * GIB)
     for optimizer in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):

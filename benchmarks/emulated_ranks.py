@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.emulated_time import Clock
-from ds_memo.profile import agree
+from ds_memo.distributed import agree
 
 NAME = "alike"
 _ONE_WAY, _THERE_AND_BACK = 1, 2

@@ -11,7 +11,7 @@ from benchmarks.timing import Memory, served
 from ds_memo.units import GIB
 
 if TYPE_CHECKING:
-    from ds_memo.integrate.memo import Memo
+    from ds_memo.runtime.handle import Memo
 
 HEADER = "step       ms  requested   reserved      arena  predicted  cudaMalloc   hits  residents  alpha  missed      (GiB)"
 _NO_REPORT = {"plan": None, "predicted": None, "profile": None, "resident_layers": 0, "alpha": 0.0, "warnings": []}

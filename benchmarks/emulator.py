@@ -44,7 +44,7 @@ from benchmarks.speed import show
 from benchmarks.timing import Trainer
 from benchmarks.workloads import batch, build, loss_of, shapes
 from ds_memo.estimate import hardware
-from ds_memo.integrate.memo import Memo
+from ds_memo.runtime.handle import Memo
 from ds_memo.units import GIB
 
 STEPS = 9

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_memo.swap.host_memory import available_bytes, memlock_limit
+from ds_memo.memory.host import available_bytes, memlock_limit
 from ds_memo.units import GIB
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sized
 
 import torch
 
-from ds_memo.swap.host_memory import available_bytes, budget_bytes
+from ds_memo.memory.host import available_bytes, budget_bytes
 from ds_memo.units import GIB
 
 STEP = 4 * GIB

@@ -27,16 +27,16 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.workloads import attention_through, heads_to_ranks, ranks_to_heads, sdpa
 from ds_memo.config import PlanConfig
-from ds_memo.integrate.addresses import Addresses
-from ds_memo.integrate.layers import find_layers
-from ds_memo.integrate.optimizers import watch_optimizers
-from ds_memo.profile.lengths import shapes_of
+from ds_memo.hf.find_layers import find_layers
+from ds_memo.placement import spread
+from ds_memo.planned_alloc.runtime import Addresses
+from ds_memo.runtime.optimizer_hooks import watch_optimizers
+from ds_memo.shapes import shapes_of
 from ds_memo.solve.paper import paper_alpha
-from ds_memo.solve.places import spread
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept, Layout
-from ds_memo.swap.pool import HostPool
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.streams import streams_for
 
 SMALL = 4096

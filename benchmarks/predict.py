@@ -19,7 +19,7 @@ from ds_memo.estimate import model
 from ds_memo.estimate.hardware import named
 from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS
 from ds_memo.profile.json_file import to_json
-from ds_memo.solve.reserve import RESERVE
+from ds_memo.solve.headroom import RESERVE
 from ds_memo.units import GIB
 
 SETTLED_AFTER = 4

@@ -22,8 +22,8 @@ from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model, load
 from ds_memo.estimate.simulate import simulate
+from ds_memo.placement import Places
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.places import Places
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -27,8 +27,8 @@ from benchmarks.emulated_process import run_emulated, without_values
 from benchmarks.emulated_ranks import NAME, among
 from benchmarks.emulated_steps import HEADER, Step, line
 from benchmarks.emulated_time import Clock, keeping_time
+from ds_memo.deepspeed import ulysses
 from ds_memo.estimate import hardware
-from ds_memo.integrate import ulysses
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -94,7 +94,7 @@ def rehearse(clock: Clock, ranks: int, rows: list[dict[str, Any]], script: str, 
 
 
 def _split(batches: Iterable[dict[str, Any]], device: Any) -> Iterator[dict[str, Any]]:
-    """ds_memo.integrate.ulysses.split without the lengths that ranks tell each other: theirs are this one's."""
+    """ds_memo.deepspeed.ulysses.split without the lengths that ranks tell each other: theirs are this one's."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     ranks = parallel_state_sp.get_sequence_parallel_world_size()

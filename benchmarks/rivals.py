@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ds_memo.remat.keep import ATTENTION
+from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.units import GIB
 
 

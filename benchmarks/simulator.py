@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from ds_memo.swap.protocol import D2H, H2D
+from ds_memo.swap.stream_protocol import D2H, H2D
 from tests.estimate.threaded import Configuration, clear_configurations, measured_events, mismatch, predicted_events
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_memo.swap import streams as swap_streams
-from ds_memo.swap.protocol import COMPUTE, D2H, H2D
+from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 
 ROWS = (COMPUTE, D2H, H2D)
 COLOURS = {COMPUTE: "#4878a8", D2H: "#5aa469", H2D: "#9c6bb0"}

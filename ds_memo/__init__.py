@@ -32,12 +32,12 @@ __all__ = [
 
 _HOME = {
     "MemoConfig": "ds_memo.config",
-    "attach": "ds_memo.integrate.attach",
-    "checkpoint": "ds_memo.integrate.attach",
-    "initialize": "ds_memo.integrate.deepspeed",
-    "install": "ds_memo.integrate.install",
+    "attach": "ds_memo.runtime.attach",
+    "checkpoint": "ds_memo.runtime.attach",
+    "initialize": "ds_memo.deepspeed.initialize",
+    "install": "ds_memo.deepspeed.install",
     "keep_whole": "ds_memo.remat.functions",
-    "report": "ds_memo.integrate.attach",
+    "report": "ds_memo.runtime.attach",
 }
 
 

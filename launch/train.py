@@ -34,10 +34,10 @@ from measured import PeakBytes
 from tqdm import tqdm
 
 import ds_memo
-from ds_memo.arguments import tokens
+from ds_memo.cli.arguments import tokens
 from ds_memo.config import memo_config
-from ds_memo.integrate import ulysses
-from ds_memo.integrate.transformers import model_flops
+from ds_memo.deepspeed import ulysses
+from ds_memo.hf.model_flops import model_flops
 
 
 class UsageError(ValueError):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ds_memo import cli
+from ds_memo.cli import main as cli
 
 
 class Ended(NamedTuple):

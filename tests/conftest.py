@@ -1,4 +1,4 @@
-"""Tests of DistributedTest classes run in processes of their own; see tests/unit/common.py."""
+"""Tests of DistributedTest classes run in processes of their own; see tests/distributed_harness/common.py."""
 
 import gc
 import os
@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from tests.fixtures import *  # noqa: F403  pytest finds fixtures by their names here
 from tests.haste import make_haste
 from tests.processes import processes_with
 
@@ -60,5 +61,5 @@ def marker():
 
 
 def attached():
-    module = sys.modules.get("ds_memo.integrate.attach")
+    module = sys.modules.get("ds_memo.runtime.attach")
     return module.attached() if module else []

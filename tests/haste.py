@@ -10,7 +10,13 @@ from multiprocessing.context import BaseContext
 
 PRELOADED = ["torch", "torch._dynamo", "deepspeed", "transformers", "transformers.models.llama.modeling_llama"]
 """What most tests use sooner or later."""
-FOR_FORKED = [*PRELOADED, "torch._inductor.compile_fx", "ds_memo.integrate.deepspeed", "tests.unit.common", "tests.frozen"]
+FOR_FORKED = [
+    *PRELOADED,
+    "torch._inductor.compile_fx",
+    "ds_memo.deepspeed.initialize",
+    "tests.distributed_harness.common",
+    "tests.frozen",
+]
 """What the process that forks others imports for them; its last sees to garbage. DeepSpeed's ZeRO imports torch's inductor, for
 Muon: more than a second of every rank's."""
 

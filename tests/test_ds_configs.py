@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from tests.unit.common import DistributedTest
+from tests.distributed_harness.common import DistributedTest
 
 REPO = Path(__file__).parents[1]
 CONFIGS = sorted((REPO / "ds_configs").glob("*.json"))

@@ -9,12 +9,12 @@ from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS, by_part, gathered_bytes, state_bytes, timed
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question
+from ds_memo.placement import Places
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import LayerCosts, RunCosts, Working
+from ds_memo.solve.headroom import RESERVE, solve_within
 from ds_memo.solve.memory import device_bytes
-from ds_memo.solve.places import Places
 from ds_memo.solve.refusals import NothingFits
-from ds_memo.solve.reserve import RESERVE, solve_within
 from ds_memo.units import GIB
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.parts import FUSED_LOGIT_BYTES, LOGIT_BYTES, by_part, device_use, gathered_bytes, state_bytes, timed
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question
+from ds_memo.placement import Places
 from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.solve.paper import paper_alpha
-from ds_memo.solve.places import Places
 from ds_memo.units import GIB
 
 

@@ -20,9 +20,9 @@ from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
 from ds_memo.estimate.simulate import Simulated, simulate
+from ds_memo.memory.host import RESERVE
+from ds_memo.placement import Places
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.places import Places
-from ds_memo.swap.host_memory import RESERVE
 from ds_memo.units import GIB
 
 if TYPE_CHECKING:

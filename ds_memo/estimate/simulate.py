@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ds_memo.placement import Home, Places
 from ds_memo.solve.costs import LayerCosts, Output, RunCosts
-from ds_memo.solve.places import Home, Places
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
-from ds_memo.swap.protocol import COMPUTE, D2H, H2D
+from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 
 
 class Span(NamedTuple):
@@ -47,7 +47,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class VirtualStreams:
-    """`ds_memo.swap.protocol.Streams` that keep one clock each."""
+    """`ds_memo.swap.stream_protocol.Streams` that keep one clock each."""
 
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float

@@ -12,9 +12,9 @@ import time
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.pool import HostPool
-from ds_memo.swap.segments import PAGE
-from ds_memo.swap.slab import Block, HostSlab
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_slab import Block, HostSlab
+from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, streams_for
 
 CHUNK = 1 << 26

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ds_memo.arguments import write_whole
+from ds_memo.cli.arguments import write_whole
 from ds_memo.profile.json_file import ProfileError, from_json, to_json
 from ds_memo.profile.sample import Profile
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_memo.errors import MemoError
-from ds_memo.profile.lengths import HiddenShape
-from ds_memo.profile.whole import whole
+from ds_memo.profile.gathered_params import whole
 from ds_memo.remat.call import tensor_leaves
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.random_states import forked
+from ds_memo.shapes import HiddenShape
 
 _WHOLE = (torch.int32, torch.int64)
 _STATISTICS = 1 << 20

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from ds_memo.errors import MemoError
-from ds_memo.profile.at_length import OUTPUT_KINDS
+from ds_memo.profile.extrapolate import OUTPUT_KINDS
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
 from ds_memo.solve.costs import Output
 

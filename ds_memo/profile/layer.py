@@ -28,8 +28,8 @@ from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.solve.costs import Output, OutputKind
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
-from ds_memo.swap.pool import HostPool
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.streams import streams_for
 
 REPEATS = 3

@@ -22,19 +22,20 @@ from typing import Any
 import torch
 
 import ds_memo
+from ds_memo.distributed.agree import Do, Failed, from_all_ranks, together, world_size
 from ds_memo.errors import MemoError
-from ds_memo.profile.agree import Do, Failed, from_all_ranks, most_careful, together, world_size
+from ds_memo.memory.device import device_budget, device_seen
+from ds_memo.memory.host import ranks_on_node, seen
 from ds_memo.profile.bandwidth import CopyBench
 from ds_memo.profile.call import LayerCall
-from ds_memo.profile.device_memory import device_budget, device_seen
+from ds_memo.profile.gathered_params import whole, whole_bytes
 from ds_memo.profile.kinds import layer_in_words, settings_digest
 from ds_memo.profile.layer import measure
+from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
-from ds_memo.profile.whole import whole, whole_bytes
 from ds_memo.remat.checkpoint import Layer
-from ds_memo.solve.reserve import RESERVE
-from ds_memo.swap.host_memory import ranks_on_node, seen
-from ds_memo.swap.protocol import D2H, H2D
+from ds_memo.solve.headroom import RESERVE
+from ds_memo.swap.stream_protocol import D2H, H2D
 from ds_memo.units import GIB
 
 LONGEST = 1 << 14

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ds_memo.profile.at_length import OUTPUT_KINDS, AtLength
+from ds_memo.profile.extrapolate import OUTPUT_KINDS, AtLength
 from ds_memo.solve.costs import LayerCosts, Output, RunCosts
 
 DEVICE_BYTES = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_memo.remat import keep
+from ds_memo.remat import op_policy
 from ds_memo.remat.functions import SeesFunctions, tensors_in
 
 
@@ -32,7 +32,7 @@ class Stopwatch(SeesFunctions):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._ops: list[tuple[keep.OpKind, Any, Any]] = []
+        self._ops: list[tuple[op_policy.OpKind, Any, Any]] = []
         self._backward: list[tuple[Any, Any]] = []
         self._in_forward = True
         self._start: Any = None
@@ -60,20 +60,20 @@ class Stopwatch(SeesFunctions):
             seconds = seconds_between(begin, end)
             self.seconds.append(seconds)
             self.born.append(min(1.0, seconds_between(self._start, end) / whole) if whole else 1.0)
-            self.gemm_s += seconds if kind is keep.OpKind.GEMM else 0.0
-            self.attention_s += seconds if kind is keep.OpKind.ATTENTION else 0.0
+            self.gemm_s += seconds if kind is op_policy.OpKind.GEMM else 0.0
+            self.attention_s += seconds if kind is op_policy.OpKind.ATTENTION else 0.0
         self.attention_backward_s = sum(seconds_between(*times) for times in self._backward)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if self._in_forward:
-            kind = keep.kind_of(func)
-            if kind in (keep.OpKind.PLAIN, keep.OpKind.MUTATES):
+            kind = op_policy.kind_of(func)
+            if kind in (op_policy.OpKind.PLAIN, op_policy.OpKind.MUTATES):
                 return func(*args, **kwargs)
             begin = self.now()
             out = func(*args, **kwargs)
             self._ops.append((kind, begin, self.now()))
-            if kind is keep.OpKind.ATTENTION:
+            if kind is op_policy.OpKind.ATTENTION:
                 self._count_flops(args[0], args[1])
             return out
         if "backward" in (name := func.name()) and ("attention" in name or "attn" in name):
@@ -89,7 +89,7 @@ class Stopwatch(SeesFunctions):
             return fn(*args, **kwargs)
         begin = self.now()
         out = fn(*args, **kwargs)
-        self._ops.append((keep.OpKind.ATTENTION, begin, self.now()))
+        self._ops.append((op_policy.OpKind.ATTENTION, begin, self.now()))
         tensors = tensors_in(args, kwargs)
         if len(tensors) > 1 and tensors[0].dim() > 2 < tensors[1].dim():
             self._count_flops(*tensors[:2])

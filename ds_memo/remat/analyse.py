@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_memo.remat import keep
+from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, as_tuple, detached, needs_right_operands, noticing_draws, storage_of, tensor_leaves
 from ds_memo.remat.functions import refused
-from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import NotingMode, under_a_checkpoint
+from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Seen, SeenGemm, SeenWhole, fingerprint
 
 ALL_SO_FAR = -1
@@ -118,15 +118,15 @@ class Analyse(NotingMode):
         kwargs = kwargs or {}
         kind = kind_of(func)
         sources = self._made_of_all(args, kwargs)
-        fresh, self._fresh = self._fresh, self._fresh if func in keep.LOOKS else None
+        fresh, self._fresh = self._fresh, self._fresh if func in op_policy.LOOKS else None
         if kind is OpKind.ATTENTION or kind is OpKind.CHOICE:
             return self._run_whole(kind, func, args, kwargs, sources)
         if kind is OpKind.MUTATES:
             sources = self._about_to_write(func, args, kwargs, sources, fresh)
         if needs_right_operands(kind, func, args, kwargs, lambda: self._older):
             self.seen.wanted |= sources
-            self._choose_from(self._made_of_all(keep.chooses_by(func, args)))
-        if func in keep.SOFTMAX:
+            self._choose_from(self._made_of_all(op_policy.chooses_by(func, args)))
+        if func in op_policy.SOFTMAX:
             self.seen.softmax = str(func)
         out = func(*args, **kwargs)
         self._follow_weights(func, args, out)
@@ -134,12 +134,12 @@ class Analyse(NotingMode):
             fresh.fingerprint = fingerprint(fresh.out)
         if kind is OpKind.GEMM:
             self._saw_gemm(func, args, out, sources)
-        elif func in keep.BLANK:
+        elif func in op_policy.BLANK:
             self._made_blank(func, out)
         else:
             self._made(out, sources)
         if kind is OpKind.MUTATES and self._filled:
-            self._have_written(keep.written_tensors(func, args, kwargs), sources)
+            self._have_written(op_policy.written_tensors(func, args, kwargs), sources)
         return out
 
     def _run_whole(self, kind: OpKind, func: Any, args: tuple, kwargs: dict, sources: int) -> Any:
@@ -176,11 +176,11 @@ class Analyse(NotingMode):
         return ran.out
 
     def _saw_gemm(self, func: Any, args: tuple, out: torch.Tensor, sources: int) -> None:
-        product, flops = out.detach(), keep.gemm_flops(func, args, out)
+        product, flops = out.detach(), op_policy.gemm_flops(func, args, out)
         self.seen.unkept.gemm_flops += flops if under_a_checkpoint() else 0
-        gemm = SeenGemm(func, product, flops, sources, keep.splits_by_rows(func, args, out), fingerprint(product))
+        gemm = SeenGemm(func, product, flops, sources, op_policy.splits_by_rows(func, args, out), fingerprint(product))
         self.seen.ops.append(gemm)
-        if not keep.are_dense(args):  # it is never left out: empty memory like its operands' would be sparse
+        if not op_policy.are_dense(args):  # it is never left out: empty memory like its operands' would be sparse
             self.seen.wanted |= 1 << 2 * len(self._gemms)
         self._gemms.append(gemm)
         self._fresh = gemm if gemm.splits else None
@@ -192,13 +192,13 @@ class Analyse(NotingMode):
         Returns:
             What the tensors that it writes to are made of then.
         """
-        written = keep.written_tensors(func, args, kwargs)
-        if fresh is not None and not kwargs and keep.adds_bias_to(func, args, fresh.out):
+        written = op_policy.written_tensors(func, args, kwargs)
+        if fresh is not None and not kwargs and op_policy.adds_bias_to(func, args, fresh.out):
             fresh.biased = True
         else:
             for tensor in written:
                 self._about_to_change(tensor)
-        if keep.overwrites_all(func, args):
+        if op_policy.overwrites_all(func, args):
             self._sources[storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)
         for tensor in written:
             self._made(tensor, sources)
@@ -211,9 +211,9 @@ class Analyse(NotingMode):
     def _follow_weights(self, func: Any, args: tuple, out: Any) -> None:
         """Count batched products with weights, and follow weights through what is made of them alone."""
         storages = [storage_of(tensor) for tensor in tensor_leaves(args)]
-        if func in keep.BATCHED:
+        if func in op_policy.BATCHED:
             if any(storage in self._weights or self._holds_a_parameter(storage) for storage in storages):
-                self.seen.unkept.batched_flops += keep.gemm_flops(func, args, out)
+                self.seen.unkept.batched_flops += op_policy.gemm_flops(func, args, out)
         elif storages and self._weights.issuperset(storages) and isinstance(out, torch.Tensor):
             self._weights.add(storage_of(out))
             self._alive.append(StorageWeakRef(out.untyped_storage()))
@@ -245,7 +245,7 @@ class Analyse(NotingMode):
     def _made_blank(self, func: Any, out: torch.Tensor) -> None:
         """An op made memory for others to write to."""
         self._made(out, ALL_SO_FAR)
-        if func in keep.FILLED and 0 < out.untyped_storage().nbytes() <= _MASK_BYTES:
+        if func in op_policy.FILLED and 0 < out.untyped_storage().nbytes() <= _MASK_BYTES:
             self._filled[storage_of(out)] = Filled(_of_all_bytes(out))
 
     def _have_written(self, written: Iterable[torch.Tensor], sources: int) -> None:

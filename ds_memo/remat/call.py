@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ds_memo.remat import keep
-from ds_memo.remat.keep import OpKind
+from ds_memo.remat import op_policy
+from ds_memo.remat.op_policy import OpKind
 from ds_memo.remat.recipe import Recipe, Whole
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
@@ -78,9 +78,11 @@ def needs_right_operands(kind: OpKind, func: Any, args: tuple, kwargs: dict[str,
     Args:
         older: returns that memory's storages.
     """
-    if keep.looks_at_values(func, args, kwargs):
+    if op_policy.looks_at_values(func, args, kwargs):
         return True
-    return kind is OpKind.MUTATES and any(storage_of(tensor) in older() for tensor in keep.written_tensors(func, args, kwargs))
+    return kind is OpKind.MUTATES and any(
+        storage_of(tensor) in older() for tensor in op_policy.written_tensors(func, args, kwargs)
+    )
 
 
 def noticing_draws(device: torch.device, func: Any, args: tuple, kwargs: dict) -> tuple[Any, torch.Tensor | None]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _Sto
 from ds_memo.errors import MemoError
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work, tensor_leaves
-from ds_memo.remat.cautions import cautions
+from ds_memo.remat.diagnostics import cautions
 from ds_memo.remat.inputs import Lifted, Stays, lift_keywords, pack_followed, pack_watched, unpack
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.random_states import as_now
@@ -45,7 +45,7 @@ class Setting:
     """If not, the layer is simply called, and autograd saves what it likes."""
     keeps_pace: bool = False
     """Of a layer that is not checkpointed: it has an (empty) frame all the same, so that the engine moves the frames of swapped
-    layers while this one runs, and the host keeps pace (ds_memo.integrate.pace)."""
+    layers while this one runs, and the host keeps pace (ds_memo.deepspeed.run_ahead_limit)."""
     resident: bool = False
     """What is kept stays on the device."""
     alpha: float | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ds_memo.remat import keep
+from ds_memo.remat import op_policy
 from ds_memo.remat.functions import FunctionCall
 from ds_memo.swap.frame import Kept, Layout, dense_order
 
@@ -268,7 +268,7 @@ def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torc
 
 
 def _is_attention(func: OpOverload | FunctionCall) -> bool:
-    return isinstance(func, FunctionCall) or keep.kind_of(func) is keep.OpKind.ATTENTION
+    return isinstance(func, FunctionCall) or op_policy.kind_of(func) is op_policy.OpKind.ATTENTION
 
 
 def _unkept(op: SeenGemm | SeenWhole) -> Gemm | Whole:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_memo.remat import keep
+from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, as_tuple, needs_right_operands, noticing_draws, storage_of, tensor_leaves
-from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import NotingMode
+from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Gemm, Whole
 
 
@@ -71,7 +71,7 @@ class Record(NotingMode):
         leave the recipe where something that the replay needs comes to depend on them."""
         if not self._reads_left_out((*args, *kwargs.values())):
             return self._dispatch(kind, func, args, kwargs)
-        if keep.overwrites_all(func, args) and not self._reads_left_out((*args[1:], *kwargs.values())):
+        if op_policy.overwrites_all(func, args) and not self._reads_left_out((*args[1:], *kwargs.values())):
             del self._left_out[storage_of(args[0])]  # a dropout mask: empty_like(left-out product).bernoulli_()
             return self._dispatch(kind, func, args, kwargs)
         listed = kind is not OpKind.PLAIN and kind is not OpKind.MUTATES  # by the recipe, so its output is no more made of these
@@ -81,7 +81,7 @@ class Record(NotingMode):
         if not listed:
             self._leave_out(out)
             if kind is OpKind.MUTATES:
-                self._leave_out(keep.written_tensors(func, args, kwargs))
+                self._leave_out(op_policy.written_tensors(func, args, kwargs))
         return out
 
     def _reads_left_out(self, values: Iterable[Any]) -> bool:
@@ -113,7 +113,7 @@ class Record(NotingMode):
         if kind is OpKind.MUTATES:
             return self._change(func, args, kwargs)
         if kind is OpKind.PLAIN or not self._following:
-            if self._awaits_bias is not None and func not in keep.LOOKS:
+            if self._awaits_bias is not None and func not in op_policy.LOOKS:
                 self._leave()  # the product is read before its bias comes
             return func(*args, **kwargs)
         if kind is OpKind.GEMM:
@@ -159,13 +159,13 @@ class Record(NotingMode):
         """An op that writes in place: a bias that belongs to the GEMM before, or a change that kept tensors must not see."""
         if self._awaits_bias is not None:
             op, product = self._awaits_bias
-            if keep.adds_bias_to(func, args, product) and not kwargs:
+            if op_policy.adds_bias_to(func, args, product) and not kwargs:
                 self._awaits_bias = None
                 out = func(*args)
                 self.call.engine.keep(self.call.frame, op.kept, product)
                 return out
             self._leave()
-        for tensor in keep.written_tensors(func, args, kwargs):
+        for tensor in op_policy.written_tensors(func, args, kwargs):
             self.call.about_to_change(tensor)
         return func(*args, **kwargs)
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.remat import keep
+from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, cloned, detached, generator_of
 from ds_memo.remat.functions import FunctionCall, name_of, shapes_of, tensors_in
-from ds_memo.remat.keep import OpKind, kind_of
 from ds_memo.remat.modes import Mode
+from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Gemm, Whole
 
 
@@ -82,7 +82,7 @@ class Replay(Mode):
 
     def _gemm(self, op: Gemm, args: tuple, kwargs: dict) -> torch.Tensor:
         if not op.wanted:
-            return keep.empty_output(op.func, args, op.shape)
+            return op_policy.empty_output(op.func, args, op.shape)
         m, rows = op.shape[0], op.rows
         if m:
             self.call.work.gemm_flops_recomputed += op.flops * (m - rows) // m
@@ -90,7 +90,7 @@ class Replay(Mode):
             return op.func(*args, **kwargs)
         out = self.call.frame.tensor(op.kept)
         if rows < m:
-            keep.compute_rows(op.func, args, kwargs, rows, out)
+            op_policy.compute_rows(op.func, args, kwargs, rows, out)
         if op.biased:
             self._awaits_bias = (out.detach(), rows)
         return out
@@ -98,7 +98,7 @@ class Replay(Mode):
     def _add_bias(self, func: Any, args: tuple) -> torch.Tensor:
         """The in-place bias of the GEMM before: stored rows have it already."""
         (product, rows), self._awaits_bias = self._awaits_bias, None
-        if not keep.adds_bias_to(func, args, product):
+        if not op_policy.adds_bias_to(func, args, product):
             raise self._not_repeated(f"{func} came where a bias was added in place")
         product[rows:].add_(args[1])
         return args[0]

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_memo.arguments import size
+from ds_memo.cli.arguments import size
 from ds_memo.errors import MemoError
 
 _NEEDED = (

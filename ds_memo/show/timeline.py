@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_memo.show.plan import MissingPackage
-from ds_memo.swap.protocol import COMPUTE, D2H, H2D
+from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 
 if TYPE_CHECKING:
     from ds_memo.estimate.simulate import Span

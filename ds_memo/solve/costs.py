@@ -20,7 +20,7 @@ from ds_memo.swap.frame import ALIGN
 from ds_memo.units import round_up
 
 PAGE = mmap.PAGESIZE
-"""Bytes; a frame's host block is whole pages (ds_memo.swap.pool)."""
+"""Bytes; a frame's host block is whole pages (ds_memo.swap.host_pool)."""
 
 OutputKind = Literal["input", "attention", "choice", "gemm"]
 

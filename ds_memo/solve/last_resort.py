@@ -14,9 +14,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from ds_memo.placement import Places, spread
 from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.solve.memory import device_bytes, most_that_fit, swapped_bytes
-from ds_memo.solve.places import Places, spread
 
 
 def last_resort(run: RunCosts, resident_layers: int | None) -> Places | None:

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from ds_memo.placement import DROPPED, HOMES, STAYS, Home, Places
 from ds_memo.solve.costs import LayerCosts, RunCosts, host_bytes
-from ds_memo.solve.places import DROPPED, HOMES, STAYS, Home, Places
 
 ALPHA_STEPS = 10_000
 """Alpha is rounded down to a multiple of 1 / ALPHA_STEPS: it is read by people, and rounding down keeps every budget."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from ds_memo.errors import MemoError
+from ds_memo.placement import Places
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.last_resort import fewest_lean, inputs_alone
 from ds_memo.solve.memory import device_bytes, host_cap, swapped_bytes
-from ds_memo.solve.places import Places
 from ds_memo.units import GIB
 
 _SHORTER = "a smaller batch or shorter sequences"

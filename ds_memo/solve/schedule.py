@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_memo.placement import Home, Places
 from ds_memo.solve.costs import LayerCosts, RunCosts
-from ds_memo.solve.places import Home, Places
 
 LEAVING = 2
 """A layer begins when fewer swapped frames than these are on their way out."""

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_memo.errors import MemoError
+from ds_memo.layer_observer import NoPhases, Phases
 from ds_memo.swap.frame import Frame, Kept, Layout
-from ds_memo.swap.phases import NoPhases, Phases
-from ds_memo.swap.protocol import COMPUTE, D2H, H2D, Streams
+from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 from ds_memo.units import GIB
 
 if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
     import torch
 
-    from ds_memo.swap.slab import Block, HostSlab
+    from ds_memo.swap.host_slab import Block, HostSlab
 
 
 @dataclass

@@ -24,7 +24,7 @@ from ds_memo.units import round_up
 if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
     import torch
 
-    from ds_memo.swap.slab import Block
+    from ds_memo.swap.host_slab import Block
 
 ALIGN = 256
 """Bytes; host rows and buffer slots begin on multiples of it, as CUDA allocations do."""

@@ -19,8 +19,8 @@ from threading import RLock, Thread, current_thread
 
 import torch
 
-from ds_memo.swap.pool import HostPool
-from ds_memo.swap.segments import PAGE
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.units import round_up
 
 _deciding = RLock()

@@ -1,4 +1,4 @@
-"""The three streams of ds_memo.swap.protocol, on CUDA and on a CPU.
+"""The three streams of ds_memo.swap.stream_protocol, on CUDA and on a CPU.
 
 `compute` runs the model; `d2h` and `h2d` run copies, each in the order they were issued. On CUDA they are CUDA streams. On a CPU
 the compute stream is the calling thread and the other two are real threads, so that every ordering bug of the schedule can be
@@ -17,7 +17,7 @@ from collections import deque
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.protocol import COMPUTE, D2H, H2D, Streams
+from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import ds_memo
-from tests.unit import common  # puts DEEPSPEED_TESTS on the path
+from tests.distributed_harness import common
 
 if "DEEPSPEED_TESTS" not in os.environ:
     pytest.skip("DEEPSPEED_TESTS names no checkout of DeepSpeed's tests", allow_module_level=True)

@@ -15,7 +15,7 @@ from ds_memo.estimate import hardware
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
-from tests.unit.common import ON_CPU, DistributedTest
+from tests.distributed_harness.common import ON_CPU, DistributedTest
 
 MODEL = Model("small", 2, 64, 128, 4, 4, 16, 96, gated=False, tied=True)
 TIMES = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1}

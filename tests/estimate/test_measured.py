@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_memo import cli
+from ds_memo.cli import main as cli
 from ds_memo.estimate.hardware import load
 from ds_memo.profile.json_file import to_json
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile

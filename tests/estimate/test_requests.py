@@ -13,10 +13,10 @@ from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model, from_config
 from ds_memo.estimate.requests import kept, layer_tape, layer_trace, saved_bytes, transient_bytes, working
-from ds_memo.integrate.attach import attach_model
 from ds_memo.plan import plan_trace, read_trace
 from ds_memo.profile.call import layer_calls
 from ds_memo.profile.layer import measure
+from ds_memo.runtime.attach import attach_model
 
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
 GPT = Model("gpt", 4, 4096, 16384, 32, 32, 128, 1, gated=False, tied=False, rotary=False, rms=False)

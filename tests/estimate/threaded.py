@@ -15,13 +15,13 @@ from itertools import pairwise
 import torch
 
 from ds_memo.estimate.simulate import Simulated, simulate
+from ds_memo.placement import Places
 from ds_memo.solve.costs import LayerCosts, Output, RunCosts
-from ds_memo.solve.places import Places
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Layout
-from ds_memo.swap.pool import HostPool
-from ds_memo.swap.protocol import COMPUTE, D2H, H2D
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_slab import HostSlab
+from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 from ds_memo.swap.streams import ThreadStreams
 
 TICK_S = 0.004

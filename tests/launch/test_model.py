@@ -8,7 +8,7 @@ import torch
 from model import ModelError, build, load_config, max_positions
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_memo.integrate.transformers import attention_width, matmul_parameters
+from ds_memo.hf.model_flops import attention_width, matmul_parameters
 from tests.estimate.gpt import gpt_parameters
 
 MODELS = Path(__file__).parents[2] / "ds_configs" / "models"

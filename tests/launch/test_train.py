@@ -9,8 +9,8 @@ from pathlib import Path
 import deepspeed.comm as dist
 import pytest
 
+from tests.distributed_harness.common import DistributedTest
 from tests.launch.launcher import REPO, train
-from tests.unit.common import DistributedTest
 
 sys.path.insert(0, str(REPO / "launch"))  # the ranks import this file too, without conftest.py
 import train as script

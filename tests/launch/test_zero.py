@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.unit.common import DistributedTest
+from tests.distributed_harness.common import DistributedTest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))  # the ranks import this file too, without conftest.py
 from loss import use_tiled_loss

@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_memo.ops.allocator import MISSES, NATIVE, Allocator
 from ds_memo.plan import Plan, plan_trace
-from ds_memo.profile.requests import RequestLog, read_log
+from ds_memo.planned_alloc.request_log import RequestLog, read_log
 
 ROWS, WIDTH, LAYERS = 128, 512, 3
 

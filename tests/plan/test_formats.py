@@ -32,7 +32,7 @@ def test_a_trace_without_phases_is_one_step():
 
 
 def test_the_names_of_phases():
-    """All that a training step has (ds_memo.integrate.addresses), and the halves that a trace from elsewhere may tell apart."""
+    """All that a training step has (ds_memo.planned_alloc.runtime), and the halves that a trace from elsewhere may tell apart."""
     names = ["embed", "L0.f", "head", "L0.b", "reduce", "step", "end", "embed.f", "head.f", "head.b", "embed.b"]
     assert [phase.name for phase in parse_trace("".join(f"phase {n}\nmalloc {n} 1\n" for n in names)).phases] == names
 

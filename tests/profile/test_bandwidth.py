@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from ds_memo.errors import MemoError
+from ds_memo.memory.numa import Node
 from ds_memo.profile import bandwidth
 from ds_memo.profile.bandwidth import CopyBench, measure_bandwidth
 from ds_memo.profile.live import LiveBytes
-from ds_memo.swap import pool, segments, slab
-from ds_memo.swap.numa import Node
-from ds_memo.swap.protocol import D2H, H2D
-from ds_memo.swap.segments import PAGE
+from ds_memo.swap import host_pool as pool
+from ds_memo.swap import host_slab
+from ds_memo.swap import pinned_segments as segments
+from ds_memo.swap.pinned_segments import PAGE
+from ds_memo.swap.stream_protocol import D2H, H2D
 from ds_memo.swap.streams import ThreadStreams
 
 CPU = torch.device("cpu")
@@ -116,8 +118,8 @@ def test_rates_are_measured_for_as_long_as_told_and_not_once():
 def test_nothing_is_left(monkeypatch, fails):
     before = threading.active_count()
     slabs = []
-    real = slab.HostSlab.__init__
-    monkeypatch.setattr(slab.HostSlab, "__init__", lambda self, *args: slabs.append(self) or real(self, *args))
+    real = host_slab.HostSlab.__init__
+    monkeypatch.setattr(host_slab.HostSlab, "__init__", lambda self, *args: slabs.append(self) or real(self, *args))
     if fails:
         monkeypatch.setattr(bandwidth.torch, "zeros", lambda *args, **kwargs: _no())
     with LiveBytes() as count:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ds_memo.distributed.agree import Failed, alone
 from ds_memo.profile import run
-from ds_memo.profile.agree import Failed, alone
 from ds_memo.remat.checkpoint import Layer
 from tests.profile.samples import make_sample
 

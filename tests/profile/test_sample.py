@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_memo.profile.at_length import _at_most
+from ds_memo.profile.extrapolate import _at_most
 from ds_memo.profile.sample import LayerProfile
 from tests.profile.samples import HIDDEN, make_profile, make_sample
 

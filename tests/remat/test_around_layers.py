@@ -96,7 +96,7 @@ def test_output_hidden_states(config: dict) -> None:
     def hidden(model: nn.Module, number: int) -> Outcome:
         out = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels, output_hidden_states=True)
         (out.loss + sum(state.pow(2).mean() for state in out.hidden_states)).backward()
-        attached = model in ds_memo.integrate.attach._attached
+        attached = model in ds_memo.runtime.attach._attached
         kept[attached] = [state.detach() for state in out.hidden_states]
         return Outcome(out.loss.detach(), gradients(model))
 
@@ -197,7 +197,7 @@ class CallsCheckpoint(Toy):
 
     def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, how: str = "module") -> Any:
         checkpoint = self.checkpoint or (
-            ds_memo.checkpoint if self in ds_memo.integrate.attach._attached else lambda fn, *args, **kw: fn(*args)
+            ds_memo.checkpoint if self in ds_memo.runtime.attach._attached else lambda fn, *args, **kw: fn(*args)
         )
         x = inputs_embeds
         for block in self.blocks:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ds_memo
-from ds_memo.remat.keep import ATTENTION_NAMES
+from ds_memo.remat.op_policy import ATTENTION_NAMES
 from tests.models import HEADS, HIDDEN, Batch, Block, Toy, assert_same, step
 
 calls: list[str] = []

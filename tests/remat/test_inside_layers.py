@@ -117,7 +117,7 @@ class NestedReentrantCheckpoint(NestedCheckpoint):
 
 class NestedMemoCheckpoint(Lines):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = ds_memo.checkpoint(self.a, x) if any(ds_memo.integrate.attach._attached) else self.a(x)
+        y = ds_memo.checkpoint(self.a, x) if any(ds_memo.runtime.attach._attached) else self.a(x)
         return x + self.c(F.silu(y))
 
 

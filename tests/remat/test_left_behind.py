@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
-from ds_memo.remat import keep
+from ds_memo.remat import op_policy
 from ds_memo.remat.recipe import Gemm
 from tests.models import HIDDEN, Batch, Block, every_config, poisoned_memory, step
 from tests.remat.situations import BATCH, Lines, toy
@@ -123,10 +123,10 @@ def test_an_assertion_about_a_product_that_nothing_saved_needs(config: dict, fro
 def test_what_goes_to_the_host_is_looked_at() -> None:
     to_host, elsewhere = torch.ops.aten._to_copy.default, torch.empty(1, device="meta")
     cpu = torch.device("cpu")
-    assert keep.looks_at_values(to_host, (elsewhere,), {"device": cpu})
-    assert not keep.looks_at_values(to_host, (torch.empty(1),), {"device": cpu})
-    assert not keep.looks_at_values(to_host, (elsewhere,), {"dtype": torch.float16})
-    assert not keep.looks_at_values(torch.ops.aten._foreach_add_.Scalar, ([elsewhere], 1), {})  # returns nothing, but writes
+    assert op_policy.looks_at_values(to_host, (elsewhere,), {"device": cpu})
+    assert not op_policy.looks_at_values(to_host, (torch.empty(1),), {"device": cpu})
+    assert not op_policy.looks_at_values(to_host, (elsewhere,), {"dtype": torch.float16})
+    assert not op_policy.looks_at_values(torch.ops.aten._foreach_add_.Scalar, ([elsewhere], 1), {})  # returns nothing, but writes
 
 
 def test_a_graph_does_not_hold_arguments(frames: Any) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.remat import analyse, keep, replay
+from ds_memo.remat import analyse, replay
+from ds_memo.remat import op_policy as keep
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, ThreadStreams

@@ -15,7 +15,8 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
 import ds_memo
-from ds_memo.remat import keep, random_states
+from ds_memo.remat import op_policy as keep
+from ds_memo.remat import random_states
 from ds_memo.remat.replay import Replay
 from tests.models import HEADS, HIDDEN, Batch, Block, Different, Outcome, Toy, compare_with_stock, every_config, gradients
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_memo import cli
+from ds_memo.cli import main as cli
 from ds_memo.plan import plan_to_json, plan_trace, read_trace
 from ds_memo.plan.formats import parse_trace
 from ds_memo.show.plan import SKELETAL, TRANSIENT, MissingPackage, _labelled, draw_html, draw_png

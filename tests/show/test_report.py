@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ds_memo
-from ds_memo.cli import main
+from ds_memo.cli.main import main
 from ds_memo.show.report import ReportError, as_text, read_report
 from tests.command import complaint
 from tests.models import LAYERS, Batch, build, step
@@ -76,7 +76,7 @@ def test_the_command(report: dict, tmp_path: Path, capsys: pytest.CaptureFixture
         (tmp_path / name).write_text(json.dumps(data))
         assert main(["report", str(tmp_path / name)]) == 0
         assert capsys.readouterr().out == as_text(report) + "\n"
-    code = "import sys; from ds_memo.cli import main; main(['report', '-']); sys.exit('torch' in sys.modules)"
+    code = "import sys; from ds_memo.cli.main import main; main(['report', '-']); sys.exit('torch' in sys.modules)"
     found = python("-c", code, stdin=json.dumps(report))
     assert (found.returncode, found.stdout) == (0, as_text(report) + "\n"), found.stderr
 

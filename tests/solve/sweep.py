@@ -6,10 +6,10 @@ import itertools
 from dataclasses import dataclass
 
 from ds_memo.estimate.simulate import simulate
+from ds_memo.placement import Places
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.homes import Homes
 from ds_memo.solve.memory import device_bytes, host_cap
-from ds_memo.solve.places import Places
+from ds_memo.solve.solver import Homes
 from tests.solve.runs import GPT, LLAMA, layer, run
 
 KI = 1024

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from ds_memo.placement import Places, spread
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.homes import solve
 from ds_memo.solve.memory import device_bytes, swapped_bytes
-from ds_memo.solve.places import Places, spread
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.schedule import Schedule
+from ds_memo.solve.solver import solve
 from tests.solve.runs import GPT, LLAMA, layer, run
 
 KI = 1024

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from ds_memo.estimate.simulate import simulate
+from ds_memo.placement import HOMES, Places
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.homes import solve
-from ds_memo.solve.places import HOMES, Places
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.schedule import Schedule
+from ds_memo.solve.solver import solve
 from tests.solve.runs import random_run
 from tests.solve.sweep import BAR, KI, SETTINGS, Setting, off_the_best
 

@@ -8,9 +8,9 @@ import torch
 
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Layout
-from ds_memo.swap.pool import HostPool
-from ds_memo.swap.segments import PAGE
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_slab import HostSlab
+from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.streams import ThreadStreams
 
 CPU = torch.device("cpu")

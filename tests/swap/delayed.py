@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_memo.swap.slab import Block, HostSlab
+from ds_memo.swap.host_slab import Block, HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, ThreadStreams
 
 POISON = 0xFF

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_memo.remat.keep import written_tensors
-from ds_memo.swap.slab import Block, HostSlab
+from ds_memo.remat.op_policy import written_tensors
+from ds_memo.swap.host_slab import Block, HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams
 
 Clock = dict[str, int]

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import ds_memo.integrate.memo as memo_module
-from ds_memo.integrate.attach import attach
-from ds_memo.integrate.memo import Memo
+import ds_memo.runtime.handle as memo_module
+from ds_memo.runtime.attach import attach
+from ds_memo.runtime.handle import Memo
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.host_slab import HostSlab
 
 VOCABULARY = 64
 HOST = {"enabled": True, "host_memory_gib": 0.25}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ds_memo.integrate.memo import Memo
+from ds_memo.runtime.handle import Memo
 from tests.swap.rig import Block, Stack, gradients
 
 Story = Callable[[Memo, torch.nn.Module, list[torch.Tensor]], dict[str, torch.Tensor]]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ds_memo.swap.pool import HostPool
-from ds_memo.swap.segments import PAGE
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_slab import HostSlab
+from ds_memo.swap.pinned_segments import PAGE
 
 CPU = torch.device("cpu")
 

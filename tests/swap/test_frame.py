@@ -9,9 +9,9 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.frame import ALIGN, Frame, Kept, Layout, dense_order
-from ds_memo.swap.pool import Range
-from ds_memo.swap.segments import Segment
-from ds_memo.swap.slab import Block
+from ds_memo.swap.host_pool import Range
+from ds_memo.swap.host_slab import Block
+from ds_memo.swap.pinned_segments import Segment
 from tests.swap.crumbs import crumbled
 
 LEGAL = {

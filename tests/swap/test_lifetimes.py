@@ -11,7 +11,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.frame import Frame
-from ds_memo.swap.segments import PAGE
+from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, ThreadStreams
 from tests.swap.by_hand import Rig
 from tests.swap.delayed import DelayedStreams

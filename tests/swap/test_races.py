@@ -12,7 +12,7 @@ import torch
 
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Kept
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.streams import ThreadStreams
 from tests.swap import scenarios
 from tests.swap.crumbs import Crumbs

@@ -10,10 +10,10 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.swap import streams
-from ds_memo.swap.pool import HostPool
-from ds_memo.swap.segments import PAGE
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_slab import Block, HostSlab
+from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.sharing import promised_bytes, shared_pool
-from ds_memo.swap.slab import Block, HostSlab
 from tests.swap.sharers import CPU, two
 
 CUDA = torch.device("cuda", 0)
@@ -106,7 +106,7 @@ def test_a_closed_slab_leaves_what_is_held_to_the_others():
 def test_a_refusal_is_told_to_all(monkeypatch):
     first, second = two()
     first.give(first.take(3 * PAGE, "x"))
-    monkeypatch.setattr("ds_memo.swap.segments.map_pages", lambda nbytes: (_ for _ in ()).throw(MemoError("no more")))
+    monkeypatch.setattr("ds_memo.swap.pinned_segments.map_pages", lambda nbytes: (_ for _ in ()).throw(MemoError("no more")))
     with pytest.raises(MemoError, match="no more"):
         second.take(5 * PAGE, "y")
     assert first.refused == second.refused == 3 * PAGE
@@ -117,7 +117,7 @@ def test_what_a_model_that_was_let_go_held_is_lent_again(monkeypatch):
     """Not before the copies of its streams are over."""
     finished = []
     real = streams.finish_abandoned
-    monkeypatch.setattr("ds_memo.swap.pool.finish_abandoned", lambda device: finished.append(1) or real(device))
+    monkeypatch.setattr("ds_memo.swap.host_pool.finish_abandoned", lambda device: finished.append(1) or real(device))
     first, second = two()
     block = first.take(10 * PAGE, "x")
     first.itself = first, block
@@ -176,8 +176,8 @@ def test_a_pool_is_shared_by_models_of_one_setting_on_one_device():
 def compute(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
     """The one stream that is current, and a line for each wait for the device."""
     stream, calls = ["one"], []
-    monkeypatch.setattr("ds_memo.swap.segments.pin", lambda segment: None)
-    monkeypatch.setattr("ds_memo.swap.pool.node_of", lambda device: None)
+    monkeypatch.setattr("ds_memo.swap.pinned_segments.pin", lambda segment: None)
+    monkeypatch.setattr("ds_memo.swap.host_pool.node_of", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("waited"))
     return stream, calls
@@ -186,8 +186,8 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
 def test_a_pool_waits_for_its_own_device(monkeypatch):
     """Which need not be the current one: a model may lie on another."""
     asked, there = set(), torch.device("cuda", 1)
-    monkeypatch.setattr("ds_memo.swap.segments.pin", lambda segment: None)
-    monkeypatch.setattr("ds_memo.swap.pool.node_of", lambda device: None)
+    monkeypatch.setattr("ds_memo.swap.pinned_segments.pin", lambda segment: None)
+    monkeypatch.setattr("ds_memo.swap.host_pool.node_of", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for name in ("current_stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *device, name=name: asked.add((name, device)))

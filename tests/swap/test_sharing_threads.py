@@ -13,9 +13,9 @@ from random import Random
 import pytest
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.pool import HostPool
-from ds_memo.swap.segments import PAGE
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_slab import HostSlab
+from ds_memo.swap.pinned_segments import PAGE
 from tests.swap.sharers import CPU, two
 
 pytestmark = pytest.mark.usefixtures("nobody_else")

@@ -6,12 +6,12 @@ import gc
 
 import torch
 
-from ds_memo.profile import device_memory
-from ds_memo.profile.device_memory import join_split_blocks, keep_blocks_whole
+from ds_memo.memory import device as device_memory
+from ds_memo.memory.device import join_split_blocks, keep_blocks_whole
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Layout
-from ds_memo.swap.pool import HostPool
-from ds_memo.swap.slab import HostSlab
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams
 from tests.ops.cuda_scenarios.rig import DEVICE, MIB, expandable, holds, is_standin, scenario, standin_calls, write
 

@@ -1,0 +1,85 @@
+"""Calls: how often each layer is called before its backward begins.
+
+Once, in most models. A layer that is used many times in one forward (ALBERT), and several forwards before one backward (a query
+and its documents), leave as many frames at the same time, and each takes memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from typing import Any, NamedTuple
+
+from torch.autograd.graph import register_multi_grad_hook
+
+from ds_memo.shapes import tensors_in
+
+_REMEMBERED = 8
+"""Optimizer steps for which the most calls count."""
+
+
+class Together(NamedTuple):
+    """What there is at the same time, before a backward begins."""
+
+    calls: int = 1
+    """Of each layer."""
+    forwards: int = 1
+    """Of the model."""
+
+
+class _Forward:
+    """Lives as long as the graph of a forward does: only the hook on its output holds it."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+        """Of one layer, the most."""
+        self.waits = True
+        """For its backward to begin."""
+
+    def backward_begins(self, gradient: Any) -> None:
+        self.waits = False
+
+
+class Calls:
+    """Of one model's layers."""
+
+    def __init__(self) -> None:
+        self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._here: Counter[int] = Counter()
+        """In the running forward, by the layer's index."""
+        self._lately: deque[Together] = deque([Together()], maxlen=_REMEMBERED)
+        """The most in each of the latest optimizer steps; the last item is of the running one."""
+        self.earlier = 0
+        """Calls of one layer in forwards before the running one that wait for their backward."""
+
+    @property
+    def most(self) -> Together:
+        """Lately."""
+        return Together(*map(max, zip(*self._lately, strict=True)))
+
+    def forward_begins(self) -> None:
+        waiting = [forward.calls for forward in self._forwards if forward.waits]
+        self._here.clear()
+        self.earlier = sum(waiting)
+        self._see(Together(self.earlier + 1, len(waiting) + 1))
+
+    def number(self, layer: int) -> int:
+        """A layer is called, by its index: the how-manieth call that waits for its backward this one is, from 0."""
+        number = self.earlier + self._here[layer]
+        self._here[layer] += 1
+        return number
+
+    def forward_ended(self, output: Any) -> None:
+        calls = max(self._here.values(), default=0)
+        self._see(Together(self.earlier + calls))
+        if tensors := [tensor for tensor in tensors_in(output) if tensor.grad_fn]:  # a parameter would keep the hook for good
+            forward = _Forward(calls)
+            self._forwards.add(forward)
+            register_multi_grad_hook(tensors, forward.backward_begins, mode="any")
+
+    def stepped(self) -> None:
+        """An optimizer step is over."""
+        self._lately.append(Together())
+
+    def _see(self, seen: Together) -> None:
+        self._lately[-1] = Together(*map(max, self._lately[-1], seen))

@@ -1,0 +1,111 @@
+"""Looks into forwards: which kinds of layers a pass calls, and with hidden states of which shapes.
+
+One before the profile, which catches a call of each kind; later ones only where a pass' inputs do not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ds_memo.distributed.agree import world_size
+from ds_memo.distributed.topology import is_experts
+from ds_memo.errors import MemoError
+from ds_memo.profile.call import LayerCall, layer_calls
+from ds_memo.profile.kinds import kinds_of
+from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.shapes import HiddenShape, HiddenShapes, Shapes, hidden_shape
+
+REMEMBERED = 64
+"""Kinds of passes."""
+
+
+class Looks:
+    """Into the forwards of one model.
+
+    Args:
+        remat: runs its layers.
+        layers: in the order of the model.
+        measured: the kinds that are in the profile; grows.
+    """
+
+    def __init__(self, remat: Remat, layers: Sequence[Layer], measured: Sequence[int]) -> None:
+        self.kinds: list[int] = []
+        """Of each layer its kind; known from the first look on."""
+        self.before: Callable[[], None] = lambda: None
+        """Called before each look: an engine has something to see to."""
+        self._remat = remat
+        self._layers = layers
+        self._measured = measured
+        self._last = 0
+        """The kind that comes last in a forward."""
+        self._first: tuple[Shapes, dict[int, HiddenShape]] = ((), {})
+        """Of the pass that was profiled, hidden states by the kind of layer."""
+        self._seen: dict[Shapes, dict[int, HiddenShape]] = {}
+        """What only a look could tell."""
+
+    def first(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[int, LayerCall]:
+        """A call of each kind that the forward calls, in the order in which they come.
+
+        Raises:
+            MemoError: it calls none, or all without a token. Anything else that the forward raises, too.
+        """
+        self.kinds = kinds_of(self._layers)
+        number = max(self.kinds) + 1
+        # Ranks that each have some of the experts trade tokens in layers: where some have calls that others lack, all go on.
+        to_the_end = number > 1 and world_size() > 1 and any(map(is_experts, model.parameters()))
+        calls = self._look(model, args, kwargs, lambda calls: len(calls) == number and not to_the_end)
+        if not any(call.tokens for call in calls.values()):
+            raise MemoError("the first batches have no tokens")
+        return calls
+
+    def profiled(self, kind: Shapes, calls: dict[int, LayerCall]) -> None:
+        """The pass of these calls was profiled.
+
+        Args:
+            kind: of the pass.
+        """
+        self._last = list(calls)[-1]
+        self._first = kind, self.saw(kind, calls)
+
+    def shapes(self, kind: Shapes) -> HiddenShapes | None:
+        """What a pass of this kind comes with; None: only a look can tell."""
+        if not kind:  # no tensor was seen among the inputs: every pass looks like this
+            return None
+        if kind in self._seen:
+            return self.as_measured(self._seen[kind])
+        first, shapes = self._first
+        found = {number: hidden_shape(first, shapes[number], kind) for number in self._measured if number in shapes}
+        return self.as_measured(found) if all(found.values()) else None
+
+    def look(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[int, LayerCall]:
+        """A call of each kind that a forward calls: as far as the one that has come last so far, or to the end, where one may
+        come that no pass before has called."""
+        known = {*self._measured, *self._first[1]}
+
+        def enough(calls: dict[int, LayerCall]) -> bool:
+            return self._last in calls and known | calls.keys() == set(self.kinds)
+
+        calls = self._look(model, args, kwargs, enough)
+        if calls.keys() - known:
+            self._last = list(calls)[-1]
+        return calls
+
+    def saw(self, kind: Shapes, calls: dict[int, LayerCall]) -> dict[int, HiddenShape]:
+        """Remember a pass of this kind: the shapes of hidden states, by the kind of layer."""
+        while len(self._seen) >= REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+        self._seen[kind] = {number: call.shape for number, call in calls.items()}
+        return self._seen[kind]
+
+    def as_measured(self, shapes: Mapping[int, HiddenShape]) -> HiddenShapes:
+        """In the order of the profile."""
+        return tuple(map(shapes.get, self._measured))
+
+    def _look(
+        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], enough: Callable[[dict[int, LayerCall]], bool]
+    ) -> dict[int, LayerCall]:
+        self.before()
+        return layer_calls(self._remat, model, args, kwargs, self.kinds, enough)

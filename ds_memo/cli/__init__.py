@@ -1,0 +1,1 @@
+"""The `ds-memo` command: one file per verb."""

@@ -1,0 +1,306 @@
+"""`ds-memo estimate`: time, memory and what runs out first, before anything is rented."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ds_memo.cli.arguments import count, gib, number, short, tokens
+from ds_memo.errors import MemoError
+from ds_memo.estimate import answers, hardware, model
+from ds_memo.estimate.errors import EstimateError
+from ds_memo.estimate.estimate import estimate
+from ds_memo.estimate.question import METHODS, OK, Estimate, Question
+from ds_memo.units import GIB
+
+INPUT_ERRORS = (MemoError,)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what runs where")
+    what.add_argument("--model", required=True, metavar="CONFIG.json", help="a Hugging Face config, or a folder with one")
+    what.add_argument(
+        "--hardware", required=True, metavar="NAME|FILE", help=f"one of {', '.join(hardware.names())}, or a JSON file like theirs"
+    )
+    what.add_argument("--gpus", type=count, metavar="N", help="GPUs in all")
+    what.add_argument("--seq-length", type=tokens, metavar="S", help="tokens of a sequence: 131072, 128K, 1M (binary)")
+    what.add_argument("--batch", type=count, default=1, metavar="N", help="sequences per optimizer step (default: 1)")
+    how = parser.add_argument_group("how")
+    how.add_argument("--method", choices=METHODS, default="memo", help="default: memo, this project; paper: MEMO as published")
+    how.add_argument("--zero", type=int, choices=range(4), metavar="0-3", help="ZeRO stage (default: 3; --tp, --cp, paper: 1)")
+    how.add_argument("--sp", type=count, metavar="N", help="Ulysses sequence parallelism (default: the fastest that fits)")
+    how.add_argument("--tp", type=count, metavar="N", help="tensor parallelism")
+    how.add_argument("--cp", type=count, metavar="N", help="context parallelism (ring attention)")
+    how.add_argument("--alpha", type=_alpha, metavar="X", help="0 to 1 (default: solved)")
+    how.add_argument(
+        "--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo, paper and full_swap have one)"
+    )
+    how.add_argument(
+        "--device-memory-gib", type=gib, metavar="X", help="of a GPU, beside its context: states and activations (default: all)"
+    )
+    how.add_argument("--host-memory-gib", type=gib, metavar="X", help="of a node, for activations (default: from --hardware)")
+    how.add_argument(
+        "--fused-kernels",
+        action="store_true",
+        help="norms, rotary embedding, activations are one kernel each, as Liger's",
+    )
+    how.add_argument("--profile", metavar="FILE", help="link speeds and layer times of a real run, by `ds-memo profile`")
+    ask = parser.add_argument_group("other questions, in place of one fixed length")
+    ask.add_argument("--max-length", action="store_true", help="the longest sequence that fits")
+    ask.add_argument("--min-gpus", action="store_true", help="the fewest GPUs on which the length fits")
+    ask.add_argument("--compare", action="store_true", help="all methods side by side")
+    ask.add_argument(
+        "--sweep",
+        type=_lengths,
+        metavar="A:B|A,B,…",
+        help="lengths: doubled from A to B, or a list; with --compare, for all methods",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="machine-readable, with everything")
+    out.add_argument("-o", "--output", metavar="FILE", help="of a sweep or comparison: .csv, or a plot as .png or .svg")
+    out.add_argument(
+        "--timeline", metavar="FILE", help="the three streams of one sequence: .html, or .json for chrome://tracing and Perfetto"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    _refuse_contradictions(args)
+    question = _question(args)
+    if args.sweep is not None or args.compare:
+        return _table(args, question)
+    if args.output:
+        raise EstimateError("-o writes a table or plot: give --sweep or --compare too")
+    beyond = None
+    if args.max_length:
+        answer, beyond = answers.longest(question)
+    elif args.min_gpus:
+        answer, beyond = answers.fewest_gpus(question)
+    else:
+        answer = estimate(question)
+    shown = answer or beyond
+    if shown is None:
+        raise EstimateError(f"{question.model.name} cannot be split over any number of GPUs as asked")
+    if args.timeline:
+        _write(lambda: _write_timeline(shown, args.timeline), args.timeline)
+    if args.json:
+        data = shown.as_json()
+        if beyond is not None and beyond is not shown:
+            data["beyond"] = {key: beyond.as_json()[key] for key in ("status", "binding", "seq_length", "gpus")}
+        print(json.dumps(data, indent=1, allow_nan=False))
+    else:
+        _print(shown)
+        if beyond is not None and beyond is not shown:
+            where = f"{beyond.question.gpus} GPUs" if args.min_gpus else f"{short(beyond.question.seq_length)} tokens"
+            print(f"  with {where}: {beyond.status}, {beyond.binding}")
+        if args.timeline:
+            print(f"written to {args.timeline}")
+    return 0
+
+
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    if args.seq_length is None and not args.max_length and args.sweep is None:
+        raise EstimateError("--seq-length is missing (or --max-length, or --sweep)")
+    if args.gpus is None and not args.min_gpus:
+        raise EstimateError("--gpus is missing (or --min-gpus)")
+    if args.max_length and args.min_gpus:
+        raise EstimateError("--max-length and --min-gpus: one question at a time")
+    if (args.max_length or args.min_gpus) and (args.sweep is not None or args.compare):
+        raise EstimateError("--max-length and --min-gpus do not go with --sweep and --compare")
+    if args.compare and (args.alpha is not None or args.plan is not None):
+        raise EstimateError("--compare shows each method with its own alpha and plan: leave --alpha and --[no-]plan out")
+    if args.seq_length is not None and (args.max_length or args.sweep is not None):
+        raise EstimateError("--seq-length does not go with --max-length and --sweep, which choose lengths")
+    if args.gpus is not None and args.min_gpus:
+        raise EstimateError("--gpus does not go with --min-gpus")
+    if args.timeline and (args.sweep is not None or args.compare):
+        raise EstimateError("--timeline draws one answer: it does not go with --sweep and --compare")
+
+
+def _question(args: argparse.Namespace) -> Question:
+    machine = hardware.load(args.hardware)
+    if args.device_memory_gib is not None:
+        machine = machine.with_device_memory(args.device_memory_gib * GIB)
+    question = Question(
+        model=replace(model.load(args.model), fused=args.fused_kernels),
+        hardware=machine,
+        gpus=args.gpus or 1,
+        seq_length=args.seq_length or 1024,
+        batch=args.batch,
+        method=args.method,
+        tp=args.tp,
+        cp=args.cp,
+        sp=args.sp,
+        zero=args.zero,
+        alpha=args.alpha,
+        plan=args.plan,
+        host_memory=None if args.host_memory_gib is None else args.host_memory_gib * GIB,
+    )
+    if args.profile:
+        from ds_memo.estimate.measured import with_profile  # a profile of a real run: only then
+
+        question = with_profile(question, args.profile)
+    return question
+
+
+# ---- one answer
+
+
+def _staying(answer: Estimate) -> int | None:
+    """How many layers keep on the device what they keep."""
+    if answer.resident_layers is None:
+        return None
+    return answer.resident_layers + len(answer.places.lean) + len(answer.places.plain)
+
+
+def _print(answer: Estimate) -> None:
+    q = answer.question
+    title = f"{q.model.name}, {short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {q.method}"
+    print(f"{title}{'' if q.planned else ' without a plan'}: {_verdict(answer)}")
+    print(f"  bound by   {answer.binding}")
+    print(f"  layout     {answer.layout}; {answer.sequences} sequence{'s' if answer.sequences > 1 else ''} a step")
+    if answer.step_s is not None:
+        print(f"  step       {answer.step_s:,.2f} s: {_shares(answer.seconds, answer.step_s)}")
+        print(f"  speed      MFU {answer.mfu:.1%}, {answer.tgs:,.0f} tokens per GPU and second")
+    if answer.alpha is not None and answer.status == OK:
+        places = answer.places
+        kinds = (("lean", places.lean), ("plain", places.plain), ("with attention computed again", places.dropped))
+        more = "".join(f", {len(layers)} {kind}" for kind, layers in kinds if layers)
+        print(f"  homes      alpha {answer.alpha:.4g}, {answer.resident_layers} of {q.model.layers} layers resident{more}")
+    print(f"  device     {answer.device_total / GIB:.1f} of {q.hardware.device_memory / GIB:.1f} GiB")
+    for name, nbytes in answer.device_bytes.items():
+        print(f"             {nbytes / GIB:8.1f} {name}")
+    if answer.host_bytes:
+        print(f"  host       {answer.host_bytes / GIB:,.0f} of {q.host_bytes / GIB:,.0f} GiB of a node")
+    for note in answer.notes:
+        print(f"  note       {note}")
+
+
+def _verdict(answer: Estimate) -> str:
+    return {"ok": "fits", "oom": "out of device memory", "oohm": "out of host memory"}[answer.status]
+
+
+def _shares(seconds: dict[str, float], whole: float) -> str:
+    return ", ".join(f"{name} {100 * part / whole:.1f} %" for name, part in seconds.items() if part > 0.0005 * whole)
+
+
+# ---- tables
+
+_COLUMNS = (
+    "method",
+    "seq_length",
+    "status",
+    "mfu",
+    "tgs",
+    "step_s",
+    "alpha",
+    "resident_layers",
+    "device_gib",
+    "host_gib",
+    "binding",
+)
+
+
+def _table(args: argparse.Namespace, question: Question) -> int:
+    methods = METHODS if args.compare else (question.method,)
+    lengths = args.sweep if args.sweep is not None else [question.seq_length]
+    found = answers.sweep(question, lengths, methods)
+    rows = [answer.as_json() for answer in found]
+    if args.output:
+        _write(lambda: _write_table(args.output, found, rows), args.output)
+    if args.json:
+        print(json.dumps(rows, indent=1, allow_nan=False))
+        return 0
+    print(f"{question.model.name} on {question.gpus} × {question.hardware.name}")
+    head = ("method", "tokens", "status", "MFU", "TGS", "step s", "alpha", "stay", "device GiB", "host GiB", "layout")
+    text = [head, *(_cells(answer) for answer in found)]
+    wide = [max(len(row[i]) for row in text) for i in range(len(head))]
+    for row in text:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, wide, strict=True)).rstrip())
+    if args.output:
+        print(f"written to {args.output}")
+    return 0
+
+
+def _cells(answer: Estimate) -> tuple[str, ...]:
+    def cell(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    return (
+        answer.question.method + ("" if answer.question.planned else " (no plan)"),
+        short(answer.question.seq_length),
+        answer.status,
+        cell(answer.mfu, ".1%"),
+        cell(answer.tgs, ",.0f"),
+        cell(answer.step_s, ",.2f"),
+        cell(answer.alpha, ".4g"),
+        cell(_staying(answer), "d"),
+        f"{answer.device_total / GIB:.1f}",
+        f"{answer.host_bytes / GIB:,.0f}",
+        str(answer.layout),
+    )
+
+
+def _write(write: Callable[[], None], path: str) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise EstimateError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _write_table(path: str, found: Sequence[Estimate], rows: Sequence[dict]) -> None:
+    if path.endswith(".csv"):
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.endswith((".png", ".svg")):
+        from ds_memo.show.sweep import draw_sweep
+
+        draw_sweep(found, path)
+    else:
+        raise EstimateError(f"-o {path}: expected a name that ends with .csv, .png or .svg")
+
+
+def _write_timeline(answer: Estimate, path: str) -> None:
+    if answer.run is None:
+        raise EstimateError(f"--timeline: there is nothing to draw, the answer is {_verdict(answer)}: {answer.binding}")
+    if not path.endswith((".json", ".html")):
+        raise EstimateError(f"--timeline {path}: expected a name that ends with .json or .html")
+    from ds_memo.show.timeline import chrome_trace, draw_html
+
+    spans = answer.simulated().spans
+    if path.endswith(".json"):
+        Path(path).write_text(json.dumps(chrome_trace(spans)))
+    else:
+        q = answer.question
+        title = f"{q.model.name}, {short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {q.method}: one sequence"
+        draw_html(spans, title, path)
+
+
+# ---- reading
+
+
+def _lengths(text: str) -> list[int]:
+    if not all(text.replace(":", ",").split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected A:B or A,B,…, e.g. 64K:1M")
+    if ":" in text:
+        ends = text.split(":")
+        if len(ends) != 2:
+            raise argparse.ArgumentTypeError(f"{text!r}, expected A:B")
+        first, last = map(tokens, ends)
+        if first > last:
+            raise argparse.ArgumentTypeError(f"{text!r}, expected A:B with A not above B")
+        lengths = []
+        while first <= last:
+            lengths.append(first)
+            first *= 2
+        return lengths
+    return [tokens(part) for part in text.split(",")]
+
+
+def _alpha(text: str) -> float:
+    return number(text, 0.0, 1.0, "0 to 1")

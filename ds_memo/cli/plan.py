@@ -1,0 +1,205 @@
+"""`ds-memo plan`: plans a request trace, a PyTorch memory snapshot, or a MiniMalloc problem."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+from ds_memo.cli.arguments import number, whole, write_whole
+from ds_memo.plan.bilevel import Plan, plan_trace
+from ds_memo.plan.dsa import lower_bound
+from ds_memo.plan.errors import PlanError
+from ds_memo.plan.formats import plan_to_json, read_csv, read_trace, write_csv
+from ds_memo.plan.repeat import repeat_layer
+from ds_memo.plan.simulate import simulate
+from ds_memo.plan.snapshot import read_snapshot
+from ds_memo.plan.solver import SOLVERS, fit, solve
+from ds_memo.plan.trace import Trace
+
+INPUT_ERRORS = (PlanError,)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "input", nargs="+", metavar="INPUT",
+        help="a text trace (any suffix), a memory snapshot (.pickle) or a MiniMalloc problem (.csv); several traces "
+        "are iterations of one run, and what differs between them is left to the general allocator",
+    )  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here (JSON; CSV for a CSV problem)")
+    parser.add_argument("--solver", choices=SOLVERS, default="cbc", help="how far to go (default: %(default)s)")
+    parser.add_argument(
+        "--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds for everything (default: %(default)g)"
+    )
+    parser.add_argument("--capacity", type=_bytes, metavar="N", help="exit with 1 where no plan of N bytes is found")
+    parser.add_argument("--layers", type=_layers, metavar="N", help="repeat the trace's layer 1 to make N layers")
+    parser.add_argument("--min-bytes", type=_bytes, default=0, metavar="N", help="leave smaller tensors to the general allocator")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def _seconds(text: str) -> float:
+    return number(text, 1e-9, 1e9, "seconds above 0")
+
+
+def _layers(text: str) -> int:
+    return whole(text, 1, 4096, "a whole number from 1 to 4096")
+
+
+def _bytes(text: str) -> int:
+    return whole(text, 0, 2**63 - 1, "bytes, 0 to 2^63 - 1")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.output and Path(args.output).resolve() in {Path(path).resolve() for path in args.input}:
+        raise PlanError(f"-o {args.output} is an input, too")
+    return _plan_csv(args) if any(p.endswith(".csv") for p in args.input) else _plan_trace(args)
+
+
+# ---- traces
+
+
+def _plan_trace(args: argparse.Namespace) -> int:
+    traces = [_read(path) for path in args.input]
+    if args.layers is not None:
+        traces = [repeat_layer(t, args.layers) for t in traces]
+    with _bar(args) as bar:
+        plan = plan_trace(traces, solver=args.solver, seconds=args.time_limit, min_bytes=args.min_bytes, progress=bar)
+    if args.capacity is not None and plan.lower_bound > args.capacity:
+        return _does_not_fit(_too_small(args.capacity, plan.lower_bound))
+    if args.output:
+        _write(args.output, plan_to_json(plan))
+    reserved = _reserved(traces[0])
+    print(json.dumps(_summary(plan) | {"reserved": reserved}, indent=1) if args.json else _table(plan, reserved))
+    if args.capacity is not None and plan.peak > args.capacity:
+        return _does_not_fit(f"no plan of {args.capacity} bytes found; the best has {plan.peak}")
+    return 0
+
+
+def _read(path: str) -> Trace:
+    return read_snapshot(path) if path.endswith((".pickle", ".pkl")) else read_trace(path)
+
+
+def _too_small(capacity: int, bound: int) -> str:
+    return f"capacity {capacity} is below the lower bound {bound}: that much is alive at once, so no plan can fit"
+
+
+def _reserved(trace: Trace) -> dict[str, int]:
+    """Bytes that PyTorch's allocators would have reserved for two iterations of the trace: what the plan compares with."""
+    return {
+        "native": simulate(trace, iterations=2).reserved,
+        "expandable_segments": simulate(trace, expandable=True, iterations=2).reserved,
+    }
+
+
+def _summary(plan: Plan) -> dict:
+    return {
+        "peak": plan.peak, "lower_bound": plan.lower_bound, "proven": plan.proven, "seconds": round(plan.seconds, 4),
+        "kind": plan.kind, "method": plan.method, "bilevel_peak": plan.bilevel_peak, "flat_peak": plan.flat_peak,
+        "unpacked": plan.unpacked, "slots": len(plan.slots), "left": [list(x) for x in plan.left], "notes": plan.notes,
+        "phases": [asdict(p) for p in plan.phases],
+    }  # fmt: skip
+
+
+def _table(plan: Plan, reserved: dict[str, int]) -> str:
+    head = ("phase", "tensors", "peak", "lower bound", "peak/bound", "proven", "seconds", "method")
+    rows = [
+        _row(p.name, p.tensors, p.peak, p.lower_bound, p.proven, p.seconds, "varies: left out" if p.varying else p.method)
+        for p in plan.phases
+    ]
+    rows.append(_row("all", len(plan.slots), plan.peak, plan.lower_bound, plan.proven, plan.seconds, plan.kind))
+    wide = [max(len(row[c]) for row in (head, *rows)) for c in range(len(head))]
+    lines = []
+    for row in (head, *rows):
+        cells = [row[0].ljust(wide[0])] + [x.rjust(w) for x, w in zip(row[1:-1], wide[1:-1], strict=True)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    lines.insert(len(lines) - 1, "-" * max(map(len, lines)))
+    lines.append(f"by {plan.method}; phases are their transient tensors alone, 'all' has every tensor; bytes")
+    if plan.peak:
+        shares = (f"{size:,} ({size / plan.peak:.3f} of the plan) {name}" for name, size in reserved.items())
+        lines.append(f"PyTorch would reserve (simulated): {', '.join(shares)}")
+    if plan.unpacked:
+        lines.append(f"planned tensor by tensor at level 2: {', '.join(plan.unpacked)}")
+    if plan.left:
+        reasons: dict[str, list[int]] = {}
+        for _, size, why in plan.left:
+            reasons.setdefault(why, []).append(size)
+        for why, sizes in reasons.items():
+            lines.append(f"left to the general allocator: {len(sizes)} tensors, {sum(sizes):,} bytes: {why}")
+    return "\n".join(lines + [f"note: {n}" for n in plan.notes])
+
+
+def _row(name: str, tensors: int, peak: int, bound: int, proven: bool, seconds: float, method: str) -> tuple[str, ...]:
+    ratio = f"{peak / bound:.4f}" if bound else "-"
+    return (name, str(tensors), f"{peak:,}", f"{bound:,}", ratio, "yes" if proven else "no", f"{seconds:.3f}", method)
+
+
+# ---- MiniMalloc problems
+
+
+def _plan_csv(args: argparse.Namespace) -> int:
+    if len(args.input) > 1:
+        raise PlanError(f"one CSV problem at a time, got {len(args.input)} inputs")
+    if args.layers is not None or args.min_bytes:
+        raise PlanError("--layers and --min-bytes are for traces; a CSV problem has neither layers nor bytes")
+    problem = read_csv(args.input[0])
+    bound = lower_bound(problem.buffers)
+    if args.capacity is not None and args.capacity < bound:
+        return _does_not_fit(_too_small(args.capacity, bound))
+    with _bar(args) as bar:
+        how = {"solver": args.solver, "seconds": args.time_limit, "progress": bar}
+        found = solve(problem, **how) if args.capacity is None else fit(problem, args.capacity, **how)
+    if found is None:
+        return _does_not_fit(f"found nothing that fits into {args.capacity}")
+    if args.output:
+        _write(args.output, write_csv(problem, found.offsets))
+    summary = {
+        "peak": found.peak, "lower_bound": found.lower_bound, "proven": found.proven,
+        "seconds": round(found.seconds, 4), "method": found.method, "buffers": len(problem), "notes": found.notes,
+    }  # fmt: skip
+    print(json.dumps(summary, indent=1) if args.json else "\n".join(f"{k:<12}{_plain(v)}" for k, v in summary.items()))
+    return 0
+
+
+def _plain(value: object) -> object:
+    return "; ".join(value) or "-" if isinstance(value, tuple) else value
+
+
+# ---- output
+
+
+def _does_not_fit(why: str) -> int:
+    print(f"ds-memo plan: {why}", file=sys.stderr)
+    return 1
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        write_whole(Path(path), text)
+    except OSError as e:
+        raise PlanError(f"cannot write {path}: {e.strerror}") from None
+
+
+def _bar(args: argparse.Namespace) -> AbstractContextManager[_Bar | None]:
+    return _Bar() if sys.stderr.isatty() and not args.json else nullcontext()
+
+
+class _Bar:
+    """One line on stderr, gone when the work is done: stage, best peak against the bound, time used."""
+
+    WIDTH = 24
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __call__(self, stage: str, best: int, bound: int, used: float, allowed: float) -> None:
+        full = min(self.WIDTH, int(self.WIDTH * used / allowed)) if allowed > 0 else self.WIDTH
+        ratio = f"{best / bound:.4f}" if best > 0 and bound > 0 else "?"
+        bar = "#" * full + "." * (self.WIDTH - full)
+        print(f"\r{stage:<16} [{bar}] {used:6.1f}/{allowed:.0f} s  peak/bound {ratio}\x1b[K", end="", file=sys.stderr)
+        sys.stderr.flush()
+
+    def __exit__(self, *_: object) -> None:
+        print("\r\x1b[K", end="", file=sys.stderr)

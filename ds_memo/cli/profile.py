@@ -1,0 +1,275 @@
+"""`ds-memo profile`: measures the layers of a model and the copies of this machine, as a run does at its first step.
+
+    ds-memo profile --model config.json --seq-length 128K -o profile.json
+    torchrun --nproc-per-node 8 -m ds_memo.cli profile …          # all ranks of the node copy at once
+
+A part of the command line, like every command.py: it may import what is above this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_memo.cli.arguments import count, gib, short, size, tokens, write_whole
+from ds_memo.errors import MemoError
+from ds_memo.profile.json_file import to_json
+from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
+
+if TYPE_CHECKING:
+    import torch
+
+    from ds_memo.profile.call import LayerCall
+
+INPUT_ERRORS = (MemoError,)
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_BACKWARD = 2.5
+"""FLOPs of attention's backward, in forwards: it computes the scores again."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="CONFIG.json", help="a Hugging Face config, or a folder with one")
+    parser.add_argument(
+        "--seq-length", required=True, type=tokens, metavar="S", help="tokens of a sequence on one rank: 131072, 128K, 1M"
+    )
+    parser.add_argument("--batch", type=count, default=1, metavar="N", help="sequences at a time (default: 1)")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of weights and activations (default: %(default)s)")
+    parser.add_argument(
+        "--method",
+        choices=("fit", "direct", "unified"),
+        default="fit",
+        help="fit: two short lengths and a longer one that checks them (default); direct: the whole length; "
+        "unified: as direct, refused where it would not fit",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--attn-implementation", default="sdpa", metavar="NAME", help="of Transformers (default: %(default)s)")
+    parser.add_argument("--host-memory-gib", type=gib, metavar="X", help="of this node, for activations (default: what is free)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the profile here, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON in place of the summary")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.output:
+        _check_output(Path(args.output))
+    with _ranks(args.device) as (device, rank):
+        say = _say if rank == 0 else _nothing
+        profile = _measure(args, device, say)
+        if rank > 0:
+            return 0
+        if args.output:
+            _write(profile, Path(args.output))
+        print(to_json(profile) if args.json else summary(profile, Path(args.model), args.seq_length))
+        if args.output and not args.json:
+            print(f"written to {args.output}")
+    return 0
+
+
+def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> Profile:
+    import torch
+
+    from ds_memo.hf.meta_model import build
+    from ds_memo.profile.kinds import kinds_of
+    from ds_memo.profile.run import Asked, lengths_of, take_profile
+    from ds_memo.runtime.attach import attach_model
+
+    say(f"building the layers of {args.model}")
+    model = build(Path(args.model), getattr(torch, _DTYPES[args.dtype]), args.attn_implementation, device)
+    section: dict[str, Any] = {"plan": {"enabled": False}}
+    if args.host_memory_gib is not None:
+        section["host_memory_gib"] = args.host_memory_gib
+    memo = attach_model(model, section, device=device)
+    try:
+        width = model.config.get_text_config().hidden_size
+        lengths = lengths_of(args.method, args.seq_length, width, can_shorten=True)
+        kinds = kinds_of(memo.layers)
+        calls = _calls(memo.remat, model, kinds, args.batch, lengths[-1], device)
+        if len(lengths) > 1 and not all(call.can_shorten() for call in calls.values()):  # this length is the batch, too
+            calls = _calls(memo.remat, model, kinds, args.batch, lengths[-1] + 1, device)
+        asked = Asked(
+            layers=memo.layers,
+            kinds=kinds,
+            calls=calls,
+            method=args.method,
+            lengths=dict.fromkeys(calls, lengths),
+            full={kind: call.length for kind, call in calls.items()},
+            sources=dict.fromkeys(calls, 0),  # a model that is given embeddings alone has no encoder
+            device=device,
+            host_budget=memo.slab.budget,
+        )
+        say(f"measuring {_plural(len(calls), 'kind')} of layer on {device} at {_list(lengths)} tokens")
+        return take_profile(asked, warn=lambda message: say(f"warning: {message}"), told=say)
+    finally:
+        memo.detach()
+
+
+def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, device: torch.device) -> dict[int, LayerCall]:
+    """Of each kind of layer the first call when the model is called with this much."""
+    import torch
+
+    from ds_memo.distributed.agree import together
+    from ds_memo.profile.call import layer_calls
+
+    embeddings = model.get_input_embeddings().weight
+
+    def caught() -> dict[int, LayerCall]:
+        hidden = torch.randn(batch, length, embeddings.shape[1], dtype=embeddings.dtype, device=device)
+        return layer_calls(remat, model, (), {"inputs_embeds": hidden}, kinds, lambda calls: len(calls) > max(kinds))
+
+    return together(caught)
+
+
+@contextmanager
+def _ranks(wanted: str | None) -> Iterator[tuple[torch.device, int]]:
+    """This rank's device, and its number among all that a launcher has started."""
+    import torch
+    import torch.distributed as dist
+
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise MemoError("--device cuda: PyTorch sees no CUDA device here; leave it out, or take cpu")
+    kind = wanted or ("cuda" if has_cuda else "cpu")
+    local, world = _environment("LOCAL_RANK", 0), _environment("WORLD_SIZE", 1)
+    device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        if local >= torch.cuda.device_count():
+            raise MemoError(f"{local + 1} ranks on this node, but {torch.cuda.device_count()} CUDA devices")
+        torch.cuda.set_device(device)
+    if world == 1 or dist.is_initialized():
+        yield device, dist.get_rank() if dist.is_initialized() else 0
+        return
+    try:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    except (RuntimeError, ValueError) as error:
+        raise MemoError(f"the {world} ranks cannot find each other ({str(error).splitlines()[0]})") from None
+    try:
+        yield device, dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+def _environment(name: str, default: int) -> int:
+    value = os.environ.get(name) or str(default)
+    if not value.isdecimal():
+        raise MemoError(f"the environment's {name} is {value!r}, expected a whole number: a launcher sets it, or nobody")
+    return int(value)
+
+
+# ---- for people
+
+
+def summary(profile: Profile, model: Path, length: int) -> str:
+    """What was measured, in a page."""
+    batch = profile.kinds[0].samples[-1].batch
+    where = f"{profile.key['device']}, {_plural(profile.key['ranks'], 'rank')}"
+    dtype = profile.key["kinds"][0]["dtype"].removeprefix("torch.")
+    lines = [f"{model.stem}, {short(length)} tokens × {batch}, {dtype} on {where}"]
+    for number, kind in enumerate(profile.kinds):
+        alike = profile.layers.count(number)
+        lines.append(f"  {kind.name}{f' and {alike - 1} more like it' if alike > 1 else ''}")
+        lines += [f"    {line}" for line in _kind(kind, batch, length)]
+    lines.append(
+        f"  copies     {profile.d2h_bytes_per_s / 1e9:.3g} GB/s to the host, {profile.h2d_bytes_per_s / 1e9:.3g} GB/s back, "
+        f"{_plural(profile.ranks_copying, 'rank')} of the node at once"
+    )
+    host = profile.measured["host_memory"]
+    lines.append(
+        f"  host       {size(host['budget_of_rank'])} for the activations of this rank, of {size(host['available_to_kernel'])} "
+        "that the kernel could give"
+    )
+    for group in host["cgroups"]:
+        used = f"{size(group['used'])} of {size(group['limit'])} in use, {size(group['cache'])} of it page cache"
+        lines.append(f"             cgroup {group['path']}: {used}")
+    locked = "unlimited" if host["memlock_limit"] is None else size(host["memlock_limit"])
+    lines.append(f"             locked memory (ulimit -l): {locked}")
+    device = profile.measured["device_memory"]
+    if device:
+        lines.append(f"  device     {size(device['free'])} of {size(device['total'])} free beside the layers")
+    lines.append(f"  measured in {profile.measured['seconds']:.1f} s")
+    return "\n".join(lines)
+
+
+def _kind(kind: LayerProfile, batch: int, length: int) -> list[str]:
+    longest = kind.taken[-1]
+    rows: list[tuple[str, ...]] = [("tokens", "forward", "backward", "replay", "")]
+    for sample in kind.taken:
+        note = f"check: {kind.off():.1%} off the lines" if sample is kind.check else ""
+        rows.append((f"{sample.length:,}", *map(_time, (sample.forward_s, sample.backward_s, sample.replay_s)), note))
+    at = kind.costs(batch, length)
+    if length != longest.length:
+        rows.append((f"{length:,}", *map(_time, (at.forward_s, at.backward_s, at.replay_s)), "by the lines"))
+    wide = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, [*wide, 0], strict=True)).rstrip() for row in rows]
+    always, split = at.nbytes("input", "attention", "choice"), at.nbytes("gemm")
+    here = batch * length
+    return [
+        *lines,
+        _rates(longest),
+        f"keeps a token's {always / here:,.0f} B always and {split / here:,.0f} B × alpha; autograd would save "
+        f"{at.plain_bytes / here:,.0f} B",
+        f"takes {size(at.working.backward)} of the device besides, for {short(length)} tokens",
+    ]
+
+
+def _rates(sample: LayerSample) -> str:
+    def rate(flops: float, seconds: float) -> str:
+        unit, name = (1e12, "TFLOP/s") if flops / seconds >= 1e12 else (1e9, "GFLOP/s")
+        return f"{flops / seconds / unit:.3g} {name}"
+
+    said = []
+    if sample.all_gemms_s:
+        said.append(f"GEMMs {rate(sample.gemm_flops, sample.all_gemms_s)}")
+    if not sample.attention_s:
+        said.append("no attention kernel seen: it is computed again in each replay")
+    elif sample.attention_backward_s:
+        back = rate(_BACKWARD * sample.attention_flops, sample.attention_backward_s)
+        said.append(f"attention {rate(sample.attention_flops, sample.attention_s)} forward, {back} backward")
+    return "; ".join(said)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _list(lengths: tuple[int, ...]) -> str:
+    words = [f"{length:,}" for length in lengths]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+# ---- reading and writing
+
+
+def _say(line: str) -> None:
+    print(f"ds-memo profile: {line}", file=sys.stderr, flush=True)
+
+
+def _nothing(line: str) -> None:
+    pass
+
+
+def _check_output(path: Path) -> None:
+    """Before anything is measured: what was measured must not be lost."""
+    if path.is_dir():
+        raise MemoError(f"-o {path}: is a folder, expected a file")
+    if not path.parent.is_dir():
+        raise MemoError(f"-o {path}: there is no folder {path.parent}")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise MemoError(f"-o {path}: the folder {path.parent} cannot be written to ({error.strerror})") from None
+
+
+def _write(profile: Profile, path: Path) -> None:
+    try:
+        write_whole(path, to_json(profile) + "\n")
+    except OSError as error:
+        raise MemoError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,119 @@
+"""`ds-memo run COMMAND`: every Python process that the command starts, at any depth, is under memo.
+
+    ds-memo run deepspeed train.py ARGS
+    ds-memo run accelerate launch --config_file c.yaml train.py ARGS
+    ds-memo run --memo '{"enabled": true}' llamafactory-cli train cfg.yaml     # for DeepSpeed configurations without the section
+
+The folder startup goes first on PYTHONPATH. What Python runs there waits until its process imports deepspeed, then calls
+install_as_told(). Says in the end if no process called deepspeed.initialize.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ds_memo.deepspeed.launched_by import GIVEN, LISTENER
+from ds_memo.errors import MemoConfigError, MemoError
+
+STARTUP = str(Path(__file__).with_name("startup"))
+IDLE = (
+    "ds-memo run: no process on this machine called deepspeed.initialize under memo. If none did elsewhere, memo had no effect: "
+    "docs/integrations.md says which processes are not reached"
+)
+INPUT_ERRORS = (MemoError,)
+_PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "ds-memo run [--memo JSON] COMMAND ARGS"
+    parser.epilog = "Example: ds-memo run deepspeed train.py --deepspeed_config ds.json"
+    parser.add_argument("--memo", metavar="JSON", help='the "memo" section, for DeepSpeed configurations that have none')
+    parser.add_argument("command", metavar="COMMAND ARGS", nargs=argparse.REMAINDER, help="as without the prefix")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns its exit code; where a signal ended it, this process ends by the same one."""
+    command = args.command[args.command[:1] == ["--"] :]
+    if not command:
+        raise MemoError("no command. Example: ds-memo run deepspeed train.py")
+    paths = os.environ.get("PYTHONPATH")
+    behind = [folder for folder in paths.split(os.pathsep) if folder != STARTUP] if paths else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([STARTUP, *behind])}
+    if args.memo is not None:
+        environment[GIVEN] = json.dumps(section(args.memo)).encode().hex()
+    try:
+        if LISTENER in os.environ:  # under another `ds-memo run`, which is told
+            os.execvpe(command[0], command, environment)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+            environment[LISTENER] = f"ds_memo_run_{os.getpid()}_{os.urandom(8).hex()}"
+            listener.bind("\0" + environment[LISTENER])
+            code = _wait_for(command, environment)
+            if code == 0 and not _was_told(listener):
+                print(IDLE, file=sys.stderr)
+    except OSError as error:
+        script = f". To start a script: ds-memo run deepspeed {command[0]}" if command[0].endswith(".py") else ""
+        print(f"ds-memo run: {command[0]}: {error.strerror}{script}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+    if code < 0:
+        _end_by(signal.Signals(-code))
+    return code
+
+
+def section(text: str) -> Mapping[str, Any]:
+    """What --memo says.
+
+    Raises:
+        MemoConfigError: it is no JSON, or a value is refused.
+    """
+    from ds_memo.config import memo_config
+
+    try:
+        memo = json.loads(text)
+        memo_config(memo)
+    except ValueError as error:  # MemoConfigError is one
+        raise MemoConfigError(f"--memo {text!r}: {'; '.join(str(error).splitlines())}") from None
+    return memo
+
+
+def _was_told(listener: socket.socket) -> bool:
+    listener.setblocking(False)
+    with suppress(BlockingIOError):
+        return bool(listener.recv(16))
+    return False
+
+
+def _wait_for(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """As subprocess.call(), and the command gets the signals that processes send to this one (those to all of a group twice)."""
+    awaited = {*_PASSED_ON, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    try:
+        child = subprocess.Popen(command, env=environment, preexec_fn=unblock)
+        while child.poll() is None:
+            seen = signal.sigwaitinfo(awaited)
+            if seen.si_code <= 0:  # by a process; what the terminal sends (Ctrl-C), the command gets as well
+                child.send_signal(seen.si_signo)
+        return child.returncode
+    finally:
+        unblock()
+
+
+def _end_by(number: signal.Signals) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core to look at is the command's
+    with suppress(OSError):  # SIGKILL
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -1,0 +1,127 @@
+"""Following a DeepSpeed engine: memo is told of its steps, of gradients that it reduces, of memory that the device refuses in a
+backward, and of its end. Methods of the engine, and its optimizer's step, are replaced by ones that tell."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import deepspeed
+import torch
+
+from ds_memo.runtime.handle import Memo
+
+
+def follow(engine: deepspeed.DeepSpeedEngine, memo: Memo) -> None:
+    """Until its model is detached. Attached models must keep no engine alive, so memo has weak references to it alone."""
+    memo.expect_steps(_weakly(engine.is_gradient_accumulation_boundary))
+    follower = _Follower(engine, memo)
+    replaced = {
+        "_take_model_step": follower.take_step,
+        "backward": follower.backward,
+        "_backward_epilogue": follower.reduce,
+        "destroy": follower.destroy,
+    }
+    for name, tell in replaced.items():
+        vars(engine)[name] = _around(getattr(engine, name), tell)
+    memo.on_detach(functools.partial(_give_methods_back, weakref.ref(engine), tuple(replaced)))
+    memo.on_detach(_follow_optimizer(engine.optimizer, follower))
+
+
+class _Follower:
+    """What is done around an engine's methods; `stock` is the engine's own."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, memo: Memo) -> None:
+        self._engine = weakref.ref(engine)
+        self._memo = memo
+        self._in_step = False
+
+    def take_step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine()
+        with self.step(engine.was_step_applied):
+            result = stock(*args, **kwargs)
+        if engine.monitor.enabled and engine.global_rank == 0:
+            engine.monitor.write_events(self._memo.events(engine.global_samples))
+        return result
+
+    def backward(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return stock(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            self._memo.ran_out()
+            raise
+
+    def reduce(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._memo.reduction():
+            return stock(*args, **kwargs)
+
+    def destroy(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._engine() is not None:  # who calls has the engine; when it is collected, on whatever thread, stock's part is done
+            self._memo.detach()
+        return stock(*args, **kwargs)
+
+    @contextmanager
+    def step(self, is_applied: Callable[[], bool]) -> Iterator[None]:
+        """Tell of a step, and nothing of one inside it."""
+        if self._in_step:
+            yield
+            return
+        self._memo.step_begins()
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+        self._memo.stepped(is_applied())
+
+
+def _around(stock: Callable[..., Any], tell: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        return tell(stock, *args, **kwargs)
+
+    return told
+
+
+def _give_methods_back(engine: weakref.ref, names: tuple[str, ...]) -> None:
+    if (target := engine()) is not None:
+        for name in names:
+            vars(target).pop(name, None)
+
+
+def _weakly(boundary: Callable[[], bool]) -> Callable[[], bool]:
+    method = weakref.WeakMethod(boundary)
+
+    def ask() -> bool:
+        live = method()
+        return live is not None and bool(live())
+
+    return ask
+
+
+def _follow_optimizer(optimizer: Any, follower: _Follower) -> Callable[[], None]:
+    """Tell of its steps, too: Lightning's Fabric steps an engine's optimizer and leaves the engine out.
+
+    Returns:
+        What gives it back as it was.
+    """
+    stock, own = optimizer.step, {name: value for name, value in vars(optimizer).items() if name == "step"}
+
+    @functools.wraps(stock)
+    def take_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with follower.step(lambda: not getattr(self, "overflow", False)):
+            return stock(*args, **kwargs)
+
+    vars(optimizer)["step"] = MethodType(take_step, optimizer)  # torch's schedulers ask for its __func__
+    itself = weakref.ref(optimizer)
+
+    def give_back() -> None:
+        if (target := itself()) is not None:
+            vars(target).pop("step", None)
+            vars(target).update(own)
+
+    return give_back

@@ -1,0 +1,262 @@
+"""ds_memo.initialize: deepspeed.initialize with the "memo" section obeyed."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import inspect
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import deepspeed
+import hjson
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
+
+from ds_memo.config import SECTION, MemoConfig, memo_config
+from ds_memo.deepspeed import checkpoint_api, launched_by, ulysses
+from ds_memo.deepspeed.engine_hooks import follow
+from ds_memo.deepspeed.rebind import Taken, other_holders, replace_in_modules, restore
+from ds_memo.deepspeed.run_ahead_limit import limit_run_ahead
+from ds_memo.distributed import agree
+from ds_memo.distributed.topology import meet_in_layers
+from ds_memo.errors import MemoError, MemoWarning
+from ds_memo.hf import kernels
+from ds_memo.hf.find_layers import find_layers
+from ds_memo.memory.device import join_split_blocks, keep_blocks_whole
+from ds_memo.runtime import conflicts
+from ds_memo.runtime.attach import attach_model, check_residents, refuse_attached, take_from_engine
+from ds_memo.runtime.handle import Memo
+from ds_memo.units import MIB
+
+NO_SECTION = (
+    f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": '
+    '{"enabled": true} to the JSON (that of Accelerate names one by deepspeed_config_file) or the dict, or start with '
+    "ds-memo run --memo JSON COMMAND"
+)
+NOT_ENABLED = f'this engine runs without memo: the "{SECTION}" section does not say "enabled": true'
+LATE = (
+    "rank {} waits in ds_memo.initialize, and ranks {} have not come there for {:g} s. Do they run under ds_memo? Where a script "
+    "starts its ranks by itself (Lightning, mp.spawn), start it with ds-memo run COMMAND, or call ds_memo.install() in it"
+)
+TOO_LATE = (
+    "ds_memo.install() came after deepspeed.initialize was kept by {}: engines made through that run without memo. Call "
+    "install() before, or make engines with deepspeed.initialize"
+)
+NO_LAUNCHER = (
+    ". No launcher has set {} for this process, so DeepSpeed asks MPI, which is not here. Start the script with one, on a single "
+    "GPU too: deepspeed train.py, torchrun train.py, or ds-memo run deepspeed train.py"
+)
+_LAUNCHERS_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+initialized = False
+"""Whether initialize() was called."""
+_replaced: Callable[..., tuple] | None = None
+"""What deepspeed.initialize was before install()."""
+_taken: list[Taken] = []
+"""Names that had it when install() came."""
+
+
+@functools.wraps(deepspeed.initialize)
+def initialize(*args: Any, **kwargs: Any) -> tuple:
+    """As ``deepspeed.initialize``; when its config has ``"memo": {"enabled": true, …}`` the engine's model is attached.
+
+    ``"sequence_parallel_size"`` above 1 makes a Hugging Face model sequence-parallel, with memo or without
+    (:mod:`ds_memo.deepspeed.ulysses`); not where the caller passes an ``mpu`` and so has done that already.
+    Everything that can be refused is refused before DeepSpeed starts. ``engine.memo`` is the handle.
+
+    Raises:
+        MemoConfigError: a value of the section is refused.
+        MemoError: the model's layers are not known, or DeepSpeed is asked to do the same work in another way.
+    """
+    global initialized
+    initialized = True
+    launched_by.tell()
+    stock: Callable[..., Any] = _replaced or deepspeed.initialize
+    call = inspect.signature(stock).bind(*args, **kwargs)
+    asked = call.arguments
+    section = _read_config(asked)
+    if _replaced and launched_by.section is not None:
+        section = {SECTION: launched_by.section, **section}
+    config = memo_config(section.get(SECTION, {}))
+    ranks = ulysses.size_in(section)
+    if asked.get("model") is None:  # DeepSpeed itself has something to say
+        return stock(*args, **kwargs)
+    if _replaced and SECTION not in section:
+        warnings.warn(NO_SECTION, MemoWarning, stacklevel=2)
+    if SECTION in section and "enabled" not in config.model_fields_set:
+        warnings.warn(NOT_ENABLED, MemoWarning, stacklevel=2)
+    if config.enabled:
+        _refuse_pipelines(asked["model"])
+        if why := _takes_no_steps(asked, section):
+            _say(f"leaves this {type(asked['model']).__name__} alone: {why}, so its engine takes no steps")
+            config = config.model_copy(update={"enabled": False})
+    with ExitStack() as undo:
+        if config.enabled:
+            refuse_attached(asked["model"], but_by_engines=True)
+            conflicts.refuse_config(section)
+            layers = find_layers(asked["model"], config.layers)
+            conflicts.refuse_model(layers)
+            check_residents(config, len(layers))
+            undo.enter_context(kernels.use_kernels(asked["model"], config))
+            if config.kernels.adam:
+                asked["optimizer"] = kernels.fused_adam(
+                    section, asked["model"], asked.get("model_parameters"), asked.get("optimizer")
+                )
+        if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
+            ulysses.refuse_conflicts(section)
+            asked["mpu"] = ulysses.set_up(asked["model"], ranks)
+        make = functools.partial(stock, *call.args, **call.kwargs)
+        with _words_for_mpi():
+            returned = _made_and_attached(make, asked["model"], config) if config.enabled else make()
+        if config.enabled:
+            returned[0].memo.on_detach(undo.pop_all().close, last=True)
+        return returned
+
+
+def take_initialize_over() -> None:
+    """Put initialize() in the place of ``deepspeed.initialize``."""
+    global _replaced
+    if _replaced is not None:
+        return
+    stock = deepspeed.initialize
+    unreachable = other_holders(stock)
+    _taken[:] = replace_in_modules(stock, initialize)  # whoever wrote `from deepspeed import initialize` before
+    _replaced = stock
+    checkpoint_api.redirect()  # now, so that a name imported from there is ours as well
+    if unreachable:
+        warnings.warn(TOO_LATE.format(", ".join(unreachable)), MemoWarning, stacklevel=3)
+
+
+def give_initialize_back() -> None:
+    """Undo take_initialize_over(), unless someone else has wrapped ``deepspeed.initialize`` since."""
+    global _replaced
+    if deepspeed.initialize is initialize:
+        restore(_taken, _replaced, initialize)
+        _replaced = None
+        checkpoint_api.give_back()
+
+
+@contextmanager
+def _words_for_mpi() -> Iterator[None]:
+    """DeepSpeed's error, with those that it lacks."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = [name for name in _LAUNCHERS_SET if name not in os.environ]
+        if error.name == "mpi4py" and missing:  # else something else wants it, as a 1-bit optimizer
+            error.msg += NO_LAUNCHER.format(", ".join(missing))
+        raise
+
+
+def _made_and_attached(make: Callable[[], tuple], model: nn.Module, config: MemoConfig) -> tuple:
+    """What `make` returns, its engine attached. DeepSpeed flattens and copies: what that leaves behind would be split for good,
+    and torch's allocator could not be told any more to keep blocks whole while passes are profiled. Nor can it where the model
+    was made in pieces (deepspeed.zero.Init), until these lie elsewhere."""
+    device = torch.device(get_accelerator().current_device_name())
+    planned = False
+    if config.plan.enabled:
+        pieces = (parameter.ds_tensor for parameter in model.parameters() if hasattr(parameter, "ds_tensor"))
+        join_split_blocks(device, (*model.parameters(), *model.buffers(), *pieces))
+    keep_blocks_whole(device, config.plan.enabled)
+    try:
+        returned = make()
+        get_accelerator().empty_cache()  # whole blocks are of little use to other sizes
+        planned = attach_engine(returned[0], config).addresses.planned
+    finally:
+        if not planned:
+            keep_blocks_whole(device, False)
+    return returned
+
+
+def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo:
+    """Attach the model of a ready engine and follow the engine's steps."""
+    _refuse_pipelines(engine)
+    if late := agree.late():
+        warnings.warn(LATE.format(torch.distributed.get_rank(), late, agree.ARRIVAL_S), MemoWarning, stacklevel=3)
+    checkpoint_api.redirect()
+    take_from_engine(engine.module)
+    memo = attach_model(engine.module, config, config.layers, device=engine.device, of_engine=True)
+    memo.slab.budget = _smallest(memo.slab.budget, engine.device)
+    if meet_in_layers(engine.module):
+        limit_run_ahead(memo)
+    if memo.autopilot:
+        memo.autopilot.before_looks(functools.partial(_gather_nothing_ahead, weakref.ref(engine)))
+    if _replaced:
+        memo.on_first_step(_say_what_moved)
+    follow(engine, memo)
+    engine.memo = memo
+    return memo
+
+
+def _gather_nothing_ahead(engine: weakref.ref[deepspeed.DeepSpeedEngine]) -> None:
+    """Have ZeRO-3 forget in which order layers came, as it does where another one comes than it expects: it would gather by it in
+    a look, and what is under way to a layer that is to be measured alone can be neither used nor gathered."""
+    running = engine()
+    offload = getattr(running.optimizer, "parameter_offload", None) if running is not None else None
+    if offload is not None and (order := offload.get_param_coordinator()).is_complete_trace():
+        order._invalidate_trace()
+
+
+def _say_what_moved(memo: Memo) -> None:
+    """Who changed nothing in the script wants to know that it had an effect."""
+    report = memo.report()
+    if report["active"]:
+        line = (
+            f"is active: {report['bytes_to_host'] / MIB:.1f} MiB went to the host in the first step "
+            f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)"
+        )
+    else:
+        line = f"moved no bytes in the first step: {report['binding']}"
+    _say(line)
+
+
+def _say(line: str) -> None:
+    started = torch.distributed.is_initialized()
+    if (torch.distributed.get_rank() if started else int(os.environ.get("RANK", 0))) == 0:
+        print(f"ds_memo {line}", file=sys.stderr)
+
+
+def _takes_no_steps(asked: dict[str, Any], section: dict[str, Any]) -> str:
+    """Why an engine will never train, as that of a frozen reference model (TRL); empty if it may."""
+    if not any(parameter.requires_grad for parameter in asked["model"].parameters()):
+        return "none of its parameters requires a gradient"
+    if asked.get("optimizer") is None and not section.get("optimizer"):
+        return "neither the call nor the JSON has an optimizer"
+    return ""
+
+
+def _smallest(number: int, device: torch.device) -> int:
+    """Over all ranks: what alpha is worked out from must be the same everywhere, or ranks wait for the one with the least."""
+    # The one collective of attach_engine. A rank without memo meets it with whatever comes next there; test_uneven_ranks answers
+    # it with one all_reduce of its own.
+    smallest = torch.tensor(number, device=device)
+    torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN)
+    return int(smallest)
+
+
+def _read_config(asked: dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed configuration as deepspeed.initialize would find it."""
+    config = asked.get("config") or asked.get("config_params")
+    if config is None and asked.get("args") is not None:
+        config = getattr(asked["args"], "deepspeed_config", None)
+    if isinstance(config, (str, os.PathLike)) and os.path.exists(config):
+        with open(config) as file:
+            config = hjson.load(file)
+    elif isinstance(config, str):
+        with suppress(ValueError):  # as DeepSpeed's own configuration reads it
+            config = hjson.loads(base64.urlsafe_b64decode(config).decode("utf-8"))
+    # Anything else (nothing, a bad path) is DeepSpeed's to judge.
+    return config if isinstance(config, dict) else {}
+
+
+def _refuse_pipelines(model: Any) -> None:
+    if isinstance(model, (PipelineModule, PipelineEngine)):
+        raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")

@@ -1,0 +1,78 @@
+"""A Hugging Face causal LM of which only so much exists as a profile needs: one layer of each kind."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ds_memo.errors import MemoError
+from ds_memo.hf.find_layers import find_layers
+from ds_memo.profile.kinds import kinds_of
+from ds_memo.remat.checkpoint import Layer
+
+
+def build(path: Path, dtype: torch.dtype, attention: str, device: torch.device) -> nn.Module:
+    """The model, in training mode, with random weights in the first layer of each kind.
+
+    Embeddings, head and all other layers have shapes but no memory (the "meta" device): the model can be called up to its first
+    layer, with embeddings that are given to it.
+
+    Args:
+        path: a config JSON, or a folder with one.
+        attention: as Transformers' attn_implementation.
+
+    Raises:
+        MemoError: in one line, what to change.
+    """
+    try:
+        from accelerate import init_empty_weights
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise MemoError(f"profiling a model needs transformers and accelerate ({error}): pip install 'ds_memo[hf]'") from None
+    if not path.exists():
+        raise MemoError(f"model {str(path)!r}: no such file; expected a Hugging Face config JSON or a folder with one")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config.use_cache = False
+        with init_empty_weights(include_buffers=False):  # buffers hold what no weight does, as rotary frequencies
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except Exception as error:  # whatever a config makes the libraries raise: the file is what is wrong
+        raise MemoError(f"model {path}: cannot be built ({type(error).__name__}: {_first_line(error)})") from None
+    layers = [module for _, module in find_layers(model)]
+    numbers = kinds_of(Layer(index, "", module) for index, module in enumerate(layers))
+    never_run = {model.get_input_embeddings(), model.get_output_embeddings(), *layers}
+    chosen = [layers[numbers.index(kind)] for kind in range(max(numbers) + 1)]
+    for part in [*_around(model, never_run), *(part for layer in chosen for part in layer.modules())]:
+        _fill(part, device)
+    return model.train()
+
+
+def _around(module: nn.Module, leave_out: set[nn.Module | None]) -> list[nn.Module]:
+    """The module and all below it, without those that are left out and what is below them."""
+    parts = [module]
+    for child in module.children():
+        if child not in leave_out:
+            parts += _around(child, leave_out)
+    return parts
+
+
+def _fill(module: nn.Module, device: torch.device) -> None:
+    """Give a module's own parameters memory and values that neither vanish nor explode."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            real = torch.ones(parameter.shape, dtype=parameter.dtype, device=device)
+            if parameter.dim() > 1:
+                nn.init.normal_(real, std=0.02)
+            module._parameters[name] = nn.Parameter(real, parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = buffer.to(device)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no reason given"

@@ -1,0 +1,146 @@
+"""What a pass took of the device beside its layers, worked out from its request log. The solver leaves that much free afterwards.
+
+head         logits, loss, their gradients: between the last layer's forward and its backward; grows with the tokens
+forward      parameters that are gathered, masks
+backward     gradients, and the buckets in which they are reduced: more with every layer
+elsewhere    on other streams, where no address is planned: what is gathered and reduced while layers compute
+
+Blocks that are still alive when the log ends do not count: what the device has free no longer includes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from ds_memo.planned_alloc.request_log import Event
+
+
+class Beside(NamedTuple):
+    """Bytes of one pass."""
+
+    head: int
+    """Of head and loss, between the last layer's forward and its backward; without `staying`."""
+    staying: int = 0
+    """Of head and loss, and there through the whole backward."""
+    forward: int = 0
+    backward: tuple[int, ...] = (0,)
+    """By layer, in the order of the forward."""
+    elsewhere: int = 0
+
+
+class Most(NamedTuple):
+    """What the latest visit of a phase took: bytes of the blocks that were born in it and died before the log ended."""
+
+    peak: int
+    """The most alive at once."""
+    staying: int
+    """Of those still alive at the end of the next phase, without the gradient that is passed on to it."""
+
+
+def beside(
+    events: Sequence[Event],
+    carried: Mapping[int, int],
+    hidden_bytes: int,
+    forward: Mapping[str, int],
+    backward: Mapping[str, int],
+) -> Beside | None:
+    """What a pass took beside its layers; None: it had no head.
+
+    Args:
+        events: of the pass.
+        carried: bytes, by id, of blocks that earlier passes left behind.
+        hidden_bytes: of the last layer's output, and so of its gradient. Autograd may add to that in place all the way down; it
+            is counted in what each layer's backward takes, so it does not count as staying.
+        forward, backward: by phase, in the order of the forward, the bytes that the solver took the layers to need then, with
+            everything that is kept.
+    """
+    head = most_in("head", events, hidden_bytes)
+    if head is None:
+        return None
+    peaks = _peaks(events, carried)
+    over = tuple(max(head.staying, peaks.get(phase, 0) - solved) for phase, solved in backward.items())
+    return Beside(
+        head=head.peak - head.staying,
+        staying=head.staying,
+        forward=max([0, *(peaks.get(phase, 0) - solved for phase, solved in forward.items())]),
+        backward=over or (head.staying,),
+        elsewhere=max(alive for _, alive in _alive(events, _sizes(events, "elsewhere"))),
+    )
+
+
+def largest(several: Sequence[Beside]) -> Beside:
+    """The largest of each number over several ranks or passes."""
+    heads, staying, forwards, backwards, elsewhere = zip(*several, strict=True)
+    backward = tuple(map(max, zip_longest(*backwards, fillvalue=0)))
+    return Beside(max(heads), max(staying), max(forwards), backward, max(elsewhere))
+
+
+def carry(carried: dict[int, int], events: Iterable[Event]) -> None:
+    """Update `carried`, the bytes by id of the blocks that are alive, with a pass's events."""
+    for event in events:
+        if event.kind == "malloc":
+            carried[event.id] = event.size
+        elif event.kind == "free":
+            carried.pop(event.id, None)
+
+
+def most_in(phase: str, events: Sequence[Event], passed_on: int = 0) -> Most | None:
+    """What one phase of a pass took.
+
+    Args:
+        events: of the pass so far; what dies later counts as outliving it.
+        passed_on: bytes of the gradient that the next phase begins with, which does not count as staying.
+
+    Returns:
+        None if the phase was not visited.
+    """
+    visits: list[str | None] = []
+    born: dict[int, tuple[int, int]] = {}
+    died: dict[int, int] = {}
+    for event in events:
+        if event.kind == "enter":
+            visits.append(event.phase)
+        elif event.kind == "malloc":
+            born[event.id] = len(visits), event.size
+        elif event.kind == "free":
+            died[event.id] = len(visits)
+    if phase not in visits:
+        return None
+    last = len(visits) - visits[::-1].index(phase)
+    sizes = {id_: size for id_, (visit, size) in born.items() if visit == last and id_ in died}
+    staying = [size for id_, size in sizes.items() if died[id_] > last + 1]
+    if passed_on in staying:
+        staying.remove(passed_on)
+    return Most(max(alive for _, alive in _alive(events, sizes)), sum(staying))
+
+
+def _peaks(events: Sequence[Event], carried: Mapping[int, int]) -> dict[str, int]:
+    """By phase, the most alive at once on the pass's stream."""
+    peaks: dict[str, int] = {}
+    for phase, alive in _alive(events, {**carried, **_sizes(events, "malloc")}, frozenset(carried)):
+        peaks[phase] = max(peaks.get(phase, 0), alive)
+    return peaks
+
+
+def _sizes(events: Iterable[Event], kind: str) -> dict[int, int]:
+    return {event.id: event.size for event in events if event.kind == kind}
+
+
+def _alive(events: Sequence[Event], sizes: Mapping[int, int], before: frozenset[int] = frozenset()) -> Iterator[tuple[str, int]]:
+    """The phase and the bytes alive after each event, counting those of these blocks that die before the log ends.
+
+    Args:
+        sizes: bytes of the blocks, by id.
+        before: ids of those that are alive from the start.
+    """
+    died = {event.id for event in events if event.kind == "free"} & sizes.keys()
+    alive, phase = sum(sizes[id_] for id_ in died & before), ""
+    yield phase, alive
+    for event in events:
+        if event.kind == "enter":
+            phase = event.phase or ""
+        elif event.id in died:
+            alive += -sizes[event.id] if event.kind == "free" else sizes[event.id]
+        yield phase, alive

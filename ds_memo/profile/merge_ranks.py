@@ -1,0 +1,48 @@
+"""One profile from those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
+
+
+def most_careful(profiles: Sequence[Profile]) -> Profile:
+    """One profile for all ranks: the slowest copies, and for each kind of layer the most memory that any rank needs.
+
+    Times are rank 0's: the ranks have the same layers, and wait for each other in every step.
+    """
+    return replace(
+        profiles[0],
+        kinds=tuple(map(_needing_most, zip(*(profile.kinds for profile in profiles), strict=True))),
+        d2h_bytes_per_s=min(profile.d2h_bytes_per_s for profile in profiles),
+        h2d_bytes_per_s=min(profile.h2d_bytes_per_s for profile in profiles),
+    )
+
+
+def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
+    """The first rank's measurements of one kind of layer, with DEVICE_BYTES of the rank that needs most."""
+
+    def careful(sample: LayerSample) -> LayerSample:
+        needs = zip(*(_needs(kind, sample) for kind in kinds), strict=True)
+        return replace(sample, **dict(zip(DEVICE_BYTES, map(max, needs), strict=True)))
+
+    first = kinds[0]
+    return replace(
+        first,
+        samples=tuple(map(careful, first.samples)),
+        check=first.check and careful(first.check),
+        half_source=first.half_source and careful(first.half_source),
+    )
+
+
+def _needs(kind: LayerProfile, there: LayerSample) -> list[int]:
+    """A kind's DEVICE_BYTES at the length of sample `there`: as measured, or by its lines if it was measured at others."""
+    where = there.batch, there.length, there.source
+    for sample in (*kind.taken, *filter(None, [kind.half_source])):
+        if (sample.batch, sample.length, sample.source) == where:
+            return [getattr(sample, name) for name in DEVICE_BYTES]
+    at = kind.costs(*where)
+    whole, at_0, without = at.working, at.working_at_0, at.working_without_attention
+    return [whole.backward, at_0.backward, without.backward, whole.forward, at_0.forward]

@@ -1,0 +1,39 @@
+"""Whose forward runs: of attached models, in each thread."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds_memo.runtime.handle import Memo
+
+
+class _Running(threading.local):
+    """The innermost last. One that Ctrl-C ended, of which PyTorch's hooks tell nothing, stays until its model's next forward, or
+    one around it, is over."""
+
+    def __init__(self) -> None:
+        self.memos: list[weakref.ref[Memo]] = []
+
+
+_running = _Running()
+
+
+def begins(memo: Memo) -> None:
+    """A forward of its model begins in this thread."""
+    ends(memo)
+    _running.memos.append(weakref.ref(memo))
+
+
+def ends(memo: Memo) -> None:
+    """It is over, with those inside it."""
+    known = [ref() for ref in _running.memos]
+    if memo in known:
+        del _running.memos[known.index(memo) :]
+
+
+def in_forward() -> Memo | None:
+    """Whose model's forward runs in this thread: the innermost; None: none does."""
+    return next((memo for ref in reversed(_running.memos) if (memo := ref()) is not None), None)

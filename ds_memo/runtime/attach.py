@@ -1,0 +1,203 @@
+"""attach: put a model's layers under ds_memo, and take them out again."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ds_memo.config import MemoConfig, memo_config
+from ds_memo.errors import MemoConfigError, MemoError, MemoWarning, quoted
+from ds_memo.hf.find_layers import find_layers
+from ds_memo.hf.kernels import use_kernels
+from ds_memo.remat.modes import inside_a_layer
+from ds_memo.runtime.active_forward import in_forward
+from ds_memo.runtime.handle import Memo, module_of
+
+_attached: weakref.WeakKeyDictionary[nn.Module, Memo] = weakref.WeakKeyDictionary()
+
+OUTSIDE = (
+    "ds_memo.checkpoint was called outside any attached model, so torch.utils.checkpoint does it. For memo: "
+    'ds_memo.attach(model, config, layers=()), or "memo": {"enabled": true, "layers": []} in the DeepSpeed JSON'
+)
+
+
+def attach(
+    model: nn.Module,
+    config: Mapping[str, Any] | MemoConfig,
+    layers: Iterable[str | nn.Module] | None = None,
+    device: torch.device | None = None,
+) -> Memo:
+    """Put the layers of a plain module under ds_memo; no engine needed.
+
+    Args:
+        model: its layers are found by themselves: Hugging Face layers, else the longest ``nn.ModuleList`` of one class.
+        config: the "memo" section.
+        layers: names or modules, where they cannot be found; empty for a model that calls ``ds_memo.checkpoint`` itself.
+        device: where the layers compute, "cuda" being the current one; absent: where the first parameter is.
+
+    Returns:
+        A handle with ``.detach()``, ``.report()`` and ``.config``.
+
+    Raises:
+        MemoConfigError: a value is refused.
+        MemoError: already attached, the layers are not known, a kernel is missing, or there is no such device. The model is as
+            it was.
+    """
+    config = memo_config(config)
+    if config.kernels.adam:
+        raise MemoConfigError(
+            "memo.kernels.adam: the optimizer is DeepSpeed's to make; use ds_memo.initialize, or make it yourself"
+        )
+    memo = attach_model(model, config, config.layers if layers is None else layers, device)
+    memo.watch_optimizers()
+    return memo
+
+
+def attach_model(
+    model: nn.Module,
+    config: Mapping[str, Any] | MemoConfig,
+    layers: Iterable[str | nn.Module] | None = None,
+    device: torch.device | None = None,
+    of_engine: bool = False,
+) -> Memo:
+    """As attach; the caller says when optimizer steps begin and end. An engine has given its model the kernels already."""
+    config = memo_config(config)
+    if not isinstance(model, nn.Module):
+        raise MemoError(f"model: got {quoted(model)}, expected a torch.nn.Module")
+    if not config.enabled and "enabled" in config.model_fields_set:
+        raise MemoConfigError("memo.enabled: got false; attach() was asked to put the model under ds_memo, so true or nothing")
+    refuse_attached(model)
+    found = find_layers(model, layers)
+    for name, module in found:
+        if any(memo.owns(module) for memo in _attached.values()):
+            raise MemoError(
+                f"layer {name} is already attached with another model that holds it; call .detach() on that handle first"
+            )
+    check_residents(config, len(found))
+    if device is None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = _usable(device)
+    with ExitStack() as undo:
+        if not of_engine:
+            undo.enter_context(use_kernels(model, config))  # last: a refusal leaves the model as it was
+        memo = _attached[model] = Memo(model, config, found, device, of_engine)
+        memo.on_detach(undo.pop_all().close, last=True)
+    memo.on_detach(functools.partial(_forget, weakref.ref(model)))
+    return memo
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """Return the device with its index; "cuda" is the current one.
+
+    Raises:
+        MemoError: there is none.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # a CPU build asserts
+        why = str(error).partition("\n")[0]
+        raise MemoError(f"device: got {quoted(device)}, expected a device that PyTorch has here ({why})") from None
+
+
+def refuse_attached(model: nn.Module, but_by_engines: bool = False) -> None:
+    """A model is attached once.
+
+    Raises:
+        MemoError: it is attached.
+    """
+    memo = _attached.get(model)
+    if memo is not None and not (but_by_engines and memo.of_engine):
+        raise MemoError(f"{type(model).__name__} is already attached; call .detach() on its handle first")
+
+
+def take_from_engine(model: nn.Module) -> None:
+    """Another engine is made of the model: the one before, which its hooks keep alive, goes on without memo."""
+    memo = _attached.get(model)
+    if memo is not None and memo.of_engine:
+        memo.detach()
+        warnings.warn(
+            f"another engine had this {type(model).__name__}: it runs without memo from now on", MemoWarning, stacklevel=4
+        )
+
+
+def check_residents(config: MemoConfig, layers: int) -> None:
+    if layers and (config.resident_layers or 0) > layers:
+        raise MemoConfigError(
+            f"memo.resident_layers: got {config.resident_layers}; allowed: a whole number from 0 to {layers}, "
+            "the number of layers of this model"
+        )
+
+
+def checkpoint(
+    fn: Callable[..., Any], /, *args: Any, use_reentrant: bool | None = None, preserve_rng_state: bool = True, **kwargs: Any
+) -> Any:
+    """Call ``fn(*args, **kwargs)`` as a layer of the attached model, in place of ``torch.utils.checkpoint.checkpoint``.
+
+    Outside any attached model ``torch.utils.checkpoint`` does it, with a warning: such a model trains without memo, too.
+
+    Args:
+        fn: a module, a bound method of one, or a partial of either keeps its identity between steps and is fast; any other
+            function works but is analysed anew each time. Two methods of one module count as two calls of one layer: give
+            them modules of their own.
+        use_reentrant: accepted for compatibility; the work is never done reentrantly.
+        preserve_rng_state: whether what is computed again draws the random numbers of the forward.
+
+    Raises:
+        MemoError: several models are attached, none of them is in its forward, and `fn` is no module of one of them.
+    """
+    memo = _current(fn)
+    if memo is not None:
+        return memo.run(fn, *args, preserve_rng_state=preserve_rng_state, **kwargs)
+    if inside_a_layer():  # of an attached model, which replays it
+        return fn(*args, **kwargs)
+    warnings.warn(OUTSIDE, MemoWarning, stacklevel=2)
+    return torch_checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+
+
+def report(engine_or_handle: Any) -> dict[str, Any]:
+    """What ds_memo is set to and what it did, as a dict; see :meth:`Memo.report`.
+
+    Args:
+        engine_or_handle: an engine from ``ds_memo.initialize`` or a handle from ``ds_memo.attach``.
+
+    Raises:
+        MemoError: it was never put under ds_memo, or is detached.
+    """
+    memo = engine_or_handle if isinstance(engine_or_handle, Memo) else getattr(engine_or_handle, "memo", None)
+    if not isinstance(memo, Memo):
+        raise MemoError(
+            f"{type(engine_or_handle).__name__} is not under ds_memo: report() takes an engine from ds_memo.initialize whose "
+            'config has "memo": {"enabled": true}, or a handle from ds_memo.attach'
+        )
+    return memo.report()
+
+
+def attached() -> list[Memo]:
+    """All that are attached now."""
+    return list(_attached.values())
+
+
+def _current(fn: Callable[..., Any]) -> Memo | None:
+    if (running := in_forward()) is not None:
+        return running
+    module = module_of(fn)  # of a part of a model that is called by itself
+    holders = [memo for model, memo in _attached.items() if module is None or any(module is part for part in model.modules())]
+    if len(holders) > 1:
+        raise MemoError(
+            f"ds_memo.checkpoint was called with {len(_attached)} models attached and none of them in forward; which of "
+            "them it is for cannot be told. Call it with a module of that model, or inside its forward"
+        )
+    return holders[0] if holders else None
+
+
+def _forget(model: weakref.ref[nn.Module]) -> None:
+    if (gone := model()) is not None:
+        _attached.pop(gone, None)

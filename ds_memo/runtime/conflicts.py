@@ -1,0 +1,129 @@
+"""What cannot go together with memo: refused before training where it can be seen, with one sentence that says what to remove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ds_memo.errors import MemoConfigError, MemoError
+from ds_memo.hf.find_layers import is_huggingface_layer
+from ds_memo.remat.diagnostics import is_compiled
+from ds_memo.units import MIB
+
+_SAME_WORK = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+
+
+UNCOMPILED = (
+    "torch.compile is used on this model: under memo its layers run uncompiled, for what happens in a compiled region cannot be "
+    "kept or swapped; everything else is compiled as asked"
+)
+
+OFFLOADED = (
+    "activations are offloaded around this model, too (TRL's activation_offloading, DeepSpeed's CheckpointHiddenStatesOffload, "
+    "torch's save_on_cpu): gradients are right, but whatever layers keep without checkpointing goes to the host whole, beside "
+    "memo's own copies. Leave it out"
+)
+
+
+def refuse_config(config: Mapping[str, Any]) -> None:
+    """Refuse sections of the DeepSpeed JSON that do memo's work in another way.
+
+    Raises:
+        MemoConfigError: naming the setting.
+    """
+    for key in _SAME_WORK:
+        if config.get("activation_checkpointing", {}).get(key):
+            raise MemoConfigError(f"activation_checkpointing.{key} does what memo does in another way; remove one of the two")
+    if config.get("compile", {}).get("deepcompile"):
+        raise MemoConfigError(
+            "compile.deepcompile compiles the layers, and what happens inside a compiled region cannot be kept or swapped; "
+            "remove it or memo"
+        )
+
+
+def refuse_model(layers: list[tuple[str, nn.Module]]) -> None:
+    """Refuse layers that memo could not see into, or that are offloaded already.
+
+    Raises:
+        MemoError: naming the layer.
+    """
+    for name, layer in layers:
+        if is_compiled(layer):
+            raise MemoError(
+                f"layer {name} is compiled, and what happens inside a compiled region cannot be kept or swapped; "
+                "leave layers uncompiled, or train without memo"
+            )
+        if is_huggingface_layer(layer):
+            refuse_offload(layer.__dict__.get("_gradient_checkpointing_func"))
+
+
+def refuse_offload(function: Any) -> None:
+    """Refuse the checkpoint function of ``gradient_checkpointing_kwargs={"offload": True}`` (Transformers 5; later versions of it
+    say activation for gradient).
+
+    Raises:
+        MemoError: it is that function.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    if getattr(function, "__qualname__", "").endswith("checkpointing_enable.<locals>.checkpoint_func"):
+        raise MemoError('gradient_checkpointing_kwargs={"offload": True} does what memo does in another way; remove one')
+
+
+def is_offloaded() -> bool:
+    """Whether saved tensors of what runs now go to the host by hooks: TRL's and Axolotl's OffloadActivations, save_on_cpu."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and any(name in getattr(hooks[0], "__qualname__", "") for name in ("Offload", "save_on_cpu"))
+
+
+def refuse_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of a Hugging Face model: refuses keys and values that it was given in training.
+
+    Raises:
+        MemoError: Transformers would drop them, as for every model that is checkpointed, and the loss be another.
+    """
+    cache = kwargs.get("past_key_values")
+    if not cache or not model.training or not torch.is_grad_enabled():
+        return
+    tokens = cache.get_seq_length() if hasattr(cache, "get_seq_length") else cache[0][0].shape[-2]
+    if tokens:
+        raise MemoError(
+            f"{type(model).__name__} was given past_key_values of {tokens} tokens in training, and Transformers drops them where "
+            "layers are checkpointed: the loss would be another. Prefix tuning, which needs them, goes without memo; else call "
+            "the model without them"
+        )
+
+
+LONG = 4096
+"""Tokens from which a mask is worth a word: 16 MiB of booleans."""
+
+
+class MaskWatch:
+    """A forward pre-hook of one layer: warns once when it is given a mask with an entry for every pair of tokens."""
+
+    def __init__(self, name: str, warn: Callable[[str], None]) -> None:
+        self.name = name
+        self.warn: Callable[[str], None] | None = warn
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.warn is None:
+            return
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and _is_mask(value):
+                mib = value.numel() * value.element_size() / MIB
+                self.warn(
+                    f"layer {self.name} is given an attention mask of shape {tuple(value.shape)}: {mib:.3g} MiB that grow with "
+                    "the square of the length, and SDPA's fastest kernels take none. Pad nothing (join the documents) or use a "
+                    "flash-attn package"
+                )
+                self.warn = None
+                return
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[-1] == tensor.shape[-2] >= LONG

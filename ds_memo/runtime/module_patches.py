@@ -1,0 +1,145 @@
+"""What an attached model's modules are given, and how they get back what they had."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_memo.hf.find_layers import is_huggingface_layer, is_huggingface_model
+from ds_memo.runtime import conflicts
+
+_MISSING = object()
+
+
+class Takeover:
+    """Replaces forwards and checkpoint functions, adds hooks, and undoes all of it."""
+
+    def __init__(self) -> None:
+        _run_uncompiled()
+        self._undo: list[Callable[[], Any]] = []
+        self._through_us: weakref.WeakKeyDictionary[nn.Module, Ours] = weakref.WeakKeyDictionary()
+        """Hugging Face modules and the checkpoint function that they must call."""
+        self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def layer(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        """Have every call of a layer come to ``run(forward, *args, **kwargs)``."""
+        self._layers.add(module)
+        if is_huggingface_layer(module):
+            self._checkpoint_with(module, run)
+        else:
+            self._set(module, "forward", Ours(functools.partial(run, module.forward), module.forward))
+
+    def model(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        """Have Hugging Face models in it know that they are checkpointed: else they fill a cache with the keys and values of all
+        layers, at each replay again."""
+        for module in model.modules():
+            if is_huggingface_model(module):
+                self._checkpoint_with(module, run)
+                self.before_forward(module, conflicts.refuse_cache)
+
+    def before_forward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Call ``hook(module, args, kwargs)``."""
+        self.undo_with(module.register_forward_pre_hook(Ours(hook, nothing), with_kwargs=True).remove)
+
+    def after_forward(self, module: nn.Module, hook: Callable[..., Any], always: bool = False) -> None:
+        """Call ``hook(module, args, output)``; `always`: also where the forward raised."""
+        self.undo_with(module.register_forward_hook(Ours(hook, nothing), always_call=always).remove)
+
+    def hold(self) -> None:
+        """gradient_checkpointing_enable() and _disable() after attach: memo stays in charge of training forwards."""
+        for module, function in self._through_us.items():
+            if module._gradient_checkpointing_func is not function:
+                conflicts.refuse_offload(module._gradient_checkpointing_func)
+                module._gradient_checkpointing_func = function
+            module.gradient_checkpointing = WITH_GRAD
+
+    def uncompile(self) -> bool:
+        """Take what ``Module.compile()`` put into layers since. Returns whether there was anything."""
+        compiled = [module for module in self._layers if module._compiled_call_impl is not None]
+        for module in compiled:
+            self._set(module, "_compiled_call_impl", None)
+        return bool(compiled)
+
+    def undo_with(self, undo: Callable[[], Any], last: bool = False) -> None:
+        """Call this too when everything is undone; `last`: after all that is there now."""
+        self._undo.insert(0 if last else len(self._undo), undo)
+
+    def undo(self) -> None:
+        """Give everything back, the latest first."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _checkpoint_with(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        function = Ours(run, _plainly)
+        self._set(module, "gradient_checkpointing", WITH_GRAD)
+        self._set(module, "_gradient_checkpointing_func", function)
+        self._through_us[module] = function
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an instance attribute so that what was there can be put back."""
+        before = module.__dict__.get(name, _MISSING)
+        where = weakref.ref(module)
+        setattr(module, name, value)
+
+        def restore() -> None:
+            target = where()
+            if target is None:
+                return
+            if before is _MISSING:
+                delattr(target, name)
+            else:
+                setattr(target, name, before)
+
+        self._undo.append(restore)
+
+
+class _WithGrad:
+    """True while gradients are enabled. Transformers asks "checkpointing and training?" and, if so, drops the cache of keys and
+    values: a model that generates in its training mode would see nothing but its last token."""
+
+    def __bool__(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def __reduce__(self) -> tuple:
+        return bool, (True,)  # a copy is checkpointed as Transformers does it
+
+
+WITH_GRAD = _WithGrad()
+
+
+class Ours:
+    """What we put into a module. A copy of the module, or a pickle of it, is a plain one: it gets `plain` in its place."""
+
+    def __init__(self, call: Callable[..., Any], plain: Callable[..., Any]) -> None:
+        self.call = call
+        self.plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return _same, (self.plain,)
+
+
+@functools.cache
+def _run_uncompiled() -> None:
+    """Once there is something to run: this imports torch's compiler, which launchers can do without."""
+    why = "ds_memo runs layers uncompiled: what happens in a compiled region cannot be kept or swapped"
+    Ours.__call__ = torch.compiler.disable(Ours.__call__, reason=why)  # type: ignore[method-assign]
+
+
+def nothing(*args: Any) -> None:
+    pass
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _plainly(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)

@@ -1,0 +1,65 @@
+"""The account of an attached model: its report, and of that what DeepSpeed's monitors are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ds_memo.autotune.policy import Decisions
+from ds_memo.remat.call import Work
+from ds_memo.remat.checkpoint import Layer
+from ds_memo.show.report import Report
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.host_slab import HostSlab
+
+
+def report(
+    layers: Sequence[Layer], work: Work, engine: SwapEngine, decisions: Decisions, slab: HostSlab, **others: Any
+) -> Report:
+    """What is set and what happened so far.
+
+    Args:
+        others: entries that are said as they are.
+    """
+    traffic, places = engine.traffic, decisions.places
+    return Report(
+        active=traffic.bytes_to_host > 0,
+        alpha=decisions.alpha_used,
+        resident_layers=len(places.residents),
+        residents=sorted(places.residents),
+        lean=sorted(places.lean),
+        plain=sorted(places.plain),
+        binding=decisions.binding,
+        checkpointing=not decisions.plain,
+        layers=len(layers),
+        frames=traffic.frames,
+        bytes_to_host=traffic.bytes_to_host,
+        bytes_from_host=traffic.bytes_from_host,
+        stored_bytes_per_layer=[
+            0 if decisions.is_plain(layer) or not layer.latest else layer.latest.layout.stored_bytes for layer in layers
+        ],
+        gemm_flops_recomputed_fraction=work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
+        attention_recomputed=work.attention_ops_recomputed,
+        host={
+            "budget": slab.part,
+            "slab": slab.size,
+            "peak_used": slab.peak_used,
+            "numa_node": slab.pool.node.number if slab.pool.node else None,
+        },
+        stall_s=engine.streams.stall_s(),
+        predicted=decisions.chosen.predicted() if decisions.chosen else None,
+        **others,
+    )
+
+
+def events(report: Report, samples: int) -> list[tuple[str, float, int]]:
+    """Name, value, and how many samples the run has seen."""
+    values = {
+        "alpha": report["alpha"],
+        "resident_layers": report["resident_layers"],
+        "bytes_to_host": report["bytes_to_host"],
+        "bytes_from_host": report["bytes_from_host"],
+        "stall_s": sum(report["stall_s"].values()),
+        "mfu": report["mfu"],
+    }
+    return [(f"Train/Samples/memo_{name}", value, samples) for name, value in values.items() if value is not None]

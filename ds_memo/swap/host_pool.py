@@ -1,0 +1,209 @@
+"""The pool of host memory that the slabs of a process's models lend from, one after the other or side by side.
+
+Host memory is locked for the device once and used again by frames of any length. Locking runs at a few GB/s, so neither lengths
+that change from batch to batch nor models that take turns (an actor and its critic) must lock anew: a frame that fits no free
+range gets several. Never PyTorch's pinned pool, which rounds every block up to a power of two.
+
+    segment   mapped and locked in one go; begins and ends on a page, as everything here does
+    range     a part of a segment: either free, or a piece of a block that is lent; free neighbours are merged
+
+Two rules keep the pieces few. A frame takes the smallest free range that is large enough, or else several of the largest, and
+cuts only the last: so it makes at most one border, which disappears when both its sides are free, at the end of a step at the
+latest. And a new segment replaces idle ones that are no larger, so lengths that grow slowly do not pile segments up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.memory.numa import node_of, on
+from ds_memo.swap import pinned_segments
+from ds_memo.swap.pinned_segments import Segment
+from ds_memo.swap.streams import finish_abandoned
+from ds_memo.units import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes `begin` to `end` of a segment: whole pages."""
+
+    segment: Segment
+    begin: int
+    end: int
+    stream: torch.cuda.Stream | None = None
+    """The compute stream that it was lent on; None: it is free, or the device is a CPU."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return self.segment.memory[self.begin : self.end]
+
+
+class HostPool:
+    """Lends ranges. It never holds more than the most that was lent at once.
+
+    Args:
+        device: that copies from and to it. For a CUDA device the memory is locked (cudaHostRegister).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pinned = device.type == "cuda"
+        self.node = node_of(device)
+        """The NUMA node that locked memory should lie on; None: wherever the thread happens to run."""
+        self.size = 0
+        """Bytes held now, lent or free."""
+        self.used = 0
+        """Bytes lent now, in whole pages."""
+        self._free: list[Range] = []
+        self.lost: deque[Mapping[Any, Sequence[Range]]] = deque()
+        """Ranges that slabs had lent when they were garbage-collected with their models: nobody will give them back."""
+        self._lock = Lock()
+        self._given_on: set[torch.cuda.Stream | None] = set()
+        """Compute streams of the ranges that were given back since the device was last synchronized."""
+
+    def lend(self, nbytes: int, limit: int, wanted_by: str) -> list[Range]:
+        """Lend `nbytes`, a multiple of a page. Only what free memory lacks is mapped anew.
+
+        Args:
+            limit: bytes; idle segments are released while the pool holds more.
+
+        Raises:
+            Refused: the system refuses. Nothing that is lent has changed.
+        """
+        with self._lock:
+            self._take_lost_back()
+            stream = torch.cuda.current_stream(self.device) if self.pinned else None
+            if not self._given_on <= {stream}:  # copies on behalf of other streams may still use it: no event orders them
+                torch.cuda.synchronize(self.device)
+                self._given_on.clear()
+            if self.size > limit:
+                self._shrink(self.size - limit)
+            if (missing := self.used + nbytes - self.size) > 0:
+                self._grow(missing, wanted_by)
+            self.used += nbytes
+            return self._cut(nbytes, stream)
+
+    def take_back(self, pieces: Sequence[Range]) -> None:
+        """Free these ranges. Copies from and to them must be ordered before whatever is issued next on the stream they were
+        lent on."""
+        with self._lock:
+            self._free_again(pieces)
+
+    def take_lost_back(self) -> None:
+        """Free the ranges of slabs that are gone. Every `lend` does this first."""
+        with self._lock:
+            self._take_lost_back()
+
+    def release(self) -> None:
+        """Give everything that lies idle back to the system."""
+        with self._lock:
+            self._take_lost_back()
+            self._release(self._idle())
+
+    def _take_lost_back(self) -> None:
+        if self.lost:
+            finish_abandoned(self.device)  # no event tells of its copies
+        while self.lost:
+            for pieces in self.lost.popleft().values():
+                self._free_again(pieces)
+
+    def _free_again(self, pieces: Sequence[Range]) -> None:
+        for piece in pieces:
+            self.used -= piece.nbytes
+            self._given_on.add(piece.stream)
+            begin, end = piece.begin, piece.end
+            for free in [free for free in self._free if free.segment is piece.segment]:
+                if begin == free.end or free.begin == end:
+                    self._free.remove(free)
+                    begin, end = min(begin, free.begin), max(end, free.end)
+            self._free.append(Range(piece.segment, begin, end))
+
+    def _cut(self, nbytes: int, stream: torch.cuda.Stream | None) -> list[Range]:
+        """Free ranges of so many bytes together, as few as will do: the largest first, the last the smallest that is enough."""
+        ranges = sorted(self._free, key=_size)
+        pieces = []
+        while nbytes:
+            found = ranges.pop(min(bisect_left(ranges, nbytes, key=_size), len(ranges) - 1))
+            self._free.remove(found)
+            piece = Range(found.segment, found.begin, min(found.end, found.begin + nbytes), stream)
+            if piece.end < found.end:
+                self._free.append(Range(found.segment, piece.end, found.end))
+            pieces.append(piece)
+            nbytes -= piece.nbytes
+        return pieces
+
+    def _grow(self, missing: int, wanted_by: str) -> None:
+        held = self.size
+        nbytes = missing + self._swallow(missing)
+        try:
+            segment = pinned_segments.map_pages(nbytes)
+            if self.pinned:
+                with on(self.node):
+                    pinned_segments.touch(segment)
+                    pinned_segments.pin(segment)
+        except MemoError as error:
+            raise Refused(f"host memory: {wanted_by} needs {missing / GIB:.3g} GiB more; {error}", held) from error
+        self.size += nbytes
+        self._free.append(Range(segment, 0, nbytes))
+
+    def _swallow(self, nbytes: int) -> int:
+        """Release the idle segments that a new segment, larger by their bytes, will replace; returns their bytes.
+
+        Each is no larger than the new bytes and the smaller ones together. So memory that has to be locked a second time ends up
+        in a segment at least twice as large as before, which can happen a few times only.
+        """
+        going, grown = [], nbytes
+        for idle in self._idle():
+            if idle.nbytes > grown:
+                break
+            going.append(idle)
+            grown += idle.nbytes
+        self._release(going)
+        return grown - nbytes
+
+    def _shrink(self, beyond: int) -> None:
+        """Release idle segments of at least so many bytes, if there are as many: a budget was lowered."""
+        going = []
+        for idle in self._idle():
+            if beyond > 0:
+                going.append(idle)
+                beyond -= idle.nbytes
+        self._release(going)
+
+    def _idle(self) -> list[Range]:
+        """Segments of which nothing is lent, the smallest first."""
+        return sorted((free for free in self._free if free.nbytes == free.segment.nbytes), key=_size)
+
+    def _release(self, idle: list[Range]) -> None:
+        """Forget free ranges that are whole segments. Each segment is unlocked and unmapped when the last reference to it goes,
+        which is the caller's."""
+        if idle and self.pinned:
+            torch.cuda.synchronize(self.device)  # a copy from them may still be under way
+        for free in idle:
+            self._free.remove(free)
+            self.size -= free.nbytes
+
+
+class Refused(MemoError):
+    """The system refused memory that the budget allowed."""
+
+    def __init__(self, message: str, held: int) -> None:
+        super().__init__(message)
+        self.held = held
+        """Bytes that the pool held then: as much as the system gives."""
+
+
+def _size(part: Range) -> int:
+    return part.nbytes

@@ -1,0 +1,106 @@
+"""Host memory from the system, in segments: each is mapped, touched so that its pages exist, and locked for the device."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.memory.host import memlock_limit
+from ds_memo.units import GIB
+
+PAGE = mmap.PAGESIZE
+TOUCHED_APART = 1 << 26
+"""Bytes that one thread touches at a time, of a segment that is about to be locked."""
+_TRY_OUT = 1 << 28
+"""Bytes: RLIMIT_MEMLOCK up to this is tried out, see `memlock_binds`."""
+_TOUCHERS = 8
+"""Threads; more are no faster, memory itself is the limit."""
+
+
+@dataclass(eq=False)
+class Segment:
+    """Host memory that was mapped, and locked, in one go."""
+
+    memory: torch.Tensor
+    """uint8, page-aligned."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel()
+
+
+def memlock_binds() -> bool:
+    """Whether CUDA refuses to lock more host memory than RLIMIT_MEMLOCK says.
+
+    Many machines set it to a few MiB, and NVIDIA's driver locks pages without asking it. So a small limit is tried out; a large
+    one is taken at its word.
+    """
+    limit = memlock_limit()
+    if limit is None or limit > _TRY_OUT:
+        return limit is not None
+    try:
+        pin(map_pages(limit + PAGE))
+    except MemoError:
+        return True
+    return False
+
+
+def map_pages(nbytes: int) -> Segment:
+    """Map private, anonymous memory.
+
+    Args:
+        nbytes: a multiple of a page.
+
+    Raises:
+        MemoError: the system refuses.
+    """
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without them: slower to lock, nothing else
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        # The pages of private memory that a device holds are copied at every fork, a data loader's say.
+        memory.madvise(mmap.MADV_DONTFORK)
+        return Segment(torch.frombuffer(memory, dtype=torch.uint8))
+    except (OSError, MemoryError) as error:
+        raise MemoError(
+            f"the system refused {nbytes / GIB:.3g} GiB ({error}): look at `ulimit -v` and the memory limit of the container, or "
+            "lower memo.alpha or memo.host_memory_gib"
+        ) from error
+
+
+def touch(segment: Segment) -> None:
+    """Write to all pages, from several threads, so that they exist. Locking would fault them in one after the other."""
+    first, end = segment.memory.data_ptr(), segment.memory.data_ptr() + segment.nbytes
+    if segment.nbytes <= TOUCHED_APART:
+        return
+    with ThreadPoolExecutor(min(_TOUCHERS, len(os.sched_getaffinity(0)))) as threads:  # they inherit this thread's CPUs
+        parts = range(first, end, TOUCHED_APART)
+        list(threads.map(lambda part: ctypes.memset(part, 0, min(TOUCHED_APART, end - part)), parts))
+
+
+def pin(segment: Segment) -> None:
+    """Lock a segment for CUDA until it is garbage-collected.
+
+    Raises:
+        MemoError: CUDA refuses.
+    """
+    cudart = torch.cuda.cudart()
+    address = segment.memory.data_ptr()
+    status = cudart.cudaHostRegister(address, segment.nbytes, 0)
+    if status != cudart.cudaError.success:
+        with suppress(RuntimeError):  # the runtime remembers the failure and would blame the next kernel for it
+            torch.zeros(1, device="cuda")
+        raise MemoError(
+            f"cudaHostRegister refused {segment.nbytes / GIB:.3g} GiB ({status}): "
+            "look at `ulimit -l` and at the memory limit of the cgroup, or lower memo.host_memory_gib."
+        )
+    # Runs before the mapping goes: the segment still holds it. Not at exit, where CUDA may be gone already.
+    weakref.finalize(segment, cudart.cudaHostUnregister, address).atexit = False

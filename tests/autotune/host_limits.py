@@ -1,0 +1,112 @@
+"""Training under a limit that the kernel keeps. test_host_limits.py calls each of these in a process of its own, which it spoils:
+
+memlock   RLIMIT_MEMLOCK, as an ordinary user; blocks are locked with mlock(2) where CUDA would lock them
+cgroup    a memory cgroup of its own, which gets a limit once the model is there
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ds_memo
+from ds_memo.memory import host as host_memory
+from ds_memo.runtime import handle as memos
+from ds_memo.swap import host_pool as pool
+from ds_memo.swap import pinned_segments
+from tests.models import Batch, build, step
+
+MIB = 1 << 20
+libc = ctypes.CDLL(None, use_errno=True)
+SWAPPED = {"enabled": True, "resident_layers": 0, "plan": {"enabled": False}}
+LITTLE, MUCH = Batch.random(8, 256), Batch.random(32, 256)
+
+
+def be_bound_by_limits() -> None:
+    """Give up CAP_IPC_LOCK, which the superuser's processes have: the kernel asks those for no limit."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: twice 32 capabilities
+    if libc.capget(header, sets):
+        raise OSError(ctypes.get_errno(), "capget")
+    for which in range(3):
+        sets[which] &= ~(1 << 14)
+    if libc.capset(header, sets):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def mlock(segment: pinned_segments.Segment) -> None:
+    if libc.mlock(ctypes.c_void_p(segment.memory.data_ptr()), ctypes.c_size_t(segment.nbytes)):
+        raise ds_memo.MemoError(f"mlock refused {segment.nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+
+
+def locked_by_kernel() -> int:
+    """Bytes that this process has locked."""
+    return int(re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def lock_as_cuda_would(look: bool) -> None:
+    """The slab of a CPU is not locked; here it is, past the same lines that ask CUDA to."""
+    pinned_segments.pin = mlock
+    torch.cuda.synchronize = lambda *args: None
+    unlocked = pool.HostPool.__init__
+
+    def locked(self: pool.HostPool, device: torch.device) -> None:
+        unlocked(self, device)
+        self.pinned = True
+
+    pool.HostPool.__init__ = locked
+    torch.cuda.current_stream = lambda *args: None
+    budget = host_memory.budget_bytes
+    memos.budget_bytes = lambda gib, ranks, _, *rest: budget(gib, ranks, look and pinned_segments.memlock_binds(), *rest)
+
+
+def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> None:
+    """Four steps; what is to be known of them goes into `said`."""
+    torch.set_num_threads(1)
+    os.environ["XDG_CACHE_HOME"] = "/dev/null"
+    model = build("llama")
+    handle = ds_memo.attach(model, {**SWAPPED, "device_memory_gib": device_memory_gib})
+    said["budget_at_start"], said["room_at_start"] = handle.slab.budget, host_memory.available_bytes()
+    for _ in range(4):
+        try:
+            step(model, batch)
+        except ds_memo.MemoError as error:
+            said.setdefault("errors", []).append(str(error))
+            model.zero_grad()
+    report = handle.report()
+    said["report"] = {key: report[key] for key in ("host", "alpha", "binding", "predicted", "bytes_to_host")}
+    said["changes"] = report["profile"]["changes"]
+
+
+def memlock(nbytes: int, look: bool) -> dict[str, Any]:
+    """
+    Args:
+        look: whether somebody looks at the limit beforehand.
+    """
+    said: dict[str, Any] = {}
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (nbytes, nbytes))
+    be_bound_by_limits()
+    lock_as_cuda_would(look)
+    train(LITTLE, 0.022, said)
+    return said | {"locked": locked_by_kernel()}
+
+
+def cgroup(folder: Path) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
+    is_v1 = (folder / "memory.limit_in_bytes").exists()
+    limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+    step(build("llama"), MUCH)  # what the libraries take is taken
+    (folder / limit).write_text(str(int((folder / used).read_text()) + 256 * MIB))
+    said["limit"] = int((folder / limit).read_text())
+    said["room"] = host_memory.available_bytes()
+    os.environ["LOCAL_WORLD_SIZE"] = "8"  # as one of eight: activations of a CPU live in the same cgroup
+    train(MUCH, 0.5, said)
+    peak = folder / ("memory.max_usage_in_bytes" if is_v1 else "memory.peak")
+    return said | {"most_used": int(peak.read_text()) if peak.exists() else 0}

@@ -1,0 +1,21 @@
+"""How slow copies are follows from their stalls. What windows of a real run see is in test_autopilot.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_memo.autotune.copy_stalls import slowdown, slower
+from ds_memo.solve.schedule import Schedule
+from ds_memo.solve.solver import solve
+from tests.solve import runs
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_how_slow_copies_are_follows_from_their_stalls(share: float) -> None:
+    """Of a schedule on made-up hardware: what is measured here, and how far from a profile, is this machine's business."""
+    run = runs.run(runs.layer(16 * 1024), 8, link=50e9)
+    homes = solve(run, may_be_plain=False)
+    assert homes.alpha > 0.5
+    step = Schedule(slower(run, share), homes.places).at(homes.alpha)
+    assert slowdown(run, homes, step.d2h_stall_s + step.h2d_stall_s, step.seconds) == pytest.approx(share, rel=0.01)
+    assert slowdown(run, homes, homes.d2h_stall_s + homes.h2d_stall_s, homes.step_s) == 1.0

@@ -1,0 +1,186 @@
+"""The host budget is never exceeded: fake cgroup trees to the byte, RLIMIT_MEMLOCK and a real cgroup in their own processes."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ds_memo
+from ds_memo.memory import host as host_memory
+from ds_memo.memory.host import RESERVE
+from ds_memo.solve.refusals import NothingFits
+from ds_memo.swap import sharing
+from ds_memo.swap.pinned_segments import PAGE
+from tests.autotune import host_limits
+from tests.models import Batch, assert_same, build, step
+from tests.processes import forked
+
+MIB = 1 << 20
+BATCH = Batch.random(2, 300)
+SWAPPED = {"enabled": True, "resident_layers": 0, "device_memory_gib": 0.0065, "plan": {"enabled": False}}
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What /proc and /sys are from now on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(host_memory.available_bytes, "__defaults__", (tmp_path, 0))
+    monkeypatch.setattr(sharing, "_open", weakref.WeakSet())  # whatever other tests hold lies elsewhere
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {64 * MIB} kB\n")
+    return tmp_path
+
+
+def limit(tree: Path, version: int, room: int) -> None:
+    """Leave `room` bytes in the cgroup: 1 GiB is in use, a quarter of it page cache."""
+    used, cache = 106 * MIB, 256 * MIB
+    if version == 1:
+        folder, line = tree / "sys/fs/cgroup/memory/job", "4:cpu:/x\n7:memory:/job\n"
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    else:
+        folder, line = tree / "sys/fs/cgroup/job", "0::/job\n"
+        names = ("memory.max", "memory.current", "inactive_file")
+    folder.mkdir(parents=True, exist_ok=True)
+    (tree / "proc/self/cgroup").write_text(line)
+    (folder / names[0]).write_text(f"{room + used - cache}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
+
+
+def room_for(budget: int) -> int:
+    """The least room whose budget this is."""
+    room = int(budget / (1 - RESERVE)) - 2
+    while int(room * (1 - RESERVE)) < budget:
+        room += 1
+    return room
+
+
+def trained(**more: Any) -> dict[str, Any]:
+    model = build("llama")
+    handle = ds_memo.attach(model, {**SWAPPED, **more})
+    try:
+        for _ in range(2):
+            assert_same(step(model, BATCH), step(build("llama"), BATCH))
+        return handle.report()
+    finally:
+        handle.detach()
+
+
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_low_cgroup_is_kept_to_the_byte(tree: Path, version: int) -> None:
+    limit(tree, version, 106 * MIB)
+    whole = trained()
+    assert whole["alpha"] == 1.0 and whole["checkpointing"]
+    needed = whole["host"]["slab"]
+    assert needed % PAGE == 0
+    alphas = []
+    for budget in (needed, needed - 1, needed * 3 // 4, needed // 2, needed // 3):
+        limit(tree, version, room_for(budget))
+        host = (report := trained())["host"]
+        assert host["budget"] == budget
+        assert host["peak_used"] <= host["slab"] <= host["budget"]
+        assert report["predicted"]["host_bytes"] == host["slab"]
+        alphas.append(report["alpha"])
+    assert alphas[0] == 1.0 > alphas[1]
+    assert alphas == sorted(alphas, reverse=True) and alphas[-1] < 0.5
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_no_room_is_an_error_before_the_first_layer(tree: Path, version: int) -> None:
+    limit(tree, version, 3 * PAGE)
+    with pytest.raises(NothingFits, match=r"the inputs of 4 layers that the host has no room for.* GiB are missing"):
+        trained(device_memory_gib=1e-4)
+    assert trained()["lean"] == [0, 1, 2, 3]  # with what the device has to give
+
+
+def test_ranks_share_what_the_cgroup_leaves(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(tree, 2, 106 * MIB)
+    needed = trained()["host"]["slab"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    limit(tree, 2, room_for(4 * needed - 4))
+    host = trained()["host"]
+    assert host["peak_used"] <= host["slab"] <= host["budget"] == needed - 1
+
+
+def test_models_of_one_process_share_what_there_is(tree: Path) -> None:
+    limit(tree, 2, room := 106 * MIB)
+    handles = [ds_memo.attach(build("llama"), SWAPPED) for _ in range(2)]
+    handles += [ds_memo.attach(build("llama"), SWAPPED | {"host_memory_gib": 0.03125}) for _ in range(2)]
+    with pytest.warns(ds_memo.MemoWarning, match=r"may still take 0\.0312 GiB, and leave 0\.0\d+ GiB of host memory to this one"):
+        handles.append(ds_memo.attach(build("llama"), SWAPPED))
+    try:
+        budgets = [handle.report()["host"]["budget"] for handle in handles]
+        rest = int((room - 32 * MIB) * (1 - RESERVE))
+        assert budgets == [int(room * (1 - RESERVE))] * 2 + [32 * MIB] * 2 + [rest]
+    finally:
+        for handle in handles:
+            handle.detach()
+    assert trained()["host"]["budget"] == budgets[0]
+
+
+def test_more_is_not_taken_than_the_cgroup_has_whatever_is_configured(tree: Path) -> None:
+    limit(tree, 2, 106 * MIB)
+    needed = trained()["host"]["slab"]
+    limit(tree, 2, needed - 1)
+    host = trained(host_memory_gib=64.0)["host"]
+    assert host["peak_used"] <= host["slab"] <= host["budget"] == needed - 1
+
+
+# ---- limits that the kernel keeps
+
+
+def test_locked_memory_stays_below_rlimit_memlock() -> None:
+    memlock = 6 * MIB + 4095
+    said = forked(host_limits.memlock, memlock, True)
+    host = said["report"]["host"]
+    assert said.get("errors") is None and said["changes"] == []
+    assert host["peak_used"] <= host["slab"] <= host["budget"] == int(memlock * (1 - RESERVE))
+    assert 0 < said["report"]["alpha"] < 1
+    assert said["locked"] == host["slab"]  # the kernel counts what the slab does
+
+
+def test_without_looking_the_kernel_refuses_and_training_goes_on_with_less() -> None:
+    """The control: the limit binds. And a refusal is an error of one step; the next ones ask for less."""
+    said = forked(host_limits.memlock, 6 * MIB, False)
+    assert said["budget_at_start"] > 6 * MIB
+    assert all("mlock refused" in error for error in said["errors"]) and len(said["errors"]) < 4
+    assert said["changes"][0].startswith("host budget lowered to") and "the system refused more" in said["changes"][0]
+    host = said["report"]["host"]
+    assert host["peak_used"] <= host["slab"] <= 6 * MIB
+    assert said["report"]["bytes_to_host"] > 0
+
+
+@pytest.fixture
+def own_cgroup() -> Iterator[Path]:
+    """A memory cgroup below the one that this process is in."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            base = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
+            folder = base / path.lstrip("/") / f"ds_memo_test_{os.getpid()}"
+            try:
+                folder.mkdir()
+            except OSError:
+                continue
+            if (folder / "memory.limit_in_bytes").exists() or (folder / "memory.max").exists():
+                yield folder
+                folder.rmdir()
+                return
+            folder.rmdir()
+    pytest.skip("no memory cgroup can be made here")
+
+
+def test_a_real_cgroup(own_cgroup: Path) -> None:
+    said = forked(host_limits.cgroup, own_cgroup)
+    host = said["report"]["host"]
+    assert said.get("errors") is None
+    assert 0.9 * 256 * MIB <= said["room"] <= said["limit"]
+    assert host["budget"] == said["budget_at_start"] <= max(said["room"], said["room_at_start"]) // 8
+    assert host["peak_used"] <= host["slab"] <= host["budget"]
+    assert 0 < said["report"]["alpha"] < 1 and said["report"]["binding"].startswith("host memory")
+    assert said["most_used"] <= said["limit"]

@@ -1,0 +1,376 @@
+"""Models with several kinds of layers, each called in its own way: a tower for pictures before a decoder, an encoder, too."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import ds_memo
+from ds_memo.autotune import model_profile as profiling
+from ds_memo.autotune import tuner as autopilot
+from ds_memo.autotune.probe_forward import Looks
+from ds_memo.units import GIB
+from tests.distributed_harness.common import ON_CPU, DistributedTest
+from tests.models import BF16, HIDDEN, VOCAB, Batch, Block, Outcome, Toy, assert_same, build, gradients, step
+
+IMAGE, PATCHES = VOCAB - 1, 16
+"""The token that stands for a patch, and patches in an image."""
+DEVICE = 1.5 / 1024
+"""GiB."""
+
+
+def vision_and_text() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    heads = {"num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 2 * HIDDEN}
+    eye = CLIPVisionConfig(hidden_size=HIDDEN // 2, image_size=56, patch_size=14, projection_dim=HIDDEN, **heads)
+    text = LlamaConfig(hidden_size=HIDDEN, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, **heads)
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=eye, text_config=text, image_token_index=IMAGE)).train()
+
+
+def encoder_and_decoder(dropout: float = 0.0, positions: int = 256) -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = {
+        "d_model": HIDDEN,
+        "encoder_ffn_dim": 2 * HIDDEN,
+        "decoder_ffn_dim": 2 * HIDDEN,
+        "max_position_embeddings": positions,
+    }
+    layers = {"encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    torch.manual_seed(0)
+    return BartForConditionalGeneration(BartConfig(vocab_size=VOCAB, dropout=dropout, **sizes, **layers)).train()
+
+
+def batch(length: int, images: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, IMAGE, (1, length), generator=generator)
+    labels = ids.clone()
+    ids[0, : images * PATCHES] = IMAGE
+    pictures = {"pixel_values": torch.randn(images, 3, 56, 56, generator=generator)} if images else {}
+    return {"input_ids": ids, "labels": labels, **pictures}
+
+
+def attached(model: nn.Module, cache: Path, **memo: Any) -> ds_memo.Memo:
+    section = {"device_memory_gib": DEVICE, "resident_layers": 1, **memo, "plan": {"enabled": False, "cache_dir": str(cache)}}
+    return ds_memo.attach(model, {"enabled": True, **section})
+
+
+def outcome(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Outcome:
+    torch.manual_seed(7)
+    loss = model(**inputs).loss
+    loss.backward()
+    return Outcome(loss.detach(), gradients(model))
+
+
+def assert_as_predicted(handle: ds_memo.Memo) -> None:
+    report = handle.report()
+    assert report["predicted"]["stored_bytes_per_layer"] == report["stored_bytes_per_layer"]
+    assert report["bytes_to_host"] and not report["warnings"]
+
+
+@pytest.mark.parametrize("name, dropout", [("vision and text", 0.0), ("encoder and decoder", 0.0), ("encoder and decoder", 0.1)])
+def test_each_kind_is_profiled_as_it_is_called(name: str, dropout: float, tmp_path: Path) -> None:
+    """With dropout: that layers ran in the look has drawn no random number for good."""
+    if name == "vision and text":
+        model, inputs = vision_and_text(), batch(100, images=2)
+    else:
+        model, inputs = encoder_and_decoder(dropout), {**batch(120), "labels": batch(40, seed=1)["labels"]}
+    want = outcome(copy.deepcopy(model), inputs)
+    handle = attached(model, tmp_path)
+    assert_same(outcome(model, inputs), want)
+    profile = handle.autopilot.profile
+    assert profile.layers == (0, 0, 0, 1, 1, 1) and len(profile.kinds) == 2
+    assert_as_predicted(handle)
+    handle.detach()
+
+
+def test_under_autocast(tmp_path: Path) -> None:
+    """Its cache has weights that were cast without a graph, for the look: the forward must not take those."""
+    model, inputs = vision_and_text(), batch(100, images=2)
+    stock = copy.deepcopy(model)
+    handle = attached(model, tmp_path)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            got, want = outcome(model, inputs), outcome(stock, inputs)
+        assert_same(got, want, BF16)
+    handle.detach()
+
+
+def test_the_profile_of_all_kinds_is_cached(tmp_path: Path) -> None:
+    for from_cache in (False, True):
+        model = vision_and_text()
+        handle = attached(model, tmp_path)
+        outcome(model, batch(100, images=2))
+        assert handle.report()["profile"]["from_cache"] is from_cache
+        handle.detach()
+
+
+def test_a_frozen_tower_keeps_nothing(tmp_path: Path) -> None:
+    """And takes no part in the solution."""
+    model = vision_and_text()
+    model.model.vision_tower.requires_grad_(False)
+    stock, inputs = copy.deepcopy(model), batch(100, images=2)
+    handle = attached(model, tmp_path)
+    assert_same(outcome(model, inputs), outcome(stock, inputs))
+    assert handle.autopilot.profile.layers == (None, None, None, 0, 0, 0)
+    assert handle.report()["stored_bytes_per_layer"][:3] == [0, 0, 0] and handle.report()["residents"] == [5]
+    assert_as_predicted(handle)
+    handle.detach()
+
+
+def test_a_tower_that_no_batch_calls(tmp_path: Path) -> None:
+    model = vision_and_text()
+    stock = copy.deepcopy(model)
+    handle = attached(model, tmp_path)
+    for length in (100, 60, 140):
+        assert_same(outcome(model, batch(length)), outcome(stock, batch(length)))
+        assert_as_predicted(handle)
+    assert handle.autopilot.profile.layers == (None, None, None, 0, 0, 0)
+    handle.detach()
+
+
+@pytest.mark.parametrize("first", ["a text", "an image"])
+def test_batches_with_and_without_images(first: str, tmp_path: Path) -> None:
+    """The tower is profiled when the first image comes, and solved for from then on."""
+    model = vision_and_text()
+    stock = copy.deepcopy(model)
+    handle = attached(model, tmp_path)
+    batches = [batch(100), batch(100, images=2), batch(60), batch(140, images=1)]
+    for inputs in batches if first == "a text" else reversed(batches):
+        assert_same(outcome(model, inputs), outcome(stock, inputs))
+        report, tower = handle.report(), slice(0, 3)
+        predicted, stored = report["predicted"]["stored_bytes_per_layer"], report["stored_bytes_per_layer"]
+        if "pixel_values" not in inputs:
+            assert predicted[tower] == [0, 0, 0]
+            stored[tower] = [0, 0, 0]  # of the pass before
+        assert predicted == stored
+    assert not report["warnings"]
+    assert handle.autopilot.profile.layers == ((1, 1, 1, 0, 0, 0) if first == "a text" else (0, 0, 0, 1, 1, 1))
+    assert report["profile"]["changes"] == (
+        ["profiled CLIPEncoderLayer, which no pass before has called"] if first == "a text" else []
+    )
+    handle.detach()
+
+
+@pytest.mark.parametrize("why", ["it fails", "a rank alone would wait for others"])
+def test_a_kind_that_comes_later_and_cannot_be_profiled(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is recomputed, which is said; where it fails, it is tried again with batches that look otherwise, a few times."""
+    model = vision_and_text()
+    stock = copy.deepcopy(model)
+    handle = attached(model, tmp_path)
+    tried = []
+    monkeypatch.setattr(profiling, "_TRIES", 3)  # of five kinds of passes that come with images
+    if why == "it fails":
+        monkeypatch.setattr(profiling, "measure_kinds", lambda asked, *_, do: do(lambda: tried.append(asked) or 1 / 0))
+    else:
+        monkeypatch.setattr(autopilot, "talk_in_layers", lambda model: True)
+    for images in (0, 1, 2, 3, 4, 5, 1, 0):
+        inputs = batch(100, images)
+        assert_same(outcome(model, inputs), outcome(stock, inputs))
+    said = handle.report()["warnings"]
+    assert said[-1].startswith("CLIPEncoderLayer trains, and none was called")
+    if why == "it fails":
+        assert len(tried) == 3
+        assert said[0] == "CLIPEncoderLayer: cannot be profiled (ZeroDivisionError: division by zero), and it is fully recomputed"
+    assert len(said) == 1 + bool(tried)
+    assert handle.autopilot.profile.layers == (None, None, None, 0, 0, 0)
+    handle.detach()
+
+
+class Uneven(Block):
+    """Alike by its parameters alone."""
+
+    times = 1
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times - 1):
+            x = x + super().feed(x)
+        return super().feed(x)
+
+
+class Stacks(nn.Module):
+    """Two stacks of blocks; a batch with a second tensor goes through both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.ModuleList(Block() for _ in range(2))
+        self.other = nn.ModuleList(Uneven() for _ in range(2))
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, inputs_embeds: torch.Tensor, second: torch.Tensor | None = None) -> torch.Tensor:
+        x = inputs_embeds
+        for stack in (self.one,) if second is None else (self.one, self.other):
+            for block in stack:
+                x = block(x)
+        return self.head(x).logsumexp(-1).mean()
+
+    def step(self, length: int, stacks: int) -> Outcome:
+        self.zero_grad()
+        loss = self(Batch.random(2, length).embeds, *[torch.ones(1)] * (stacks - 1))
+        loss.backward()
+        return Outcome(loss.detach(), gradients(self))
+
+
+def test_a_kind_behind_all_others_comes_later(tmp_path: Path) -> None:
+    """A look goes on behind the layer that came last so far. What a pass looked like is known again, though it was another's."""
+    model = Stacks()
+    stock = copy.deepcopy(model)
+    handle = attached(model, tmp_path, layers=["one.0", "one.1", "other.0", "other.1"])
+    for length, stacks in ((64, 1), (64, 2), (48, 2), (48, 1), (64, 2), (56, 2)):
+        assert_same(model.step(length, stacks), stock.step(length, stacks))
+        report = handle.report()
+        assert report["predicted"]["stored_bytes_per_layer"][: 2 * stacks] == report["stored_bytes_per_layer"][: 2 * stacks]
+    assert handle.autopilot.profile.layers == (0, 0, 1, 1) and not report["warnings"]
+    handle.detach()
+
+
+def test_a_pass_is_known_again_when_its_kinds_were_profiled_since() -> None:
+    """Seen where a tower was on one rank of experts alone, say, and learned where it was on all."""
+    seen = {number: SimpleNamespace(shape=(1, 10 + number, HIDDEN)) for number in (0, 1)}
+    measured = [1]
+    looks = Looks(None, [], measured)
+    looks.saw((((1, 100), torch.int64),), seen)
+    assert looks.shapes((((1, 100), torch.int64),)) == ((1, 11, HIDDEN),)
+    measured.append(0)
+    assert looks.shapes((((1, 100), torch.int64),)) == ((1, 11, HIDDEN), (1, 10, HIDDEN))
+
+
+def test_hooks_of_parameters_do_not_see_the_profile(tmp_path: Path) -> None:
+    """One that reduces gradients by hand would wait for other ranks."""
+    model, seen = build("llama"), []
+    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    handle = attached(model, tmp_path)
+    for number in range(2):
+        outcome(model, batch(100))
+        assert len(seen) == number + 1
+    handle.detach()
+
+
+def test_alpha_and_residents_given(tmp_path: Path) -> None:
+    """A host that holds the tower's frames and the decoder's is enough, though not for as many of the larger ones."""
+    model, inputs = vision_and_text(), batch(200, images=1)
+    want = outcome(copy.deepcopy(model), inputs)
+    handle = attached(model, tmp_path, alpha=1.0)
+    outcome(model, inputs)
+    needed = handle.report()["host"]["peak_used"]
+    handle.detach()
+    for nbytes in (needed, needed - 1):
+        handle = attached(model, tmp_path, alpha=1.0, host_memory_gib=nbytes / GIB)
+        if nbytes == needed:
+            assert_same(outcome(model, inputs), want)
+        else:
+            with pytest.raises(ds_memo.MemoError, match="host memory: "):
+                outcome(model, inputs)
+        handle.detach()
+
+
+def test_no_layer_runs_for_nothing(tmp_path: Path) -> None:
+    """A look into a forward runs the first layer of each kind that others come behind, once; of one kind, none."""
+    ran: list[str] = []
+    for model, inputs in ((vision_and_text(), batch(100, images=2)), (build("llama"), batch(100))):
+        handle = attached(model, tmp_path, profile={"method": "direct"})
+        for layer in handle.layers:  # of a part: Transformers from 5.23 on checkpoints inside the layer's own hooks
+            part = next(layer.module().children())
+            part.register_forward_hook(lambda *args, name=layer.name: ran.append(name))
+        looks = handle.autopilot._looks
+        looks._look = lambda *args, look=looks._look: (look(*args), ran.append("looked"))[0]
+        outcome(model, inputs)
+        before = ran[: ran.index("looked")]
+        assert before == (["model.vision_tower.encoder.layers.0"] if "pixel_values" in inputs else [])
+        ran.clear()
+        handle.detach()
+
+
+class Stemmed(Toy):
+    """What comes before its layers goes through ds_memo.checkpoint, in stock's place of torch's."""
+
+    checkpoint = staticmethod(torch_checkpoint)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(HIDDEN, HIDDEN)
+        self.blocks[2].up.weight.requires_grad_(False)  # a kind of its own
+
+    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+        return super().forward(self.checkpoint(self.stem, inputs_embeds, use_reentrant=False), labels)
+
+
+def test_what_is_checkpointed_before_the_last_kind(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Stemmed()
+    stock = copy.deepcopy(model)
+    model.checkpoint = ds_memo.checkpoint
+    handle = attached(model, tmp_path)
+    for length in (64, 64, 48):
+        assert_same(step(model, Batch.random(2, length)), step(stock, Batch.random(2, length)))
+    assert handle.autopilot.profile.layers == (0, 0, 1, 0)
+    handle.detach()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_layers_that_are_not_what_their_kind_is(times: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Toy(Uneven)
+    for block in model.blocks[1:]:
+        block.times = times
+    handle = attached(model, tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step(model, Batch.random(2, 64))
+    optimizer.step()
+    said = [warning for warning in handle.report()["warnings"] if "do not keep what the profile says" in warning]
+    assert len(said) == (times > 1) and all("3 of 4 layers" in warning for warning in said)
+    handle.detach()
+
+
+@pytest.mark.skipif(not ON_CPU, reason="two CPU ranks")
+class TestKindsOnRanks(DistributedTest):
+    world_size = 2
+    exec_timeout = 60
+
+    @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+    def test_several_kinds(self, stage: int) -> None:
+        """The tower's parameters are gathered for the look, and the forward that follows finds ZeRO-3 as it was."""
+        self.compare(stage, [(100, 2), (60, 1), (100, 2)])
+
+    @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+    def test_images_come_later(self, stage: int) -> None:
+        self.compare(stage, [(100, 0), (100, 2), (60, 1)], (1, 1, 1, 0, 0, 0))
+
+    @pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 2])
+    def test_images_on_one_rank_only(self, first: int) -> None:
+        """From the first pass on, or later: that rank profiles its tower and the other one waits for nothing."""
+        rank = dist.get_rank()
+        layers = (1, 1, 1, 0, 0, 0) if rank else (None, None, None, 0, 0, 0)
+        self.compare(0, [(100, first * rank), (60, rank), (60, 0)], layers)
+
+    def compare(self, stage: int, passes: list[tuple[int, int]], kinds: tuple[int | None, ...] = (0, 0, 0, 1, 1, 1)) -> None:
+        losses = {}
+        for memo in (None, {"enabled": True, "device_memory_gib": DEVICE, "resident_layers": 1}):
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+                **({"memo": memo} if memo else {}),
+            }
+            engine = ds_memo.initialize(model=vision_and_text(), config=config)[0]
+            losses[bool(memo)] = []
+            for number, (length, images) in enumerate(passes):
+                loss = engine(**batch(length, images, seed=2 * number + dist.get_rank())).loss
+                engine.backward(loss)
+                engine.step()
+                losses[bool(memo)].append(loss.item())
+        assert losses[True] == pytest.approx(losses[False], rel=1e-6)
+        report = ds_memo.report(engine)
+        assert report["bytes_to_host"] and not report["warnings"]
+        assert engine.memo.autopilot.profile.layers == kinds

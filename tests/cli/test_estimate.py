@@ -1,0 +1,312 @@
+"""ds-memo estimate as users call it."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_memo.cli import main as cli
+from ds_memo.estimate import hardware
+from ds_memo.solve.headroom import RESERVE
+from tests.command import complaint
+from tests.processes import ROOT, python
+
+GPT = str(ROOT / "ds_configs" / "models" / "gpt-7b.json")
+LLAMA = str(ROOT / "ds_configs" / "models" / "llama3-8b.json")
+BASE = ("estimate", "--model", GPT, "--hardware", "a800", "--gpus", "8")
+
+
+def answer(capsys, *words: str, base=BASE) -> dict:
+    assert cli.main([*base, *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("method", ["memo", "paper", "full_recompute", "full_swap", "none"])
+def test_json_has_what_was_promised(capsys, method):
+    got = answer(capsys, "--seq-length", "16384", "--method", method)
+    assert {"status", "mfu", "tgs", "step_s", "alpha", "resident_layers", "binding", "device_gib", "host_gib", "parts"} <= set(
+        got
+    )
+    assert got["status"] == "ok"
+    assert got["tgs"] * 8 * got["step_s"] == pytest.approx(16384 * got["sequences"])
+    assert sum(got["parts"]["device_gib"].values()) == pytest.approx(got["device_gib"])
+    assert sum(got["parts"]["step_s"].values()) == pytest.approx(got["step_s"])
+    assert 0.1 < got["mfu"] < 0.75
+
+
+def test_the_example_in_the_docs(capsys):
+    assert cli.main([*BASE, "--seq-length", "1M"]) == 0
+    shown = "".join(f"    {line}\n" for line in capsys.readouterr().out.splitlines())
+    assert shown in (ROOT / "docs" / "estimate.md").read_text()
+
+
+def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
+    assert answer(capsys, "--seq-length", "1M", "--method", "none")["status"] == "oom"
+    oohm = answer(capsys, "--seq-length", "384K", "--method", "full_swap", "--tp", "4", "--cp", "2")
+    assert oohm["status"] == "oohm" and oohm["mfu"] is None and oohm["host_gib"] > 1676
+    small = answer(capsys, "--seq-length", "2M", "--host-memory-gib", "1")
+    assert small["status"] == "oohm" and "4 times as many sequence-parallel ranks" in small["binding"]
+    assert answer(capsys, "--seq-length", "4M", "--host-memory-gib", "1")["status"] == "oom"
+    lean = answer(capsys, "--seq-length", "512K", "--host-memory-gib", "1")
+    assert lean["status"] == "ok" and "27 of 32 layers are lean" in lean["binding"]
+    assert lean["homes"] == {"residents": 5, "lean": 27, "dropped": 0, "plain": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "alone take 972.3 of 129.3 GiB. What helps: more GPUs, a smaller model."),
+        (("--zero", "1"), "What helps: a higher ZeRO stage, more GPUs"),
+    ],
+)
+def test_a_model_whose_states_do_not_fit(capsys, words, says):
+    large = ("estimate", "--model", GPT.replace("7b", "65b"), "--hardware", "h200", "--gpus", "1", "--seq-length", "1K")
+    got = answer(capsys, *words, base=large)
+    assert got["status"] == "oom" and says in got["binding"]
+
+
+def test_alpha_plan_and_batch_are_obeyed(capsys):
+    swapped = ("--seq-length", "256K", "--tp", "4", "--cp", "2", "--method", "paper")
+    assert answer(capsys, *swapped, "--alpha", "0.5")["alpha"] == 0.5
+    planned, loose = answer(capsys, *swapped, "--plan"), answer(capsys, *swapped, "--no-plan")
+    assert planned["mfu"] > loose["mfu"] and planned["device_gib"] < loose["device_gib"]
+    one, many = answer(capsys, *swapped), answer(capsys, *swapped, "--batch", "16")
+    assert many["sequences"] == 16 and 15 < many["step_s"] / one["step_s"] < 16
+
+
+def test_a_device_budget_is_beside_the_context(capsys):
+    words = ("--seq-length", "512K")
+    whole, small = answer(capsys, *words), answer(capsys, *words, "--device-memory-gib", "40")
+    assert small["status"] == "ok" and small["device_gib"] <= 40 < whole["device_gib"]
+    assert small["homes"] != whole["homes"] and small["step_s"] > whole["step_s"]
+    assert "context and communication" not in small["parts"]["device_gib"]
+    assert cli.main([*BASE, *words, "--device-memory-gib", "40"]) == 0
+    assert "of 40.0 GiB\n" in capsys.readouterr().out
+    assert answer(capsys, *words, "--device-memory-gib", "8")["status"] == "oom"
+    assert answer(capsys, *words, "--device-memory-gib", "40", "--method", "none")["status"] == "oom"
+
+
+def test_memo_leaves_alone_what_a_run_does(capsys):
+    """And has it where nothing fits otherwise."""
+
+    def taken(*words: str) -> float:
+        """Share of what states and context leave of the device."""
+        parts = answer(capsys, *words)["parts"]["device_gib"]
+        fixed = sum(parts[name] for name in ("parameters", "gradients", "optimizer states", "context and communication"))
+        return (sum(parts.values()) - fixed) / (80 - fixed)
+
+    for words in (("--seq-length", "128K"), ("--seq-length", "1M"), ("--seq-length", "512K", "--host-memory-gib", "1")):
+        assert 0.8 < taken(*words) <= 1 - RESERVE
+    assert 1 - RESERVE < taken("--max-length") <= 1
+
+
+def test_ulysses_ends_with_the_heads(capsys):
+    base = ("estimate", "--model", LLAMA, "--hardware", "h200", "--gpus", "4096")
+    got = answer(capsys, "--seq-length", "64Ki", base=base)
+    assert got["layout"]["sp"] <= 32 and any("Ulysses ends at sp 32" in note for note in got["notes"])
+
+
+@pytest.mark.parametrize(
+    "tokens, noted", [(100_001, ["100001 tokens do not split into 8 equal parts: pad them to 100008"]), (100_008, [])]
+)
+def test_a_length_that_ranks_cannot_share(capsys, tokens, noted):
+    base = ("estimate", "--model", LLAMA, "--hardware", "h200", "--gpus", "8", "--sp", "8")
+    got = answer(capsys, "--seq-length", str(tokens), base=base)
+    assert [note for note in got["notes"] if "split" in note] == noted
+
+
+@pytest.mark.parametrize("gpus", [8, 64, 512, 4096])
+@pytest.mark.parametrize("tokens", ["64K", "4M", "64M"])
+def test_the_whole_scale_has_an_answer(capsys, gpus, tokens):
+    base = (
+        "estimate",
+        "--model",
+        str(ROOT / "ds_configs" / "models" / "gpt-65b.json"),
+        "--hardware",
+        "h200",
+        "--gpus",
+        str(gpus),
+    )
+    got = answer(capsys, "--seq-length", tokens, base=base)
+    assert got["status"] in ("ok", "oom", "oohm") and (got["mfu"] is None) == (got["status"] != "ok")
+
+
+def test_longest_and_fewest(capsys):
+    longest = answer(capsys, "--max-length", "--method", "paper")
+    assert 1024 <= longest["seq_length"] / 1024 < 1152  # the paper trained 1 Mi, and 1152 Ki ran out
+    assert longest["beyond"]["status"] in ("oom", "oohm")
+    fewest = answer(capsys, "--min-gpus", "--seq-length", "1M", base=BASE[:5])
+    assert fewest["status"] == "ok" and fewest["beyond"]["status"] != "ok" and fewest["gpus"] <= 8
+    never = answer(capsys, "--min-gpus", "--seq-length", "512M", base=BASE[:5])
+    assert never["status"] != "ok"
+
+
+def test_a_sweep_as_table_csv_and_picture(capsys, tmp_path):
+    table = tmp_path / "sweep.csv"
+    assert cli.main([*BASE, "--sweep", "64K:256K", "--compare", "-o", str(table)]) == 0
+    assert "full_recompute (no plan)" in capsys.readouterr().out
+    rows = list(csv.DictReader(table.open()))
+    assert len(rows) == 15 and {row["method"] for row in rows} == {"memo", "paper", "full_recompute", "full_swap", "none"}
+    for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        picture = tmp_path / f"sweep{suffix}"
+        assert cli.main([*BASE, "--sweep", "64K,128K", "-o", str(picture)]) == 0
+        assert picture.read_bytes().startswith(magic)
+
+
+def test_timelines(capsys, tmp_path):
+    trace = tmp_path / "step.json"
+    words = ("--seq-length", "128K", "--method", "paper", "--alpha", "0.5")
+    assert cli.main([*BASE, *words, "--timeline", str(trace)]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "backward", "replay", "offload", "reload"}
+    page = tmp_path / "step.html"
+    assert cli.main([*BASE, *words, "--timeline", str(page)]) == 0
+    assert "offload of layer 3" in page.read_text()
+
+
+def test_it_imports_no_torch():
+    code = (
+        "import sys; from ds_memo.cli import main as cli; "
+        f"cli.main({[*BASE, '--seq-length', '1M']!r}); "
+        "heavy = {'torch', 'transformers', 'deepspeed', 'mip', 'matplotlib', 'plotly'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--seq-length", "0"), "'0'"),
+        (("--seq-length", "12Q"), "'12Q'"),
+        (("--seq-length", "1.5"), "'1.5'"),
+        (("--seq-length", "nan"), "'nan'"),
+        (("--seq-length", "1M", "--gpus", "-8"), "'-8'"),
+        (("--seq-length", "1M", "--alpha", "1.5"), "'1.5'"),
+        (("--seq-length", "1M", "--alpha", "0.5", "--method", "none"), "only memo and paper"),
+        (("--seq-length", "1M", "--method", "magic"), "magic"),
+        (("--seq-length", "1M", "--zero", "7"), "7"),
+        (("--seq-length", "1M", "--sp", "3"), "not a multiple"),
+        (("--seq-length", "1M", "--gpus", "64", "--sp", "64"), "Ulysses ends at sp 32"),
+        (("--seq-length", "1M", "--tp", "16"), "not a multiple"),
+        (("--seq-length", "1M", "--host-memory-gib", "-1"), "'-1'"),
+        (("--seq-length", "1M", "--device-memory-gib", "0"), "'0'"),
+        (("--seq-length", "1M", "--device-memory-gib", "1e300"), "at most 1e9"),
+        (("--seq-length", "1M", "--hardware", "abacus"), "hardware_data/h200.json"),
+        (("--seq-length", "1M", "--model", "nowhere.json"), "nowhere.json"),
+        (("--seq-length", "1M", "--model", "meta-llama/Llama-3.1-8B"), "nothing is downloaded"),
+        (("--seq-length", "1M", "--profile", "nowhere.json"), "profile nowhere.json cannot be read: No such file"),
+        (("--seq-length", "1M", "--timeline", "x.txt"), ".json or .html"),
+        (("--seq-length", "1M", "--timeline", "/nowhere/x.json"), "/nowhere/x.json"),
+        (("--seq-length", "1M", "-o", "x.csv"), "--sweep or --compare"),
+        (("--sweep", "2M:1M"), "A not above B"),
+        (("--sweep", "64K:"), "'64K:', expected A:B or A,B"),
+        (("--sweep", "64K,"), "'64K,', expected A:B or A,B"),
+        (("--sweep", "1M", "--method", "none", "--alpha", "0.5"), "only memo and paper have an alpha"),
+        (("--sweep", "64K:1M", "-o", "x.pdf"), "x.pdf"),
+        (("--max-length", "--sweep", "1M"), "do not go with"),
+        (("--max-length", "--seq-length", "1M"), "choose lengths"),
+        (("--min-gpus", "--seq-length", "1M"), "--min-gpus"),
+        (("--compare", "--seq-length", "1M", "--alpha", "0.5"), "its own alpha"),
+        (("--colour", "red", "--seq-length", "1M"), "--colour"),
+        ((), "--seq-length"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, words, says):
+    assert says in complaint(capsys, *BASE, *words)
+
+
+def test_fewest_gpus_tells_a_wrong_value_from_a_model_that_does_not_split(capsys):
+    words = (*BASE[:5], "--min-gpus", "--seq-length", "1M")
+    assert "only memo and paper have an alpha" in complaint(capsys, *words, "--method", "none", "--alpha", "0.5")
+    assert "cannot be split" in complaint(capsys, *words, "--sp", "3")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "JSON"),
+        ("[1]", "list"),
+        ("{}", "num_hidden_layers"),
+        ('{"num_hidden_layers": "many", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}', "'many'"),
+        ('{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 3, "vocab_size": 9}', "multiple"),
+        ('{"num_hidden_layers": 9999999, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}', "at most 4096"),
+        (
+            '{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 3, "vocab_size": 9}',
+            "key/value",
+        ),
+        (
+            '{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "num_experts": 4}',
+            "num_experts_per_tok",
+        ),
+        ('{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "kv_lora_rank": 4}', "latent"),
+        ('{"model_type": ["llama"], "num_hidden_layers": 2, "hidden_size": 8}', "['llama']"),
+        ('{"model_type": {"a": 1}, "num_hidden_layers": 2, "hidden_size": 8}', "{'a': 1}"),
+        ('{"num_hidden_layers": 2, "hidden_size": 1' + 400 * "0" + "}", "at most 16777216"),
+        (100_000 * "[", "nested too deeply"),
+        (100_000 * '{"text_config": ', "nested too deeply"),
+    ],
+)
+def test_a_bad_model_file_is_one_line(capsys, tmp_path, text, says):
+    path = tmp_path / "model.json"
+    path.write_text(text)
+    words = ("estimate", "--model", str(path), "--hardware", "a800", "--gpus", "8", "--seq-length", "1K")
+    assert says in complaint(capsys, *words)
+
+
+def test_more_bytes_than_can_be_counted(capsys, tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text('{"num_hidden_layers": 4096, "hidden_size": 16777216, "num_attention_heads": 1024, "vocab_size": 9}')
+    words = ("estimate", "--model", str(path), "--hardware", "a800", "--gpus", "8", "--seq-length", "16384M")
+    assert "beyond any machine" in complaint(capsys, *words)
+
+
+def machine() -> dict:
+    return json.loads((Path(hardware.__file__).parent / "hardware_data" / "a800.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("key", "entry", "says"),
+    [
+        ("peak", {"value": 312, "unit": "TFLOPs"}, "unit 'TFLOPs'"),
+        ("d2h", {"value": 10, "unit": "GiB"}, "unit 'GiB'"),
+        ("d2h", {"value": -1, "unit": "GB/s"}, "above 0"),
+        ("d2h", {"value": "fast", "unit": "GB/s"}, "expected a number"),
+        ("d2h", 10, "expected {"),
+        ("gemm_efficiency", {"value": 72, "unit": ""}, "at most 1"),
+        ("device_reserve", {"value": 200, "unit": "GiB"}, "below device_memory"),
+        ("fragmentation", {"value": 0.5, "unit": ""}, "at least 1"),
+        ("gpus_per_node", {"value": 2.5, "unit": ""}, "whole number"),
+        ("d3h", {"value": 1, "unit": "GB/s"}, "unknown key 'd3h'"),
+        ("peak", None, "missing peak"),
+        ("peak", {"value": 312, "unit": ["TFLOP/s"]}, "unit ['TFLOP/s']"),
+        ("peak", {"value": 312, "unit": {}}, "unit {}"),
+        ("peak", {"value": 10**400, "unit": "TFLOP/s"}, "out of all proportion"),
+        ("host_memory", {"value": 1e300, "unit": "GiB"}, "out of all proportion"),
+        ("gpus_per_node", {"value": 10**400, "unit": ""}, "out of all proportion"),
+        ("gemm_efficiency", {"value": 1e-300, "unit": ""}, "out of all proportion"),
+        ("stall", {"value": -(10**400), "unit": ""}, "at least 0"),
+    ],
+)
+def test_bad_hardware_is_one_line(capsys, tmp_path, key, entry, says):
+    data = machine()
+    if entry is None:
+        del data[key]
+    else:
+        data[key] = entry
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(data))
+    words = ("estimate", "--model", GPT, "--hardware", str(path), "--gpus", "8", "--seq-length", "64K")
+    assert says in complaint(capsys, *words)
+
+
+def test_a_machine_of_ones_own(capsys, tmp_path):
+    data = machine()
+    data["host_memory"] = {"value": 4, "unit": "TiB", "source": "ours"}
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps(data))
+    words = ("estimate", "--model", GPT, "--hardware", str(path), "--gpus", "8")
+    more = answer(capsys, "--seq-length", "1M", base=words)
+    assert more["alpha"] > answer(capsys, "--seq-length", "1M")["alpha"]

@@ -1,0 +1,179 @@
+import json
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ds_memo.cli import main as cli
+from ds_memo.plan import read_csv, read_plan, verify
+from tests.command import call, complaint
+from tests.plan.instances import CAPACITY, DATA, TRACES
+from tests.processes import python
+
+TRACE = str(TRACES[0])
+EXAMPLE = str(DATA / "minimalloc" / "input.12.csv")
+
+
+def test_plans_a_trace(capsys, tmp_path):
+    code, out, _ = call(capsys, "plan", TRACE, "-o", tmp_path / "plan.json")
+    assert code == 0
+    plan = read_plan(tmp_path / "plan.json")
+    last = next(line for line in out.splitlines() if line.startswith("all"))
+    assert re.split(r" {2,}", last)[1:5] == [str(len(plan.slots)), f"{plan.peak:,}", f"{plan.lower_bound:,}", "1.0000"]
+    assert all(any(line.startswith(p.name) for line in out.splitlines()) for p in plan.phases)
+
+
+def test_prints_json(capsys):
+    code, out, _ = call(capsys, "plan", TRACE, "--json", "--solver", "greedy")
+    data = json.loads(out)
+    assert data["reserved"]["native"] >= data["reserved"]["expandable_segments"] >= data["peak"]
+    assert code == 0 and data["peak"] == data["lower_bound"] and data["proven"] is True
+    assert {"name", "peak", "lower_bound", "proven", "seconds"} <= set(data["phases"][0])
+
+
+def test_solves_minimallocs_csv(capsys, tmp_path):
+    out = tmp_path / "out.csv"
+    code, _, _ = call(capsys, "plan", EXAMPLE, "--capacity", 12, "-o", out)
+    assert code == 0
+    rows = [line.split(",") for line in out.read_text().splitlines()[1:]]
+    assert verify.check(read_csv(EXAMPLE).buffers, [int(r[4]) for r in rows], capacity=12) is None
+
+
+def test_a_csv_without_capacity_is_minimised(capsys):
+    code, out, _ = call(capsys, "plan", EXAMPLE, "--json")
+    assert code == 0 and json.loads(out)["peak"] == 12
+
+
+def test_nothing_found_is_exit_code_1(capsys, tmp_path):
+    """B fits, but greedy alone does not find it."""
+    out = tmp_path / "out.csv"
+    code, _, err = call(
+        capsys, "plan", DATA / "minimalloc" / "B.1048576.csv", "--capacity", CAPACITY, "--solver", "greedy", "-o", out
+    )
+    assert code == 1 and "nothing that fits" in err and not out.exists()
+
+
+def test_several_traces_layers_and_small_tensors(capsys):
+    code, out, _ = call(capsys, "plan", TRACE, TRACE, "--layers", 8, "--min-bytes", 1000000, "--json")
+    data = json.loads(out)
+    assert code == 0 and sum(p["name"].endswith(".b") for p in data["phases"]) == 8 + 2
+    assert data["left"] and all("smaller" in why for _, _, why in data["left"])
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [("malloc 1 -5\n", "t.txt:1: read -5"), (f"malloc 1 {2**63 - 1}\nmalloc 2 {2**63 - 1}\n", "less than 2^62")],
+)
+def test_bad_input_is_exit_code_2(capsys, tmp_path, text, words):
+    """Whatever is wrong with it; the messages are tested in test_formats.py."""
+    (tmp_path / "t.txt").write_text(text)
+    assert words in complaint(capsys, "plan", tmp_path / "t.txt")
+
+
+@pytest.mark.parametrize("problem, capacity, bound", [(EXAMPLE, 11, 12), (TRACE, 1000, "")], ids=["a CSV", "a trace"])
+def test_a_capacity_below_the_lower_bound_is_exit_code_1(capsys, problem, capacity, bound):
+    code, out, err = call(capsys, "plan", problem, "--capacity", capacity)
+    assert code == 1 and not out
+    assert err.startswith(f"ds-memo plan: capacity {capacity} is below the lower bound {bound}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("plan", TRACE, "-o", TRACE), "is an input, too"),
+        (("plan", "/nonexistent"), "No such file"),
+        (("plan", EXAMPLE, EXAMPLE), "one CSV problem at a time"),
+        (("plan", TRACE, "--time-limit", "0"), "above 0"),
+        (("plan", TRACE, "--time-limit", "soon"), "'soon', expected seconds above 0"),
+        (("plan", TRACE, "--solver", "magic"), "invalid choice"),
+        (("plan", TRACE, "--layers", "2"), "cannot make 2 layers"),
+        (("plan", TRACE, "--layers", "100000000"), "expected a whole number from 1 to 4096"),
+        (("plan", TRACE, "--layers", "6.7"), "expected a whole number from 1 to 4096"),
+        (("plan", EXAMPLE, "--layers", "8"), "--layers and --min-bytes are for traces"),
+        (("plan", TRACE, "-o", "/nonexistent/plan.json"), "cannot write"),
+        (("show", EXAMPLE), "a plan as JSON"),
+        (("show", "plan.json", "-o", "plan.bmp"), "expected a name that ends in .png or .html"),
+        (("plan", TRACE, "--time-limit", "nan"), "'nan', expected seconds above 0"),
+        (("plan", TRACE, "--capacity", "much"), "'much', expected bytes"),
+        (("plan", TRACE, "--capacity", "-1"), "'-1', expected bytes"),
+        (("plan", TRACE, "--frobnicate"), "unrecognized arguments: --frobnicate"),
+        (("plan",), "required: INPUT"),
+        (("show",), "required: PLAN.json"),
+        (("report",), "required: FILE.json"),
+    ],
+)
+def test_wrong_use_is_exit_code_2(capsys, words, message):
+    assert message in complaint(capsys, *words)
+
+
+@pytest.mark.parametrize("words, message", [((), "required: VERB"), (("dance",), "invalid choice: 'dance'")])
+def test_without_a_verb_its_usage_is_shown(capsys, words, message):
+    code, out, err = call(capsys, *words)
+    assert code == 2 and not out and err.startswith("usage: ds-memo") and message in err
+
+
+def test_planning_imports_neither_torch_nor_a_solver():
+    code = (
+        "import sys, ds_memo.plan; from ds_memo.cli import main as cli\n"
+        f"assert cli.main(['plan', {TRACE!r}, '--json']) == 0\n"
+        "print(sorted(m for m in ('torch', 'deepspeed', 'mip', 'highspy', 'matplotlib', 'plotly') if m in sys.modules))"
+    )
+    run = python("-c", code)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "device", "folder"])
+def test_what_the_output_is_stays_what_it_is(capsys, tmp_path, what):
+    """As root, -o /dev/null would have made a file of the device."""
+    place, target = tmp_path / "out", tmp_path / "plan.json"
+    if what == "link":
+        target.write_text("before")
+        place.symlink_to(target)
+    elif what == "pipe":
+        os.mkfifo(place)
+        reader = threading.Thread(target=lambda: target.write_text(place.read_text()))
+        reader.start()
+    elif what == "folder":
+        place.mkdir()
+    else:
+        place = Path("/dev/null")
+    before = place.lstat().st_mode
+    code, _, _ = call(capsys, "plan", TRACE, "-o", place)
+    assert place.lstat().st_mode == before and code == (2 if what == "folder" else 0)
+    if what == "pipe":
+        reader.join()
+    if what in ("link", "pipe"):
+        assert read_plan(target).slots
+    assert sorted(tmp_path.iterdir()) == sorted(path for path in (tmp_path / "out", target) if path.exists())
+
+
+def test_a_launchers_option_before_the_verb(capsys):
+    assert call(capsys, "--local_rank", 0, "plan", TRACE, "--json")[0] == 0
+
+
+def test_a_terminal_that_cannot_show_a_sign():
+    run = python("-m", "ds_memo.cli", "plan", TRACE, PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert run.returncode == 0, run.stderr
+
+
+def test_interrupted_while_it_starts(monkeypatch):
+    def import_module(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ds_memo.cli.main.import_module", import_module)
+    assert cli.main(["plan", TRACE]) == 130
+
+
+def test_a_progress_bar_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    code, _, err = call(capsys, "plan", DATA / "minimalloc" / "B.1048576.csv", "--solver", "search", "--time-limit", 5)
+    assert code == 0 and "greedy" in err and "search" in err and "peak/bound" in err
+    code, _, err = call(capsys, "plan", TRACE, "--json")
+    assert "peak/bound" not in err
+    hard = DATA / "minimalloc" / "B.1048576.csv"
+    code, _, err = call(capsys, "plan", hard, "--capacity", CAPACITY, "--time-limit", 5)
+    assert code == 0 and "search" in err

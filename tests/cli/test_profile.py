@@ -1,0 +1,248 @@
+"""ds-memo profile as users call it, and what reads its file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_memo.cli import main as cli
+from ds_memo.hf.meta_model import build
+from ds_memo.profile import bandwidth, run
+from ds_memo.profile.json_file import from_json
+from tests.command import complaint
+from tests.distributed_harness.common import DistributedTest
+from tests.processes import ROOT, python
+
+TINY = str(ROOT / "ds_configs" / "models" / "tiny.json")
+BASE = ("profile", "--seq-length", "256", "--dtype", "fp32", "--device", "cpu")
+
+pytest.importorskip("transformers")
+
+
+def model(tmp_path: Path, **changes) -> str:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps({**json.loads(Path(TINY).read_text()), **changes}))
+    return str(path)
+
+
+def test_from_a_config_to_an_estimate(tmp_path):
+    """The chain as users run it. The estimate never imports torch."""
+    path = tmp_path / "profile.json"
+    made = python("-m", "ds_memo.cli", *BASE, "--model", TINY, "-o", str(path))
+    assert made.returncode == 0, made.stderr
+    assert "1 kind of layer on cpu at 256 tokens" in made.stderr and "model.layers.0 (kind 1 of 1)" in made.stderr
+    for part in (
+        "model.layers.0 and 5 more like it",
+        "GEMMs",
+        "attention",
+        "× alpha",
+        "copies",
+        "ulimit -l",
+        f"written to {path}",
+    ):
+        assert part in made.stdout
+    profile = from_json(path.read_text())
+    assert profile.layers == (0,) * 6 and profile.ranks_per_sequence == profile.ranks_copying == 1
+    ask = [
+        "estimate",
+        "--model",
+        TINY,
+        "--hardware",
+        "a800",
+        "--gpus",
+        "1",
+        "--seq-length",
+        "4K",
+        "--json",
+        "--profile",
+        str(path),
+    ]
+    program = (
+        f"import sys\nfrom ds_memo.cli.main import main\ncode = main({ask!r})\nsys.exit(code or ('torch' in sys.modules) * 99)"
+    )
+    answered = python("-c", program)
+    assert answered.returncode == 0, (answered.returncode, answered.stderr)
+    answer = json.loads(answered.stdout)
+    (sample,) = profile.kinds[0].samples
+    attention = sample.attention_s * (4096 / 256) ** 2  # one sample: lines through the origin, c·t·s
+    rest = (sample.forward_s - sample.attention_s) * 4096 / 256
+    assert answer["parts"]["step_s"]["forward"] == pytest.approx(6 * (attention + rest))
+
+
+def test_a_fit_runs_short_lengths_only(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "SHORTEST", 64)
+    monkeypatch.setattr(run, "LONGEST", 128)
+    monkeypatch.setattr(run, "WIDTHS", 1)
+    seen = []
+    real = run.measure
+    monkeypatch.setattr(
+        run, "measure", lambda call, length, *rest: seen.append((call.length, length)) or real(call, length, *rest)
+    )
+    path = model(tmp_path, num_hidden_layers=80)
+    assert cli.main([*BASE, "--model", path, "--seq-length", "1M", "--json"]) == 0
+    profile = from_json(capsys.readouterr().out)
+    assert [length for _, length in seen] == [32, 64, 128]
+    assert {longest for longest, _ in seen} == {128}  # which is the hidden size, too
+    assert len(profile.layers) == 80 and len(profile.kinds) == 1
+    assert profile.kinds[0].samples[-1].length in (64, 128)
+
+
+def test_only_one_layer_of_each_kind_has_memory(tmp_path):
+    built = build(Path(model(tmp_path, num_hidden_layers=80, vocab_size=1 << 20)), torch.bfloat16, "sdpa", torch.device("cpu"))
+    assert len(built.model.layers) == 80 and built.training
+    real = {name.split(".")[1] + "." + name.split(".")[2] for name, p in built.named_parameters() if not p.is_meta}
+    assert real == {"layers.0", "norm.weight"}
+    assert built.model.rotary_emb.inv_freq.isfinite().all()
+
+
+def test_every_kind_of_layer_is_measured(tmp_path, capsys):
+    changes = {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 32, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [2, 3], "decoder_sparse_step": 1,
+    }  # fmt: skip
+    assert cli.main([*BASE, "--model", model(tmp_path, **changes)]) == 0
+    out = capsys.readouterr().out
+    assert "model.layers.0 and 3 more like it" in out and "model.layers.2 and 1 more like it" in out
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neox"])
+def test_other_families(tmp_path, capsys, name):
+    changes = {"model_type": name, "architectures": None, "n_layer": 6, "n_embd": 128, "n_head": 4, "ffn_dim": 256}
+    changes |= {
+        "max_position_embeddings": 256,
+        "n_positions": 256,
+        "hidden_act": "gelu",
+        "attn_pdrop": 0.0,
+        "word_embed_proj_dim": 128,
+    }
+    assert cli.main([*BASE, "--model", model(tmp_path, **changes), "--json"]) == 0
+    profile = from_json(capsys.readouterr().out)
+    (sample,) = profile.kinds[0].samples
+    assert (sample.length, len(profile.layers)) == (256, 6)
+    assert sample.gemm_flops > 0 and sample.attention_flops > 0
+
+
+def test_what_is_measured_does_not_depend_on_the_dtype_asked_for_alone(capsys):
+    sizes = {}
+    for dtype in ("fp32", "bf16"):
+        assert cli.main([*BASE, "--model", TINY, "--dtype", dtype, "--batch", "2", "--json"]) == 0
+        (sizes[dtype],) = from_json(capsys.readouterr().out).kinds[0].samples
+    assert sizes["bf16"].batch == 2
+    of = {name: sum(o.rows * o.row_bytes for o in sample.outputs if o.kind == "gemm") for name, sample in sizes.items()}
+    assert of["fp32"] == 2 * of["bf16"] > 0
+
+
+def test_attention_that_no_kernel_does(capsys):
+    assert cli.main([*BASE, "--model", TINY, "--attn-implementation", "eager"]) == 0
+    assert "no attention kernel seen: it is computed again" in capsys.readouterr().out
+
+
+def test_nothing_is_left(capsys):
+    import threading
+
+    from ds_memo.runtime.attach import attached
+
+    before = threading.active_count()
+    assert cli.main([*BASE, "--model", TINY]) == 0
+    assert threading.active_count() == before and not attached()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--model", "none.json"), "no such file"),
+        (("--model", str(ROOT / "README.md")), "cannot be built"),
+        (("--model", str(ROOT / "ds_configs" / "zero3_bf16_memo.json")), "cannot be built"),
+        (("--model", TINY, "--seq-length", "0"), "whole tokens"),
+        (("--model", TINY, "--seq-length", "many"), "whole tokens"),
+        (("--model", TINY, "--batch", "0"), "whole number"),
+        (("--model", TINY, "--dtype", "int8"), "int8"),
+        (("--model", TINY, "--method", "guess"), "guess"),
+        (("--model", TINY, "--device", "tpu"), "tpu"),
+        (("--model", TINY, "--host-memory-gib", "-1"), "GiB above 0"),
+        (("--model", TINY, "--attn-implementation", "fastest"), "fastest"),
+        (("--model", TINY, "--frobnicate"), "frobnicate"),
+        (("--model", TINY, "-o", "/nowhere/at/all.json"), "no folder"),
+        (("--model", TINY, "-o", str(ROOT)), "is a folder"),
+        (("--model", TINY, "-o", "/proc/profile.json"), "cannot be written to"),
+        ((), "--model"),
+    ],
+)
+def test_wrong_input_ends_with_one_line(capsys, words, says):
+    assert says in complaint(capsys, *BASE, *words, after_progress=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_where_there_is_none(capsys):
+    assert "--device cuda" in complaint(capsys, *BASE, "--model", TINY, "--device", "cuda")
+
+
+def test_a_model_that_cannot_be_called_so_says_why(tmp_path, capsys):
+    path = model(tmp_path, model_type="gpt2", max_position_embeddings=64)
+    assert "IndexError" in complaint(capsys, *BASE, "--model", path, after_progress=True)
+
+
+def test_a_layer_that_does_not_fit_is_an_error_not_a_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "measure", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
+    path = tmp_path / "profile.json"
+    path.write_text("the one before")
+    assert "CUDA out of memory" in complaint(capsys, *BASE, "--model", TINY, "-o", str(path), after_progress=True)
+    assert path.read_text() == "the one before" and os.listdir(tmp_path) == ["profile.json"]
+
+
+class TestTwoRanks(DistributedTest):
+    world_size = 2
+
+    def test_all_ranks_copy_at_once_and_rank_0_writes(self, tmp_path) -> None:
+        overlaps = _watch_copies()
+        path = tmp_path / "profile.json"
+        words = [*BASE, "--model", TINY, "-o", str(path)]
+        if dist.get_rank():
+            words[-1] = str(tmp_path / "not written.json")
+        assert cli.main(words) == 0
+        dist.barrier()
+        assert os.listdir(tmp_path) == ["profile.json"]
+        profile = from_json(path.read_text())
+        assert profile.ranks_copying == profile.key["ranks"] == 2
+        everybodys = [None, None]
+        dist.all_gather_object(everybodys, overlaps)
+        for mine, theirs in zip(*everybodys, strict=True):  # of each direction: when a rank copied, and how fast
+            assert max(mine[0], theirs[0]) < min(mine[1], theirs[1])
+        assert profile.d2h_bytes_per_s == min(spans[0][2] for spans in everybodys)
+        assert profile.h2d_bytes_per_s == min(spans[1][2] for spans in everybodys)
+
+
+def _watch_copies() -> list[tuple[float, float, float]]:
+    import time
+
+    spans: list[tuple[float, float, float]] = []
+    bandwidth.SECONDS = 0.3  # of this process; long enough to overlap on a busy machine
+    real = bandwidth.CopyBench.rate
+
+    def rate(bench: bandwidth.CopyBench, stream: str) -> float:
+        begin = time.time()
+        found = real(bench, stream)
+        spans.append((begin, time.time(), found))
+        return found
+
+    bandwidth.CopyBench.rate = rate
+    return spans
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [("torch.distributed.run", "--nproc-per-node", "2", "-m"), ("deepspeed.launcher.launch",)])
+def test_launched(tmp_path, launcher):
+    path = tmp_path / "profile.json"
+    if launcher[0].startswith("deepspeed"):
+        world = "eyJsb2NhbGhvc3QiOiBbMCwgMV19"  # {"localhost": [0, 1]}, as deepspeed passes it on
+        launcher = (*launcher, f"--world_info={world}", "--master_addr=127.0.0.1", "--master_port=29677", "--module")
+    done = python("-m", *launcher, "ds_memo.cli", *BASE, "--model", TINY, "-o", str(path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("written to") == 1
+    profile = from_json(path.read_text())
+    assert profile.ranks_copying == profile.key["ranks"] == 2

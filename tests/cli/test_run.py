@@ -1,0 +1,171 @@
+"""ds-memo run COMMAND: what the command starts is under memo, and sees nothing of it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+from ds_memo.cli.run import IDLE, STARTUP
+from tests.processes import ROOT, python
+
+PREFIX = ("-m", "ds_memo.cli", "run")
+
+
+def prefixed(*words: object, **environment: str | None) -> tuple[int, str, str]:
+    done = python(*PREFIX, *words, **environment)
+    return done.returncode, done.stdout, done.stderr
+
+
+LOOK = """
+import os, sys, sitecustomize
+print(sys.argv, sitecustomize.__file__, __name__, __file__, sorted(sys.modules))
+print([folder for folder in sys.path if not folder.endswith("startup")], len(sys.meta_path))
+raise ValueError("no")
+"""
+
+
+def test_a_process_that_has_nothing_to_do_with_training(tmp_path: Path) -> None:
+    """It sees one folder and one finder more; the sitecustomize that is hidden has run, and what fails in it is said as ever."""
+    hidden, script = tmp_path / "sitecustomize.py", tmp_path / "look.py"
+    hidden.write_text("import sys; sys.path.append('/of/the/hidden'); print('hidden', __name__)")
+    script.write_text(LOOK)
+    paths = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    want = python(script, "-c", "--memo", **paths)
+    assert want.stdout.startswith("hidden sitecustomize\n") and "/of/the/hidden" in want.stdout
+    finders = int(want.stdout.split()[-1])
+    seen = want.stdout.replace(f" {finders}\n", f" {finders + 1}\n")
+    got = prefixed(sys.executable, script, "-c", "--memo", **paths)
+    assert got[0] == 1 and got[1:] == ("hidden sitecustomize\n" * 2 + seen[len("hidden sitecustomize\n") :], want.stderr)
+    hidden.write_text("raise ImportError('of something else')")
+    code, _, err = prefixed(sys.executable, "-c", "", **paths)
+    assert code == 0 and err.count("of something else") == 2 and err.endswith(IDLE + "\n")  # the prefix is a Python, too
+
+
+PROBE = """
+import importlib.util, multiprocessing, sys
+
+def watches():
+    return [type(finder).__module__ for finder in sys.meta_path if type(finder).__name__ == "_Watch"]
+
+def probe(_=None):
+    before = watches(), "ds_memo" in sys.modules
+    importlib.util.find_spec("deepspeed")
+    if not before[0]:
+        return before
+    from ds_memo.deepspeed import install
+    return *before, watches(), launched_by.section, {"torch", "numpy", "deepspeed"} & set(sys.modules)
+
+if __name__ == "__main__":
+    print(sys.argv[1], probe())
+    if sys.argv[1] == "spawn":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print("spawned", pool.map(probe, [0])[0])
+"""
+
+
+def test_which_processes_are_under_memo(tmp_path: Path) -> None:
+    """All that read PYTHONPATH, at any depth; once; the section that was given nearest counts."""
+    probe, memo, nearer = tmp_path / "probe.py", '{"alpha": 0.5}', '{"alpha": 0.25}'
+    probe.write_text(PROBE)
+    run = " ".join((sys.executable, *PREFIX))
+    lines = (
+        f"{sys.executable} {probe} spawn",
+        f"PYTHONPATH=$({sys.executable} -c 'import sys; print(*sys.path, sep=chr(58))') {sys.executable} {probe} path",
+        f"{sys.executable} -I {probe} -I",
+        f"{sys.executable} -S {probe} -S",
+        f"{run} {sys.executable} {probe} again",
+        f"{run} --memo '{nearer}' -- {sys.executable} {probe} again",
+        f"{sys.executable} -m ds_memo.run --memo '{nearer}' {probe} module",
+    )
+    code, out, err = prefixed("--memo", memo, "sh", "-c", "; ".join(lines))
+    found = "(['sitecustomize'], False, ['ds_memo.deepspeed.install'], {'alpha': 0.5}, set())"
+    installed = "(['ds_memo.deepspeed.install', 'sitecustomize'], True, ['ds_memo.deepspeed.install'], {'alpha': 0.25}, set())"
+    assert out.splitlines() == [
+        f"spawn {found}",
+        f"spawned {found}",
+        f"path {found}",
+        "-I ([], False)",
+        "-S ([], False)",
+        f"again {found}",
+        f"again {found.replace('0.5', '0.25')}",
+        f"module {installed}",
+    ]
+    assert (code, err) == (0, IDLE + "\n")  # by the outermost, alone
+
+
+def test_a_python_without_ds_memo(tmp_path: Path) -> None:
+    """It goes on, and says why it is not under memo once it is about to use DeepSpeed."""
+    (tmp_path / "ds_memo.py").write_text("raise ImportError('No ds_memo in this one')")
+    (tmp_path / "deepspeed.py").write_text("print('stock')")
+    (tmp_path / "script.py").write_text("import sys, json\nif sys.argv[1:]: import deepspeed, deepspeed")
+    python_there = ("env", f"PYTHONPATH={STARTUP}", sys.executable, tmp_path / "script.py")
+    assert prefixed(*python_there) == (0, "", IDLE + "\n")
+    said = f"ds-memo run: {sys.executable} runs DeepSpeed without memo: No ds_memo in this one\n"
+    assert prefixed(*python_there, "import") == (0, "stock\n", said + IDLE + "\n")
+
+
+def test_commands_that_are_not_started(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    for words, code, says in (
+        ([], 2, "ds-memo run: no command. Example: ds-memo run deepspeed train.py"),
+        (["--num_gpus", "2"], 2, "ds-memo run: unrecognized arguments: --num_gpus"),
+        (["--memo", "{", "touch", started], 2, "ds-memo run: --memo '{': Expecting property name"),
+        (["--memo=7", "touch", started], 2, "ds-memo run: --memo '7': \"memo\" must be a JSON object"),
+        (["--memo", '{"alpha": 1.7, "x": 1}', "touch", started], 2, "memo.alpha: got 1.7"),
+        (["no-such-command"], 127, "ds-memo run: no-such-command: No such file or directory\n"),
+        (
+            ["train.py"],
+            127,
+            "ds-memo run: train.py: No such file or directory. To start a script: ds-memo run deepspeed train.py",
+        ),
+        ([tmp_path], 126, f"ds-memo run: {tmp_path}: Permission denied"),
+    ):
+        ended = prefixed(*words)
+        assert ended[:2] == (code, "") and says in ended[2] and len(ended[2].splitlines()) == 1, ended
+    assert not started.exists()
+
+
+SIGNALS = """
+import os, signal
+awaited = {signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGINT}
+print("ready", *signal.pthread_sigmask(signal.SIG_BLOCK, awaited), flush=True)
+patience = 60
+while seen := signal.sigtimedwait(awaited, patience):
+    print(signal.Signals(seen.si_signo).name, seen.si_pid == os.getppid(), flush=True)
+    patience = 0.3 if seen.si_signo == signal.SIGINT else 60
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_signals_arrive_once_and_the_command_s_end_is_ours(tmp_path: Path) -> None:
+    """Those sent to us, and Ctrl-C, which the terminal sends to both."""
+    (tmp_path / "script.py").write_text(SIGNALS)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, *PREFIX, sys.executable, str(tmp_path / "script.py")]
+    running = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        assert running.stdout.readline() == "ready\n"
+        for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
+            running.send_signal(number)
+            assert running.stdout.readline() == f"{number.name} True\n"
+        os.write(ours, b"\x03")
+        assert running.stdout.read() == "SIGINT False\n"
+        assert running.wait(30) == -signal.SIGKILL
+    finally:
+        running.kill()
+        os.close(ours)
+        os.close(theirs)

@@ -1,0 +1,60 @@
+"""ZeRO stages, dtypes, accumulation, offload and sequence parallelism: the same losses with memo as without, and on one process.
+
+The whole matrix: pytest -m slow tests/deepspeed/test_matrix.py -s
+"""
+
+import pytest
+import torch
+from torch.distributed.nn.functional import all_gather
+
+from ds_memo.deepspeed import ulysses
+from ds_memo.swap import streams
+from tests.deepspeed import matrix
+from tests.distributed_harness.common import DistributedTest
+
+
+class TestQuick(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("ranks_per_sequence", [pytest.param(1, marks=pytest.mark.slow), 2])
+    def test_every_stage_and_dtype(self, ranks_per_sequence):
+        matrix.run(matrix.quick_cases(ranks_per_sequence))
+
+    def test_mistakes_would_show(self, monkeypatch):
+        """A loss that is not weighted, the tutorial's gradient below ZeRO-3, and host rows that come back wrong."""
+        case, want = matrix.Case(1, "fp32", 1, ranks_per_sequence=2), matrix.reference()
+
+        def unweighted(loss, labels, engine):
+            return ulysses.mean_over_ranks(loss, torch.zeros_like(labels), engine)
+
+        def as_in_the_tutorial(loss, labels, engine):
+            counts = all_gather((labels != -100).sum().float())
+            return (torch.stack(all_gather(loss)) * torch.stack(counts)).sum() / sum(counts)
+
+        for mistake in (unweighted, as_in_the_tutorial):
+            losses, _ = matrix.train(case, None, mistake)
+            assert matrix.apart(losses, want) > 100 * matrix.TOLERANCE["fp32"], mistake.__name__
+
+        assert matrix.apart(matrix.train(case, matrix.MEMO)[0], want) <= matrix.TOLERANCE["fp32"]
+        monkeypatch.setattr(streams, "_copy_all", lambda copies: [dst.copy_(src).mul_(1.01) for dst, src in copies])
+        assert matrix.apart(matrix.train(case, matrix.MEMO)[0], want) > 100 * matrix.TOLERANCE["fp32"]
+
+
+@pytest.mark.slow
+class TestWhole(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("ranks_per_sequence", [1, 2])
+    def test_everything(self, ranks_per_sequence):
+        matrix.run(matrix.every_case(ranks_per_sequence))
+
+
+@pytest.mark.slow
+class TestFourRanks(DistributedTest):
+    """More ranks than the model's two key and value heads; and two groups of two."""
+
+    world_size = 4
+
+    @pytest.mark.parametrize("ranks_per_sequence", [2, 4])
+    def test_four_ranks(self, ranks_per_sequence):
+        matrix.run(matrix.quick_cases(ranks_per_sequence))

@@ -1,0 +1,84 @@
+"""The host runs no further ahead of the device than two layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_memo.autotune import tuner as autopilot
+from ds_memo.deepspeed.run_ahead_limit import AHEAD, Paced
+from tests.deepspeed.engines import ON_ONE_CPU_RANK, ds_config, start, train
+
+pytestmark = [*ON_ONE_CPU_RANK, pytest.mark.usefixtures("own_cache")]
+
+
+class Device:
+    """What it was waited for, and who was told what, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.marks = 0
+
+    def mark(self) -> Any:
+        self.marks += 1
+        return Mark(self, self.marks)
+
+    def layer_begins(self, layer: int) -> None:
+        self.log.append(("begins", layer))
+
+    def layer_ends(self, layer: int) -> None:
+        self.log.append(("ends", layer))
+
+    def layer_replays(self, layer: int) -> None:
+        self.log.append(("replays", layer))
+
+    def interrupted(self) -> None:
+        self.log.append("interrupted")
+
+
+class Mark:
+    def __init__(self, device: Device, number: int) -> None:
+        self.device, self.number = device, number
+
+    def synchronize(self) -> None:
+        self.device.log.append(self.number)
+
+
+def test_a_layer_waits_for_the_one_before_the_last() -> None:
+    """In the forward and in the backward, which begins while the device is still in the forward."""
+    device = Device()
+    paced = Paced(device, device.mark)
+    for layer in range(3):
+        paced.layer_begins(layer)
+        paced.layer_ends(layer)
+    for layer in (2, 1):
+        paced.layer_replays(layer)
+    forward = [("begins", 0), ("ends", 0), ("begins", 1), ("ends", 1), 1, ("begins", 2), ("ends", 2)]
+    assert AHEAD == 2 and device.log == [*forward, 2, ("replays", 2), 3, ("replays", 1)]
+
+
+def test_nobody_waits_for_a_pass_that_was_interrupted() -> None:
+    device = Device()
+    paced = Paced(device, device.mark)
+    for layer in range(2):
+        paced.layer_begins(layer)
+    paced.interrupted()
+    for layer in range(2):
+        paced.layer_begins(layer)
+    assert device.log == [("begins", 0), ("begins", 1), "interrupted", ("begins", 0), ("begins", 1)]
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_layers_that_are_gathered_tell_when_they_run(meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where everything fits and none of them is checkpointed, too."""
+    monkeypatch.setattr(autopilot, "meet_in_layers", lambda model: meets)
+    engine = start(ds_config(3, memo={"enabled": True}))
+    train(engine, steps=1)
+    device = engine.memo.engine.phases = Device()
+    train(engine, steps=1)
+    plain = engine.memo.decisions.plain
+    engine.destroy()
+    forward = [(what, layer) for layer in range(4) for what in ("begins", "ends")]
+    backward = [("replays", layer) for layer in reversed(range(4))]
+    assert plain and device.log == ([*forward, *backward] * 2 if meets else [])

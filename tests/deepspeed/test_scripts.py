@@ -1,0 +1,264 @@
+"""Scripts that know nothing of ds_memo (tests/scripts), on two ranks: the same losses with memo, and bytes that moved."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ds_memo.run
+from ds_memo.runtime.attach import attached
+from tests.distributed_harness.common import ON_CPU, DistributedTest
+from tests.launch.launcher import cpu_environment, free_port
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+MEMO = {"enabled": True, "alpha": 0.5, "resident_layers": 1}
+pytestmark = [
+    pytest.mark.skipif(not ON_CPU, reason="two CPU ranks"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+
+
+def ds_config(folder: Path, stage: int, memo: dict[str, Any] | None, optimizer: bool = True, **more: Any) -> str:
+    """A DeepSpeed JSON as the Trainer's documentation has it; Accelerate takes the script's own optimizer."""
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": stage, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
+        },
+        "zero_allow_untested_optimizer": True,
+        "memo": memo or {"enabled": False},
+        **more,
+    }  # fmt: skip
+    if not optimizer:
+        del config["optimizer"]
+    path = folder / f"stage{stage}{'-memo' if memo else ''}.json"
+    written = path.with_suffix(f".{os.getpid()}")  # every rank writes it, and may read while another one writes
+    written.write_text(json.dumps(config))
+    written.replace(path)
+    return str(path)
+
+
+def trainer_words(out: Path, config: str, steps: int = 4, **more: Any) -> list[str]:
+    options = {
+        "deepspeed": config, "output_dir": out, "max_steps": steps, "save_steps": 2, "logging_steps": 1,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "use_cpu": True, "report_to": "none",
+        "disable_tqdm": True, "learning_rate": 1e-2, "lr_scheduler_type": "constant", **more,
+    }  # fmt: skip
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def run_here(script: str, words: list[str]) -> list[Any]:
+    """Run a script in this rank as `ds_memo.run` does. Returns the reports of the engines it made."""
+    import deepspeed
+    import deepspeed.comm as dist
+    from accelerate.state import AcceleratorState
+
+    from ds_memo.deepspeed import initialize as ours
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    reports, memos = [], set()
+    take_step = deepspeed.DeepSpeedEngine._take_model_step
+
+    def step_and_report(engine: Any, *args: Any, **kwargs: Any) -> None:
+        take_step(engine, *args, **kwargs)
+        memo = getattr(engine, "memo", None)
+        if memo:
+            memos.add(memo)
+        reports.append(memo.report() if memo else None)
+
+    deepspeed.DeepSpeedEngine._take_model_step = step_and_report
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    ds_memo.install()
+    try:
+        ds_memo.run.run_script(str(SCRIPTS / script), words)
+    finally:
+        deepspeed.DeepSpeedEngine._take_model_step = take_step
+        for memo in memos:  # DeepSpeed keeps engines alive
+            memo.detach()
+    assert ours.initialized and reports
+    dist.barrier()  # what the other rank wrote is read now
+    return reports
+
+
+def logged(folder: Path, name: str = "loss") -> list[float]:
+    return [entry[name] for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"] if name in entry]
+
+
+def assert_worked(reports: list[Any]) -> None:
+    report = reports[-1]
+    assert report["active"] and report["bytes_to_host"] == report["bytes_from_host"] > 0
+    assert report["attention_recomputed"] == 0 and report["warnings"] == []
+
+
+class TestTrainer(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+    def test_half_precision(self, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """fp16 starts with a loss scale that is too large: steps are skipped until it fits."""
+        from deepspeed.accelerator import get_accelerator
+
+        monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)  # slow on a CPU, and right
+        scale = {"fp16": {"enabled": True, "initial_scale_power": 16}} if dtype == "fp16" else {"bf16": {"enabled": True}}
+        for memo in (None, MEMO):
+            config = ds_config(tmp_path, 2, memo, **scale)
+            words = trainer_words(tmp_path / str(bool(memo)), config, **{dtype: True})
+            reports = run_here("trainer.py", words)
+        assert_worked(reports)
+        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
+        assert len(want) == 4 and got == pytest.approx(want, rel=1e-2)
+
+    @pytest.mark.parametrize("length", [pytest.param(48, marks=pytest.mark.slow), None], ids=["one length", "lengths vary"])
+    def test_accelerates_own_sequence_parallelism(
+        self, length: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """ParallelismConfig(sp_size=2), which sets DeepSpeed's Ulysses up by itself."""
+        given = {"SIZE": 2, "BACKEND": "deepspeed", "ATTN_IMPLEMENTATION": "sdpa", "SEQ_LENGTH_IS_VARIABLE": length is None}
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        for name, value in (given | ({"SEQ_LENGTH": length} if length else {})).items():
+            monkeypatch.setenv(f"PARALLELISM_CONFIG_SP_{name}", str(value))
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        for memo in (None, MEMO):
+            with monkeypatch.context() as once:  # DeepSpeed does it once in a process
+                for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP"):
+                    once.setattr(parallel_state_sp, name, None)
+                once.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", ALL_ATTENTION_FUNCTIONS["sdpa"])
+                words = trainer_words(tmp_path / str(bool(memo)), ds_config(tmp_path, 3, memo))
+                reports = run_here("trainer.py", words)
+        assert_worked(reports)
+        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
+        assert len(want) == 4 and got == pytest.approx(want, rel=1e-6)
+
+    @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+    def test_the_same_losses_and_checkpoints_that_go_both_ways(self, stage: int, tmp_path: Path) -> None:
+        stock, memo = ds_config(tmp_path, stage, None), ds_config(tmp_path, stage, MEMO)
+        assert set(run_here("trainer.py", trainer_words(tmp_path / "stock", stock))) == {None}
+        # The Trainer switches gradient checkpointing on before DeepSpeed starts; memo takes its place.
+        assert_worked(run_here("trainer.py", trainer_words(tmp_path / "memo", memo, gradient_checkpointing=True)))
+        want = logged(tmp_path / "stock" / "checkpoint-4")
+        assert len(want) == 4 and want[3] < want[0]
+        for name in ("loss", "grad_norm"):
+            got = logged(tmp_path / "memo" / "checkpoint-4", name)
+            assert got == pytest.approx(logged(tmp_path / "stock" / "checkpoint-4", name), rel=1e-6 if name == "loss" else 1e-4)
+
+        resumed = {"memo": stock, "stock": memo}  # each goes on with the other's checkpoint
+        for saved, config in resumed.items():
+            folder = tmp_path / f"from-{saved}"
+            words = trainer_words(folder, config, resume_from_checkpoint=tmp_path / saved / "checkpoint-2")
+            reports = run_here("trainer.py", words)
+            if config == memo:
+                assert_worked(reports)
+            assert logged(folder / "checkpoint-4") == pytest.approx(want, rel=1e-6)
+
+
+class TestSFTTrainer(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.slow  # test_a_loop has adapters every day
+    def test_lora(self, tmp_path: Path) -> None:
+        pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
+        for memo in (None, MEMO):
+            out = tmp_path / str(bool(memo))
+            reports = run_here("sft.py", trainer_words(out, ds_config(tmp_path, 3, memo), bf16=False))
+        assert_worked(reports)
+        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
+        assert len(want) == 4 and got == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.slow
+class TestDPOTrainer(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_the_reference_model_is_left_alone(self, stage: int, tmp_path: Path) -> None:
+        pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
+        for memo in (None, MEMO):
+            out = tmp_path / str(bool(memo))
+            with contextlib.redirect_stderr(io.StringIO()) as told:
+                reports = run_here("dpo.py", trainer_words(out, ds_config(tmp_path, stage, memo), bf16=False))
+        assert_worked(reports)
+        assert reports[-1]["plan"]["hits"] > 0
+        assert len(attached()) == 0  # run_here detached the engines that took steps, and the reference was never attached
+        if os.environ["RANK"] == "0":
+            left = "ds_memo leaves this LlamaForCausalLM alone: neither the call nor the JSON has an optimizer"
+            assert left in told.getvalue()
+        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
+        assert len(want) == 4 and got == pytest.approx(want, rel=1e-6)
+
+
+class TestAccelerate(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("more", [pytest.param([], id="full", marks=pytest.mark.slow), pytest.param(["--lora"], id="lora")])
+    def test_a_loop(self, more: list[str], tmp_path: Path) -> None:
+        losses = []
+        for memo in (None, MEMO):
+            os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = ds_config(tmp_path, 3, memo, optimizer=False)
+            os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "2"
+            reports = run_here("accelerate_loop.py", [*more, str(tmp_path / "losses.json")])
+            losses.append(json.loads((tmp_path / "losses.json").read_text()))
+        assert_worked(reports)
+        assert len(set(losses[0])) == 8
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def launch(*command: object, ranks: int = 2, **environment: str) -> str:
+    """Run a command of this Python's as a person would; returns what it printed."""
+    words = [str(Path(sys.executable).parent / str(command[0])), *map(str, command[1:])]
+    done = subprocess.run(words, env=cpu_environment(ranks) | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no effect" not in done.stderr
+    assert (done.stdout + done.stderr).count("ds_memo is active: ") == 1
+    return done.stdout + done.stderr
+
+
+UNDER_MEMO = ("python", "-m", "ds_memo.cli", "run")
+
+
+def test_a_command_under_memo(tmp_path: Path) -> None:
+    """It knows nothing of memo, nor does its configuration."""
+    path = Path(ds_config(tmp_path, 2, None, optimizer=False))
+    config = json.loads(path.read_text())
+    del config["memo"]
+    path.write_text(json.dumps(config))
+    of_accelerate = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = f"{sys.executable} {SCRIPTS / 'accelerate_loop.py'} {tmp_path / 'losses.json'}; exit $?"
+    launch(*UNDER_MEMO, "--memo", json.dumps(MEMO), "sh", "-c", command, ranks=1, **of_accelerate, **rank)
+    assert len(json.loads((tmp_path / "losses.json").read_text())) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_prefix", [True, False], ids=["prefix", "module"])
+def test_deepspeeds_launcher(as_prefix: bool, tmp_path: Path) -> None:
+    words = trainer_words(tmp_path / "out", ds_config(tmp_path, 3, MEMO), steps=2)
+    before, between = ((*UNDER_MEMO, "deepspeed"), ()) if as_prefix else (("deepspeed",), ("--module", "ds_memo.run"))
+    launch(*before, "--num_gpus", 2, "--master_port", free_port(), *between, SCRIPTS / "trainer.py", *words)
+    assert len(logged(tmp_path / "out" / "checkpoint-2")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_prefix", [True, False], ids=["prefix", "module"])
+def test_accelerates_launcher(as_prefix: bool, tmp_path: Path) -> None:
+    config = ds_config(tmp_path, 2, MEMO, optimizer=False)
+    options = ["--use_deepspeed", "--deepspeed_config_file", config, "--num_processes", 2, "--main_process_port", free_port()]
+    before, between = ((*UNDER_MEMO, "accelerate"), ()) if as_prefix else (("accelerate",), ("-m", "ds_memo.run"))
+    launch(*before, "launch", *options, *between, SCRIPTS / "accelerate_loop.py", tmp_path / "losses.json")
+    assert len(json.loads((tmp_path / "losses.json").read_text())) == 8

@@ -1,0 +1,214 @@
+"""Ulysses: parts of sequences give the gradients of whole ones, with memo too; what cannot be split is refused with numbers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+import ds_memo
+from ds_memo.deepspeed import ulysses
+from tests.deepspeed.matrix import mean_loss
+from tests.distributed_harness.common import DistributedTest
+from tests.models import FP32, VOCAB, Toy, assert_same_grads, build, gradients
+
+LENGTH = 24
+MEMO = {"alpha": 0.5, "resident_layers": 1, "plan": {"enabled": False}}
+SUMS = SimpleNamespace(zero_optimization_stage=lambda: 1)  # an engine that adds up what the ranks have, as assert_whole does
+
+
+def batch(seed=0, rows=2):
+    """Tokens, position_ids, aligned labels, each (rows, LENGTH); more labels are left out of the first half."""
+    tokens = torch.randint(0, VOCAB, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    labels = tokens[:, 1:].clone()
+    labels[:, 2:9] = -100
+    return tokens[:, :-1], torch.arange(LENGTH).expand(rows, -1), labels
+
+
+def part(value):
+    return value.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
+
+
+def whole_gradients(model, seed=0, rows=2):
+    tokens, positions, labels = batch(seed, rows)
+    mean_loss(model(input_ids=tokens, position_ids=positions, use_cache=False).logits, labels).backward()
+    return gradients(model)
+
+
+def gradients_of_parts(model, seed=0, rows=2):
+    tokens, positions, labels = map(part, batch(seed, rows))
+    loss = mean_loss(model(input_ids=tokens, position_ids=positions, use_cache=False).logits, labels)
+    ulysses.mean_over_ranks(loss, labels, SUMS).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+    return gradients(model)
+
+
+class TestGradients(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("name", ["llama", "qwen3", "neox", "mixtral"])
+    def test_parts_give_what_whole_sequences_give(self, name):
+        """GQA, a head size of its own, a model without key and value heads in its configuration, experts."""
+        want = whole_gradients(build(name))
+        parallel = build(name)
+        ulysses.set_up(parallel, 2)
+        assert_same_grads(gradients_of_parts(parallel), want, FP32)
+        handle = ds_memo.attach(parallel, MEMO)
+        for _ in range(3):  # analysed, then recorded
+            assert_same_grads(gradients_of_parts(parallel), want, FP32)
+        report = handle.report()
+        assert report["bytes_to_host"] > 0 and report["attention_recomputed"] == 0 and not report["warnings"]
+        assert_same_grads(gradients_of_parts(parallel, rows=3), whole_gradients(build(name), rows=3), FP32)  # another batch size
+
+    def test_a_plain_model_beside_it_stays_plain(self):
+        want = whole_gradients(build("llama"))
+        ulysses.set_up(build("llama"), 2)
+        assert_same_grads(whole_gradients(build("llama")), want, 0.0)
+        assert_same_grads(whole_gradients(build("qwen2")), whole_gradients(build("qwen2")), 0.0)
+
+    def test_ranks_that_see_a_call_differently_stay_in_step(self):
+        """One rank analyses what the other follows, and their alphas differ: all-to-alls still meet, gradients are right."""
+        parallel = build("llama")
+        ulysses.set_up(parallel, 2)
+        handle = ds_memo.attach(parallel, MEMO | {"alpha": 0.25 + 0.5 * dist.get_rank()})
+        for step in range(6):
+            if step % 3 == dist.get_rank():
+                for layer in handle.layers:
+                    layer.recipes.clear()
+            assert_same_grads(gradients_of_parts(parallel, step), whole_gradients(build("llama"), step), FP32)
+
+    def test_a_part_without_labels(self):
+        parallel = build("llama")
+        ulysses.set_up(parallel, 2)
+        tokens, positions, labels = batch()
+        labels[:, : LENGTH // 2] = -100
+        model = build("llama")
+        want = mean_loss(model(input_ids=tokens, use_cache=False).logits, labels)
+        loss = mean_loss(parallel(input_ids=part(tokens), position_ids=part(positions)).logits, part(labels))
+        assert torch.isnan(loss) == (dist.get_rank() == 0)
+        loss = ulysses.mean_over_ranks(loss, part(labels), SUMS)
+        assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+        loss.backward()
+        grads = [p.grad for p in parallel.parameters() if p.grad is not None]
+        assert grads and all(torch.isfinite(grad).all() for grad in grads)
+
+    def test_what_goes_wrong_is_said_by_every_rank(self):
+        tokens, positions, _ = batch()
+        model = build("llama")
+        ulysses.set_up(model, 2)
+        rank = dist.get_rank()
+        with pytest.raises(ds_memo.MemoError, match=f"Part {rank} of .* tokens {rank * 12} to {rank * 12 + 11} of 24"):
+            model(input_ids=part(tokens))
+        window = build("mistral")  # of 8 tokens
+        ulysses.set_up(window, 2)
+        with pytest.raises(ds_memo.MemoError, match=r"a window of 8 tokens of 24.*flash_attention_2"):
+            window(input_ids=part(tokens), position_ids=part(positions))
+        with pytest.raises(ds_memo.MemoError, match=r'attn_implementation="eager" needs a mask'):
+            ulysses.set_up(build("llama", attn_implementation="eager"), 2)
+        with pytest.raises(ds_memo.MemoError, match="Toy is no Hugging Face model"):
+            ulysses.set_up(Toy(), 2)
+        with pytest.raises(ds_memo.MemoConfigError, match="sequence_parallel_size: got 4, but the 2 ranks of this run"):
+            ulysses.set_up(build("llama"), 4)
+        deaf = build("llama")
+        deaf.model.forward = lambda **kwargs: BaseModelOutputWithPast(torch.zeros(2, 12, 64))
+        ulysses.set_up(deaf, 2)
+        with pytest.raises(ds_memo.MemoError, match="does not ask Transformers for its attention function"):
+            deaf(input_ids=part(tokens), position_ids=part(positions))
+
+    def test_a_lean_rank_sets_everyones_alpha(self, monkeypatch):
+        """Through the engine, with alpha left out: the host of rank 1 has less room."""
+        room = 200_000 - 30_000 * dist.get_rank()
+        monkeypatch.setattr("ds_memo.runtime.handle.budget_bytes", lambda *args, **kwargs: room)
+        model = build("llama")
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "sequence_parallel_size": 2,
+            "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+            "memo": {"enabled": True, "resident_layers": 0, "plan": {"enabled": False}},
+        }
+        engine = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        tokens, positions, labels = map(part, batch())
+        for _ in range(2):
+            loss = mean_loss(engine(input_ids=tokens, position_ids=positions).logits, labels)
+            engine.backward(ulysses.mean_over_ranks(loss, labels, engine))
+            engine.step()
+        report = ds_memo.report(engine)
+        assert report["host"]["budget"] == report["profile"]["host_budget"] == 170_000
+        assert report["host"]["peak_used"] <= 170_000
+        alphas = [torch.zeros(()) for _ in range(2)]
+        dist.all_gather(alphas, torch.tensor(report["alpha"]))
+        assert alphas[0] == alphas[1] == report["alpha"]
+
+    def test_split(self):
+        """Both ranks read batches of their own and get their part of all, in turn, with every label."""
+        ulysses.set_up(build("llama"), 2)
+        names = ("input_ids", "position_ids", "labels")
+        own = [dict(zip(names, batch(10 * read + dist.get_rank()), strict=True)) | {"kind": read} for read in (0, 1)]
+        parts = list(ulysses.split(own, torch.device("cpu")))
+        for number, got in enumerate(parts):
+            read, rank = divmod(number, 2)
+            tokens, positions, labels = map(part, batch(10 * read + rank))
+            assert got.keys() == {*names, "kind"} and got["kind"] == read
+            assert torch.equal(got["input_ids"], tokens) and torch.equal(got["labels"], labels)
+            assert torch.equal(got["position_ids"], positions)
+        assert len(parts) == 4
+
+
+class TestFewKeyHeads(DistributedTest):
+    world_size = 4
+
+    def test_more_ranks_than_key_and_value_heads(self):
+        want = whole_gradients(build("llama"))  # 4 heads, 2 of them for keys and values
+        parallel = build("llama")
+        ulysses.set_up(parallel, 4)
+        ds_memo.attach(parallel, MEMO)
+        for _ in range(2):
+            assert_same_grads(gradients_of_parts(parallel), want, FP32)
+
+
+# ---- before anything starts
+
+
+def config(**fields):
+    return AutoConfig.for_model("llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=4, **fields)
+
+
+@pytest.mark.parametrize("size, world, length", [(1, 3, 5), (2, 4, 64), (4, 4, 64), (12, 12, 24), (12, 24, None)])
+def test_what_fits(size, world, length):
+    ulysses.check(size, config(), world, length)
+
+
+@pytest.mark.parametrize(
+    "size, world, length, message",
+    [
+        (2, 3, 64, "got 2, but the 3 ranks of this run are no multiple of it"),
+        (8, 8, 64, "got 8, but the model's 12 attention heads are no multiple of it"),
+        (6, 6, 64, "got 6; the model's 4 key and value heads must be a multiple of it or divide it"),
+        (4, 4, 66, "got 4, but 66 tokens do not split into 4 equal parts; use 64 or 68"),
+        (4, 4, 3, "got 4, but 3 tokens do not split into 4 equal parts; use 4 or 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_numbers(size, world, length, message):
+    with pytest.raises(ds_memo.MemoConfigError, match=message):
+        ulysses.check(size, config(), world, length)
+
+
+@pytest.mark.parametrize("value", [0, -2, 1.5, "2", True, None])
+def test_the_field(value):
+    assert ulysses.size_in({}) == 1 and ulysses.size_in({"sequence_parallel_size": 4}) == 4
+    with pytest.raises(ds_memo.MemoConfigError, match="a whole number above 0"):
+        ulysses.size_in({"sequence_parallel_size": value})
+
+
+def test_reduce_scatter():
+    zero = {"stage": 3, "reduce_scatter": False}
+    with pytest.raises(ds_memo.MemoConfigError, match=r"zero_optimization\.reduce_scatter"):
+        ulysses.refuse_conflicts({"zero_optimization": zero})
+    ulysses.refuse_conflicts({"zero_optimization": zero | {"stage": 2}})
+    ulysses.refuse_conflicts({})

@@ -1,0 +1,269 @@
+"""Ranks whose batches have different lengths: each solves for its own, and all of them meet where they must."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.linear import LoRAConfig
+from deepspeed.linear.optimized_linear import OptimizedLinear
+from torch import nn
+
+import ds_memo
+from ds_memo.autotune import model_profile
+from ds_memo.autotune.copy_stalls import Window
+from ds_memo.deepspeed import initialize as integration
+from ds_memo.distributed import agree
+from ds_memo.placement import place
+from ds_memo.profile import run
+from ds_memo.solve import headroom as reserve
+from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.solver import Homes, judged
+from tests.distributed_harness.common import ON_CPU, DistributedTest
+from tests.models import HIDDEN, LAYERS, VOCAB, Batch, Block, Toy, assert_same, build, step
+
+pytestmark = pytest.mark.skipif(not ON_CPU, reason="two CPU ranks")
+
+SHORT, LONG = 24, 240
+ONLY_SHORT, NOTHING_LONG = 5e-3, 2e-3
+"""GiB of a device that holds a pass without checkpointing of the short length alone, and no long pass at all."""
+
+
+def start(stage: int, **memo: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "memo": {"enabled": bool(memo), **memo},
+    }
+    return ds_memo.initialize(model=build("llama"), config=config)[0]
+
+
+def train(engine: Any, lengths: list[int]) -> list[float]:
+    losses = []
+    for number, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
+        tokens = torch.randint(VOCAB, (2, length), generator=generator)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_passes(engine: Any, what: Callable[[Homes], Any] = lambda homes: homes.plain) -> list[Any]:
+    """Has, from here on, whether each pass does without checkpointing, or what else its homes tell."""
+    passes = []
+    choose = engine.memo.autopilot.choose
+
+    def spy(*args: Any) -> Any:
+        chosen = choose(*args)
+        passes.append(what(chosen.homes))
+        return chosen
+
+    engine.memo.autopilot.choose = spy
+    return passes
+
+
+class Exchanging(Block):
+    """Ranks meet in it, as where each has some of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.weight.allreduce = False  # so DeepSpeed marks an expert's
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.up(x).mean().detach()
+        dist.all_reduce(total)
+        return super().feed(x) * (1 + 10 * total)
+
+
+class Gathering(Block):
+    """Each rank holds a piece of a frozen weight, which DeepSpeed's linear layer gathers whenever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = OptimizedLinear(HIDDEN, 2 * HIDDEN, lora_config=LoRAConfig(base_weight_sharding=2), dtype=torch.float32)
+        nn.init.normal_(self.up.lora_weight_2.weight, std=0.02)
+
+
+class Towered(Toy):
+    """A tower before blocks that exchange; a batch with an image goes through it."""
+
+    def __init__(self) -> None:
+        super().__init__(Exchanging, 6)
+        self.tower = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, image: torch.Tensor | None = None) -> Any:
+        for block in self.tower if image is not None else ():
+            inputs_embeds = block(inputs_embeds)
+        return super().forward(inputs_embeds, labels)
+
+
+class TestUnevenRanks(DistributedTest):
+    world_size = 2
+    exec_timeout = 60
+
+    @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+    def test_only_one_rank_could_do_without_checkpointing(self, stage: int) -> None:
+        """A replay under ZeRO 3 gathers parameters: each rank in it, or none."""
+        ours, theirs = [SHORT, LONG, SHORT, SHORT, SHORT, LONG], [LONG, SHORT, SHORT, SHORT, LONG, LONG]
+        lengths = theirs if dist.get_rank() else ours
+        want = train(start(stage), lengths)
+        engine = start(stage, device_memory_gib=ONLY_SHORT)
+        passes = plain_passes(engine)
+        assert train(engine, lengths) == pytest.approx(want, rel=1e-6)
+        assert not passes[0]  # it shows what the head takes
+        if stage == 3:
+            assert passes[1:] == [mine == other == SHORT for mine, other in zip(ours, theirs, strict=True)][1:]
+        else:
+            assert passes[1:] == [length == SHORT for length in lengths][1:]
+
+    def test_plain_layers_are_those_of_all_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where ranks would have other numbers of them, one would replay, and gather, what the other does not."""
+
+        def decided(run: Any, alpha: Any, residents: Any, may_be_plain: bool, **_: Any) -> Homes:
+            short = run.layers[0].outputs[0].nbytes < 2 * 2 * SHORT * HIDDEN * 4
+            return judged(run, 1.0, place(LAYERS, 0, (2 if short else 1) * may_be_plain), "as the test wants it")
+
+        lengths = [(SHORT, SHORT), (SHORT, SHORT), (SHORT, LONG), (LONG, LONG), (LONG, SHORT), (SHORT, SHORT)]
+        mine = [pair[dist.get_rank()] for pair in lengths]
+        want = train(start(3), mine)
+        monkeypatch.setattr(reserve, "solve", decided)
+        engine = start(3, enabled=True)
+        passes = plain_passes(engine, lambda homes: len(homes.places.plain))
+        assert train(engine, mine) == pytest.approx(want, rel=1e-6)
+        assert passes == [0, 2, 0, 1, 0, 2]  # the first shows what the head takes
+
+    @pytest.mark.parametrize(
+        "memo",
+        [*(pytest.param(memo, marks=pytest.mark.slow) for memo in ({"alpha": 0.5, "resident_layers": 1}, {"alpha": 0.5})), {}],
+        ids=str,
+    )
+    def test_a_length_that_is_new_to_one_rank(self, memo: dict[str, Any]) -> None:
+        lengths = [LONG, LONG, LONG, LONG] if dist.get_rank() else [LONG, SHORT, SHORT + 1, LONG]
+        want = train(start(3), lengths)
+        engine = start(3, enabled=True, **memo, **({} if "resident_layers" in memo else {"device_memory_gib": ONLY_SHORT}))
+        assert train(engine, lengths) == pytest.approx(want, rel=1e-6)
+
+    def test_inputs_that_do_not_show_their_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A look into the forward, which gathers the embedding, is taken on both ranks if it is on one."""
+        monkeypatch.setattr("ds_memo.autotune.probe_forward.hidden_shape", lambda shapes, hidden, others: None)
+        self.test_a_length_that_is_new_to_one_rank({})
+
+    def test_nothing_fits_one_rank(self) -> None:
+        """The other is told, and does not wait for it."""
+        engine = start(3, device_memory_gib=NOTHING_LONG)
+        assert train(engine, [SHORT])
+        rank = dist.get_rank()
+        with pytest.raises(NothingFits, match="^rank 1: device memory" if rank == 0 else "^device memory"):
+            train(engine, [LONG if rank else SHORT])
+        assert train(engine, [SHORT, SHORT])
+
+    @pytest.mark.parametrize("block", [Exchanging, Gathering])
+    def test_experts_and_weights_on_other_ranks(self, block: type[Block]) -> None:
+        """A replay trades tokens, or gathers weights: each rank in it, or none."""
+        torch.manual_seed(0)
+        model = Toy(block)
+        stock = copy.deepcopy(model)
+        handle = ds_memo.attach(model, {"device_memory_gib": ONLY_SHORT, "plan": {"enabled": False}})
+        for ours, theirs in ((SHORT, LONG), (LONG, SHORT), (SHORT, SHORT), (SHORT, LONG)):
+            batch = Batch.random(2, theirs if dist.get_rank() else ours)
+            assert_same(step(model, batch), step(stock, batch))
+            assert handle.report()["checkpointing"] is not (ours == theirs == SHORT)
+
+    def test_experts_behind_a_tower_that_one_rank_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It solves for other layers than the other rank, which may have as many plain ones, and not the same."""
+
+        def decided(run: Any, alpha: Any, residents: Any, may_be_plain: bool, **_: Any) -> Homes:
+            return judged(run, 1.0, place(len(run.layers), 0, 3 * may_be_plain), "as the test wants it")
+
+        monkeypatch.setattr(reserve, "solve", decided)
+        torch.manual_seed(0)
+        model = Towered()
+        stock = copy.deepcopy(model)
+        layers = [*model.tower, *model.blocks]
+        handle = ds_memo.attach(model, {"plan": {"enabled": False}}, layers=layers)
+        for images in ((0, 0), (1, 1), (1, 0), (0, 1), (1, 0)):
+            more = {"image": torch.ones(1, 64, 2)} if images[dist.get_rank()] else {}
+            batch = Batch.random(2, 64, seed=1 + dist.get_rank())
+            assert_same(step(model, batch, **more), step(stock, batch, **more))
+        handle.detach()
+
+    def test_stalls_are_looked_at_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After as many optimizer steps on every rank, however many kinds of passes each has seen."""
+        mixed = []
+
+        def as_predicted(window: Window, *chosen: Any) -> float:
+            mixed.append(window.mixed)
+            return 1.0
+
+        monkeypatch.setattr(Window, "share", as_predicted)
+        engine = start(2, device_memory_gib=ONLY_SHORT)
+        train(engine, [LONG + (number // 3 if dist.get_rank() else 0) for number in range(16)])
+        assert mixed == [bool(dist.get_rank())] * 3
+
+
+class TestMissingRanks(DistributedTest):
+    world_size = 2
+
+    def test_a_rank_that_does_not_run_under_memo_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It would be waited for, and nobody would know why."""
+        monkeypatch.setattr(agree, "ARRIVAL_S", 0.5)
+        if dist.get_rank() == 1:
+            start(2)
+            dist.all_reduce(torch.tensor(0))  # the one that attach_engine waits in, so that the other rank goes on
+        else:
+            with pytest.warns(
+                ds_memo.MemoWarning, match=r"waits in ds_memo.initialize, and ranks \[1\] have not come there for 0.5 s"
+            ):
+                start(2, alpha=0.5)
+
+    def test_attaching_takes_one_collective(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The rank of the test above that is not under memo answers one all_reduce, and no more."""
+        made, attach, c10d = [], integration.attach_engine, torch.distributed.ProcessGroup
+        kinds = ("allreduce", "allgather", "_allgather_base", "broadcast", "reduce", "gather", "scatter", "barrier")
+
+        def attach_and_count(*args: Any) -> Any:
+            with monkeypatch.context() as patch:
+                for kind in kinds:
+                    real = getattr(c10d, kind)
+                    patch.setattr(c10d, kind, lambda *a, kind=kind, real=real, **k: made.append(kind) or real(*a, **k))
+                return attach(*args)
+
+        monkeypatch.setattr(integration, "attach_engine", attach_and_count)
+        start(2, alpha=0.5)
+        assert made == ["allreduce"]
+
+    def test_nobody_is_missed_who_comes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(agree, "ARRIVAL_S", 30.0)
+        engine = start(2, alpha=0.5)
+        assert agree.late() == [] == engine.memo.report()["warnings"]
+
+
+class TestShortFirst(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+    def test_layers_are_measured_again_once_batches_are_long(self, stage: int, tmp_path: Path) -> None:
+        """By each rank itself, or where they meet in layers once all of them have long batches."""
+        run.SHORTEST = model_profile.SHORTEST = 128
+        lengths = [[16, 240, 16, 240, 240, 16], [16, 16, 240, 240, 16, 240]][dist.get_rank()]
+        want = train(start(stage), lengths)
+        engine = start(stage, plan={"enabled": False, "cache_dir": str(tmp_path)}, device_memory_gib=0.05)
+        measured, step = [], engine.step
+
+        def step_and_look() -> None:
+            step()
+            measured.append(sum("again, with 240 tokens" in change for change in engine.memo.report()["profile"]["changes"]))
+
+        engine.step = step_and_look
+        assert train(engine, lengths) == pytest.approx(want, rel=1e-5)
+        alone = [0, 1, 1, 1, 1, 1] if dist.get_rank() == 0 else [0, 0, 1, 1, 1, 1]
+        assert measured == ([0, 0, 0, 1, 1, 1] if stage == 3 else alone), measured
+        engine.memo.detach()

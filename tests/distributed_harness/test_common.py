@@ -1,0 +1,164 @@
+"""DistributedTest by its contract: what runs, what is reported, and that nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import deepspeed.comm as dist
+import pytest
+import torch
+
+from tests.distributed_harness import common
+from tests.distributed_harness.common import DistributedTest, OwnDistributedTest
+from tests.haste import forkserver
+from tests.leaks import assert_shared_memory_is_as, shared_memory
+from tests.processes import assert_gone, processes_with
+
+
+@pytest.fixture(params=[3, 4])
+def number(request):
+    return request.param
+
+
+class TestContract(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("factor", [1, 10])
+    def test_ranks_talk(self, number, factor, default="kept"):
+        total = torch.tensor(float(factor * number * (dist.get_rank() + 1)))
+        dist.all_reduce(total)
+        assert total == 3 * factor * number
+        assert default == "kept"
+        assert int(os.environ["WORLD_SIZE"]) == dist.get_world_size() == 2
+
+    @pytest.mark.world_size(1)
+    def test_the_mark_wins(self):
+        assert dist.get_world_size() == 1
+
+    def test_files_are_shared(self, class_tmpdir):
+        Path(class_tmpdir, str(dist.get_rank())).write_text("here")
+        dist.barrier()
+        assert {path.name for path in Path(class_tmpdir).iterdir()} == {"0", "1"}
+
+
+class Sizes(OwnDistributedTest):
+    """Not collected: run by hand, for what came before may have run on another worker of pytest-xdist."""
+
+    world_size = [1, 3]  # noqa: RUF012  the contract's own way
+
+    def leaves_a_file(self, folder):
+        Path(folder, f"{dist.get_world_size()}-{dist.get_rank()}").touch()
+
+
+def test_it_runs_with_each_size(tmp_path, tmp_path_factory):
+    fixtures = {"folder": tmp_path, "tmp_path_factory": tmp_path_factory}
+    node = SimpleNamespace(get_closest_marker=lambda name: None)
+    Sizes()(SimpleNamespace(function=Sizes.leaves_a_file, getfixturevalue=fixtures.__getitem__, node=node))
+    assert {path.name for path in tmp_path.iterdir()} == {"1-0", "3-0", "3-1", "3-2"}
+
+
+# ---- what goes wrong
+
+
+class Wrong(OwnDistributedTest):
+    """Not collected: each of these is run by hand. All of them leave a child behind."""
+
+    exec_timeout = 8  # until both ranks are where they hang, on a busy machine too
+
+    def begin(self, marker: str) -> bool:
+        """Start a child that outlives everything; whether this is the rank that goes wrong."""
+        subprocess.Popen(["sleep", "600"], env={marker: "1"})
+        return dist.get_rank() == 1
+
+    def fails(self, marker):
+        if self.begin(marker):
+            raise ValueError("rank one is unwell")
+
+    def fails_while_its_peer_waits(self, marker):
+        assert not self.begin(marker), "no luck"
+        time.sleep(60)
+
+    def dies(self, marker):
+        if self.begin(marker):
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    def leaves(self, marker):
+        if self.begin(marker):
+            os._exit(3)
+
+    def hangs(self, marker):
+        if self.begin(marker):
+            time.sleep(60)
+        dist.barrier()
+
+    def disagrees(self, marker):
+        if self.begin(marker):
+            pytest.skip("only here")
+
+
+TOLD = {
+    "fails": ["rank 1 of 2: Traceback", "ValueError: rank one is unwell"],
+    "fails_while_its_peer_waits": ["rank 1 of 2: Traceback", "AssertionError: no luck", "rank 0 of 2: still ran"],
+    "dies": ["rank 1 of 2: died of SIGKILL", "rank 0 of 2: Traceback"],
+    "leaves": ["rank 1 of 2: exited with code 3"],
+    "hangs": ["hung: killed after 8 s", "rank 0 is at", "in barrier", "rank 1 is at", "in hangs"],
+    "disagrees": ["some ranks skipped, others did not: [None, 'only here']"],
+}
+
+
+@pytest.fixture(scope="module")
+def a_server_at_work():
+    """What it takes to import is no rank's time."""
+    process = forkserver().Process(target=int)
+    process.start()
+    process.join()
+
+
+@pytest.mark.parametrize("how", TOLD)
+def test_what_goes_wrong_is_told_and_leaves_nothing(how, tmp_path, a_server_at_work):
+    marker = f"orphan_{os.getpid()}_{how}"
+    before = shared_memory()
+    with pytest.raises(pytest.fail.Exception) as failure:
+        Wrong()._run(how, {"marker": marker}, 2, tmp_path)
+    for words in TOLD[how]:
+        assert words in str(failure.value)
+    assert_gone(marker)
+    assert_shared_memory_is_as(before)
+
+
+def test_the_search_for_orphans_finds_one():
+    with subprocess.Popen(["sleep", "600"], env={"an_orphan": "1"}) as child:
+        while not (found := processes_with("an_orphan")):
+            time.sleep(0.01)
+        assert found == [child.pid]
+        child.kill()
+
+
+class Skips(OwnDistributedTest):
+    def everywhere(self):
+        pytest.skip("no such machine")
+
+
+def test_a_skip_says_why(tmp_path):
+    with pytest.raises(pytest.skip.Exception, match="no such machine"):
+        Skips()._run("everywhere", {}, 2, tmp_path)
+
+
+def test_ours_and_deepspeeds_are_told_apart():
+    assert (DistributedTest is OwnDistributedTest) == ("DEEPSPEED_TESTS" not in os.environ)
+
+
+def test_a_number_that_is_used_again_is_left_alone(tmp_path):
+    """A rank ended long ago, and somebody else's group leader has its number now."""
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as stranger:
+        rank = object.__new__(common._Rank)
+        rank.process = SimpleNamespace(pid=stranger.pid, is_alive=lambda: False, kill=lambda: None, join=lambda: None)
+        rank.result = SimpleNamespace(close=lambda: None)
+        rank.kill()
+        time.sleep(0.2)
+        assert stranger.poll() is None
+        stranger.kill()

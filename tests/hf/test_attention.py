@@ -1,0 +1,91 @@
+"""Attention of Transformers that no dispatch mode sees is kept whole without a word: FlexAttention and flash-attn 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import modeling_flash_attention_utils as flash
+from transformers.integrations import flex_attention as flex
+
+import ds_memo
+from ds_memo.hf.attention import keep_unseen_attention
+from tests.models import LAYERS, MODELS, Batch, assert_same, step
+from tests.remat.test_functions import Below, ran
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test finds Transformers as it is imported, and leaves it so."""
+    for module, name in ((flex, "compile_friendly_flex_attention"), (flash, "lazy_import_flash_attention")):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, getattr(function, "__wrapped__", function))
+    monkeypatch.setattr(flash, "_loaded_implementation", None, raising=False)  # not in Transformers 4.56
+
+
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None, causal: bool = False
+) -> torch.Tensor:
+    """With flash-attn 4's layout, (b, s, heads, d), and of its signature what is used here."""
+    assert causal
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    return Below.apply(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
+
+
+def of_flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> Any:
+    """FlexAttention's arguments; PyTorch's own has no backward on a CPU."""
+    ran.append("flex")
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs["scale"])
+    return out if kwargs["return_aux"] is None else (out, None)
+
+
+def compare(name: str, implementation: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name](attn_implementation="sdpa")
+    model.config._attn_implementation = implementation  # set_attn_implementation() asks for a GPU
+    batches = [Batch.random(2, length) for length in (17, 17, 24)]
+    wants = [step(model, batch, use_cache=False) for batch in batches]
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    ran.clear()
+    for batch, want in zip(batches, wants, strict=True):
+        assert_same(step(model, batch, use_cache=False), want)
+    report = handle.report()
+    assert len(ran) == LAYERS * len(batches), "forwards alone"
+    assert report["attention_recomputed"] == 0 and not report["warnings"]
+    handle.detach()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_flash_attn_4(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = (flash_attn_func, flash_attn_func, None, flash._pad_input, flash._unpad_input)
+    monkeypatch.setattr(flash, "_lazy_imports", lambda *args, **kwargs: loaded)
+    compare(name, "flash_attention_4")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(flex.WrappedFlexAttention, "__call__", lambda self: of_flex_attention)
+    compare(name, "flex_attention")
+
+
+def test_once_is_enough() -> None:
+    before = flex.compile_friendly_flex_attention
+    keep_unseen_attention()
+    once = flex.compile_friendly_flex_attention
+    keep_unseen_attention()
+    assert flex.compile_friendly_flex_attention is once is not before
+
+
+def test_packages_whose_ops_are_known_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function() -> None:
+        pass
+
+    function.__module__ = "flash_attn.flash_attn_interface"
+    monkeypatch.setattr(flash, "_lazy_imports", lambda *args, **kwargs: (function, None, None, None, None))
+    monkeypatch.setattr(flash, "_lazy_define_process_function", lambda function: function)
+    keep_unseen_attention()
+    assert flash.lazy_import_flash_attention("flash_attention_2")[0][:2] == (function, None)

@@ -1,0 +1,114 @@
+"""Planned addresses where batches have other lengths or sizes: plans are switched, or made from those of other lengths."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ds_memo.planned_alloc import plans_by_pass as plans
+from tests.models import Batch, build, step
+from tests.planned_alloc.planned import BARE, BATCH, Counting, bit_equal, outcomes
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_planned")
+
+
+def test_lengths_switch_between_plans_and_a_third_needs_no_profile() -> None:
+    model = build("llama")
+    lengths = [64, 64, 96, 96, 64, 96, 80, 80, 64]
+    batches = {n: Batch.random(16, n) for n in lengths}
+    want = outcomes(model, BARE, lambda m, i: step(m, batches[lengths[i]]), len(lengths))
+    with Counting(model) as counting:
+        arenas = []
+        for number, length in enumerate(lengths):
+            bit_equal(step(model, batches[length]), want[number])
+            if number >= 4:  # both known; 80 is made from them
+                counting.assert_followed()
+                assert counting.report()["peak"] / counting.report()["lower_bound"] <= 1.1
+            counting.counts()
+            arenas.append(counting.report()["arena"])
+        assert counting.report()["plans"] == 3
+        assert arenas[1:] == sorted(arenas[1:])  # grown once, then kept
+
+
+LENGTHS = [127, 67, 97, 113, 70, 126, 89, 101, 66]  # every tensor is above 64 KiB at all of them, or at none
+
+
+@pytest.mark.parametrize("name, alpha, residents", [("llama", 0.5, 1), ("gpt2", 0.0, 0), ("plain", 1.0, 1)])
+def test_lengths_that_never_repeat(name: str, alpha: float, residents: int) -> None:
+    """Three at most are profiled; every later one is planned in its first pass."""
+    model = build(name)
+    batches = [Batch.random(16, length) for length in LENGTHS]
+    config = {"alpha": alpha, "resident_layers": residents}
+    want = outcomes(model, {**config, "plan": {"enabled": False}}, lambda m, i: step(m, batches[i]), len(batches))
+    with Counting(model, config) as counting:
+        for number, batch in enumerate(batches):
+            bit_equal(step(model, batch), want[number])
+            if number >= 3:
+                counting.assert_followed()
+                report = counting.report()
+                assert report["arena"] >= report["peak"] > 0 and report["peak"] <= 1.1 * report["lower_bound"]
+            counting.counts()
+
+
+@pytest.mark.slow
+def test_lengths_at_which_tensors_come_into_sight() -> None:
+    """Smaller ones are not seen, and at every limit that one of them passes, the requests are others from there on."""
+    model = build("llama")
+    draw = random.Random(0)
+    batches = [Batch.random(2, draw.randint(100, 300)) for _ in range(40)]
+    config = {"alpha": 0.5, "resident_layers": 1}
+    want = outcomes(model, {**config, "plan": {"enabled": False}}, lambda m, i: step(m, batches[i]), len(batches))
+    followed, tried = 0, 0
+    with Counting(model, config) as counting:
+        for number, batch in enumerate(batches):
+            bit_equal(step(model, batch), want[number])
+            hits, misses = counting.counts()
+            followed += hits > 0 and sum(misses.values()) <= 0.01 * hits
+            tried += sum(misses.values()) > 0
+    assert followed >= 20 and tried <= 8, (followed, tried)
+
+
+def test_lengths_whose_requests_are_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Misses in three passes, then no more plans are made from other lengths for a while; the values are right all along."""
+    monkeypatch.setattr(plans, "_PAUSE", 3)
+    model = build("plain")
+    for block in model.blocks:
+        block.norm1.register_forward_pre_hook(lambda module, args: torch.empty(args[0].shape[1] ** 3).numel() and None)
+    batches = [Batch.random(16, length) for length in LENGTHS]
+    want = outcomes(model, BARE, lambda m, i: step(m, batches[i]), len(batches))
+    with Counting(model) as counting:
+        missed = []
+        for number, batch in enumerate(batches):
+            bit_equal(step(model, batch), want[number])
+            missed.append(sum(counting.counts()[1].values()))
+        assert [bool(misses) for misses in missed] == [False] * 2 + [True] * 3 + [False] * 2 + [True] + [False]
+        for _ in range(3):  # a length that does repeat is planned as ever
+            counting.counts()
+            step(model, batches[0])
+        counting.assert_followed()
+
+
+def test_a_batch_cut_in_half() -> None:
+    model, half = build("llama"), Batch.random(2, 128)
+    want = outcomes(model, BARE, lambda m, _: step(m, half), 1)[0]
+    with Counting(model) as counting:
+        for _ in range(3):
+            step(model, BATCH)
+        counting.counts()
+        bit_equal(step(model, half), want)  # another kind: profiled
+        assert counting.counts() == (0, {})
+        step(model, BATCH)
+        counting.assert_followed()
+
+
+def test_few_kinds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_KINDS", 2)
+    model = build("plain")
+    with Counting(model) as counting:
+        for length in (64, 64, 96, 96, 128, 128, 128):
+            counting.counts()
+            step(model, Batch.random(4, length))
+        counting.assert_followed()
+        assert len(counting.handle.addresses._plans.known) == 2

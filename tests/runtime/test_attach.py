@@ -1,0 +1,212 @@
+"""Attaching and detaching: all of it or nothing, once for a model, and what is left when nobody detaches."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import types
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import ds_memo
+from ds_memo.ops.allocator import Allocator
+from ds_memo.ops.builder import AllocatorBuilder
+from ds_memo.runtime.active_forward import in_forward
+from tests.models import Batch, Block, Toy, assert_same, build, step
+from tests.runtime.traces import fingerprint, memo_threads
+
+BATCH = Batch.random(2, 17)
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "plain"])
+def test_detach_puts_everything_back(name: str) -> None:
+    model = build(name)
+    if name == "llama":
+        model.gradient_checkpointing_enable()  # memo takes its place and gives it back
+    before = fingerprint(model)
+    for _ in range(2):
+        handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+        assert fingerprint(model) != before
+        step(model, BATCH)
+        handle.detach()
+        assert fingerprint(model) == before
+    assert not memo_threads()
+
+
+def test_a_forward_of_ones_own_is_put_back() -> None:
+    model = Toy()
+    own = model.blocks[0].forward = types.MethodType(Block.forward, model.blocks[0])
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    assert model.blocks[0].forward is not own
+    handle.detach()
+    assert model.blocks[0].forward is own
+    assert "forward" not in vars(model.blocks[1])
+
+
+def test_a_device_is_that_of_a_tensor_there() -> None:
+    """On CUDA: without an index the current one. A CPU's index says nothing, and is left out."""
+    models = build("llama"), build("plain")
+    handles = ds_memo.attach(models[0], {}), ds_memo.attach(models[1], {}, device=torch.device("cpu", 0))
+    assert [handle.engine.device for handle in handles] == [torch.device("cpu")] * 2
+    assert handles[0].slab.pool is handles[1].slab.pool, "models of one device share the host"
+    for handle in handles:
+        handle.detach()
+
+
+def test_double_attach() -> None:
+    model = build("llama")
+    handle = ds_memo.attach(model, {})
+    with pytest.raises(ds_memo.MemoError, match=r"LlamaForCausalLM is already attached; call \.detach\(\)"):
+        ds_memo.attach(model, {})
+    step(model, BATCH)
+    handle.detach()
+    ds_memo.attach(model, {}).detach()
+
+
+@pytest.mark.parametrize("outer_first", [True, False])
+def test_attaching_a_part_of_an_attached_model(outer_first: bool) -> None:
+    """Two handles over the same layers would each believe to own them."""
+    model = build("llama")
+    first, second = (model, model.model) if outer_first else (model.model, model)
+    before = fingerprint(model)
+    handle = ds_memo.attach(first, {})
+    with pytest.raises(ds_memo.MemoError, match="already"):
+        ds_memo.attach(second, {})
+    handle.detach()
+    assert fingerprint(model) == before
+
+
+def test_use_after_detach() -> None:
+    model = build("llama")
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+    handle.detach()
+    with pytest.raises(ds_memo.MemoError, match="detached"):
+        loss.backward()
+    with pytest.raises(ds_memo.MemoError, match="detached"):
+        handle.report()
+    with pytest.raises(ds_memo.MemoError, match="detached"):
+        ds_memo.report(handle)
+    with pytest.raises(ds_memo.MemoError, match="already detached"):
+        handle.detach()
+
+
+@pytest.mark.parametrize("layers, given", [(4, True), (2, False)])
+def test_what_sets_alpha_where_all_layers_are_resident(layers: int, given: bool) -> None:
+    handle = ds_memo.attach(Toy(layers=layers), {"alpha": 0.5, "resident_layers": layers} if given else {})
+    said = "as configured: all 4 layers are resident, nothing is swapped" if given else "not known before the first forward"
+    assert handle.report()["binding"] == said
+    handle.detach()
+
+
+def test_report_of_something_else() -> None:
+    with pytest.raises(ds_memo.MemoError, match="Linear is not under ds_memo"):
+        ds_memo.report(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("name", ["llama", "plain"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_threads_end_with_the_model(name: str, trained: bool) -> None:
+    """Nobody called detach."""
+    before = set(memo_threads())
+    model = build(name)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    threads = set(memo_threads()) - before
+    assert len(threads) == 2
+    if trained:
+        step(model, BATCH)
+    gone = weakref.ref(model), weakref.ref(handle)
+    del model, handle
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    for thread in threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.filterwarnings("error::ds_memo.errors.MemoWarning")
+@pytest.mark.parametrize("call", ["gradient_checkpointing_enable", "gradient_checkpointing_disable"])
+def test_gradient_checkpointing_switched_over_memo(call: str) -> None:
+    """The Trainer switches it on before memo, other scripts after, and TRL off and on again around generation."""
+    model = build("llama")
+    want = step(copy.deepcopy(model), BATCH)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    getattr(model, call)()
+    assert_same(step(model, BATCH), want)
+    assert handle.report()["frames"] == 4 and handle.report()["bytes_to_host"] > 0
+    handle.detach()
+
+
+def test_offloaded_gradient_checkpointing_over_memo() -> None:
+    model = build("llama")
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    model.gradient_checkpointing_enable(offload=True)
+    with pytest.raises(ds_memo.MemoError, match=r'"offload": True} does what memo does in another way'):
+        step(model, BATCH)
+    handle.detach()
+
+
+@pytest.mark.filterwarnings("error::ds_memo.errors.MemoWarning")
+def test_a_forward_that_fails_early_is_not_warned_about() -> None:
+    model = build("llama")
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    with pytest.raises((IndexError, RuntimeError)) as caught:
+        model(input_ids=torch.tensor([[10**6]]))
+    assert not isinstance(caught.value, ds_memo.MemoError)
+    assert handle.report()["warnings"] == []
+    handle.detach()
+
+
+@pytest.mark.parametrize("name", ["llama", "plain"])
+def test_a_deep_copy_is_a_model_of_its_own(name: str) -> None:
+    """Weight averaging copies models after they were set up."""
+    model = build(name)
+    stock = copy.deepcopy(model)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    twin = copy.deepcopy(model)
+    frames = handle.report()["frames"]
+    assert_same(step(twin, BATCH), step(stock, BATCH))
+    assert handle.report()["frames"] == frames
+    handle.detach()
+    assert_same(step(twin, BATCH), step(stock, BATCH))
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(self: AllocatorBuilder, verbose: bool = False) -> None:
+        raise RuntimeError("no compiler")
+
+    model = build("llama")
+    before = fingerprint(model)
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(AllocatorBuilder, "load", cannot)
+        warnings.simplefilter("error", ds_memo.MemoWarning)
+        with pytest.raises(ds_memo.MemoWarning, match="memory addresses are not planned"):
+            ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    assert fingerprint(model) == before
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2}).detach()
+
+
+def test_a_warning_that_is_an_error_ends_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one goes on without what the warning told of."""
+
+    def cannot(self: Allocator) -> None:
+        raise RuntimeError("another allocator is in the way")
+
+    monkeypatch.setattr(Allocator, "install", cannot)
+    model = build("plain")
+    stock, batch = copy.deepcopy(model), Batch.random(2, 17)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(ds_memo.MemoWarning, match="are not planned: another allocator"),
+    ):
+        warnings.simplefilter("error", ds_memo.MemoWarning)
+        step(model, batch)
+    assert in_forward() is None
+    assert_same(step(model, batch), step(stock, batch))
+    handle.detach()

@@ -1,0 +1,351 @@
+"""Wrong input is refused with a sentence that says what to do, and nothing is left half-done."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ds_memo
+from ds_memo.hf.find_layers import find_layers
+from ds_memo.swap import sharing
+from tests.models import HIDDEN, LAYERS, Batch, Block, Toy, assert_same, assert_same_grads, build, gradients, step
+from tests.runtime.traces import fingerprint
+
+BATCH = Batch.random(2, 17)
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
+
+
+# ---- how the script was started
+
+
+@pytest.mark.parametrize("memo", [{"enabled": True}, {"enabled": False}], ids=["with memo", "without"])
+def test_no_launcher(memo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own error, which names a package for MPI, with the words that it lacks."""
+    pytest.importorskip("deepspeed")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "memo": memo}
+    said = r"mpi4py.* No launcher has set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR for this.*: deepspeed train\.py, torchrun"
+    with pytest.raises(ModuleNotFoundError, match=said):
+        ds_memo.initialize(model=Toy(), config=config)
+
+
+def test_a_package_for_mpi_that_something_else_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    integration = pytest.importorskip("ds_memo.deepspeed.initialize")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'mpi4py'$"), integration._words_for_mpi():
+        raise ModuleNotFoundError("No module named 'mpi4py'", name="mpi4py")
+
+
+# ---- which layers
+
+
+@pytest.mark.parametrize("arguments, said", [
+    ((5, {}), r"model: got 5, expected a torch\.nn\.Module"),
+    ((Toy(), {}, "blocks"), "layers: got blocks, expected a list of names or modules"),
+    ((Toy(), {}, 5), "layers: got 5, expected a list"),
+    ((Toy(), {}, None, "nowhere"), "device: got nowhere, expected a device that PyTorch has here"),
+    ((Toy(), {}, None, 2.5), r"device: got 2\.5, expected a device"),
+], ids=["model", "one name", "no list", "no device", "a number"])  # fmt: skip
+def test_arguments_of_another_kind(arguments: tuple, said: str) -> None:
+    with pytest.raises(ds_memo.MemoError, match=said):
+        ds_memo.attach(*arguments)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a build with CUDA")
+def test_cuda_on_a_cpu_build() -> None:
+    with pytest.raises(ds_memo.MemoError, match=r"device: got cuda, expected .*not compiled with CUDA"):
+        ds_memo.attach(Toy(), {}, device="cuda")
+
+
+def test_a_failed_attach_keeps_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor threads: neither waits for the garbage collector."""
+    gc.collect()
+    before = len(sharing._open)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no more hooks")
+
+    model = Toy()
+    monkeypatch.setattr(model, "register_forward_hook", fails)
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="no more hooks") as caught:
+            ds_memo.attach(model, {"host_memory_gib": 1})
+        assert len(sharing._open) == before and caught
+    finally:
+        gc.enable()
+
+
+def test_no_layers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    before = fingerprint(model)
+    with pytest.raises(ds_memo.MemoError, match=r"(?s)Sequential has no .*layers are not known.*attach\(model, config, layers="):
+        ds_memo.attach(model, {})
+    assert fingerprint(model) == before
+
+
+def test_a_list_of_mixed_classes_is_not_the_layers() -> None:
+    model = nn.Module()
+    model.parts = nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])
+    with pytest.raises(ds_memo.MemoError, match="layers are not known"):
+        ds_memo.attach(model, {})
+
+
+def test_lists_of_one_length() -> None:
+    model = nn.Module()
+    model.encoder = nn.ModuleList(Block() for _ in range(3))
+    model.decoder = nn.ModuleList(Block() for _ in range(3))
+    with pytest.raises(ds_memo.MemoError, match="several lists of 3 layers: encoder, decoder"):
+        ds_memo.attach(model, {})
+    handle = ds_memo.attach(model, {}, layers=list(model.decoder))
+    assert handle.report()["layers"] == 3
+    handle.detach()
+
+
+class Twice(nn.Module):
+    """One layer, used four times, and stages of two layers each."""
+
+    def __init__(self, stages: bool) -> None:
+        super().__init__()
+        blocks = [Block() for _ in range(4)] if stages else [Block()] * 4
+        self.parts = nn.ModuleList(nn.ModuleList(blocks[i : i + 2]) for i in (0, 2)) if stages else nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            for block in part if isinstance(part, nn.ModuleList) else [part]:
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_lists_of_lists_and_of_one_layer(stages: bool) -> None:
+    model = Twice(stages)
+    stock = copy.deepcopy(model)
+    names = [name for name, _ in find_layers(model)]
+    assert names == (["parts.0.0", "parts.0.1", "parts.1.0", "parts.1.1"] if stages else ["parts.0"])
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
+    x = torch.randn(2, 17, HIDDEN)
+    for net in (model, stock):
+        net(x).sum().backward()
+    assert handle.report()["frames"] == 4 and handle.report()["bytes_to_host"]
+    assert_same_grads(gradients(model), gradients(stock))
+    handle.detach()
+
+
+def test_a_name_that_is_no_module() -> None:
+    model = build("llama")
+    before = fingerprint(model)
+    with pytest.raises(ds_memo.MemoError, match=r"'model\.layers\.9' is no module of LlamaForCausalLM"):
+        ds_memo.attach(model, {}, layers=["model.layers.0", "model.layers.9"])
+    with pytest.raises(ds_memo.MemoError, match="named twice"):
+        ds_memo.attach(model, {}, layers=["model.layers.0", model.model.layers[0]])
+    assert fingerprint(model) == before
+
+
+# ---- what layers do
+
+
+class NoAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(F.gelu(self.a(x)))
+
+
+class MathAttention(NoAttention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = (self.a(x) @ x.transpose(1, 2)).softmax(-1)
+        return x + self.b(scores @ x)
+
+
+class NoGemm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sin(x * self.scale)
+
+
+@pytest.mark.parametrize(
+    "block, seen",
+    [
+        (NoAttention, r"layer blocks\.0: no attention kernel was seen"),
+        (MathAttention, r"layer blocks\.0: no attention kernel was seen.*aten\._softmax\.default"),
+        (NoGemm, r"layer blocks\.0: no GEMM was seen"),
+    ],
+)
+def test_layers_that_cost_more_than_they_should(block: type, seen: str) -> None:
+    model = Toy(block)
+    stock = copy.deepcopy(model)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    with pytest.warns(ds_memo.MemoWarning, match=seen):
+        got = step(model, BATCH)
+    assert_same(got, step(stock, BATCH))
+    assert len(handle.report()["warnings"]) == 1
+    handle.detach()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["layer", "wrapped layer", "layer's part", "model", "Hugging Face layer"])
+def test_compiled(how: str, backend: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = build("llama") if how == "Hugging Face layer" else Toy()
+    stock = copy.deepcopy(model)
+    blocks = model.model.layers if how == "Hugging Face layer" else model.blocks
+    if how == "wrapped layer":
+        model.blocks = nn.ModuleList(torch.compile(block, backend=backend) for block in model.blocks)
+    for block in blocks:
+        if how in ("layer", "Hugging Face layer"):
+            block.compile(backend=backend)
+        elif how == "layer's part":
+            block.up.compile(backend=backend)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    run = torch.compile(model, backend=backend) if how == "model" else model
+    for _ in range(2):
+        want = step(stock, BATCH)
+        torch.manual_seed(7)
+        x = BATCH.embeds.clone().requires_grad_()
+        loss = run(inputs_embeds=x, labels=BATCH.labels).loss
+        loss.backward()
+        grads = {name.replace("_orig_mod.", ""): grad for name, grad in gradients(model).items()}
+        torch.testing.assert_close(loss.detach(), want.loss)
+        for name, grad in want.grads.items():
+            torch.testing.assert_close(grads.get(name, x.grad), grad, rtol=1e-4, atol=1e-6)
+    handle.detach()
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_a_layer_that_inductor_compiled() -> None:
+    """Nothing inside would be seen, so it runs uncompiled, and that is said."""
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    for layer in model.model.layers:
+        layer.compile()
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    want = step(stock, BATCH)
+    with pytest.warns(ds_memo.MemoWarning, match="its layers run uncompiled"):
+        step(model, BATCH)
+    for _ in range(2):
+        assert_same(step(model, BATCH), want)
+    report = handle.report()
+    assert 0 < report["gemm_flops_recomputed_fraction"] < 0.5 and report["attention_recomputed"] == 0
+    handle.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
+def test_a_part_that_inductor_compiled() -> None:
+    """Its output comes from memory that no op was seen to allocate, and what it was made of must still be found."""
+
+    class Compiled(NoAttention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(F.gelu(linear(self.a(x))))
+
+    linear = torch.compile(lambda y: y * 0.5 + 1.0)
+    torch.manual_seed(0)
+    model = Toy(Compiled)
+    stock = copy.deepcopy(model)
+    want = step(stock, BATCH)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    for _ in range(3):
+        assert_same(step(model, BATCH), want)
+    handle.detach()
+
+
+# ---- sizes
+
+
+def test_host_budget_too_small() -> None:
+    """The error comes with the first forward, names both sizes, and the model trains on without memo."""
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    before = fingerprint(model)
+    handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 0, "host_memory_gib": 1e-4})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ds_memo.MemoError, match=r"need [0-9.e-]+ GiB at alpha 1\.0, 0\.0001 GiB are available"):
+        step(model, BATCH)
+        optimizer.step()
+    assert handle.slab.used == 0
+    gradients(model)
+    handle.detach()
+    assert fingerprint(model) == before
+    assert_same(step(model, BATCH), step(stock, BATCH))
+
+
+def test_host_budget_too_small_for_any_alpha() -> None:
+    model = build("llama")
+    handle = ds_memo.attach(model, {"resident_layers": 0, "host_memory_gib": 1e-5, "device_memory_gib": 1e-4})
+    with pytest.raises(ds_memo.MemoError, match=r"the inputs of 4 layers that the host has no room for.* GiB are missing"):
+        step(model, BATCH)
+    handle.detach()
+    handle = ds_memo.attach(model, {"alpha": 0.0, "resident_layers": 0, "host_memory_gib": 1e-5})
+    with pytest.raises(ds_memo.MemoError, match=r"even memo\.alpha 0 does not fit"):
+        step(model, BATCH)
+    handle.detach()
+
+
+def test_alpha_follows_from_the_budget() -> None:
+    model = build("llama")
+    stock = copy.deepcopy(model)
+    probe = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 0})
+    step(model, BATCH)
+    everything = probe.report()["host"]["slab"]
+    probe.detach()
+    budget = int(everything * 0.7)
+    handle = ds_memo.attach(model, {"resident_layers": 0, "host_memory_gib": budget / 2**30})
+    assert_same(step(model, BATCH), step(stock, BATCH))
+    report = handle.report()
+    assert 0 <= report["alpha"] < 0.9
+    assert report["host"]["slab"] == report["predicted"]["host_bytes"] <= budget
+    handle.detach()
+
+
+def test_alpha_follows_from_the_budget_where_the_model_calls_checkpoint() -> None:
+    """How many layers there are shows only as they run: the first must not take everything."""
+
+    class Model(Toy):
+        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+            x = inputs_embeds
+            for block in self.blocks:
+                x = ds_memo.checkpoint(block, x) if torch.is_grad_enabled() else block(x)
+            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+    model, batch = Model(), Batch.random(2, 500)
+    probe = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 0}, layers=())
+    step(model, batch)
+    everything = probe.report()["host"]["slab"]
+    probe.detach()
+    handle = ds_memo.attach(model, {"resident_layers": 0, "host_memory_gib": everything * 0.7 / 2**30}, layers=())
+    for _ in range(2):
+        step(model, batch)
+    report = handle.report()
+    assert 0 <= report["alpha"] < 0.8
+    assert report["predicted"]["host_bytes"] <= report["host"]["slab"] <= report["host"]["budget"] <= everything * 0.7
+    handle.detach()
+
+
+@pytest.mark.parametrize("value", [-1, LAYERS + 1, 2.0, True, "2"])
+def test_resident_layers_out_of_range(value: Any) -> None:
+    model = build("llama")
+    before = fingerprint(model)
+    with pytest.raises(ds_memo.MemoConfigError, match=r"memo\.resident_layers: got .*; allowed: a whole number from 0"):
+        ds_memo.attach(model, {"resident_layers": value})
+    assert fingerprint(model) == before

@@ -1,0 +1,232 @@
+"""What cannot go together with memo: refused before DeepSpeed starts, or resolved, and always said."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_memo
+from ds_memo.runtime import conflicts
+from tests.deepspeed.engines import MEMO, ON_ONE_CPU_RANK, ds_config, start, train
+from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
+
+pytestmark = ON_ONE_CPU_RANK
+
+
+@pytest.mark.usefixtures("not_started")
+def test_deepcompile() -> None:
+    with pytest.raises(ds_memo.MemoConfigError, match=r"compile\.deepcompile compiles the layers.*remove it or memo"):
+        start(ds_config(memo=MEMO, compile={"deepcompile": True}))
+
+
+@pytest.mark.usefixtures("not_started")
+@pytest.mark.parametrize("name, which", [("llama", "model.layers.1"), ("plain", "blocks.1")])
+def test_a_compiled_layer(name: str, which: str) -> None:
+    model = build(name)
+    model.get_submodule(which).compile()
+    with pytest.raises(ds_memo.MemoError, match=rf"layer {which} is compiled.*leave layers uncompiled"):
+        start(ds_config(memo=MEMO), model=model)
+
+
+COMPILED: dict[str, Callable[[Any], None]] = {
+    "engine": lambda engine: engine.compile(backend="eager"),  # what Accelerate does, and the Trainer's torch_compile=True
+    "model": lambda engine: engine.module.compile(backend="eager"),
+    "layer": lambda engine: layers_of(engine)[1].compile(backend="eager"),  # Accelerate's regional compilation
+    "assigned": lambda engine: layers_of(engine).__setitem__(1, torch.compile(layers_of(engine)[1], backend="eager")),
+}
+
+
+def layers_of(engine: Any) -> nn.ModuleList:
+    return engine.module.model.layers if hasattr(engine.module, "model") else engine.module.blocks
+
+
+@functools.cache
+def uncompiled(name: str) -> tuple[list[float], dict[str, Any]]:
+    engine = start(ds_config(memo=MEMO), name)
+    losses, report = train(engine, steps=2), engine.memo.report()
+    engine.memo.detach()
+    return losses, report
+
+
+@pytest.mark.parametrize(
+    "how, name",
+    [
+        pytest.param(how, name, marks=pytest.mark.slow if (how, name) == ("model", "llama") else ())
+        for how in COMPILED
+        for name in ("llama", "plain")
+    ],
+)
+def test_compiled_after_initialize(how: str, name: str) -> None:
+    """Layers run uncompiled and have the same effect, the rest is compiled, and it is said once."""
+    losses, counted = uncompiled(name)
+    engine = start(ds_config(memo=MEMO), name)
+    COMPILED[how](engine)
+    torch._dynamo.utils.counters.clear()
+    with pytest.warns(
+        ds_memo.MemoWarning, match="torch.compile is used on this model: under memo its layers run uncompiled"
+    ) as told:
+        assert train(engine, steps=2) == pytest.approx(losses, rel=1e-5)
+    assert sum("torch.compile is used" in str(warning.message) for warning in told) == 1
+    report = engine.memo.report()
+    for key in ("frames", "bytes_to_host", "attention_recomputed", "gemm_flops_recomputed_fraction"):
+        assert report[key] == counted[key], key
+    frames = torch._dynamo.utils.counters["frames"]["ok"]  # that were compiled
+    assert frames > 0 or how in ("layer", "assigned")
+    assert frames == 0 or how != "layer"
+    engine.memo.detach()
+    assert (layers_of(engine)[1]._compiled_call_impl is not None) == (how == "layer")  # as it was
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("not_started")
+def test_offloaded_gradient_checkpointing() -> None:
+    model = build("llama")
+    model.gradient_checkpointing_enable(offload=True)
+    with pytest.raises(ds_memo.MemoError, match=r'"offload": True} does what memo does in another way; remove one'):
+        start(ds_config(memo=MEMO), model=model)
+
+
+@pytest.mark.filterwarnings("error::ds_memo.errors.MemoWarning")
+@pytest.mark.parametrize("options", [{"every_n_layers": 2}, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}])
+def test_gradient_checkpointing_of_any_kind_is_taken_over(options: dict[str, Any]) -> None:
+    model = build("llama")
+    want = step(copy.deepcopy(model), Batch.random(2, 9))
+    model.gradient_checkpointing_enable(**options)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    assert_same(step(model, Batch.random(2, 9)), want)
+    assert handle.report()["frames"] == LAYERS
+    handle.detach()
+
+
+class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
+    """As TRL's (trl/models/activation_offloading.py): its hooks are functions inside of __init__."""
+
+    def __init__(self) -> None:
+        def pack_tensor(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone()
+
+        super().__init__(pack_tensor, lambda tensor: tensor)
+
+
+def deepspeeds() -> Any:
+    from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
+
+    return CheckpointHiddenStatesOffload()
+
+
+@pytest.mark.parametrize("around", [OffloadActivations, deepspeeds, torch.autograd.graph.save_on_cpu])
+def test_offloading_around_the_model(around: Callable[[], Any]) -> None:
+    model, batch = build("llama"), Batch.random(2, 16)
+    stock = copy.deepcopy(model)
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    with pytest.warns(ds_memo.MemoWarning, match="activations are offloaded around this model, too"), around():
+        assert_same(step(model, batch), step(stock, batch))
+    handle.detach()
+
+
+def test_other_hooks_around_the_model_are_no_offloading() -> None:
+    handle = ds_memo.attach(model := build("llama"), {"alpha": 0.5, "resident_layers": 1})
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        step(model, Batch.random(2, 16))
+    assert not handle.report()["warnings"]
+    handle.detach()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_use_cache_in_training(name: str) -> None:
+    """Transformers drops the cache under gradient checkpointing, and says so; it would hold every layer's keys and values."""
+    model = build(name)
+    tokens = torch.randint(0, VOCAB, (2, 9))
+    model(input_ids=tokens, labels=tokens, use_cache=True).loss.backward()
+    want = {parameter: value.grad.clone() for parameter, value in model.named_parameters()}
+    model.zero_grad()
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    out = model(input_ids=tokens, labels=tokens, use_cache=True)
+    out.loss.backward()
+    assert out.past_key_values is None or out.past_key_values.get_seq_length() == 0
+    for parameter, value in model.named_parameters():
+        torch.testing.assert_close(value.grad, want[parameter], rtol=1e-4, atol=1e-6)
+    handle.detach()
+
+
+def test_generation_keeps_its_cache() -> None:
+    model = build("llama")
+    handle = ds_memo.attach(model, {"alpha": 0.5})
+    step(model, Batch.random(2, 9))
+    frames = handle.report()["frames"]
+    out = model.eval()(input_ids=torch.arange(1, 9)[None], use_cache=True)
+    assert out.past_key_values.get_seq_length() == 8
+    assert handle.report()["frames"] == frames
+    handle.detach()
+
+
+@pytest.mark.parametrize("inside", ["itself", "a wrapper"])
+def test_generation_in_training_mode(inside: str) -> None:
+    """Samples in the middle of training: without its cache a model would see its last token only, and nobody would notice."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **kwargs: Any) -> Any:
+            return self.model(**kwargs)
+
+    model = build("llama")
+    tokens = torch.randint(1, VOCAB, (2, 8))
+    generate = functools.partial(model.generate, tokens, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    want = generate()
+    outer = model if inside == "itself" else Wrapper(model)
+    handle = ds_memo.attach(outer, {"alpha": 0.5, "resident_layers": 1})
+    for _ in range(2):
+        assert torch.equal(generate(), want)
+        outer(input_ids=tokens, labels=tokens).loss.backward()
+    assert handle.report()["frames"] == 2 * LAYERS
+    handle.detach()
+    assert not model.is_gradient_checkpointing
+
+
+def test_a_mask_for_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conflicts, "LONG", 32)
+    model = build("llama")
+    tokens = torch.randint(1, VOCAB, (2, 32))
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ds_memo.MemoWarning)
+        model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)).loss.backward()  # nothing is padded
+    padded = torch.ones_like(tokens)
+    padded[0, 20:] = 0
+    with pytest.warns(ds_memo.MemoWarning, match=r"layer model\.layers\.0 is given an attention mask of shape \(2, 1, 32, 32\)"):
+        model(input_ids=tokens, labels=tokens, attention_mask=padded).loss.backward()
+    assert any("grow with the square of the length" in line for line in handle.report()["warnings"])
+    handle.detach()
+
+
+def test_eager_attention_is_told() -> None:
+    model = build("llama", attn_implementation="eager")
+    handle = ds_memo.attach(model, {"alpha": 0.5})
+    with pytest.warns(ds_memo.MemoWarning, match='attention that materialises its scores.*Use attn_implementation="sdpa"'):
+        step(model, Batch.random(2, 9))
+    handle.detach()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_keys_and_values_given_in_training(wrapped: bool) -> None:
+    """Transformers would drop them without a word to the loss; without training they are welcome."""
+    model = build("llama")
+    handle = ds_memo.attach(nn.ModuleDict({"model": model}) if wrapped else model, {"alpha": 0.5, "resident_layers": 1})
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
+        assert model(input_ids=ids[:, 8:9], past_key_values=cache).past_key_values.get_seq_length() == 9
+    with pytest.raises(ds_memo.MemoError, match="LlamaModel was given past_key_values of 9 tokens in training"):
+        model(input_ids=ids[:, 9:], past_key_values=cache)
+    assert model(input_ids=ids, past_key_values=None).logits.requires_grad
+    handle.detach()

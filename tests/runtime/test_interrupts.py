@@ -1,0 +1,158 @@
+"""Ctrl-C in the middle of a step, as in a notebook: what comes next is as if it had never been."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ds_memo
+from ds_memo.runtime.active_forward import in_forward
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Kept
+from tests.models import LAYERS, Batch, assert_same, build, step
+
+BATCH = Batch.random(2, 33)
+MEMO = {"alpha": 0.5, "resident_layers": 1, "plan": {"enabled": False}}
+
+
+class CtrlC(TorchDispatchMode):
+    """Comes at the n-th op of this thread."""
+
+    def __init__(self, nth: int) -> None:
+        super().__init__()
+        self.ops, self.nth = 0, nth
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.ops += 1
+        if self.ops == self.nth:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+class Rig:
+    """An attached model whose host holds one step and no more, and its stock twin."""
+
+    def __init__(self) -> None:
+        self.model = build("llama")
+        self.stock = copy.deepcopy(self.model)
+        self.handle = ds_memo.attach(self.model, MEMO)
+        step(self.model, BATCH)
+        with CtrlC(0) as count:
+            self.loss().backward()
+        self.model.zero_grad()
+        self.ops = count.ops
+        self.slab = self.handle.slab
+        self.slab.budget = self.slab.peak_used
+
+    def loss(self) -> torch.Tensor:
+        return self.model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+
+    def interrupted(self, nth: int) -> None:
+        with pytest.raises(KeyboardInterrupt), CtrlC(nth):
+            self.loss().backward()
+        self.model.zero_grad()
+
+    def goes_on(self) -> None:
+        frames = self.handle.report()["frames"]
+        self.model.eval()
+        with torch.no_grad():
+            self.loss()
+        self.model.train()
+        assert in_forward() is None
+        assert_same(step(self.model, BATCH), step(self.stock, BATCH))
+        assert self.handle.report()["frames"] == frames + LAYERS
+
+    def ends(self) -> None:
+        assert self.handle.report()["warnings"] == []
+        self.handle.detach()
+        assert self.slab.used == self.slab.pool.used == 0
+
+
+def test_in_any_op() -> None:
+    rig = Rig()
+    for nth in range(1, rig.ops * 9 // 10, 53):
+        rig.interrupted(nth)
+        rig.goes_on()
+    rig.interrupted(rig.ops // 4)
+    rig.ends()
+
+
+def test_while_a_reload_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    with monkeypatch.context() as patch:
+        patch.setattr(Kept, "slot_in", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        rig.interrupted(0)
+    rig.goes_on()
+    rig.ends()
+
+
+def test_while_a_dead_frame_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.loss()  # its graph is dropped while copies are under way
+    assert rig.handle.engine._graves
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rig.handle.engine.streams), "wait", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            rig.loss()
+    rig.goes_on()
+    rig.ends()
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_when_a_frame_dies(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python passes over what a destructor raises: nobody has buried the frame."""
+    rig = Rig()
+    with monkeypatch.context() as patch:
+        patch.setattr(SwapEngine, "_bury", lambda engine, frame: None)
+        rig.loss()
+    assert rig.slab.used == rig.slab.budget
+    if goes_on:
+        rig.goes_on()
+    rig.ends()
+    assert rig.handle.engine.traffic.blocks_lost == LAYERS - 1
+
+
+class Checkpoints(nn.Module):
+    """Calls functions, of which nothing but the running forward tells whose they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(16, 16)
+        self.meets = threading.Barrier(1)
+
+    def forward(self, x: torch.Tensor, then: type[BaseException] | None = None) -> torch.Tensor:
+        self.meets.wait(30)
+        x = ds_memo.checkpoint(lambda y: self.inside(y).relu(), x)
+        self.meets.wait(30)
+        if then is not None:
+            raise then
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
+@pytest.mark.parametrize("way", ["after an interrupt", "in two threads"])
+def test_whose_forward_runs(way: str) -> None:
+    models = [Checkpoints(), Checkpoints()]
+    handles = [ds_memo.attach(model, MEMO, layers=()) for model in models]
+    x = torch.ones(2, 16, requires_grad=True)
+    if way == "after an interrupt":
+        with pytest.raises(KeyboardInterrupt):
+            models[0](x, then=KeyboardInterrupt)
+        models[1](x).sum().backward()
+    else:
+        models[0].meets = models[1].meets = threading.Barrier(2)
+        threads = [threading.Thread(target=model, args=(x,), daemon=True) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert [handle.report()["frames"] for handle in handles] == [1, 1]
+    for handle in handles:
+        handle.detach()
+    assert in_forward() is None

@@ -1,0 +1,100 @@
+"""What modules are given is called, held against Transformers' own switches, left out of copies, and undone in reverse."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_memo.runtime.module_patches import Takeover
+from tests.models import build
+
+
+class Doubles(nn.Module):
+    def forward(self, x: int) -> int:
+        return 2 * x
+
+
+def through(calls: list[str], name: str) -> Any:
+    def run(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def test_a_plain_layer_comes_through_until_it_is_undone() -> None:
+    layer, takeover, calls = Doubles(), Takeover(), []
+    takeover.layer(layer, through(calls, "first"))
+    takeover.layer(layer, through(calls, "second"))
+    assert layer(3) == 6 and calls == ["second", "first"]
+    takeover.undo()
+    assert layer(3) == 6 and len(calls) == 2 and "forward" not in vars(layer)
+    takeover.undo()  # nothing is left to undo
+
+
+def test_a_forward_that_was_there_comes_back() -> None:
+    layer, takeover = Doubles(), Takeover()
+    layer.forward = mine = lambda x: -x
+    takeover.layer(layer, through([], ""))
+    assert layer(3) == -3
+    takeover.undo()
+    assert vars(layer)["forward"] is mine
+
+
+def test_undone_in_reverse() -> None:
+    takeover, order = Takeover(), []
+    for number in range(3):
+        takeover.undo_with(lambda number=number: order.append(number))
+    takeover.undo()
+    assert order == [2, 1, 0]
+
+
+def test_copies_are_plain() -> None:
+    layer, takeover, calls = Doubles(), Takeover(), []
+    takeover.layer(layer, through(calls, "ours"))
+    takeover.before_forward(layer, lambda module, args, kwargs: calls.append("before"))
+    takeover.after_forward(layer, lambda module, args, output: calls.append("after"))
+    assert copy.deepcopy(layer)(3) == 6 and calls == []
+    assert layer(3) == 6 and calls == ["before", "ours", "after"]
+    takeover.undo()
+
+
+def test_a_hook_after_a_forward_that_raised() -> None:
+    layer, takeover, calls = Doubles(), Takeover(), []
+    takeover.after_forward(layer, lambda module, args, output: calls.append("always"), always=True)
+    takeover.after_forward(layer, lambda module, args, output: calls.append("else"))
+    with pytest.raises(TypeError):
+        layer(None)
+    assert calls == ["always"]
+    takeover.undo()
+
+
+def test_transformers_own_switches_do_not_take_the_layers_back() -> None:
+    model, takeover, calls = build("llama"), Takeover(), []
+    for layer in model.model.layers:
+        takeover.layer(layer, through(calls, "ours"))
+    takeover.model(model, through(calls, "model"))
+    model.gradient_checkpointing_disable()
+    model(inputs_embeds=torch.zeros(1, 4, model.config.hidden_size))
+    assert calls == []
+    takeover.hold()
+    model(inputs_embeds=torch.zeros(1, 4, model.config.hidden_size))
+    assert calls == ["ours"] * len(model.model.layers)
+    takeover.undo()
+    assert not model.is_gradient_checkpointing
+
+
+def test_nothing_is_kept_alive() -> None:
+    layer, takeover = Doubles(), Takeover()
+    takeover.layer(layer, through([], ""))
+    gone = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert gone() is None
+    takeover.undo()

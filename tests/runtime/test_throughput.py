@@ -1,0 +1,58 @@
+"""Medians between optimizer steps, and MFU where it is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_memo.runtime import throughput as speed
+from ds_memo.runtime.throughput import Speed, model_flops_utilization
+
+
+def test_nothing_before_two_steps() -> None:
+    speed = Speed()
+    assert speed.before_first_step and speed.medians() == (None, None)
+    speed.stepped(1.0)
+    assert not speed.before_first_step and speed.medians() == (None, None)
+
+
+def test_medians_are_of_steps_and_not_of_their_sum() -> None:
+    speed, now = Speed(), 0.0
+    for seconds, tokens in [(0.0, 10), (1.0, 100), (50.0, 100), (2.0, 400)]:  # one step was interrupted
+        now += seconds
+        speed.tokens += tokens
+        speed.stepped(now)
+    assert speed.medians() == (2.0, pytest.approx(100.0))
+
+
+def test_old_steps_are_forgotten() -> None:
+    speed = Speed()
+    for number in range(40):
+        speed.tokens += 10
+        speed.stepped(float(number * 5 if number < 19 else 90 + number - 18))
+    assert speed.medians() == (1.0, 10.0)
+
+
+def test_several_optimizers_step_once() -> None:
+    """Muon beside AdamW, or one for each parameter."""
+    speed = Speed()
+    for step in range(4):
+        speed.tokens += 100
+        for number in range(3):
+            speed.stepped(step + 0.001 * number)
+    assert speed.medians() == (1.0, 100.0)
+
+
+@pytest.mark.parametrize("hidden", [(2, 8, 64), (0,)])
+def test_a_cpu_has_no_mfu(hidden: tuple[int, ...]) -> None:
+    assert model_flops_utilization(torch.nn.Linear(2, 2), hidden, 100.0, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_attention_is_of_whole_sequences(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MFU is the same however many ranks share one: each has its part of the tokens, and of their FLOPs."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(speed, "ranks_per_sequence", lambda: ranks)
+    monkeypatch.setattr(speed, "model_flops", lambda model, length: length * (6e9 + length * 6e5))
+    got = model_flops_utilization(torch.nn.Linear(2, 2), (1, 65536 // ranks, 64), 1e4, torch.device("cuda"))
+    assert got == pytest.approx(1e4 * (6e9 + 65536 * 6e5) / 989e12)

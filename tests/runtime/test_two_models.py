@@ -1,0 +1,237 @@
+"""Models of one process share the host: all of it in turns, a part each where their passes wait for a backward together."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_memo
+from ds_memo.profile import run
+from ds_memo.swap.host_slab import HostSlab
+from ds_memo.swap.pinned_segments import PAGE
+from ds_memo.units import GIB
+from tests.models import Batch, assert_same_grads, build, gradients
+
+BATCH = Batch.random(4, 128)
+
+
+@pytest.fixture
+def models(
+    own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[list[nn.Module], list[nn.Module], list[Any]]]:
+    """An actor and a critic, their stock twins, their handles; the host holds what one of them wants to swap, and no more."""
+    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # copies hide
+    actors = [build("llama"), build("gpt2")]
+    stocks = [copy.deepcopy(model) for model in actors]
+    section = {"resident_layers": 0, "host_memory_gib": HOST / GIB, "plan": {"enabled": False}}
+    handles = [ds_memo.attach(model, section) for model in actors]
+    yield actors, stocks, handles
+    for handle in handles:
+        handle.detach()
+
+
+HOST = 3 << 20
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+
+
+def test_models_that_take_turns_each_have_the_whole_host(models):
+    actors, stocks, handles = models
+    for _ in range(3):
+        for model, stock in zip(actors, stocks, strict=True):
+            loss_of(model).backward()
+            loss_of(stock).backward()
+            assert_same_grads(gradients(model), gradients(stock))
+    for handle in handles:
+        report = handle.report()
+        assert report["host"]["budget"] == HOST and report["profile"]["changes"] == [] and report["warnings"] == []
+        assert HOST / 2 < report["host"]["peak_used"] <= HOST
+        assert report["alpha"] > 0
+    assert handles[0].slab.size == max(handle.slab.peak_used for handle in handles)
+
+
+def test_passes_that_wait_together_have_a_part_each(models):
+    actors, stocks, handles = models
+    held = []
+    for _ in range(4):
+        (loss_of(actors[0]) + loss_of(actors[1])).backward()
+        held.append([handle.slab.peak_used for handle in handles])
+        for model, stock in zip(actors, stocks, strict=True):
+            loss_of(stock).backward()
+            assert_same_grads(gradients(model), gradients(stock))
+    assert held[0][1] == 0, "the first model had taken more than its part"
+    for handle in handles:
+        report = handle.report()
+        assert report["host"]["budget"] == HOST // 2
+        assert any("other models' passes wait for their backward at the same time" in c for c in report["profile"]["changes"])
+        assert report["predicted"]["host_bytes"] <= HOST // 2
+    assert 0 < handles[1].slab.peak_used <= HOST // 2 and handles[0].slab.size <= HOST
+
+
+def test_two_threads_that_train_a_model_each(models) -> None:
+    """Both have chosen before either lends, in each pass but the first, where the second comes once the first has chosen."""
+    actors, stocks, handles = models
+    together, chosen, failures = threading.Barrier(2), threading.Event(), []
+
+    def has_chosen(*args: Any) -> None:
+        chosen.set()
+        together.wait(60)
+
+    def train(number: int) -> None:
+        try:
+            if number:
+                assert chosen.wait(60)
+            for _ in range(4):
+                loss_of(actors[number]).backward()
+        except BaseException as failure:
+            failures.append(failure)
+            together.abort()
+
+    for model in actors:
+        model.register_forward_pre_hook(has_chosen)  # after ours
+    threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert failures == [] and not any(thread.is_alive() for thread in threads)
+    for model, stock, handle in zip(actors, stocks, handles, strict=True):
+        for _ in range(4):
+            loss_of(stock).backward()
+        assert_same_grads(gradients(model), gradients(stock))
+        assert 0 < handle.report()["predicted"]["host_bytes"] <= HOST // 2
+        assert handle.report()["warnings"] == []
+    assert HOST / 2 < handles[0].slab.peak_used <= HOST and 0 < handles[1].slab.peak_used <= HOST // 2
+    assert handles[0].slab.size <= HOST
+
+
+@pytest.mark.parametrize("end", ["detached", "garbage"])
+def test_who_is_left_has_the_whole_host_again(models, end: str) -> None:
+    actors, stocks, handles = models
+    for _ in range(3):
+        (loss_of(actors[0]) + loss_of(actors[1])).backward()
+    actor, stock, handle = actors.pop(0), stocks[0], handles.pop(0)
+    before = handle.report()
+    actor.zero_grad()
+    if end == "detached":
+        handles.pop().detach()
+    else:
+        del actors[:], handles[:]
+        gc.collect()
+    for _ in range(2):
+        for model in (actor, stock):
+            loss_of(model).backward()
+    assert_same_grads(gradients(actor), gradients(stock))
+    after = handle.report()
+    handle.detach()
+    assert (before["host"]["budget"], after["host"]["budget"]) == (HOST // 2, HOST)
+    assert (before["profile"]["host_budget"], after["profile"]["host_budget"]) == (HOST // 2, HOST)
+    assert after["alpha"] > before["alpha"] and after["predicted"]["host_bytes"] > HOST // 2
+    assert handle.slab.used == 0 and handle.slab.peak_used > HOST // 2
+    assert after["profile"]["changes"][-1].startswith("host budget raised to")
+
+
+def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None:
+    """Also where one needs more than half."""
+    models = [build("llama"), build("gpt2")]
+    stocks = [copy.deepcopy(model) for model in models]
+    section = {"alpha": 0.5, "resident_layers": 0, "host_memory_gib": 3.5 * HOST / 3 / GIB, "plan": {"enabled": False}}
+    handles = [ds_memo.attach(model, section) for model in models]
+    batches = BATCH, Batch.random(1, 64)
+    for _ in range(2):
+        for both in (models, stocks):
+            losses = [model(inputs_embeds=b.embeds, labels=b.labels).loss for model, b in zip(both, batches, strict=True)]
+            sum(losses).backward()
+        for model, stock in zip(models, stocks, strict=True):
+            assert_same_grads(gradients(model), gradients(stock))
+    assert handles[0].slab.peak_used > HOST * 3.5 / 3 / 2
+    for handle in handles:
+        handle.detach()
+
+
+def wait_together(models: list[nn.Module], stocks: list[nn.Module], second: Any, warned: bool) -> int:
+    """Both forwards, then both backwards, with gradients as stock has them; the host's bytes that the second had meanwhile."""
+    losses = loss_of(models[0]), warned_loss_of(models[1]) if warned else loss_of(models[1])
+    held = second.slab.used
+    sum(losses).backward()
+    for model, stock in zip(models, stocks, strict=True):
+        loss_of(stock).backward()
+        assert_same_grads(gradients(model), gradients(stock))
+    return held
+
+
+def test_a_given_alpha_waits_while_another_model_holds_the_host(
+    own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The residents are open, and the device has no room for all: that pass does without memo.alpha, and says so."""
+    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # the other one takes all
+    models = [build("llama"), build("gpt2")]
+    stocks = [copy.deepcopy(model) for model in models]
+    rest = {"host_memory_gib": HOST / GIB, "plan": {"enabled": False}}
+    alone = ds_memo.attach(models[1], {"alpha": 0.05, **rest})
+    loss_of(models[1]).backward()
+    all_resident = alone.report()["predicted"]["device_bytes"]
+    alone.detach()
+    models[1].zero_grad()
+    sections = {"resident_layers": 0}, {"alpha": 0.05, "device_memory_gib": 0.95 * all_resident / GIB}
+    handles = [ds_memo.attach(model, section | rest) for model, section in zip(models, sections, strict=True)]
+    alphas = []
+    for number in range(3):
+        wait_together(models, stocks, handles[1], warned=not number)
+        alphas.append(handles[1].report()["alpha"])
+    assert alphas == [0.0, 0.05, 0.05] and handles[1].slab.peak_used > 0
+    assert len(handles[1].report()["warnings"]) == 1
+    for handle in handles:
+        handle.detach()
+
+
+def test_a_configured_model_waits_while_another_one_holds_the_host(
+    own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever came first: passes that find too little go without, with one warning, and the open model leaves it from then on."""
+    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # the open one takes all
+    models = [build("llama"), build("gpt2")]
+    stocks = [copy.deepcopy(model) for model in models]
+    rest = {"resident_layers": 0, "host_memory_gib": HOST / GIB, "plan": {"enabled": False}}
+    handles = [ds_memo.attach(models[0], rest), ds_memo.attach(models[1], {"alpha": 0.05, **rest})]
+    held = [wait_together(models, stocks, handles[1], warned=not number) for number in range(4)]
+    assert held[0] < held[1] == held[2] == held[3], held
+    assert len(handles[1].report()["warnings"]) == 1 and handles[0].report()["warnings"] == []
+    third = HostSlab(HOST, handles[1].slab.pool)
+    block = third.take(HOST - PAGE, "a third")  # recipes are known by now
+    collected: list[int] = []
+    collect = gc.collect
+    monkeypatch.setattr(gc, "collect", lambda *args: collected.append(1) or collect(*args))
+    loss = loss_of(models[1])
+    assert len(collected) <= 2, "as its pass began, and for its first layer, not for each"
+    loss.backward()
+    loss_of(stocks[1]).backward()
+    assert_same_grads(gradients(models[1]), gradients(stocks[1]))
+    third.give(block)
+    third.close()
+    for handle in handles:
+        handle.detach()
+
+
+def warned_loss_of(model: nn.Module) -> torch.Tensor:
+    with pytest.warns(ds_memo.MemoWarning, match=r"without memo.alpha 0.05: other models, or forwards before it, held"):
+        return loss_of(model)
+
+
+def test_a_budget_that_ranks_have_agreed_on_is_no_change(own_cache: Any) -> None:
+    """The engine takes the least of all ranks', after the model is attached."""
+    handle = ds_memo.attach(model := build("llama"), {"resident_layers": 0, "plan": {"enabled": False}})
+    handle.slab.budget //= 2
+    loss_of(model).backward()
+    assert handle.report()["profile"]["changes"] == []
+    assert handle.report()["profile"]["host_budget"] == handle.slab.budget
+    handle.detach()
