@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not os.environ.get("DS_MEMO_CUDA_TORCH") or cuda_headers() is None,
-        reason="needs DS_MEMO_CUDA_TORCH (see benchmarks/emulator.py) and CUDA's runtime headers",
+        reason="needs DS_MEMO_CUDA_TORCH (see benchmarks/emulator/emulator.py) and CUDA's runtime headers",
     ),
 ]
 

@@ -2,7 +2,7 @@
 
     python -m tests.ops.cuda_scenarios            # all that this machine can run; one line each, ends with 1 if one failed
 
-Most run over benchmarks/emulator.cpp too, where device memory is host memory, copies happen at once and kernels do nothing: data
+Most run over the emulator (benchmarks/emulator) too, where device memory is host memory, copies happen at once and kernels do nothing: data
 is moved by copies alone, and what streams wait for is read from the calls that it notes. Those marked `gpu` need the real thing.
 """
 

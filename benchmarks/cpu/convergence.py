@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 ALPHAS = {"0": 0.0, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "1": 1.0}
 NOISE = "stock, GEMMs reordered"
 WINDOW = 20

@@ -65,7 +65,7 @@ def scenarios(segments: str, seconds: float) -> tuple[int, list[str]]:
     ran = subprocess.Popen(
         [sys.executable, "-m", "tests.ops.cuda_scenarios"],
         env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": segments},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         text=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

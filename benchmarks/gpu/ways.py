@@ -25,7 +25,7 @@ def run_apart(module: str, words: list[str], way: str, seconds: float) -> dict[s
     """
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True" if WAYS[way][0] else ""}
     command = [sys.executable, "-m", module, *words]
-    limit, root = None if math.isinf(seconds) else max(1.0, seconds), Path(__file__).parents[1]
+    limit, root = None if math.isinf(seconds) else max(1.0, seconds), Path(__file__).parents[2]
     try:
         done = subprocess.run(
             command, env=os.environ | setting, capture_output=True, text=True, timeout=limit, cwd=root, check=False

@@ -13,6 +13,7 @@ from ds_memo.plan.native import compiler
 from ds_memo.units import GIB
 
 HERE = Path(__file__).parent
+REPO = HERE.parents[1]
 HOST_GIB = 115
 """What the emulated machine has free."""
 
@@ -47,8 +48,8 @@ def run_emulated(module: str, arguments: list[str], device_gib: float) -> int:
     with tempfile.TemporaryDirectory() as folder:
         given = environment(Path(folder), headers, device_gib)
         given["XDG_CACHE_HOME"] = folder  # never the user's: no profile made here is of a GPU
-        given["PYTHONPATH"] = f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
-        return subprocess.run([python, "-m", module, *arguments], env=os.environ | given, cwd=HERE.parent, check=False).returncode
+        given["PYTHONPATH"] = f"{REPO}:{os.environ.get('PYTHONPATH', '')}"
+        return subprocess.run([python, "-m", module, *arguments], env=os.environ | given, cwd=REPO, check=False).returncode
 
 
 def without_values(host_gib: float = HOST_GIB) -> None:

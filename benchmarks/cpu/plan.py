@@ -24,7 +24,7 @@ from ds_memo.plan.trace import Trace, repeat_layer
 from ds_memo.units import GIB
 from tests.plan.instances import CAPACITY, MINIMALLOC, TRACES, dense
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def table(title: str, rows: list[dict]) -> list[dict]:

@@ -190,7 +190,7 @@ def search_apart(
     command = [sys.executable, "-m", "benchmarks.capacity", *(f"--{name}={value}" for name, value in arguments.items())]
     if lengths:
         command += ["--lengths", *map(str, lengths)]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     with tempfile.TemporaryFile("w+") as err:
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=err, text=True, timeout=seconds, cwd=root, check=False)

@@ -25,7 +25,7 @@ from ds_memo.estimate.simulate import simulate
 from ds_memo.placement import Places
 from ds_memo.solve.costs import RunCosts
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 BYTES_BAR, TIME_BAR = 0.02, 0.05
 SHAPES = {"gpt": "gpt-7b", "llama": "llama3-8b"}

@@ -25,7 +25,7 @@ from benchmarks.environment import environment
 
 BAR_S = 1.0
 """Of a warm start that everything is cached for."""
-CONFIG = Path(__file__).parents[1] / "ds_configs" / "models" / "tiny.json"
+CONFIG = Path(__file__).parents[2] / "ds_configs" / "models" / "tiny.json"
 
 
 def start(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[float, bool]:

@@ -21,7 +21,7 @@ from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.question import Estimate, Question
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 TABLES = ROOT / "benchmarks" / "paper"
 MODEL = model.load(str(ROOT / "ds_configs" / "models" / "gpt-7b.json"))
