@@ -45,5 +45,5 @@ shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=SEQ, use_cache=False, **shape))
 trainer = Trainer(model=model, args=args, train_dataset=windows)
 trainer.train()
-if trainer.is_world_process_zero():
+if torch.distributed.get_rank() == 0:
     print(ds_memo.report(trainer.model_wrapped))
