@@ -1,0 +1,79 @@
+"""Each script in examples/ runs by the command that its docstring begins with, learns, and ends with the report."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EVERYDAY = ("attach",)
+TIMEOUT_S = 600
+"""On a CPU, DeepSpeed's first start on a machine compiles its shared-memory collectives."""
+REPORT = re.compile(r"^ds_memo +active: .*^over the link +(\S+) [KMGT]iB to the host, (\S+) [KMGT]iB back$", re.M | re.S)
+
+
+def command(example: Path) -> list[str]:
+    """The first line of an example's docstring."""
+    return shlex.split(ast.get_docstring(ast.parse(example.read_text())).splitlines()[0])
+
+
+@functools.cache
+def printed(name: str) -> str:
+    """Standard output of an example, run as a user of this Python's environment runs it."""
+    here = {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    words = command(ROOT / "examples" / f"{name}.py")
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | here, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    too_few = name == "ulysses" and torch.cuda.device_count() == 1
+    return [pytest.mark.skipif(too_few, reason="two GPUs or none")] + ([] if name in EVERYDAY else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name", [pytest.param(path.stem, marks=marks(path.stem)) for path in EXAMPLES])
+def test_it_runs_and_learns(name: str) -> None:
+    out = printed(name)
+    losses = list(re.finditer(r"\bloss'?:? '?([\d.]+)", out))
+    assert len(losses) == 10
+    assert float(losses[-1][1]) < float(losses[0][1])
+    (report,) = REPORT.finditer(out)  # by one rank
+    assert report.start() > losses[-1].end()
+    assert float(report[1]) > 0 and report[1] == report[2]
+    assert "attention 0 times" in out and "\nwarning" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two GPUs or none")
+def test_two_ranks_hold_half_a_sequence_each() -> None:
+    """The same model and length as in the loop on one rank."""
+    stored = [
+        float(re.search(r"^layers 0-1 +(\S+) MiB each on the host", printed(name), re.M)[1])
+        for name in ("ulysses", "deepspeed_loop")
+    ]
+    assert stored[0] == pytest.approx(stored[1] / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_it_is_short_and_names_itself(example: Path) -> None:
+    assert len(example.read_text().splitlines()) <= 60
+    assert command(example)[-1] == f"examples/{example.name}"
+
+
+def test_the_table_has_each_command() -> None:
+    table = re.findall(r"^\| `(.+?)` \|", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(shlex.join(command(example)) for example in EXAMPLES)
