@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_memo
-from ds_memo.integrate import ulysses
+from ds_memo.deepspeed import ulysses
 
 SEQ, STEPS = 2048, 10  # tokens are bytes; each rank holds SEQ / 2 of a sequence
 CONFIG = {
