@@ -21,16 +21,21 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_memo.errors import MemoConfigError, MemoError
+from ds_memo.integrate import documents
 from ds_memo.units import round_up
 
 FIELD = "sequence_parallel_size"
 IGNORE = -100
 """Label of a token that does not count."""
-_MASKS_WINDOWS = ("sdpa",)
+_MASKS_WINDOWS = ("sdpa", "flex_attention")
 """Attention implementations that know a sliding window only through the mask, which Ulysses drops."""
 _NEEDS_A_MASK = ("eager", "paged|eager")
+
+_UNKNOWN = object()
+"""Documents of position_ids that the model was not given as they are: a layer's caller made them."""
 
 _parallel: weakref.WeakKeyDictionary[nn.Module, _Attention] = weakref.WeakKeyDictionary()
 """Attention modules of models that are sequence-parallel."""
@@ -205,6 +210,9 @@ class _Attention:
     def __init__(self, name: str, model: nn.Module, group: dist.ProcessGroup) -> None:
         self._name = name
         self._core = _take_over(name)
+        self._within = documents.attention_within(name)
+        self._documents = WeakTensorKeyDictionary()
+        """Documents of whole sequences, or None, by the position_ids of the part that the forward was given: so replays find theirs."""
         self._layers = model.config.get_text_config().num_hidden_layers
         self._group = group
         self._ranks = dist.get_world_size(group)
@@ -222,11 +230,21 @@ class _Attention:
                 f"{FIELD} {self._ranks}: the model attends to a window of {window} tokens of {length}, which "
                 f'attn_implementation="{self._name}" knows from its mask alone, and Ulysses drops that. Use "flash_attention_2".'
             )
-        return self._of_shape(query, key)(module, query, key, value, self._mask(mask), *rest, **kwargs)
+        positions = kwargs.get("position_ids")
+        found = self._documents.get(positions, _UNKNOWN) if isinstance(positions, torch.Tensor) else _UNKNOWN
+        if self._name != "flex_attention" or isinstance(found, documents.Documents):
+            mask = None  # it is of the part alone; FlexAttention's tells DeepSpeed to make a causal one
+        return self._of_shape(query, key)(module, query, key, value, mask, *rest, documents=found, **kwargs)
 
-    def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Without position_ids the model would number each part's tokens from 0, and train on that without a word."""
-        if module in _parallel and kwargs.get("position_ids") is None:
+    def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Find the documents of the whole sequences, alike on all ranks of the group.
+
+        Without position_ids the model would number each part's tokens from 0, and train on that without a word.
+        """
+        if module not in _parallel:
+            return None
+        positions = kwargs.get("position_ids")
+        if positions is None:
             tokens = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 1), None)
             length, rank = tokens.shape[1] if tokens is not None else 0, dist.get_rank(self._group)
             raise MemoError(
@@ -234,6 +252,37 @@ class _Attention:
                 f"tokens {rank * length} to {(rank + 1) * length - 1} of {self._ranks * length}, and position_ids must say so. "
                 "Let UlyssesSPDataLoaderAdapter or ds_memo.integrate.ulysses.split cut batches that have them."
             )
+        if kwargs.get("cu_seq_lens_q") is not None:
+            raise MemoError(
+                f"{FIELD} {self._ranks}: the model was called with cu_seq_lens_q, and a rank holds only a part of each sequence. "
+                "Leave it out: position_ids that start again at each document tell the same."
+            )
+        own = positions.clone(memory_format=torch.contiguous_format)  # the caller may write to theirs before a replay looks
+        parts = [torch.empty_like(own) for _ in range(self._ranks)]
+        dist.all_gather(parts, own, group=self._group)
+        self._documents[own] = self._find(torch.cat(parts, dim=-1))
+        return args, {**kwargs, "position_ids": own}
+
+    def _find(self, position_ids: torch.Tensor) -> documents.Documents | None:
+        found = documents.find(position_ids)
+        if found is not None and self._within is None:
+            raise MemoError(
+                f"{FIELD} {self._ranks}: position_ids start again, so a sequence holds several documents, and how "
+                f'attn_implementation="{self._name}" would keep them apart is not known. Use "flash_attention_2" or "sdpa".'
+            )
+        return found
+
+    def _attend(self, module: nn.Module, query: torch.Tensor, *args: Any, documents: Any, **kwargs: Any) -> Any:
+        """Run between the all-to-alls: query (b, heads / ranks, s, head size), position_ids of whole sequences (b, s)."""
+        found = self._find(kwargs["position_ids"]) if documents is _UNKNOWN else documents
+        if found is None:
+            return self._core(module, query, *args, **kwargs)
+        if len(found.lengths) != len(query):
+            raise MemoError(
+                f"{FIELD} {self._ranks}: position_ids of {len(found.lengths)} rows came with a batch of {len(query)}, and they "
+                "start again. Give every row its own."
+            )
+        return self._within(found, self._core, module, query, *args, **kwargs)
 
     def after_first_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.check_first.remove()
@@ -247,16 +296,13 @@ class _Attention:
         """A copy of the model is not sequence-parallel, and copies its hooks."""
         return self
 
-    def _mask(self, mask: Any) -> Any:
-        return mask if self._name == "flex_attention" else None  # of the part alone; causality comes from the positions
-
     def _of_shape(self, query: torch.Tensor, key: torch.Tensor) -> UlyssesSPAttentionHF:
         """One per batch size and number of heads, which it wants to know beforehand."""
         batch, heads, _, size = query.shape
         shape = batch, heads, key.shape[1], size
         if shape not in self._by_shape:
             self._by_shape[shape] = UlyssesSPAttentionHF(
-                attn=self._core,
+                attn=self._attend,
                 batch_size=batch,
                 attn_head_count=heads,
                 attn_head_size=size,
