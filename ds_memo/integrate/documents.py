@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,169 +21,148 @@ if TYPE_CHECKING:
 _BLOCK = 128
 """Tokens of a block, as FlexAttention has it."""
 
-
-@dataclass(frozen=True, eq=False)
-class Documents:
-    """The documents of a batch of sequences (b, s)."""
-
-    lengths: tuple[tuple[int, ...], ...]
-    """Tokens of each document in its order, by row; each row adds up to s."""
-    device: torch.device
-
-    @functools.cached_property
-    def borders(self) -> torch.Tensor:
-        """Tokens before each document, rows laid end to end, and all of them last: flash attention's cu_seqlens, int32."""
-        return torch.tensor([0, *itertools.accumulate(itertools.chain(*self.lengths))], dtype=torch.int32, device=self.device)
-
-    @functools.cached_property
-    def longest(self) -> int:
-        return max(map(max, self.lengths))
-
-    @functools.cached_property
-    def block_mask(self) -> BlockMask:
-        """FlexAttention's mask: causal within each document.
-
-        Worked out by blocks: ``create_block_mask`` would first make a tensor of s × s.
-        """
-        from torch.nn.attention.flex_attention import BlockMask
-
-        rows = [_first_tokens(lengths) for lengths in self.lengths]
-        first = torch.stack(rows).to(self.device)  # (b, s): of the token's document
-        length = first.shape[1]
-        block = torch.arange(-(-length // _BLOCK), device=self.device)
-        query, key = block[:, None], block
-        earliest = first[:, block * _BLOCK, None]  # of a block of queries (b, blocks, 1)
-        latest = first[:, (block * _BLOCK + _BLOCK - 1).clamp(max=length - 1), None]
-        seen = (key <= query) & (earliest < (key + 1) * _BLOCK)
-        whole = (key < query) & (latest <= key * _BLOCK) & ((query + 1) * _BLOCK <= length)
-
-        def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            return (kv <= q) & (kv >= first[b, q])
-
-        return BlockMask.from_kv_blocks(
-            *_listed(seen & ~whole), *_listed(whole), BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(length, length)
-        )
+Lengths = Sequence[Sequence[int]]
+"""Tokens of each document in its order, by row; each row adds up to s."""
+Attention = Callable[..., tuple[torch.Tensor, Any]]
+"""Of Transformers' attention interface: query, key and value (b, heads, s, head size), output (b, s, heads, head size)."""
 
 
-def find(position_ids: torch.Tensor) -> Documents | None:
-    """Tell documents by position_ids: one begins where a position is not above the one before.
+def attention_within(name: str, attend: Attention, position_ids: torch.Tensor) -> Attention:
+    """Keep `attend`, the causal attention that Transformers calls `name`, inside the documents of a batch of sequences.
 
-    Padding whose positions do not rise (0, 0, … or 1, 1, …) is a document per token, which no other token attends to.
-    Synchronises with the device.
+    What is returned does not synchronise with the device; this does, once.
 
     Args:
-        position_ids: of whole sequences, (b, s).
+        position_ids: of whole sequences, (b, s). A document begins where a position is not above the one before. So padding
+            whose positions do not rise (0, 0, … or 1, 1, …) is a document per token, which no other token attends to.
 
     Returns:
-        None if every row is one document.
+        `attend` itself if every row is one document; but FlexAttention always gets its mask here.
 
     Raises:
-        MemoError: positions rise by more than one, or have more axes.
+        MemoError: position_ids do not tell documents, or how to keep them apart under `name` is not known.
     """
-    if position_ids.dim() != 2:
-        raise MemoError(
-            f"position_ids have the shape {tuple(position_ids.shape)}; sequence parallelism needs (rows, tokens) to tell documents "
-            "apart. Give positions of one axis, or train the model without sequence_parallel_size"
-        )
+    lengths = document_lengths(position_ids)
+    if name == "flex_attention":
+        return functools.partial(_masked, attend, block_mask(lengths, position_ids.device))
+    if all(len(row) == 1 for row in lengths):
+        return attend
+    if name == "sdpa":
+        return functools.partial(_one_by_one, attend, lengths)
+    if "flash" in name and "|" not in name:  # also kernels from the Hub; "paged|…" is for generation
+        return functools.partial(_varlen, attend, _varlen_arguments(lengths, position_ids.device))
+    row = next(index for index, row in enumerate(lengths) if len(row) > 1)
+    raise MemoError(
+        f"position_ids of row {row} start again at token {lengths[row][0]}, where another document begins, and how "
+        f'attn_implementation="{name}" would keep them apart is not known. Use "flash_attention_2", "flex_attention" or "sdpa"'
+    )
+
+
+def document_lengths(position_ids: torch.Tensor) -> Lengths:
+    """Find the documents of sequences, as :func:`attention_within` tells them.
+
+    Raises:
+        MemoError: positions rise by more than one.
+    """
     steps = position_ids.diff(dim=1).clamp(0, 2).to(torch.uint8).cpu()
-    if (steps == 1).all():
-        return None
     if (steps == 2).any():
         row, token = (steps == 2).nonzero()[0].tolist()
         before, after = position_ids[row, token : token + 2].tolist()
         raise MemoError(
-            f"position_ids of row {row} rise from {before} to {after} between tokens {token} and {token + 1}; expected steps of 1, "
-            "or a fall where a document begins. Whether a gap is a border cannot be told: number each document from 0 without gaps"
+            f"position_ids of row {row} rise from {before} to {after} at token {token + 1}; expected steps of 1, or a fall where a "
+            "document begins. Whether a gap is a border cannot be told: number each document without gaps"
         )
-    return Documents(tuple(map(_lengths, steps)), position_ids.device)
+    return [_between([0, *((row != 1).nonzero().flatten() + 1).tolist(), position_ids.shape[1]]) for row in steps]
 
 
-def attention_within(name: str) -> Callable[..., Any] | None:
-    """Choose the way to keep documents apart under an attention implementation of Transformers.
+def block_mask(lengths: Lengths, device: torch.device) -> BlockMask:
+    """Make FlexAttention's mask, causal within each document.
 
-    Returns:
-        A function of the documents, the implementation, and the implementation's own arguments for whole sequences. None: there
-        is no way that is known to be right.
+    It is worked out by blocks: ``create_block_mask`` would first make a tensor of s × s.
     """
-    if name == "sdpa":
-        return _one_by_one
-    if name == "flex_attention":
-        return _masked
-    if "flash" in name and "|" not in name:  # also flash-attn kernels from the Hub; "paged|…" is for generation
-        return _varlen
-    return None
+    from torch.nn.attention.flex_attention import BlockMask
+
+    first = torch.stack([_first_tokens(row) for row in lengths]).to(device)  # (b, s): of the token's document
+    length = first.shape[1]
+    block = torch.arange(-(-length // _BLOCK), device=device)
+    query, key = block[:, None], block
+    earliest = first[:, block * _BLOCK, None]  # of a block of queries (b, blocks, 1)
+    latest = first[:, (block * _BLOCK + _BLOCK - 1).clamp(max=length - 1), None]
+    seen = (key <= query) & (earliest < (key + 1) * _BLOCK)
+    full = (key < query) & (latest <= key * _BLOCK) & ((query + 1) * _BLOCK <= length)
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return (kv <= q) & (kv >= first[b, q])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(seen & ~full), *_listed(full), BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(length, length)
+    )
 
 
 def _one_by_one(
-    documents: Documents,
-    attend: Callable[..., Any],
+    attend: Attention,
+    lengths: Lengths,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: Any,
+    mask: None,
     *rest: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within one document after the other; those of equal length (padding, above all) go in one call.
-
-    Args:
-        query: (b, heads, s, head size).
-
-    Returns:
-        The output (b, s, heads, head size), and None for the weights.
-    """
-    batch, _, length, _ = query.shape
+    """Attend within one document after the other; those of equal length (padding, above all) go in one call."""
     pieces = [
-        [piece for row, lengths in zip(x.split(1), documents.lengths, strict=True) for piece in row.split(lengths, dim=2)]
+        [piece for row, parts in zip(x.split(1), lengths, strict=True) for piece in row.split(parts, dim=2)]
         for x in (query, key, value)
     ]
     alike = defaultdict(list)
-    for index, size in enumerate(itertools.chain(*documents.lengths)):
+    for index, size in enumerate(itertools.chain(*lengths)):
         alike[size].append(index)
     out: dict[int, torch.Tensor] = {}
     for indices in alike.values():
-        inputs = (torch.cat([x[i] for i in indices]) if len(indices) > 1 else x[indices[0]] for x in pieces)
-        attended = attend(module, *inputs, None, *rest, **kwargs)[0]  # (documents, tokens, heads, head size)
+        inputs = [torch.cat([x[i] for i in indices]) if len(indices) > 1 else x[indices[0]] for x in pieces]
+        attended, _ = attend(module, *inputs, None, *rest, **kwargs)  # (documents, tokens, heads, head size)
         out.update(zip(indices, attended.split(1), strict=True))
     joined = torch.cat([out[index] for index in range(len(out))], dim=1)
-    return joined.view(batch, length, *joined.shape[2:]), None
+    return joined.view(len(query), query.shape[2], *joined.shape[2:]), None
 
 
 def _masked(
-    documents: Documents,
-    attend: Callable[..., Any],
+    attend: Attention,
+    blocks: BlockMask,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: Any,
+    mask: None,
     *rest: Any,
     **kwargs: Any,
-) -> Any:
-    return attend(module, query, key, value, documents.block_mask, *rest, **kwargs)
+) -> tuple[torch.Tensor, Any]:
+    return attend(module, query, key, value, blocks, *rest, **kwargs)
 
 
-def _varlen(documents: Documents, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Say it by cu_seqlens: Transformers looks at position_ids in batches of one row alone."""
-    borders, longest = documents.borders, documents.longest
-    said = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
+def _varlen(attend: Attention, said: dict[str, Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
     return attend(*args, **{**kwargs, **said})
 
 
-def _lengths(steps: torch.Tensor) -> tuple[int, ...]:
-    """Tokens of each document of a row, from its steps (s - 1)."""
-    begins = (steps != 1).nonzero().flatten() + 1
-    return tuple(torch.diff(torch.tensor([0, *begins.tolist(), len(steps) + 1])).tolist())
+def _varlen_arguments(lengths: Lengths, device: torch.device) -> dict[str, Any]:
+    """Flash attention's cu_seqlens, rows laid end to end. By position_ids Transformers tells documents of a single row alone."""
+    sizes = list(itertools.chain(*lengths))
+    borders = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
+    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": max(sizes), "max_length_k": max(sizes)}
 
 
-def _first_tokens(lengths: tuple[int, ...]) -> torch.Tensor:
+def _between(borders: list[int]) -> list[int]:
+    return [end - start for start, end in itertools.pairwise(borders)]
+
+
+def _first_tokens(lengths: Sequence[int]) -> torch.Tensor:
     """For each token of a row, the index of its document's first (s)."""
     sizes = torch.tensor(lengths)
     return torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks each row of blocks (b, n, n) has, and which: theirs first, then the others, as BlockMask wants them."""
+    """How many blocks each row of blocks (b, n, n) has, and which: first those, then the others, as BlockMask wants them."""
     blocks = blocks[:, None].int()  # the same for all heads
     return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()

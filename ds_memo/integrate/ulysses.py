@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_memo.errors import MemoConfigError, MemoError
-from ds_memo.integrate import documents
+from ds_memo.integrate.documents import Attention, attention_within
 from ds_memo.units import round_up
 
 FIELD = "sequence_parallel_size"
@@ -33,9 +33,6 @@ IGNORE = -100
 _MASKS_WINDOWS = ("sdpa", "flex_attention")
 """Attention implementations that know a sliding window only through the mask, which Ulysses drops."""
 _NEEDS_A_MASK = ("eager", "paged|eager")
-
-_UNKNOWN = object()
-"""Documents of position_ids that the model was not given as they are: a layer's caller made them."""
 
 _parallel: weakref.WeakKeyDictionary[nn.Module, _Attention] = weakref.WeakKeyDictionary()
 """Attention modules of models that are sequence-parallel."""
@@ -210,9 +207,8 @@ class _Attention:
     def __init__(self, name: str, model: nn.Module, group: dist.ProcessGroup) -> None:
         self._name = name
         self._core = _take_over(name)
-        self._within = documents.attention_within(name)
-        self._documents = WeakTensorKeyDictionary()
-        """Documents of whole sequences, or None, by the position_ids of the part that the forward was given: so replays find theirs."""
+        self._within = WeakTensorKeyDictionary()
+        """Rows, and what runs on whole sequences, by the position_ids of a part that a forward was given: its replay gets the same."""
         self._layers = model.config.get_text_config().num_hidden_layers
         self._group = group
         self._ranks = dist.get_world_size(group)
@@ -231,13 +227,16 @@ class _Attention:
                 f'attn_implementation="{self._name}" knows from its mask alone, and Ulysses drops that. Use "flash_attention_2".'
             )
         positions = kwargs.get("position_ids")
-        found = self._documents.get(positions, _UNKNOWN) if isinstance(positions, torch.Tensor) else _UNKNOWN
-        if self._name != "flex_attention" or isinstance(found, documents.Documents):
-            mask = None  # it is of the part alone; FlexAttention's tells DeepSpeed to make a causal one
-        return self._of_shape(query, key)(module, query, key, value, mask, *rest, documents=found, **kwargs)
+        rows, within = self._within.get(positions, (0, None)) if isinstance(positions, torch.Tensor) else (0, None)
+        if self._name == "flex_attention" and mask is None:
+            within = self._core  # not causal, or there would be one
+        elif within is not self._core and rows != len(query):
+            within = None
+        # The mask is of the part alone.
+        return self._of_shape(query, key)(module, query, key, value, None, *rest, within=within, **kwargs)
 
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        """Find the documents of the whole sequences, alike on all ranks of the group.
+        """Look for documents in the whole sequences. All ranks of the group see the same.
 
         Without position_ids the model would number each part's tokens from 0, and train on that without a word.
         """
@@ -252,37 +251,27 @@ class _Attention:
                 f"tokens {rank * length} to {(rank + 1) * length - 1} of {self._ranks * length}, and position_ids must say so. "
                 "Let UlyssesSPDataLoaderAdapter or ds_memo.integrate.ulysses.split cut batches that have them."
             )
+        if positions.dim() != 2:
+            raise MemoError(
+                f"{FIELD} {self._ranks}: position_ids have the shape {tuple(positions.shape)}; expected (rows, tokens). "
+                "Ulysses knows positions of one axis; train models with more on whole sequences."
+            )
         if kwargs.get("cu_seq_lens_q") is not None:
             raise MemoError(
-                f"{FIELD} {self._ranks}: the model was called with cu_seq_lens_q, and a rank holds only a part of each sequence. "
-                "Leave it out: position_ids that start again at each document tell the same."
+                f"{FIELD} {self._ranks}: the model was called with cu_seq_lens_q, but a rank holds a part of each sequence. "
+                "Leave it out: position_ids that start again with each document say the same."
             )
         own = positions.clone(memory_format=torch.contiguous_format)  # the caller may write to theirs before a replay looks
         parts = [torch.empty_like(own) for _ in range(self._ranks)]
         dist.all_gather(parts, own, group=self._group)
-        self._documents[own] = self._find(torch.cat(parts, dim=-1))
+        self._within[own] = len(own), attention_within(self._name, self._core, torch.cat(parts, dim=1))
         return args, {**kwargs, "position_ids": own}
 
-    def _find(self, position_ids: torch.Tensor) -> documents.Documents | None:
-        found = documents.find(position_ids)
-        if found is not None and self._within is None:
-            raise MemoError(
-                f"{FIELD} {self._ranks}: position_ids start again, so a sequence holds several documents, and how "
-                f'attn_implementation="{self._name}" would keep them apart is not known. Use "flash_attention_2" or "sdpa".'
-            )
-        return found
-
-    def _attend(self, module: nn.Module, query: torch.Tensor, *args: Any, documents: Any, **kwargs: Any) -> Any:
+    def _attend(self, module: nn.Module, query: torch.Tensor, *args: Any, within: Attention | None, **kwargs: Any) -> Any:
         """Run between the all-to-alls: query (b, heads / ranks, s, head size), position_ids of whole sequences (b, s)."""
-        found = self._find(kwargs["position_ids"]) if documents is _UNKNOWN else documents
-        if found is None:
-            return self._core(module, query, *args, **kwargs)
-        if len(found.lengths) != len(query):
-            raise MemoError(
-                f"{FIELD} {self._ranks}: position_ids of {len(found.lengths)} rows came with a batch of {len(query)}, and they "
-                "start again. Give every row its own."
-            )
-        return self._within(found, self._core, module, query, *args, **kwargs)
+        if within is None:  # the layer was given other position_ids than the model, or one row for all
+            within = attention_within(self._name, self._core, kwargs["position_ids"].expand(len(query), -1))
+        return within(module, query, *args, **kwargs)
 
     def after_first_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.check_first.remove()
@@ -316,7 +305,7 @@ class _Attention:
 
 
 @functools.cache
-def _take_over(name: str) -> Callable[..., Any]:
+def _take_over(name: str) -> Attention:
     """Send what sequence-parallel models ask of this attention implementation through their :class:`_Attention`.
 
     Under its own name, as DeepSpeed does it: models ask for the name to choose their mask.
