@@ -24,20 +24,21 @@ _BLOCK = 128
 Lengths = Sequence[Sequence[int]]
 """Tokens of each document in its order, by row; each row adds up to s."""
 Attention = Callable[..., tuple[torch.Tensor, Any]]
-"""Of Transformers' attention interface: query, key and value (b, heads, s, head size), output (b, s, heads, head size)."""
+"""Transformers' attention interface: module, query, key, value (b, heads, s, head size), mask, …; returns the output
+(b, s, heads, head size) and weights or None."""
 
 
 def attention_within(name: str, attend: Attention, position_ids: torch.Tensor) -> Attention:
     """Keep `attend`, the causal attention that Transformers calls `name`, inside the documents of a batch of sequences.
 
-    What is returned does not synchronise with the device; this does, once.
+    Copies one byte per token to the host and waits for it; the function that it returns waits for nothing.
 
     Args:
         position_ids: of whole sequences, (b, s). A document begins where a position is not above the one before. So padding
             whose positions do not rise (0, 0, … or 1, 1, …) is a document per token, which no other token attends to.
 
     Returns:
-        `attend` itself if every row is one document; but FlexAttention always gets its mask here.
+        `attend` itself if every row is one document, except for FlexAttention: its causal mask, too, is made here.
 
     Raises:
         MemoError: position_ids do not tell documents, or how to keep them apart under `name` is not known.
@@ -69,8 +70,8 @@ def document_lengths(position_ids: torch.Tensor) -> Lengths:
         row, token = (steps == 2).nonzero()[0].tolist()
         before, after = position_ids[row, token : token + 2].tolist()
         raise MemoError(
-            f"position_ids of row {row} rise from {before} to {after} at token {token + 1}; expected steps of 1, or a fall where a "
-            "document begins. Whether a gap is a border cannot be told: number each document without gaps"
+            f"position_ids of row {row} rise from {before} to {after} at token {token + 1}; expected steps of 1, or a fall where "
+            "a document begins. Whether a gap is a border cannot be told: number each document without gaps"
         )
     return [_between([0, *((row != 1).nonzero().flatten() + 1).tolist(), position_ids.shape[1]]) for row in steps]
 
@@ -146,7 +147,7 @@ def _varlen(attend: Attention, said: dict[str, Any], *args: Any, **kwargs: Any) 
 
 
 def _varlen_arguments(lengths: Lengths, device: torch.device) -> dict[str, Any]:
-    """Flash attention's cu_seqlens, rows laid end to end. By position_ids Transformers tells documents of a single row alone."""
+    """Flash attention's cu_seqlens, rows laid end to end. From position_ids alone, Transformers would read them in one row only."""
     sizes = list(itertools.chain(*lengths))
     borders = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
     return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": max(sizes), "max_length_k": max(sizes)}
@@ -157,12 +158,12 @@ def _between(borders: list[int]) -> list[int]:
 
 
 def _first_tokens(lengths: Sequence[int]) -> torch.Tensor:
-    """For each token of a row, the index of its document's first (s)."""
+    """The index of its document's first token, for each token of a row (s)."""
     sizes = torch.tensor(lengths)
     return torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks each row of blocks (b, n, n) has, and which: first those, then the others, as BlockMask wants them."""
+    """The number of blocks in each row of `blocks` (b, n, n), and their indices, followed by the others', for BlockMask."""
     blocks = blocks[:, None].int()  # the same for all heads
     return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()

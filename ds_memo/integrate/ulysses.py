@@ -208,7 +208,7 @@ class _Attention:
         self._name = name
         self._core = _take_over(name)
         self._within = WeakTensorKeyDictionary()
-        """Rows, and what runs on whole sequences, by the position_ids of a part that a forward was given: its replay gets the same."""
+        """Rows, and the attention over whole sequences, by the position_ids that a forward gave its layers. Replays find the same."""
         self._layers = model.config.get_text_config().num_hidden_layers
         self._group = group
         self._ranks = dist.get_world_size(group)
@@ -236,7 +236,7 @@ class _Attention:
         return self._of_shape(query, key)(module, query, key, value, None, *rest, within=within, **kwargs)
 
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        """Look for documents in the whole sequences. All ranks of the group see the same.
+        """Find the documents of whole sequences, alike on all ranks of the group.
 
         Without position_ids the model would number each part's tokens from 0, and train on that without a word.
         """

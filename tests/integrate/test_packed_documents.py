@@ -14,8 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import flex_attention as torch_flex
+from torch.utils.checkpoint import CheckpointError
+from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import flex_attention as flex
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_memo
@@ -144,7 +147,7 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
 
 
 def use_flash(model: torch.nn.Module, implementation: str, monkeypatch: pytest.MonkeyPatch) -> Varlen:
-    """Switch to it as if it were installed."""
+    """Switch a model to flash attention as if the package were installed."""
     kernels = Varlen()
     loaded = (kernels.flash_attn_func, kernels.flash_attn_varlen_func, None, flash._pad_input, flash._unpad_input)
     monkeypatch.setattr(flash, "_lazy_imports", lambda *args, **kwargs: loaded)
@@ -176,7 +179,8 @@ def listed(counts: torch.Tensor, indices: torch.Tensor, length: int, block: int)
 
 def use_flex(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex.WrappedFlexAttention, "__call__", lambda self: of_flex_attention)
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # Transformers compiles the making of its mask, for 20 seconds
+    make = masking_utils.create_block_mask
+    monkeypatch.setattr(masking_utils, "create_block_mask", lambda **kwargs: make(**kwargs | {"_compile": False}))  # 20 s quicker
     model.config._attn_implementation = "flex_attention"  # set_attn_implementation() asks for a GPU
 
 
@@ -209,7 +213,7 @@ def test_one_rank(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_transformers_tells_documents_by_position_ids_under_flash_in_one_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several rows it makes one document each: of theirs, docs/parallel.md says so. Should this fail, it can say otherwise."""
+    """Each of several rows is one document to it, as docs/parallel.md says."""
     model = build("llama")
     want = Packed(HALVES).apart(model)
     kernels = use_flash(model, "flash_attention_2", monkeypatch)
@@ -226,9 +230,9 @@ class TestUlysses(DistributedTest):
 
     @pytest.mark.parametrize("name", ["llama", "neox", "mixtral"])
     def test_sdpa(self, name):
-        """Grouped heads, as many for keys as for queries, experts; each layout once analysed, once followed, and again later."""
+        """Grouped heads, as many for keys as for queries, experts; layouts come twice in a row, and again after others."""
         wants = {layout: Packed(layout).apart(build(name)) for layout in (UNPACKED, *LAYOUTS)}
-        for alpha in (None, 0.0, 0.5, 1.0):
+        for alpha in (None, 0.0, 0.5, 1.0) if name == "llama" else (0.5,):
             model = build(name)
             ulysses.set_up(model, 2)
             handle = ds_memo.attach(model, memo(alpha)) if alpha is not None else None
@@ -246,7 +250,7 @@ class TestUlysses(DistributedTest):
             handle = ds_memo.attach(model, memo(alpha)) if alpha is not None else None
             for layout in (UNPACKED, UNPACKED, *LAYOUTS, *LAYOUTS):
                 assert_as_apart(Packed(layout).in_parts(model), wants[layout])
-            assert handle is None or implementation in FLASHES[:2] or handle.report()["attention_recomputed"] == 0
+            assert handle is None or implementation in FLASHES or handle.report()["attention_recomputed"] == 0
 
     def test_flash_gets_the_borders_of_all_rows(self, monkeypatch):
         model = build("llama")
@@ -256,7 +260,7 @@ class TestUlysses(DistributedTest):
         assert kernels.calls == [[0, 20, 45, 64, 128]] * LAYERS
 
     def test_without_what_it_knows_of_documents(self, monkeypatch):
-        """A negative control of all tests above, with the 0.18 that were once silent."""
+        """A negative control of the tests above: DeepSpeed's attention as it is."""
         monkeypatch.setattr(ulysses, "attention_within", lambda name, attend, position_ids: attend)
         model = build("llama")
         ulysses.set_up(model, 2)
@@ -302,8 +306,8 @@ class TestUlysses(DistributedTest):
         monkeypatch.setattr(ulysses._parallel[model], "_within", latest)
         loss = Packed(SPREAD).forward(model)[1]
         Packed(HALVES).forward(model)
-        loss.backward()
-        with pytest.raises(Different):
+        with pytest.raises((Different, CheckpointError)):
+            loss.backward()
             assert_same_grads(summed_gradients(model), Packed(SPREAD).apart(build("llama"))[1], EXACT)
 
     def test_documents_that_change_with_every_step(self):
@@ -360,13 +364,13 @@ class TestUlysses(DistributedTest):
             model(input_ids=tokens, position_ids=part(gap))
         with pytest.raises(ds_memo.MemoError, match=r"position_ids have the shape \(3, 2, 32\); expected \(rows, tokens\)"):
             model(input_ids=tokens, position_ids=positions.expand(3, -1, -1))
-        with pytest.raises(ds_memo.MemoError, match="called with cu_seq_lens_q.*Leave it out: position_ids"):
+        with pytest.raises(ds_memo.MemoError, match=r"called with cu_seq_lens_q.*Leave it out: position_ids"):
             model(input_ids=tokens, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 32], dtype=torch.int32))
-        ALL_ATTENTION_FUNCTIONS.register("of_my_own", ALL_ATTENTION_FUNCTIONS["sdpa"])
+        ALL_ATTENTION_FUNCTIONS.register("of_my_own", sdpa_attention_forward)
         model = build("llama")
         model.config._attn_implementation = "of_my_own"
         ulysses.set_up(model, 2)
-        with pytest.raises(ds_memo.MemoError, match='position_ids of row 0 start again at token 32.*"of_my_own".*is not known'):
+        with pytest.raises(ds_memo.MemoError, match=r'position_ids of row 0 start again at token 32.*"of_my_own".*is not known'):
             model(input_ids=tokens, position_ids=positions)
         assert_as_apart(Packed(UNPACKED).in_parts(model), Packed(UNPACKED).apart(build("llama")))
         window = build("mistral")
@@ -377,7 +381,7 @@ class TestUlysses(DistributedTest):
 
     @pytest.mark.parametrize("stage", [0, 3])
     def test_under_deepspeed(self, stage, monkeypatch):
-        """Losses of three steps, as one rank has them. ZeRO-3 hands position_ids to layers as they are: none looks for itself."""
+        """Losses of three steps, as one rank has them. ZeRO-3 hands position_ids on as they are, so no layer looks for itself."""
         looks = counted(monkeypatch)
         packs = [Packed(layout, seed) for seed, layout in enumerate((SPREAD, PADDED, HALVES))]
         model, wants = build("llama"), []
@@ -385,6 +389,7 @@ class TestUlysses(DistributedTest):
         for pack in packs:
             loss = mean_loss(pack.apart_logits(model), pack.labels)
             loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             wants.append(loss.item())
@@ -392,6 +397,7 @@ class TestUlysses(DistributedTest):
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "sequence_parallel_size": 2,
+            "gradient_clipping": 1.0,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -419,7 +425,7 @@ class TestFewKeyHeads(DistributedTest):
 
 
 class Latest:
-    """Of what was put in, the latest, whatever it is asked for."""
+    """A dictionary that returns what was put in last, whatever the key."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.value = value
@@ -429,7 +435,7 @@ class Latest:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The position_ids that were looked at."""
+    """Note the position_ids of every search for documents."""
     looks: list[torch.Tensor] = []
     look = documents.document_lengths
     monkeypatch.setattr(documents, "document_lengths", lambda position_ids: looks.append(position_ids) or look(position_ids))
