@@ -147,7 +147,7 @@ def _varlen(attend: Attention, said: dict[str, Any], *args: Any, **kwargs: Any) 
 
 
 def _varlen_arguments(lengths: Lengths, device: torch.device) -> dict[str, Any]:
-    """Flash attention's cu_seqlens, rows laid end to end. From position_ids alone, Transformers would read them in one row only."""
+    """Flash attention's cu_seqlens, rows laid end to end. From position_ids Transformers makes them for a single row only."""
     sizes = list(itertools.chain(*lengths))
     borders = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
     return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": max(sizes), "max_length_k": max(sizes)}
