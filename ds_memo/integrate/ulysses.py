@@ -208,7 +208,7 @@ class _Attention:
         self._name = name
         self._core = _take_over(name)
         self._within = WeakTensorKeyDictionary()
-        """Rows, and the attention over whole sequences, by the position_ids that a forward gave its layers. A replay has the same."""
+        """Rows, and the attention over whole sequences, by the position_ids that a forward, and so its replay, gives layers."""
         self._layers = model.config.get_text_config().num_hidden_layers
         self._group = group
         self._ranks = dist.get_world_size(group)
