@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_memo.plan.native import Unavailable, compiler
+from ds_memo.compiled import Unavailable, compiler
 
 __all__ = ["compiler", "lacks"]
 
