@@ -27,14 +27,14 @@ def stand_in(folder: Path, script: str) -> tuple[str, Path]:
     """Write a compiler that is a shell script.
 
     Args:
-        script: its lines; ``$out`` is the file that it is asked for, ``$@`` are its arguments.
+        script: what it does when it is asked to compile or link; ``$out`` is the file, ``$@`` are its arguments.
 
     Returns:
-        What CXX is set to, and a file that gets a line each time it is asked to compile or link.
+        What CXX is set to, and a file that gets a line each time.
     """
     place, log = folder / "stand-in", folder / "asked"
     find_out = 'out=; last=; for word in "$@"; do [ "$last" = -o ] && out=$word; last=$word; done'
-    place.write_text(f'#!/bin/sh\n{find_out}\n[ -z "$out" ] || echo "$$" >> {log}\n{script}\n')
+    place.write_text(f'#!/bin/sh\n{find_out}\n[ -n "$out" ] || exec c++ "$@"\necho "$$" >> {log}\n{script}\n')
     place.chmod(0o755)
     log.touch()
     return str(place), log
