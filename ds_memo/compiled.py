@@ -207,24 +207,26 @@ def _alone_in(folder: Path, deadline: float) -> Iterator[None]:
 
 def _compiled(library: Library, cxx: list[str], scratch: Path, deadline: float) -> Path:
     """Compile a library in a scratch folder and return the file, its checksum behind it."""
-    out, said = scratch / "out.so", scratch / "said"
+    out = scratch / "out.so"
     command = [*cxx, *library.flags, str(library.source), "-o", str(out), *library.links]
-    with open(said, "wb") as log:
+    with open(os.memfd_create("said"), "w+b") as log:  # the disk may be full, and a pipe is held open by what a compiler leaves
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", _SUPERVISOR, str(os.getpid()), str(scratch), *command],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             env={**os.environ, "TMPDIR": str(scratch)},
         )  # fmt: skip
-    try:
-        status = process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"{cxx[0]} was not done when the time limit ended") from None
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        try:
+            status = process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{cxx[0]} was not done when the time limit ended") from None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        log.seek(0)
+        said = log.read().decode(errors="replace")
     if status or not out.is_file():
-        lines = [line.strip() for line in said.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
         why = next((line for line in lines if _FAULT.search(line)), lines[-1] if lines else f"exit status {status}")
         raise Unavailable(f"{' '.join(cxx)} failed: {quoted(why, 400)}")
     content = out.read_bytes()

@@ -159,6 +159,17 @@ def test_what_the_compiler_says_is_shown_on_one_line(tmp_path: Path) -> None:
     assert "/no/such/header.h: No such file or directory" in line
 
 
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """A real one; the compiler's words need no room on it."""
+    mounted = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size=64k none {tmp_path} && exec "$@"', "sh"]
+    if subprocess.run([*mounted, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([*mounted, sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True, timeout=120)
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("unavailable dsa_search is not available: ") and "No space left on device" in line
+
+
 # ---- builds that are ended
 
 
