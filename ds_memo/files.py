@@ -139,27 +139,25 @@ def expanded(path: str | os.PathLike) -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """Make a folder (mode 0700) with all above it, or check the one that is there.
+    """Make a folder and those above it that are missing (mode 0700), or check the one that is there.
 
     Returns:
-        The folder, links resolved.
+        The folder, links resolved. It may be on a read-only file system: what is in it can be trusted all the same.
 
     Raises:
         NotPrivate: another user owns it or may write to it, or it cannot be made.
     """
     try:
         folder = Path(os.path.realpath(folder))
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
+        for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
+            with suppress(FileExistsError):
+                missing.mkdir(mode=0o700)
         seen = os.lstat(folder)
     except (OSError, ValueError) as error:
         raise NotPrivate(f"{folder}: cannot be made ({getattr(error, 'strerror', None) or error})") from None
     if not stat.S_ISDIR(seen.st_mode):
         raise NotPrivate(f"{folder}: is no folder")
     _refuse_others(folder, seen)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise NotPrivate(f"{folder}: cannot be written to")
     return folder
 
 
@@ -224,8 +222,8 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """
     try:
         folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
-    except OSError as error:
-        raise NotPrivate(f"{parent or tempfile.gettempdir()}: cannot be written to ({error.strerror})") from None
+    except OSError as error:  # no folder for temporary files, above all
+        raise NotPrivate(f"{parent or 'TMPDIR'}: cannot be written to ({error.strerror})") from None
     with folder as name:
         yield Path(name)
 

@@ -21,11 +21,12 @@ C++: csrc/allocator_core.h (what is decided), allocator_cpu.cpp and allocator_cu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from ds_memo import compiled
 from ds_memo.ops.builder import AllocatorBuilder
 
 MIN_BYTES = {"cpu": 64 << 10, "cuda": 1 << 20}
@@ -65,13 +66,14 @@ class Allocator:
 
     Args:
         device: where; on CUDA with its index.
+        warn: is told why a compiled op is not taken from the cache, or not kept there.
 
     Raises:
-        RuntimeError: the op cannot be built here, with what is missing.
+        ds_memo.compiled.Unavailable: the op cannot be built here, with what is missing.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._op = AllocatorBuilder(device.type).load()
+    def __init__(self, device: torch.device, warn: Callable[[str], None] = compiled.warn) -> None:
+        self._op = AllocatorBuilder(device.type, warn).load()
         if device.type == "cuda":
             torch.cuda.init()
         self._device = 0 if device.type == "cpu" else device.index

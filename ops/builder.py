@@ -4,21 +4,17 @@
     DS_BUILD_MEMO_ALLOCATOR=1 pip install .          # ahead of time; else it is compiled at first use (some 10 s, once)
 
 There are two backends, cpu and cuda, from one core; both need a C++20 compiler and nothing of nvcc but its runtime headers.
+ds_memo/compiled.py keeps what is compiled at first use; an installed op is trusted like any installed package.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import importlib
 import importlib.util
-import os
 import re
-import shlex
-import shutil
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -26,6 +22,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils import cpp_extension
+
+from ds_memo import compiled
+from ds_memo.compiled import Library, Unavailable
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
 BACKENDS = ("cpu", "cuda")
@@ -38,11 +37,13 @@ class AllocatorBuilder(OpBuilder):
 
     Args:
         backend: "cpu" or "cuda"; absent: that of DeepSpeed's accelerator.
+        warn: is told why a compiled op is not taken from the cache, or not kept there.
     """
 
     BUILD_VAR = "DS_BUILD_MEMO_ALLOCATOR"
 
-    def __init__(self, backend: str | None = None) -> None:
+    def __init__(self, backend: str | None = None, warn: Callable[[str], None] = compiled.warn) -> None:
+        self._warn = warn
         self.backend = backend or get_accelerator().device_name()
         super().__init__(name=f"memo_allocator_{self.backend}")
 
@@ -85,11 +86,10 @@ class AllocatorBuilder(OpBuilder):
         if self.backend not in BACKENDS:
             return [f"there is no allocator for {self.backend!r} devices, only for {' and '.join(BACKENDS)}"]
         lacks = []
-        compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-        if shutil.which(compiler[0]) is None:
-            lacks.append(f"no C++ compiler ({compiler[0]} is not on the PATH; install g++ or set CXX)")
-        if not shutil.which("ninja") and importlib.util.find_spec("ninja") is None:
-            lacks.append("no ninja (pip install ninja)")
+        try:
+            compiled.compiler()
+        except Unavailable as error:
+            lacks.append(str(error))
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
             lacks.append("no Python.h (install the python3-dev package)")
         if self.backend == "cuda":
@@ -103,13 +103,13 @@ class AllocatorBuilder(OpBuilder):
         return lacks
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """The op, as installed ahead of time or compiled now.
+        """Return the op, as installed ahead of time or compiled now.
 
         Raises:
-            RuntimeError: it cannot be compiled here; says what is missing, or what the compiler said.
+            Unavailable: it cannot be compiled here; says what is missing, or what the compiler said.
         """
         if self.name not in OpBuilder._loaded_ops:
-            OpBuilder._loaded_ops[self.name] = self._installed() or self._compiled(verbose)
+            OpBuilder._loaded_ops[self.name] = self._installed() or self._compiled()
         return OpBuilder._loaded_ops[self.name]
 
     def _installed(self) -> ModuleType | None:
@@ -122,28 +122,32 @@ class AllocatorBuilder(OpBuilder):
             return None
         return op if torch.__version__.startswith(op.TORCH_VERSION) else None
 
-    def _compiled(self, verbose: bool) -> ModuleType:
+    def _compiled(self) -> ModuleType:
         if missing := self.missing():
-            raise RuntimeError(f"{self.name} cannot be compiled: {'; '.join(missing)}")
-        folder = self.build_folder()
-        with _ninja_on_path(), _alone_in(folder), _compiler_of_one_word(folder):
-            # Not through jit_load(): its folder has the op's name alone, so two checkouts or torches would take turns in it.
-            return cpp_extension.load(
-                name=self.name,
-                sources=self.sources(),
-                extra_include_paths=self.include_paths(),
-                extra_cflags=self.cxx_args(),
-                extra_ldflags=self.extra_ldflags(),
-                build_directory=str(folder),
-                verbose=verbose,
-            )
+            raise Unavailable(f"{self.name} is not available: {'; '.join(missing)}")
+        return compiled.load(self.library(), self._imported, warn=self._warn)
 
-    def build_folder(self) -> Path:
-        """Where it is compiled to, in torch's cache of extensions; another torch, source or flag has another one."""
-        key = hashlib.sha256("\0".join([torch.__version__, *self.cxx_args(), *self.include_paths()]).encode())
-        for file in sorted(SOURCES.glob("allocator_*")):
-            key.update(file.read_bytes())
-        return Path(cpp_extension._get_build_directory(f"{self.name}_{key.hexdigest()[:12]}", verbose=False))
+    def library(self) -> Library:
+        """Return what is compiled at first use, and how."""
+        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+        own = [f"-I{folder}" for folder in self.include_paths()]
+        others = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+        flags = ["-shared", "-fPIC", *self.cxx_args(), f"-DTORCH_EXTENSION_NAME={self.name}", abi, *own]
+        links = [*self.extra_ldflags(), "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+        return Library(
+            self.name,
+            Path(self.sources()[0]),
+            flags=(*flags, *(word for folder in others for word in ("-isystem", folder))),
+            links=(*(f"-L{folder}" for folder in cpp_extension.library_paths()), *links),
+            headers=tuple(sorted(SOURCES.glob("allocator_*.h"))),
+            made_for=torch.__version__,
+        )
+
+    def _imported(self, path: str) -> ModuleType:
+        loader = ExtensionFileLoader(self.name, path)
+        module = importlib.util.module_from_spec(importlib.util.spec_from_loader(self.name, loader))
+        loader.exec_module(module)
+        return module
 
 
 def cuda_headers() -> Path | None:
@@ -163,44 +167,6 @@ def cuda_headers() -> Path | None:
 def _cuda_major(headers: Path) -> str:
     found = re.search(r"define CUDART_VERSION\s+(\d+)", (headers / "cuda_runtime_api.h").read_text(errors="replace"))
     return str(int(found[1]) // 1000) if found else ""
-
-
-@contextmanager
-def _ninja_on_path() -> Iterator[None]:
-    """An environment that is used without being activated has ninja, but not on the PATH."""
-    before = os.environ.get("PATH", "")
-    if shutil.which("ninja") is None:
-        os.environ["PATH"] = os.pathsep.join([importlib.import_module("ninja").BIN_DIR, before])
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """One process builds at a time. torch's own lock file outlives a build that was killed, and everyone waits for ever."""
-    with open(folder / "ds_memo.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process
-        with suppress(FileNotFoundError):
-            (folder / "lock").unlink()
-        yield
-
-
-@contextmanager
-def _compiler_of_one_word(folder: Path) -> Iterator[None]:
-    """torch 2.13 and later take $CXX for one word; "ccache g++" gets a script."""
-    words = os.environ.get("CXX", "")
-    if len(shlex.split(words)) > 1:
-        script = folder / "compiler"
-        script.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
-        script.chmod(0o755)
-        os.environ["CXX"] = str(script)
-    try:
-        yield
-    finally:
-        if words:
-            os.environ["CXX"] = words
 
 
 def register() -> None:

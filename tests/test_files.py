@@ -93,7 +93,7 @@ def test_bounded_reading_ends() -> None:
 def test_a_folder_is_made_for_this_user_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        assert mode(files.private_folder(tmp_path / "a" / "b")) == 0o700
+        assert mode(files.private_folder(tmp_path / "a" / "b")) == mode(tmp_path / "a") == 0o700
     finally:
         os.umask(before)
 

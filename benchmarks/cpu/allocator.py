@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from benchmarks import results
+from ds_memo.compiled import compiler
 from ds_memo.ops.allocator import NATIVE, Allocator
-from ds_memo.plan.native import compiler
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
 NEIGHBOURS = (1, 100)

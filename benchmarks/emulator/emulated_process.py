@@ -8,8 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ds_memo.compiled import compiler
 from ds_memo.ops.builder import cuda_headers
-from ds_memo.plan.native import compiler
 from ds_memo.units import GIB
 
 HERE = Path(__file__).parent

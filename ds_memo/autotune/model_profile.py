@@ -20,7 +20,7 @@ import torch
 from ds_memo.config import MemoConfig
 from ds_memo.distributed.agree import Failed, alone, from_all_ranks, refuse_differences, together
 from ds_memo.distributed.topology import ranks_per_sequence
-from ds_memo.plan import native
+from ds_memo.files import cache_home
 from ds_memo.profile import cache
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.kinds import layer_in_words
@@ -170,7 +170,7 @@ def cache_folder(config: MemoConfig) -> Path:
     """plan.cache_dir; its default obeys XDG_CACHE_HOME."""
     if "cache_dir" in config.plan.model_fields_set:
         return Path(config.plan.cache_dir).expanduser()
-    return native.cache_dir()
+    return cache_home()
 
 
 def _configured(config: MemoConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -21,14 +21,16 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from ds_memo.deepspeed.documents import Attention, attention_within
 from ds_memo.errors import MemoConfigError, MemoError
 from ds_memo.units import round_up
 
 FIELD = "sequence_parallel_size"
 IGNORE = -100
 """Label of a token that does not count."""
-_MASKS_WINDOWS = ("sdpa",)
+_MASKS_WINDOWS = ("sdpa", "flex_attention")
 """Attention implementations that know a sliding window only through the mask, which Ulysses drops."""
 _NEEDS_A_MASK = ("eager", "paged|eager")
 
@@ -205,6 +207,8 @@ class _Attention:
     def __init__(self, name: str, model: nn.Module, group: dist.ProcessGroup) -> None:
         self._name = name
         self._core = _take_over(name)
+        self._within = WeakTensorKeyDictionary()
+        """Rows, and the attention over whole sequences, by the position_ids that a forward, and so its replay, gives layers."""
         self._layers = model.config.get_text_config().num_hidden_layers
         self._group = group
         self._ranks = dist.get_world_size(group)
@@ -222,11 +226,24 @@ class _Attention:
                 f"{FIELD} {self._ranks}: the model attends to a window of {window} tokens of {length}, which "
                 f'attn_implementation="{self._name}" knows from its mask alone, and Ulysses drops that. Use "flash_attention_2".'
             )
-        return self._of_shape(query, key)(module, query, key, value, self._mask(mask), *rest, **kwargs)
+        positions = kwargs.get("position_ids")
+        rows, within = self._within.get(positions, (0, None)) if isinstance(positions, torch.Tensor) else (0, None)
+        if self._name == "flex_attention" and mask is None:
+            within = self._core  # not causal, or there would be one
+        elif within is not self._core and rows != len(query):
+            within = None
+        # The mask is of the part alone.
+        return self._of_shape(query, key)(module, query, key, value, None, *rest, within=within, **kwargs)
 
-    def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Without position_ids the model would number each part's tokens from 0, and train on that without a word."""
-        if module in _parallel and kwargs.get("position_ids") is None:
+    def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Find the documents of whole sequences, alike on all ranks of the group.
+
+        Without position_ids the model would number each part's tokens from 0, and train on that without a word.
+        """
+        if module not in _parallel:
+            return None
+        positions = kwargs.get("position_ids")
+        if positions is None:
             tokens = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 1), None)
             length, rank = tokens.shape[1] if tokens is not None else 0, dist.get_rank(self._group)
             raise MemoError(
@@ -234,6 +251,27 @@ class _Attention:
                 f"tokens {rank * length} to {(rank + 1) * length - 1} of {self._ranks * length}, and position_ids must say so. "
                 "Let UlyssesSPDataLoaderAdapter or ds_memo.deepspeed.ulysses.split cut batches that have them."
             )
+        if positions.dim() != 2:
+            raise MemoError(
+                f"{FIELD} {self._ranks}: position_ids have the shape {tuple(positions.shape)}; expected (rows, tokens). "
+                "Ulysses knows positions of one axis; train models with more on whole sequences."
+            )
+        if kwargs.get("cu_seq_lens_q") is not None:
+            raise MemoError(
+                f"{FIELD} {self._ranks}: the model was called with cu_seq_lens_q, but a rank holds a part of each sequence. "
+                "Leave it out: position_ids that start again with each document say the same."
+            )
+        own = positions.clone(memory_format=torch.contiguous_format)  # the caller may write to theirs before a replay looks
+        parts = [torch.empty_like(own) for _ in range(self._ranks)]
+        dist.all_gather(parts, own, group=self._group)
+        self._within[own] = len(own), attention_within(self._name, self._core, torch.cat(parts, dim=1))
+        return args, {**kwargs, "position_ids": own}
+
+    def _attend(self, module: nn.Module, query: torch.Tensor, *args: Any, within: Attention | None, **kwargs: Any) -> Any:
+        """Run between the all-to-alls: query (b, heads / ranks, s, head size), position_ids of whole sequences (b, s)."""
+        if within is None:  # the layer was given other position_ids than the model, or one row for all
+            within = attention_within(self._name, self._core, kwargs["position_ids"].expand(len(query), -1))
+        return within(module, query, *args, **kwargs)
 
     def after_first_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.check_first.remove()
@@ -247,16 +285,13 @@ class _Attention:
         """A copy of the model is not sequence-parallel, and copies its hooks."""
         return self
 
-    def _mask(self, mask: Any) -> Any:
-        return mask if self._name == "flex_attention" else None  # of the part alone; causality comes from the positions
-
     def _of_shape(self, query: torch.Tensor, key: torch.Tensor) -> UlyssesSPAttentionHF:
         """One per batch size and number of heads, which it wants to know beforehand."""
         batch, heads, _, size = query.shape
         shape = batch, heads, key.shape[1], size
         if shape not in self._by_shape:
             self._by_shape[shape] = UlyssesSPAttentionHF(
-                attn=self._core,
+                attn=self._attend,
                 batch_size=batch,
                 attn_head_count=heads,
                 attn_head_size=size,
@@ -270,7 +305,7 @@ class _Attention:
 
 
 @functools.cache
-def _take_over(name: str) -> Callable[..., Any]:
+def _take_over(name: str) -> Attention:
     """Send what sequence-parallel models ask of this attention implementation through their :class:`_Attention`.
 
     Under its own name, as DeepSpeed does it: models ask for the name to choose their mask.

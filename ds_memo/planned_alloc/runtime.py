@@ -153,7 +153,7 @@ class Addresses:
 
     def _built(self, device: torch.device) -> Allocator | None:
         try:
-            return Allocator(device)
+            return Allocator(device, self._warn)
         except RuntimeError as error:
             self._warn(NOT_PLANNED.format(error))
             return None

@@ -1,7 +1,7 @@
 """The op's CUDA backend: compiled where the headers are, run over a stand-in for CUDA where torch is a CUDA build, and on a GPU.
 
-DS_MEMO_CUDA_TORCH: the Python of an environment that has a CUDA build of torch, DeepSpeed and ninja, for machines whose own
-torch is built without CUDA.
+DS_MEMO_CUDA_TORCH: the Python of an environment that has a CUDA build of torch, DeepSpeed, for machines whose own torch is
+built without CUDA.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ builder.SOURCES = pathlib.Path({str(source.parent)!r})
 from tests.ops import cuda_scenarios
 sys.exit(cuda_scenarios.main())
 """
-    wrong = outcomes(run(cuda_python(), standin | {"TORCH_EXTENSIONS_DIR": str(tmp_path)}, "-c", code))
+    wrong = outcomes(run(cuda_python(), standin | {"XDG_CACHE_HOME": str(tmp_path)}, "-c", code))
     assert "" not in wrong and any(wrong.values()), f"without {part} every scenario passed"
 
 

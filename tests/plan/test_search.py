@@ -122,16 +122,6 @@ def test_without_a_compiler_it_says_so_and_goes_on_in_python(tmp_path, cxx):
     assert lines[1].startswith("python True 1 ds_memo: exact search runs in Python")
 
 
-def test_a_damaged_library_is_built_anew(tmp_path):
-    """A full disk, a machine that went down while it was written."""
-    code = (
-        "from ds_memo.plan import native\n"
-        "path = native.build(); path.write_bytes(b''); native.load(); print(path.stat().st_size > 0, native.build() == path)"
-    )
-    run = python("-c", code, XDG_CACHE_HOME=str(tmp_path))
-    assert run.stdout.split() == ["True", "True"], run.stderr
-
-
 def test_the_result_says_that_python_was_used(monkeypatch):
     monkeypatch.setattr(native, "_loaded", None)
     monkeypatch.setenv("CXX", "/nonexistent/c++")

@@ -1,0 +1,181 @@
+"""Training where the op cannot be built, kept or trusted: it goes on, and says what is so once."""
+
+from __future__ import annotations
+
+import os
+import resource
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_memo
+from ds_memo.ops.builder import AllocatorBuilder
+from tests.models import Batch, build, step
+from tests.ops.compiling import NOT_TRUSTED, lacks, plant, stand_in
+from tests.processes import forked
+
+pytestmark = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
+STEPS = 4
+
+
+def train(environment: dict[str, str], folder: Path, file_bytes: int | None = None) -> dict[str, Any]:
+    """Four steps of a model whose addresses are to be planned.
+
+    Args:
+        environment: of the process.
+        folder: its working directory.
+        file_bytes: none may become larger.
+
+    Returns:
+        Losses, what was warned of, and what the report has.
+    """
+    torch.set_num_threads(1)
+    os.environ |= environment
+    os.chdir(folder)
+    if file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
+    model, batch = build("plain"), Batch.random(4, 128)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+        losses = [step(model, batch).loss.item() for _ in range(STEPS)]
+    report = handle.report()
+    return {
+        "losses": losses,
+        "warned": [str(warning.message) for warning in said if issubclass(warning.category, ds_memo.MemoWarning)],
+        "reported": report["warnings"],
+        "hits": report["plan"]["hits"] if report["plan"] else None,
+    }
+
+
+@pytest.fixture(scope="module")
+def stock() -> list[float]:
+    """The losses without ds_memo."""
+    model, batch = build("plain"), Batch.random(4, 128)
+    return [step(model, batch).loss.item() for _ in range(STEPS)]
+
+
+@pytest.fixture
+def run(tmp_path: Path, stock: list[float]) -> Callable[..., dict[str, Any]]:
+    """Trains in a process with a cache of its own; the losses are stock's."""
+
+    def trained(cache: str = "", file_bytes: int | None = None, folder: Path = tmp_path, **environment: str) -> dict[str, Any]:
+        there = cache or str(tmp_path / "cache")
+        caches = {"XDG_CACHE_HOME": there, "TORCH_EXTENSIONS_DIR": there, "TMPDIR": str(tmp_path / "temporary")}
+        (tmp_path / "temporary").mkdir(exist_ok=True)
+        got = forked(train, caches | environment, folder, file_bytes)
+        assert got["losses"] == pytest.approx(stock, rel=1e-5)
+        assert got["warned"] == got["reported"]
+        assert not [path for path in (tmp_path / "temporary").iterdir() if "build" in path.name]
+        return got
+
+    return trained
+
+
+@pytest.fixture(scope="module")
+def made() -> Path:
+    """The op, made by the compiler."""
+    return Path(os.path.realpath(AllocatorBuilder("cpu").load().__file__))
+
+
+@pytest.fixture
+def quick(tmp_path: Path, made: Path) -> tuple[str, Path]:
+    """A stand-in that knows the outcome, which saves half a minute each time; and the file that knows how often it was asked."""
+    return stand_in(tmp_path, f'cat {made} > "$out"')
+
+
+def kept(cache: Path) -> Path:
+    (found,) = cache.rglob("memo_allocator_cpu*.so")
+    return found
+
+
+def builds(log: Path) -> int:
+    return len(log.read_text().splitlines())
+
+
+# ---- it cannot be built
+
+
+@pytest.mark.parametrize(
+    ("cxx", "why"), {"false": "false failed: exit status 1", "c++ 'x": "CXX is c++ 'x: no closing quotation"}.items()
+)
+def test_a_compiler_that_fails(run: Callable[..., dict[str, Any]], cxx: str, why: str) -> None:
+    got = run(CXX=cxx)
+    (warning,) = got["warned"]
+    assert warning.startswith("memory addresses are not planned: memo_allocator_cpu is not available: ") and why in warning
+    assert got["hits"] is None
+
+
+@pytest.mark.parametrize("room", [0, 100_000])
+def test_a_full_disk(run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path, room: int) -> None:
+    got = run(CXX=quick[0], file_bytes=room)
+    (warning,) = got["warned"]
+    assert warning.startswith("memory addresses are not planned: memo_allocator_cpu is not available: ")
+    assert got["hits"] is None
+    assert [path.name for path in (tmp_path / "cache/ds_memo/compiled").iterdir()] == ["lock"]
+
+
+def test_no_folder_can_be_written(run: Callable[..., dict[str, Any]], quick: tuple[str, Path]) -> None:
+    got = run("/proc", CXX=quick[0], file_bytes=0)
+    assert len(got["warned"]) == 2 and "/proc/ds_memo: cannot be made" in got["warned"][0]
+    assert got["warned"][1].startswith("memory addresses are not planned: memo_allocator_cpu is not available: ")
+    assert got["hits"] is None
+
+
+# ---- it cannot be kept
+
+
+@pytest.mark.parametrize("cache", ["a file", "/proc"])
+def test_a_cache_that_cannot_be_written(
+    run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path, cache: str
+) -> None:
+    (tmp_path / "a file").touch()
+    got = run(str(tmp_path / cache), CXX=quick[0])
+    (warning,) = got["warned"]
+    assert "cannot be made" in warning and "memo_allocator_cpu is compiled for this process alone" in warning
+    assert got["hits"] > 0
+
+
+# ---- it cannot be trusted
+
+
+@pytest.mark.parametrize("damage", ["cut", "other content"])
+def test_a_damaged_op_is_built_anew_once(
+    run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path, damage: str
+) -> None:
+    assert run(CXX=quick[0])["hits"] > 0
+    before = builds(quick[1])
+    op = kept(tmp_path / "cache")
+    whole = op.read_bytes()
+    op.write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"not a library")
+    for _ in range(2):
+        got = run(CXX=quick[0])
+        assert got["hits"] > 0 and got["warned"] == []
+    assert builds(quick[1]) == 2 * before
+
+
+@pytest.mark.parametrize("how", NOT_TRUSTED)
+def test_what_others_may_have_written_is_not_loaded(
+    run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path, how: str
+) -> None:
+    run(CXX=quick[0])
+    op, proof = kept(tmp_path / "cache"), tmp_path / "it was loaded"
+    plant(op, proof)
+    distrust, said = NOT_TRUSTED[how]
+    distrust(op)
+    got = run(CXX=quick[0])
+    (warning,) = got["warned"]
+    assert said in warning and "is compiled" in warning
+    assert got["hits"] > 0 and not proof.exists()
+
+
+def test_a_relative_cache_folder_is_ignored(run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path) -> None:
+    run(CXX=quick[0])
+    plant(kept(tmp_path / "cache"), tmp_path / "it was loaded")
+    got = run("cache", CXX=quick[0], HOME=str(tmp_path / "home"))
+    assert got["hits"] > 0 and got["warned"] == [] and not (tmp_path / "it was loaded").exists()
+    assert kept(tmp_path / "home" / ".cache").is_file()
