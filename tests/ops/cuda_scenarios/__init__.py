@@ -3,7 +3,8 @@
     python -m tests.ops.cuda_scenarios            # all that this machine can run; one line each, ends with 1 if one failed
 
 Most run over the emulator (benchmarks/emulator) too, where device memory is host memory, copies happen at once and kernels do
-nothing: data is moved by copies alone, and what streams wait for is read from the calls that it notes. Those marked `gpu` need the real thing.
+nothing: data is moved by copies alone, and what streams wait for is read from the calls that it notes.
+Those marked `gpu` need the real thing.
 """
 
 from __future__ import annotations
