@@ -1,0 +1,43 @@
+"""mkdocs hook: pages of the repository that lie outside docs/ are part of the site, and links to them lead there."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+REPO = Path(__file__).parents[1]
+OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "ds_configs/README.md")
+_LINK = re.compile(r"(?<!`)(!?)\[([^\]\n]*)\]\(([^)\s:]+)\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages and the pictures in them. A page of the site has the path that it has in the repository, or in docs/."""
+    for path in filter(lambda path: (REPO / path).is_file(), OUTSIDE):
+        pictures = (target for mark, _, target in _LINK.findall((REPO / path).read_text()) if mark)
+        for inside in (path, *(posixpath.normpath(posixpath.join(posixpath.dirname(path), picture)) for picture in pictures)):
+            if not inside.startswith("docs/"):
+                files.append(File.generated(config, inside, abs_src_path=str(REPO / inside)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Turn links as they are in the repository into links of the site. A file that the site lacks is named without a link."""
+    uri = page.file.src_uri
+    folder = posixpath.dirname(uri if uri in OUTSIDE else f"docs/{uri}")
+
+    def link(found: re.Match[str]) -> str:
+        mark, text, target = found.groups()
+        path, _, anchor = target.partition("#")
+        if not path:
+            return found.group()
+        path = posixpath.normpath(posixpath.join(folder, path)).removeprefix("docs/")
+        if files.get_file_from_path(path) is None and (REPO / path).exists():
+            return text
+        relative = posixpath.relpath(path, posixpath.dirname(uri) or ".")
+        return f"{mark}[{text}]({relative}{'#' if anchor else ''}{anchor})"
+
+    return _LINK.sub(link, markdown)
