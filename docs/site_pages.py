@@ -11,7 +11,7 @@ from mkdocs.structure.files import File
 
 REPO = Path(__file__).parents[1]
 OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "ds_configs/README.md")
-_LINK = re.compile(r"(?<!`)(!?)\[([^\]\n]*)\]\(([^)\s:]+)\)")
+_LINK = re.compile(r"(?<!`)(!?)\[([^\]]*)\]\(([^)\s:]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
