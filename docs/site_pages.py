@@ -1,9 +1,13 @@
-"""mkdocs hook: pages of the repository that lie outside docs/ are part of the site, and links to them lead there."""
+"""mkdocs hook: pages of the repository that lie outside docs/ are part of the site, and links to them lead there.
+
+Notes are written as GitHub shows them (`> [!NOTE]`), so that pages read well in both places.
+"""
 
 from __future__ import annotations
 
 import posixpath
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,8 @@ from mkdocs.structure.files import File
 
 REPO = Path(__file__).parents[1]
 OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "ds_configs/README.md")
+_NOTE = re.compile(r"^> \[!(NOTE|WARNING)\]\n((?:>.*\n?)+)", re.MULTILINE)
+_TITLE = re.compile(r"\*\*(.+)\*\*\n\n")
 _LINK = re.compile(r"(?<!`)(!?)\[([^\]]*)\]\(([^)\s:]+)\)")
 
 
@@ -25,7 +31,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn links as they are in the repository into links of the site. A file that the site lacks is named without a link."""
+    """Turn links and notes of the repository into those of the site. A file that the site lacks is named without a link."""
     uri = page.file.src_uri
     folder = posixpath.dirname(uri if uri in OUTSIDE else f"docs/{uri}")
 
@@ -40,4 +46,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         relative = posixpath.relpath(path, posixpath.dirname(uri) or ".")
         return f"{mark}[{text}]({relative}{'#' if anchor else ''}{anchor})"
 
-    return _LINK.sub(link, markdown)
+    return _LINK.sub(link, _NOTE.sub(_admonition, markdown))
+
+
+def _admonition(note: re.Match[str]) -> str:
+    kind, quoted = note.groups()
+    text = re.sub(r"^> ?", "", quoted, flags=re.MULTILINE)
+    title = _TITLE.match(text)
+    text = text[title.end() :] if title else text
+    heading = f' "{title[1]}"' if title else ""
+    return f"!!! {kind.lower()}{heading}\n\n{textwrap.indent(text, '    ')}"
