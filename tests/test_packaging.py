@@ -35,14 +35,15 @@ def test_every_package_is_listed(setup_cfg):
 def test_requirements_and_extras(setup_cfg):
     assert names(setup_cfg["options"]["install_requires"]) == {"deepspeed", "torch", "numpy", "mip"}
     extras = {name: names(text) for name, text in setup_cfg["options.extras_require"].items()}
-    assert set(extras) == {"hf", "plot", "highs", "flash", "liger", "dev"}
-    assert extras["dev"] >= extras["hf"] | extras["plot"] | {"pytest", "ruff"}
+    assert set(extras) == {"hf", "plot", "highs", "flash", "liger", "docs", "dev"}
+    assert extras["dev"] >= extras["hf"] | extras["plot"] | extras["docs"] | {"pytest", "ruff"}
 
 
 def test_every_requirement_has_a_tested_version(setup_cfg):
     lines = (REPO / "constraints.txt").read_text().splitlines()
     constrained = {Requirement(line).name for line in lines if line and not line.startswith("#")}
-    wanted = names(setup_cfg["options"]["install_requires"]) | names(setup_cfg["options.extras_require"]["hf"])
+    extras = setup_cfg["options.extras_require"]
+    wanted = names(setup_cfg["options"]["install_requires"]) | names(extras["hf"]) | names(extras["docs"])
     assert wanted <= constrained
 
 

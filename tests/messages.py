@@ -1,0 +1,84 @@
+"""The words that a user can meet: every text that ds_memo and launch warn with or raise, read from the source.
+
+A text is returned as a template: `…` stands for what the program puts in.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+REPO = Path(__file__).parents[1]
+SAYS = {
+    *("warn", "_warn", "MemoWarning", "MemoError", "MemoConfigError", "NothingFits", "Refused"),
+    *("UsageError", "DataError", "HeadError", "ModelError"),
+}
+"""Functions and classes whose first text is for the user."""
+YIELDS = ("ds_memo/runtime/first_step_warnings.py", "ds_memo/remat/diagnostics.py")
+"""Files whose functions yield texts."""
+ELSEWHERE = {
+    ("ds_memo/config.py", "'\\n'.join(lines)"): "_explain() words them: memo.…: got …; allowed: …",
+    ("ds_memo/runtime/handle.py", "message"): "passes a text on",
+    ("ds_memo/remat/checkpoint.py", "layer"): "is no text but a layer, of Remat._warn()",
+    ("ds_memo/remat/checkpoint.py", "f'layer {layer.name}: {reason}.'"): "of remat/diagnostics.py",
+    ("ds_memo/autotune/tuner.py", "f'rank {rank}: {message}'"): "another rank's NothingFits",
+    ("ds_memo/plan/solver.py", "f'ds_memo: {run.notes[-1]}'"): "the note before it",
+    ("ds_memo/solve/refusals.py", "f'{what}: {missing}. What helps: {ranks}, {others}.'"): "worded in nothing_fits()",
+}
+"""Texts that are put together at more than one place."""
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Yield file and template of each text.
+
+    Raises:
+        AssertionError: a text is made in a way that this file cannot read, and ELSEWHERE does not name it.
+    """
+    files = [*REPO.glob("ds_memo/**/*.py"), *REPO.glob("ops/*.py"), *REPO.glob("launch/*.py")]
+    trees = {path.relative_to(REPO).as_posix(): ast.parse(path.read_text()) for path in files}
+    constants = {name: value for tree in trees.values() for name, value in _constants(tree)}
+    for path, tree in trees.items():
+        for node in _texts(path, tree):
+            if (path, ast.unparse(node)) in ELSEWHERE:
+                continue
+            text = _template(node, constants)
+            assert text and re.search("[a-z]{3}|JSON", text), f"{path}:{node.lineno}: cannot read {ast.unparse(node)}"
+            yield path, " ".join(text.split())
+
+
+def _texts(path: str, tree: ast.Module) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _name(node.func) in SAYS:
+            yield from node.args[:1]
+        elif isinstance(node, ast.Yield) and path in YIELDS:
+            yield node.value
+
+
+def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value
+
+
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+
+
+def _template(node: ast.expr, constants: dict[str, ast.expr]) -> str | None:
+    """Return the text of an expression, or None where it is not a text that stands in the source."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.FormattedValue):
+        constant = constants.get(_name(node.value))
+        return _template(constant, {}) or "…" if constant is not None else "…"
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_template(part, constants) or "…" for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return (_template(node.left, constants) or "…") + (_template(node.right, constants) or "…")
+    if isinstance(node, ast.Call) and _name(node.func) == "format":
+        return re.sub(r"\{[^}]*\}", "…", _template(node.func.value, constants) or "")
+    if _name(node) in constants:
+        return _template(constants[_name(node)], constants)
+    return None

@@ -1,0 +1,122 @@
+"""The documentation says what the code has: every message, key, link and command."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from ds_memo.cli.main import VERBS
+from ds_memo.config import MemoConfig
+from tests.messages import messages
+
+REPO = Path(__file__).parents[1]
+PAGES = sorted(
+    [*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("*/README.md"), *REPO.glob(".github/**/*.md")],
+)
+INTERNAL = {
+    "frame … cannot go from '…' to '…'": "a defect of ds_memo: the swap engine took a wrong step",
+    "frame … was read while '…'; only a 'ready' frame can be read": "likewise",
+    "the host slab was closed while … bytes of it were lent": "likewise",
+}
+"""Messages that no user can cause. They are for a bug report, and docs/troubleshooting.md leaves them out."""
+LATER = {"residents": "layers_on_device", "lean": "layers_without_gemms", "plain": "layers_without_recompute"}
+"""Keys of the report by the names that they get."""
+
+
+def rows(page: str) -> list[str]:
+    """The first cell of every row of the page's tables, as it is in code quotes."""
+    return re.findall(r"^\| `([^`]+)`", (REPO / "docs" / page).read_text(), re.MULTILINE)
+
+
+def has(row: str, template: str) -> bool:
+    """Return True if a message begins with the row: its parts in this order, and anything for each `…`."""
+    parts = [re.escape(part.strip()) for part in row.replace('"', "").split("…")]
+    return re.match(".*".join(parts), template.replace('"', "")) is not None
+
+
+def test_every_message_has_a_row():
+    known = rows("troubleshooting.md")
+    missing = [f"{path}: {text}" for path, text in messages() if text not in INTERNAL and not any(has(r, text) for r in known)]
+    assert not missing, "docs/troubleshooting.md lacks:\n" + "\n".join(missing)
+
+
+def test_every_row_has_a_message():
+    """A row of a message that is gone, or that was worded anew, is taken out."""
+    templates = [text for _, text in messages()]
+    sources = [re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in (REPO / "ds_memo").rglob("*.py")]
+    gone = []
+    for row in rows("troubleshooting.md"):
+        words = max(row.split("…"), key=len).strip()
+        if not any(has(row, text) for text in templates) and not any(words in source for source in sources):
+            gone.append(row)
+    assert not gone, gone
+    assert set(INTERNAL) <= set(templates)
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
+    """Key and default of each field that has a value of its own."""
+    found: dict[str, object] = {}
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= fields(field.annotation, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = field.default
+    return found
+
+
+def test_the_configuration_table_has_every_field_with_its_default():
+    text = (REPO / "docs" / "config.md").read_text()
+    table = {key: default for key, default in re.findall(r"^\| `([\w.]+)` \| [^|]+ \| ([^|]+) \|", text, re.MULTILINE)}
+    expected = fields(MemoConfig)
+    assert table.keys() == expected.keys()
+    for key, default in expected.items():
+        shown = {None: "absent", True: "`true`", False: "`false`"}.get(default) if default in (None, True, False) else None
+        shown = shown or (f'`"{default}"`' if isinstance(default, str) else f"`{default:g}`")
+        assert table[key].strip() == shown, key
+
+
+def test_the_report_table_has_every_key():
+    trees = [ast.parse((REPO / "ds_memo/runtime" / name).read_text()) for name in ("report.py", "handle.py")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    makes = [call for call in calls if ast.unparse(call.func) in ("Report", "account.report", "report.report")]
+    keys = {word.arg for call in makes for word in call.keywords if word.arg}
+    assert len(keys) > 15
+    cells = re.findall(r"^\| (`[^|]+`) \|", (REPO / "docs/report.md").read_text(), re.MULTILINE)
+    assert {LATER.get(key, key) for key in keys} <= set(re.findall(r"`(\w+)`", " ".join(cells)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPO).as_posix())
+def test_links_inside_the_repository(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    broken = [target for target in targets if target and not (page.parent / target).exists()]
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPO).as_posix())
+def test_commands_exist(page):
+    text = page.read_text()
+    modules = set(re.findall(r"-m ((?:ds_memo|benchmarks)[\w.]*)", text))
+    assert not [name for name in modules if importlib.util.find_spec(name.rstrip(".")) is None]
+    files = set(
+        re.findall(r"(?<![\w/])(?:tests|launch|benchmarks|ds_configs|ds_memo)/[\w/.-]+\.(?:sh|py|json|sbatch|md)\b", text)
+    )
+    assert not [name for name in files if not (REPO / name).exists() and not name.endswith("/NAME.json")]
+    verbs = set(re.findall(r"(?:^    |`|^)ds-memo ([a-z]+)", text, re.MULTILINE))
+    assert verbs <= VERBS.keys()
+
+
+@pytest.mark.slow
+def test_the_site_builds(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path.parent.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("index.html")}
+    assert {".", "api", "benchmarks", "config", "troubleshooting"} <= pages
