@@ -20,7 +20,7 @@ from ds_memo.plan import verify
 from ds_memo.plan.dsa import Buffer, Lifespan, Problem
 from ds_memo.plan.levels import Levels, PhaseReport, share
 from ds_memo.plan.search import too_large
-from ds_memo.plan.solver import VERIFYING, Progress, Solution, place
+from ds_memo.plan.solver import Progress, Solution, place
 from ds_memo.plan.trace import UNIT, Tensor, Trace, rounded, varying_phases
 
 
@@ -81,7 +81,8 @@ def plan_trace(
     Args:
         trace: One iteration, or several of the same run: phases that differ between them are left out.
         solver: One of solver.SOLVERS.
-        seconds: Time limit for everything, kept to a tenth and 0.2 s, where it leaves 20 µs a request.
+        seconds: Time limit for everything, kept to a tenth and 0.2 s. A plan takes some 15 µs a request at least; where
+            that is more than the limit, a note says so.
         min_bytes: Smaller tensors are left to the general allocator (its small pool serves them well).
         progress: See solver.solve.
 
@@ -97,44 +98,57 @@ def plan_trace(
     problem = Problem(tuple(Buffer(t.id, Lifespan(t.birth, t.death), rounded(t.size)) for t in planned))
     levels = Levels(trace, planned, problem)
     bound = levels.bound
-    deadline = began + seconds - 2 * VERIFYING * len(planned)  # and for the slots
 
     def solved(problem: Problem, solver: str, end: float, start: Solution | None = None) -> Solution:
         return place(problem, solver=solver, seconds=end - time.monotonic(), start=start, progress=progress)
 
     # Greedy first, over everything: no answer is worse than one sweep's, however little time there is.
     flat = solved(problem, "greedy", began)
+    # The sweep tells what the rest takes on this machine: the verifier and the slots one and a half times as long, the
+    # levels' own sweeps two and a half times.
+    sweep = flat.seconds
+    deadline = began + seconds - 1.5 * sweep
     all_greedy = solver == "greedy" or bool(too_large(problem.buffers))
     greedy_end = deadline if all_greedy else share(deadline, 0.4)
-    # Where the sweep is proven, the levels are for the report alone.
-    bilevel = levels.solve(solved, "greedy", share(greedy_end, 0.2 if flat.proven else 0.5))
-    if not flat.proven and bilevel.peak > bound:
-        flat = _least(flat, solved(problem, "greedy", greedy_end))
-        if solver != "greedy" and not flat.proven:
-            bilevel = _least(bilevel, levels.solve(solved, solver, share(deadline, 0.75)))
-            if bilevel.peak > bound:
-                flat = solved(problem, solver, deadline, flat)
+    levels_end = greedy_end - 2.5 * sweep
+    if time.monotonic() > levels_end:
+        bilevel = levels.leave_out(flat)
+    else:
+        # Where the sweep is proven, the levels are for the report alone.
+        part = 0.2 if flat.proven else 1.0 if levels.one else 0.5
+        bilevel = levels.solve(solved, "greedy", share(levels_end, part), flat)
+        if not flat.proven and bilevel.peak > bound:
+            flat = _least(flat, levels.whole or solved(problem, "greedy", greedy_end, flat))
+            late = time.monotonic() > deadline - 2.5 * sweep
+            if solver != "greedy" and not flat.proven and not late:
+                end = deadline if levels.one else share(deadline, 0.75)
+                bilevel = _least(bilevel, levels.solve(solved, solver, end, flat))
+                if bilevel.peak > bound:
+                    flat = levels.whole or solved(problem, solver, deadline, flat)
     best = _least(bilevel, flat)
     verify.require(problem.buffers, best.offsets, peak=best.peak, lower_bound=bound, alignment=UNIT)
     slots = tuple(
         Slot(t.id, t.birth_phase, t.k, t.birth, t.death, t.death_phase, t.size, o)
         for t, o in zip(planned, best.offsets, strict=True)
     )
+    notes = [*trace.notes, *levels.notes, *bilevel.notes, *flat.notes]
+    if (took := time.monotonic() - began) > 1.1 * seconds + 0.2:
+        notes.append(f"{len(planned)} tensors took {took:.1f} s, the time limit is {seconds:g} s")
     return Plan(
         slots=slots,
         phases=tuple(replace(report, varying=p in varying) for p, report in enumerate(levels.reports())),
         peak=best.peak,
         lower_bound=bound,
         proven=best.peak == flat.bound,
-        kind="bilevel" if best is bilevel else "flat",
+        kind="flat" if best is flat else "bilevel",
         method=best.method,
         block_bound=levels.block_bound,
         unpacked=tuple(trace.phases[p].name for p in levels.unpacked),
         bilevel_peak=bilevel.peak,
         flat_peak=None if bilevel.peak == bound else flat.peak,
-        seconds=time.monotonic() - began,
+        seconds=took,
         left=tuple(left),
-        notes=tuple(dict.fromkeys([*trace.notes, *bilevel.notes, *flat.notes])) if best.peak > bound else trace.notes,
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 

@@ -13,22 +13,25 @@ from itertools import chain
 
 import numpy as np
 
-from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Lifespan, Offset, Profile, columns, lower_bound, peak, sections
+from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Offset, Profile, columns, lower_bound, peak, sections
 from ds_memo.plan.sorted_keys import SortedKeys
 
 NO_CEILING = 2 * MAX_TOTAL - 1  # the largest address in 64 bits
 FIRST_FIT_MOST = 20_000  # buffers
+SWEEPING = 2e-5  # seconds a buffer, twice what it takes
+IN_TIME = "in time"
 
 
 def portfolio(
-    buffers: Sequence[Buffer], deadline: float = float("inf"), target: int | None = None
+    buffers: Sequence[Buffer], deadline: float = float("inf"), target: int | None = None, swept: list[Offset] | None = None
 ) -> tuple[list[Offset], str]:
     """The best placement the portfolio finds, and the name of the order that found it.
 
     Args:
         deadline: `time.monotonic()` after which no order is begun and an unfinished one is dropped. The first sweep
-            through time is always done, so that there is an answer: some 5 µs a buffer.
+            through time is always done, so that there is an answer.
         target: Stop at this peak; the lower bound where not given.
+        swept: What that sweep, `in_time`, has found before.
     """
     if not buffers:
         return [], "empty"
@@ -36,7 +39,7 @@ def portfolio(
     best: list[Offset] = []
     name, height = "", NO_CEILING
     orders = _orders(buffers, deadline) if len(buffers) <= FIRST_FIT_MOST else iter(())
-    for other, offsets in chain(orders, _sweeps(buffers, deadline)):
+    for other, offsets in chain(orders, _sweeps(buffers, deadline, swept)):
         if offsets is not None and (top := peak(buffers, offsets)) < height:
             best, name, height = offsets, other, top
         if height <= target:
@@ -44,13 +47,15 @@ def portfolio(
     return best, name
 
 
-def _sweeps(buffers: Sequence[Buffer], deadline: float) -> Iterator[tuple[str, list[Offset]]]:
-    yield "in time", in_time(buffers)
-    if time.monotonic() < deadline:
-        yield "back in time", in_time([b._replace(lifespan=Lifespan(-b.lifespan.upper, -b.lifespan.lower)) for b in buffers])
+def _sweeps(buffers: Sequence[Buffer], deadline: float, swept: list[Offset] | None) -> Iterator[tuple[str, list[Offset]]]:
+    yield IN_TIME, in_time(buffers) if swept is None else swept
+    if time.monotonic() + SWEEPING * len(buffers) < deadline:
+        yield "back in time", in_time(buffers, back=True)
 
 
 def _orders(buffers: Sequence[Buffer], deadline: float) -> Iterator[tuple[str, list[Offset] | None]]:
+    if time.monotonic() > deadline:
+        return
     first, last, _ = sections(buffers)
     lower, upper, size = columns(buffers)
     crowd = Profile(lower, upper, size).most(lower, upper).tolist()
@@ -98,21 +103,28 @@ def first_fit(
     return offsets
 
 
-def in_time(buffers: Sequence[Buffer]) -> list[Offset]:
-    """Buffers in order of birth, each into the tightest gap between those alive, the lowest of equal ones. O(n log n)."""
+def in_time(buffers: Sequence[Buffer], back: bool = False) -> list[Offset]:
+    """Buffers in order of birth, each into the tightest gap between those alive, the lowest of equal ones. O(n log n).
+
+    Args:
+        back: In order of death, from the last to the first.
+    """
+    lower, upper, size = columns(buffers)
+    if back:
+        lower, upper = -upper, -lower
+    births = np.lexsort((-upper, lower)).tolist()
+    deaths = iter(np.argsort(upper, kind="stable").tolist())
+    born, dead, sizes = lower.tolist(), upper.tolist(), size.tolist()
     offsets = [0] * len(buffers)
-    births = sorted(range(len(buffers)), key=lambda i: (buffers[i].lifespan.lower, -buffers[i].lifespan.upper))
-    deaths = iter(sorted(births, key=lambda i: buffers[i].lifespan.upper))
     gaps = SortedKeys()  # (size, start) of the gaps below `top`; above it there is always room
     starts: dict[Offset, Offset] = {}  # end of a gap -> its start
     ends: dict[Offset, Offset] = {}  # start of a gap -> its end
     top = 0
     dying = next(deaths)
     for i in births:
-        (born, _), size = buffers[i].lifespan, buffers[i].size
-        while buffers[dying].lifespan.upper <= born:
+        while dead[dying] <= born[i]:
             start = offsets[dying]
-            end = start + buffers[dying].size
+            end = start + sizes[dying]
             if (lower := starts.pop(start, None)) is not None:
                 gaps.remove((start - lower, lower))
                 start = lower
@@ -126,17 +138,17 @@ def in_time(buffers: Sequence[Buffer]) -> list[Offset]:
                 gaps.add((end - start, start))
                 starts[end], ends[start] = start, end
             dying = next(deaths)
-        gap = gaps.ceiling((size, 0))
+        gap = gaps.ceiling((sizes[i], 0))
         if gap is None:
             offsets[i] = top
-            top += size
+            top += sizes[i]
             continue
         gaps.remove(gap)
         room, start = gap
         end = ends.pop(start)
         del starts[end]
         offsets[i] = start
-        if room > size:
-            gaps.add((room - size, start + size))
-            starts[end], ends[start + size] = start + size, end
+        if room > sizes[i]:
+            gaps.add((room - sizes[i], start + sizes[i]))
+            starts[end], ends[start + sizes[i]] = start + sizes[i], end
     return offsets

@@ -72,7 +72,10 @@ class Levels:
         self._problems: list[Problem] = []  # by shape
         self._number_shapes()
         self._solutions: list[Solution | None] = [None] * len(self._problems)
+        self._whole = next((k for k, part in enumerate(self._problems) if len(part) == len(problem)), None)
+        self.one = self._whole is not None  # phase that has all tensors
         self._level2: tuple[Problem, Solution] | None = None
+        self.notes: list[str] = []  # of what was left out
 
     def _number_shapes(self) -> None:
         lower, upper, size = self._columns
@@ -83,10 +86,19 @@ class Levels:
             if len(shapes) > len(self._problems):
                 self._problems.append(Problem(tuple(self.problem.buffers[i] for i in inside)))
 
-    def solve(self, solved: Solved, solver: str, deadline: float) -> Solution:
-        """The whole iteration's plan: level 1 in half of the time, level 2 in the rest."""
+    @property
+    def whole(self) -> Solution | None:
+        """The level-1 solution of a phase that has all tensors, which is then the flat plan, too."""
+        return self._solutions[self._whole] if self._whole is not None else None
+
+    def solve(self, solved: Solved, solver: str, deadline: float, flat: Solution) -> Solution:
+        """The whole iteration's plan: level 1 in half of the time, level 2 in the rest; level 1 in all where one phase has all.
+
+        Args:
+            flat: What is known of all tensors together.
+        """
         began = time.monotonic()
-        self._solve_shapes(solved, solver, share(deadline, 0.5))
+        self._solve_shapes(solved, solver, deadline if self.one else share(deadline, 0.5), flat)
         problem, blocks, loose = self._pack()
         start = self._level2[1] if self._level2 and self._level2[0] == problem else None
         level2 = solved(problem, solver, deadline, start)
@@ -103,16 +115,33 @@ class Levels:
         seconds = time.monotonic() - began
         return Solution(offsets, top, self.bound, self.bound, method, seconds, tuple(dict.fromkeys(notes)))
 
+    def leave_out(self, flat: Solution) -> Solution:
+        """No time for the levels: the phases are reported as they lie in the flat plan, which is returned."""
+        self.notes = ["the two levels were left out: no time"]
+        self.block_bound = self.bound
+        offsets, size = np.array(flat.offsets, np.int64), self._columns[2]
+        for p, inside in enumerate(self._inside):
+            if inside and self._solutions[self._shapes[p]] is None:
+                part = self._problems[self._shapes[p]]
+                at = offsets[inside]
+                extent, bound = int((at + size[inside]).max() - at.min()), lower_bound(part.buffers)
+                self._solutions[self._shapes[p]] = Solution((at - at.min()).tolist(), extent, bound, bound, flat.method, 0.0)
+        self._solutions = [s or Solution([], 0, 0, 0, flat.method, 0.0) for s in self._solutions]
+        return flat
+
     def _solution(self, phase: int) -> Solution:
         return self._solutions[self._shapes[phase]]
 
-    def _solve_shapes(self, solved: Solved, solver: str, deadline: float) -> None:
+    def _solve_shapes(self, solved: Solved, solver: str, deadline: float, flat: Solution) -> None:
         """Level 1: what is not proven, each in its tensors' share of the time."""
         unproven = [k for k, s in enumerate(self._solutions) if s is None or not s.proven]
         tensors = sum(len(self._problems[k]) for k in unproven)
         for k in unproven:
             before, problem = self._solutions[k], self._problems[k]
-            s = solved(problem, solver, share(deadline, len(problem) / max(1, tensors)), before)
+            if before is not None and time.monotonic() > deadline:
+                break
+            start = flat if k == self._whole else before
+            s = solved(problem, solver, share(deadline, len(problem) / max(1, tensors)), start)
             tensors -= len(problem)
             self._solutions[k] = s if before is None else replace(s, seconds=before.seconds + s.seconds)
 

@@ -22,7 +22,7 @@ from ds_memo.plan.dsa import Buffer, Offset, Problem, lower_bound, peak
 from ds_memo.plan.search import search, too_large
 
 SOLVERS = ("greedy", "search", "cbc", "highs")
-VERIFYING = 1e-5  # seconds a buffer, kept back for the verifier
+VERIFYING = 2e-5  # seconds a buffer, kept back for the verifier: twice what it takes
 IN_PYTHON = "exact search ran in Python: no compiler"
 MAX_PAIRS = 4000  # overlapping pairs, one binary each; above it CBC has never improved a plan within minutes
 Progress = Callable[[str, int, int, float, float], None]  # stage, best peak, bound, seconds used, seconds allowed
@@ -128,20 +128,21 @@ def place(
     """As solve, but not verified.
 
     Args:
-        start: What greedy found; it is not asked again.
+        start: A solution to go on from: greedy is not asked again, or, where this is a sweep's, for the rest.
     """
     if solver not in SOLVERS:
         raise ValueError(f"solver {solver!r}, expected one of {', '.join(SOLVERS)}")
     run = _Run(problem, seconds, progress)
-    if start is None:
+    if start is not None:
+        run.offer(start.offsets, start.method)
+    swept = start.offsets if start is not None and start.method == f"greedy ({greedy.IN_TIME})" else None
+    if start is None or (swept is not None and not run.done):
         # Greedy gets a third of a short limit, so that something is left for the rest.
         share = 0.9 if solver == "greedy" else 0.33
-        offsets, order = greedy.portfolio(run.buffers, run.began + share * seconds)
+        offsets, order = greedy.portfolio(run.buffers, run.began + share * seconds, run.bound, swept)
         run.offer(offsets, f"greedy ({order})")
         if run.peak > run.bound and len(problem) > greedy.FIRST_FIT_MOST:
             run.note(f"first fit left out: {len(problem)} buffers, more than {greedy.FIRST_FIT_MOST}")
-    else:
-        run.offer(start.offsets, start.method)
     run.tell("greedy")
     if solver != "greedy" and not run.done:
         _exact(run, solver)
