@@ -22,6 +22,7 @@ from ds_memo.plan.solver import SOLVERS, fit, solve
 from ds_memo.plan.trace import Trace
 
 INPUT_ERRORS = (PlanError,)
+NAME = 40  # characters of a phase's name in the table
 SIMULATING = 0.1  # seconds for what PyTorch would reserve, where the plan has taken all of the time
 
 
@@ -112,7 +113,7 @@ def _summary(plan: Plan) -> dict:
 def _table(plan: Plan, reserved: dict[str, int | None]) -> str:
     head = ("phase", "tensors", "peak", "lower bound", "peak/bound", "proven", "seconds", "method")
     rows = [
-        _row(p.name, p.tensors, p.peak, p.lower_bound, p.proven, p.seconds, "varies: left out" if p.varying else p.method)
+        _row(p.name[:NAME], p.tensors, p.peak, p.lower_bound, p.proven, p.seconds, "varies: left out" if p.varying else p.method)
         for p in plan.phases
     ]
     rows.append(_row("all", len(plan.slots), plan.peak, plan.lower_bound, plan.proven, plan.seconds, plan.kind))
@@ -125,12 +126,12 @@ def _table(plan: Plan, reserved: dict[str, int | None]) -> str:
     lines.append(f"by {plan.method}; phases are their transient tensors alone, 'all' has every tensor; bytes")
     if plan.peak:
         shares = (
-            f"{name}: not known, the time limit ended" if size is None else f"{size:,} ({size / plan.peak:.3f} of the plan) {name}"
+            f"{name} is not known, no time" if size is None else f"{size:,} ({size / plan.peak:.3f} of the plan) {name}"
             for name, size in reserved.items()
         )
         lines.append(f"PyTorch would reserve (simulated): {', '.join(shares)}")
     if plan.unpacked:
-        lines.append(f"planned tensor by tensor at level 2: {', '.join(plan.unpacked)}")
+        lines.append(f"planned tensor by tensor at level 2: {', '.join(name[:NAME] for name in plan.unpacked)}")
     if plan.left:
         reasons: dict[str, list[int]] = {}
         for _, size, why in plan.left:

@@ -120,17 +120,17 @@ def in_time(buffers: Sequence[Buffer], back: bool = False) -> list[Offset]:
     starts: dict[Offset, Offset] = {}  # end of a gap -> its start
     ends: dict[Offset, Offset] = {}  # start of a gap -> its end
     top = 0
-    dying = next(deaths)
+    dying = next(deaths, None)
     for i in births:
         while dead[dying] <= born[i]:
             start = offsets[dying]
             end = start + sizes[dying]
-            if (lower := starts.pop(start, None)) is not None:
-                gaps.remove((start - lower, lower))
-                start = lower
-            if (upper := ends.pop(end, None)) is not None:
-                gaps.remove((upper - end, end))
-                end = upper
+            if (below := starts.pop(start, None)) is not None:
+                gaps.remove((start - below, below))
+                start = below
+            if (above := ends.pop(end, None)) is not None:
+                gaps.remove((above - end, end))
+                end = above
             if end == top:
                 top = start
                 ends.pop(start, None)

@@ -54,9 +54,7 @@ class Reserved:
     allocated: int
 
 
-def simulate(
-    trace: Trace, *, expandable: bool = False, iterations: int = 1, deadline: float = float("inf")
-) -> Reserved | None:
+def simulate(trace: Trace, *, expandable: bool = False, iterations: int = 1, deadline: float = float("inf")) -> Reserved | None:
     """Replays the trace; several iterations show what is left over from the first.
 
     Tensors that the trace never frees are freed at the end of an iteration. O(n log n), some 5 µs a request.

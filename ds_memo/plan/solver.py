@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ds_memo.errors import MemoWarning
 from ds_memo.plan import greedy, milp, verify
-from ds_memo.plan.dsa import Buffer, Offset, Problem, lower_bound, peak
+from ds_memo.plan.dsa import Offset, Problem, lower_bound, peak
 from ds_memo.plan.search import search, too_large
 
 SOLVERS = ("greedy", "search", "cbc", "highs")

@@ -76,8 +76,13 @@ class Trace:
     def tensors(self) -> list[Tensor]:
         """All tensors in order of birth."""
         number: dict[str, int] = {}  # id -> place in the order of birth
-        ids, sizes, births, birth_phases, ks = [], [], [], [], []
-        deaths, death_phases = [], []
+        ids: list[str] = []
+        sizes: list[int] = []
+        births: list[int] = []
+        deaths: list[int] = []
+        birth_phases: list[int] = []
+        death_phases: list[int] = []
+        ks: list[int] = []
         end, last = len(self.requests), len(self.phases) - 1
         for p, phase in enumerate(self.phases):
             first = len(ids)

@@ -107,7 +107,7 @@ def layered(requests: int, seed: int = 0) -> Trace:
 
 
 def flat(requests: int, seed: int = 0) -> Trace:
-    """A trace of so many requests in one phase, with lives of all lengths: a hundredth of the tensors and more are alive at once."""
+    """A trace of so many requests in one phase, with lives of all lengths: up to a tenth of the tensors are alive at once."""
     rng = random.Random(seed)
     out: list[Request] = []
     due: list[tuple[float, str]] = []
