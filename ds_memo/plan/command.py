@@ -23,7 +23,7 @@ from ds_memo.plan.trace import Trace
 
 INPUT_ERRORS = (PlanError,)
 NAME = 40  # characters of a phase's name in the table
-SIMULATING = 0.1  # seconds for what PyTorch would reserve, where the plan has taken all of the time
+SIMULATING = 0.2  # seconds for what PyTorch would reserve, where the plan has taken all of the time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
