@@ -1,7 +1,7 @@
-"""The planner's numbers: python -m benchmarks.plan [--quick]
+"""The planner's numbers: python -m benchmarks.plan [--quick | --scaling]
 
 Prints every figure of docs/plan.md and writes them with hardware and versions to benchmarks/results/plan.json.
---quick leaves out the dense packings (up to 10 s each).
+--quick leaves out the dense packings (up to 10 s each). --scaling does plan_scaling.py alone (10 minutes).
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from benchmarks import plan_scaling
 from ds_memo.plan import fit, native, plan_trace, read_csv, read_trace, solve, verify
 from ds_memo.plan.dsa import Problem, peak
 from ds_memo.plan.milp import MilpFailed, solve_milp
+from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.rescale import rescale
 from ds_memo.plan.search import search
 from ds_memo.plan.simulate import simulate
-from ds_memo.plan.trace import Trace, repeat_layer
+from ds_memo.plan.trace import Trace
 from ds_memo.units import GIB
 from tests.plan.instances import CAPACITY, MINIMALLOC, TRACES, dense
 
@@ -194,7 +196,13 @@ def machine() -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--scaling", action="store_true")
     args = parser.parse_args()
+    if args.scaling:
+        rows = plan_scaling.scaling()
+        plan_scaling.draw(rows, ROOT / "docs" / "plan_scaling.png")
+        _write("plan_scaling", {"machine": machine(), "limit": plan_scaling.LIMIT, "scaling": rows})
+        return
     try:
         native.load()  # compile before anything is timed
     except native.Unavailable as e:
@@ -203,7 +211,11 @@ def main() -> None:
     results |= {"mip": mip(), "speed": speed()}
     if not args.quick:
         results["packings"] = packings()
-    target = ROOT / "benchmarks" / "results" / "plan.json"
+    _write("plan", results)
+
+
+def _write(name: str, results: dict) -> None:
+    target = ROOT / "benchmarks" / "results" / f"{name}.json"
     target.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\n{target.relative_to(ROOT)}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,8 @@ from ds_memo.plan.solver import SOLVERS, fit, solve
 from ds_memo.plan.trace import Trace
 
 INPUT_ERRORS = (PlanError,)
+NAME = 40  # characters of a phase's name in the table
+SIMULATING = 0.2  # seconds for what PyTorch would reserve, where the plan has taken all of the time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan_trace(args: argparse.Namespace) -> int:
     traces = [_read(path) for path in args.input]
+    deadline = time.monotonic() + args.time_limit
     if args.layers is not None:
         traces = [repeat_layer(t, args.layers) for t in traces]
     with _bar(args) as bar:
@@ -71,7 +75,7 @@ def _plan_trace(args: argparse.Namespace) -> int:
         return _does_not_fit(_too_small(args.capacity, plan.lower_bound))
     if args.output:
         _write(args.output, plan_to_json(plan))
-    reserved = _reserved(traces[0])
+    reserved = _reserved(traces[0], max(deadline, time.monotonic() + SIMULATING))
     print(json.dumps(_summary(plan) | {"reserved": reserved}, indent=1) if args.json else _table(plan, reserved))
     if args.capacity is not None and plan.peak > args.capacity:
         return _does_not_fit(f"no plan of {args.capacity} bytes found; the best has {plan.peak}")
@@ -86,11 +90,14 @@ def _too_small(capacity: int, bound: int) -> str:
     return f"capacity {capacity} is below the lower bound {bound}: that much is alive at once, so no plan can fit"
 
 
-def _reserved(trace: Trace) -> dict[str, int]:
-    """Bytes that PyTorch's allocators would have reserved for two iterations of the trace: what the plan compares with."""
+def _reserved(trace: Trace, deadline: float) -> dict[str, int | None]:
+    """Bytes that PyTorch's allocators would have reserved for two iterations of the trace: what the plan compares with.
+    None where the time has ended before."""
+    native = simulate(trace, iterations=2, deadline=deadline)
+    expandable = simulate(trace, expandable=True, iterations=2, deadline=deadline)
     return {
-        "native": simulate(trace, iterations=2).reserved,
-        "expandable_segments": simulate(trace, expandable=True, iterations=2).reserved,
+        "native": native.reserved if native else None,
+        "expandable_segments": expandable.reserved if expandable else None,
     }
 
 
@@ -103,10 +110,10 @@ def _summary(plan: Plan) -> dict:
     }  # fmt: skip
 
 
-def _table(plan: Plan, reserved: dict[str, int]) -> str:
+def _table(plan: Plan, reserved: dict[str, int | None]) -> str:
     head = ("phase", "tensors", "peak", "lower bound", "peak/bound", "proven", "seconds", "method")
     rows = [
-        _row(p.name, p.tensors, p.peak, p.lower_bound, p.proven, p.seconds, "varies: left out" if p.varying else p.method)
+        _row(p.name[:NAME], p.tensors, p.peak, p.lower_bound, p.proven, p.seconds, "varies: left out" if p.varying else p.method)
         for p in plan.phases
     ]
     rows.append(_row("all", len(plan.slots), plan.peak, plan.lower_bound, plan.proven, plan.seconds, plan.kind))
@@ -118,10 +125,13 @@ def _table(plan: Plan, reserved: dict[str, int]) -> str:
     lines.insert(len(lines) - 1, "-" * max(map(len, lines)))
     lines.append(f"by {plan.method}; phases are their transient tensors alone, 'all' has every tensor; bytes")
     if plan.peak:
-        shares = (f"{size:,} ({size / plan.peak:.3f} of the plan) {name}" for name, size in reserved.items())
+        shares = (
+            f"{name} is not known, no time" if size is None else f"{size:,} ({size / plan.peak:.3f} of the plan) {name}"
+            for name, size in reserved.items()
+        )
         lines.append(f"PyTorch would reserve (simulated): {', '.join(shares)}")
     if plan.unpacked:
-        lines.append(f"planned tensor by tensor at level 2: {', '.join(plan.unpacked)}")
+        lines.append(f"planned tensor by tensor at level 2: {', '.join(name[:NAME] for name in plan.unpacked)}")
     if plan.left:
         reasons: dict[str, list[int]] = {}
         for _, size, why in plan.left:

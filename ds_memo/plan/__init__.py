@@ -11,9 +11,11 @@ solver, is imported here.
 | repeat.py | a trace of more layers than were profiled |
 | formats.py, snapshot.py | text traces, MiniMalloc CSV, plan JSON; PyTorch memory snapshots |
 | dsa.py | buffers, lifespans, lower bound, sections |
+| sorted_keys.py | a sorted collection for the sweeps |
 | greedy.py, search.py, milp.py | three ways to place buffers |
 | solver.py | one problem, all three in order, with a deadline |
-| bilevel.py | a whole iteration: level 1, level 2, the flat plan beside them |
+| levels.py | the paper's two levels |
+| bilevel.py | a whole iteration: greedy over everything, the two levels, the flat plan beside them |
 | rescale.py | a plan for another sequence length |
 | verify.py | the independent check that every plan passes |
 | simulate.py | what PyTorch's caching allocator would have reserved |

@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ds_memo.plan.errors import TooLarge
 
 MAX_TOTAL = 2**62
 Offset = int  # address of a buffer's first unit
 TimeValue = int  # index of a request, or any other clock
+Column = NDArray[np.int64]  # one entry per buffer
 
 
 class Lifespan(NamedTuple):
@@ -64,22 +68,49 @@ class Problem:
         return Problem(tuple(b._replace(size=b.size // unit) for b in self.buffers)), unit
 
 
-def worst_moment(buffers: Iterable[Buffer]) -> tuple[TimeValue, int]:
+def columns(buffers: Sequence[Buffer]) -> tuple[Column, Column, Column]:
+    """Lower ends, upper ends and sizes of the buffers, each of shape (n,), int64."""
+    n = len(buffers)
+    lower = np.fromiter((b.lifespan.lower for b in buffers), np.int64, n)
+    upper = np.fromiter((b.lifespan.upper for b in buffers), np.int64, n)
+    return lower, upper, np.fromiter((b.size for b in buffers), np.int64, n)
+
+
+class Profile:
+    """Units alive over time: `alive[k]` from `times[k]` to the next one. O(n log n)."""
+
+    def __init__(self, lower: Column, upper: Column, size: Column):
+        times, at = np.unique(np.concatenate((lower, upper)), return_inverse=True)
+        change = np.zeros(len(times), np.int64)
+        np.add.at(change, at, np.concatenate((size, -size)))
+        self.times, self.alive = times, np.cumsum(change)
+
+    def most(self, lower: Column, upper: Column) -> Column:
+        """The most units alive at once during each lifespan."""
+        table = [np.append(0, self.alive)]  # table[j][k]: the most of the 2^j entries from k; entry 0 is before all times
+        while 2 ** len(table) <= len(table[0]):
+            half = 2 ** (len(table) - 1)
+            table.append(np.maximum(table[-1][:-half], table[-1][half:]))
+        first = np.searchsorted(self.times, lower, "right")
+        end = np.searchsorted(self.times, upper, "left") + 1
+        out = np.empty(len(first), np.int64)
+        levels = np.frexp((end - first).astype(float))[1] - 1  # of the largest power of two within
+        for j in np.unique(levels):
+            mine = levels == j
+            out[mine] = np.maximum(table[j][first[mine]], table[j][end[mine] - 2**j])
+        return out
+
+
+def worst_moment(buffers: Sequence[Buffer]) -> tuple[TimeValue, int]:
     """The first time at which most units are alive, and how many. O(n log n)."""
-    events = []
-    for b in buffers:
-        events.append((b.lifespan.lower, b.size))
-        events.append((b.lifespan.upper, -b.size))
-    events.sort()  # at equal times the negative ones, the frees, come first
-    alive = when = most = 0
-    for time, size in events:
-        alive += size
-        if alive > most:
-            when, most = time, alive
-    return when, most
+    if not buffers:
+        return 0, 0
+    profile = Profile(*columns(buffers))
+    k = int(np.argmax(profile.alive))
+    return int(profile.times[k]), int(profile.alive[k])
 
 
-def lower_bound(buffers: Iterable[Buffer]) -> int:
+def lower_bound(buffers: Sequence[Buffer]) -> int:
     """The most units alive at any one time."""
     return worst_moment(buffers)[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -74,7 +75,10 @@ class _Longer:
         self.phases: list[Phase] = []
         self._trace = trace
         self._passes = passes
-        self._copies = copies
+        self._names: dict[int, list[str]] = defaultdict(list)
+        """Of its copies, by number of the profiled phase."""
+        for copy in copies:
+            self._names[copy.of].append(copy.name)
         self._homes = trace.homes()
         self._sizes = {tensor.id: tensor.size for tensor in trace.tensors()}
         self._alive: dict[str, int] = {}
@@ -112,4 +116,4 @@ class _Longer:
         layer, way = self._passes[home]
         if copy.of in self._passes:
             return [f"L{layer + copy.shift}.{way}"]
-        return [other.name for other in self._copies if other.of == home]
+        return self._names[home]

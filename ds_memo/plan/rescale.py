@@ -11,7 +11,6 @@ the best.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from ds_memo.plan import verify
 from ds_memo.plan.bilevel import PhaseReport, Plan
 from ds_memo.plan.dsa import Buffer, lower_bound, peak
 from ds_memo.plan.errors import BadSize, TracesDiffer
+from ds_memo.plan.sorted_keys import SortedKeys
 from ds_memo.plan.trace import UNIT, Trace, rounded
 
 
@@ -139,23 +139,23 @@ def rescale(plan: Plan, sizes: Sequence[int]) -> Plan:
 
 def _neighbours(plan: Plan) -> list[list[int]]:
     """For each slot the slots that at some time lie directly above it. If none of these overlap it, no other slot can."""
-    events = [(s.birth, 1, i) for i, s in enumerate(plan.slots)] + [(s.death, 0, i) for i, s in enumerate(plan.slots)]
-    events.sort()
+    # At equal times the deaths come first.
+    events = sorted([(s.birth, 1, i) for i, s in enumerate(plan.slots)] + [(s.death, 0, i) for i, s in enumerate(plan.slots)])
     keys = [(s.offset, i) for i, s in enumerate(plan.slots)]
     above: list[list[int]] = [[] for _ in plan.slots]
-    alive: list[tuple[int, int]] = []
+    alive = SortedKeys()
     for _, birth, i in events:
-        at = bisect_left(alive, keys[i])
+        lower, upper = alive.neighbours(keys[i])
         if birth:
-            if at < len(alive):
-                above[i].append(alive[at][1])
-            alive.insert(at, keys[i])
-            if at > 0:
-                above[alive[at - 1][1]].append(i)
+            alive.add(keys[i])
+            if upper:
+                above[i].append(upper[1])
+            if lower:
+                above[lower[1]].append(i)
         else:
-            del alive[at]
-            if 0 < at < len(alive):
-                above[alive[at - 1][1]].append(alive[at][1])
+            alive.remove(keys[i])
+            if lower and upper:
+                above[lower[1]].append(upper[1])
     return above
 
 

@@ -22,6 +22,8 @@ from ds_memo.plan.search_py import Search
 T = TypeVar("T")
 STACK = 512 << 20  # bytes of address space for the recursion, one frame a decision; touched only as deep as it goes
 NO_LIMIT = 2**62
+MOST = 5_000  # buffers; the memory grows with their square
+MOST_COVERED = 10_000_000  # sections covered by all buffers together; 50 bytes each
 
 
 class Answer(NamedTuple):
@@ -31,6 +33,15 @@ class Answer(NamedTuple):
     proven: bool
     nodes: int
     engine: str  # "c++" or "python"
+
+
+def too_large(buffers: Sequence[Buffer]) -> str:
+    """Why the search would take too much memory for these buffers (above 1 GiB), or nothing."""
+    if (n := len(buffers)) > MOST:
+        return f"{n} buffers, more than {MOST}"
+    first, last, _ = sections(buffers)
+    covered = sum(last) - sum(first) + n
+    return f"the buffers cover {covered} sections, more than {MOST_COVERED}" if covered > MOST_COVERED else ""
 
 
 def search(

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ds_memo.errors import MemoWarning
 from ds_memo.plan import greedy, milp, verify
-from ds_memo.plan.dsa import Buffer, Offset, Problem, lower_bound, peak
-from ds_memo.plan.search import search
+from ds_memo.plan.dsa import Offset, Problem, lower_bound, peak
+from ds_memo.plan.search import search, too_large
 
 SOLVERS = ("greedy", "search", "cbc", "highs")
+VERIFYING = 2e-5  # seconds a buffer, kept back for the verifier: twice what it takes
+IN_PYTHON = "exact search ran in Python: no compiler"
 MAX_PAIRS = 4000  # overlapping pairs, one binary each; above it CBC has never improved a plan within minutes
 Progress = Callable[[str, int, int, float, float], None]  # stage, best peak, bound, seconds used, seconds allowed
 
@@ -56,14 +58,15 @@ class Solution:
 class _Run:
     """The state that the stages share: the best plan, the best bound, the clock."""
 
-    def __init__(self, buffers: Sequence[Buffer], unit: int, seconds: float, progress: Progress | None):
-        self.buffers, self.unit, self.limit, self.progress = buffers, unit, seconds, progress
+    def __init__(self, problem: Problem, seconds: float, progress: Progress | None):
+        self.buffers, self.limit, self.progress = problem.buffers, seconds, progress
         self.began = time.monotonic()
-        self.bound = lower_bound(buffers)
+        self.lower_bound = self.bound = lower_bound(problem.buffers)
         self.offsets: list[Offset] = []
-        self.peak = sum(buffer.size for buffer in buffers) + 1  # worse than any plan
+        self.peak = sum(buffer.size for buffer in problem.buffers) + 1  # worse than any plan
         self.method = "none"
         self.notes: list[str] = []
+        self.unit = 1
 
     @property
     def left(self) -> float:
@@ -73,17 +76,35 @@ class _Run:
     def done(self) -> bool:
         return self.peak == self.bound or self.left <= 0.05
 
+    def scale(self) -> None:
+        """Go on in the largest unit that divides all sizes."""
+        problem, self.unit = Problem(self.buffers).scaled()
+        self.buffers = problem.buffers
+        self.offsets = [offset // self.unit for offset in self.offsets]  # sums of sizes
+        self.peak, self.bound = self.peak // self.unit, -(-self.bound // self.unit)
+
     def offer(self, offsets: list[Offset] | None, method: str) -> None:
         if offsets is not None and (height := peak(self.buffers, offsets)) < self.peak:
             self.offsets, self.peak, self.method = offsets, height, method
+
+    def note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def tell(self, stage: str) -> None:
         if self.progress:
             self.progress(stage, self.peak * self.unit, self.bound * self.unit, self.limit - self.left, self.limit)
 
+    def solution(self) -> Solution:
+        found, top = [o * self.unit for o in self.offsets], self.peak * self.unit
+        seconds = time.monotonic() - self.began
+        return Solution(found, top, self.lower_bound, self.bound * self.unit, self.method, seconds, tuple(self.notes))
+
 
 def solve(problem: Problem, *, solver: str = "cbc", seconds: float = 60.0, progress: Progress | None = None) -> Solution:
-    """The smallest plan that `solver` finds in `seconds` (kept to about 0.2 s, and the verifier's time).
+    """The smallest plan that `solver` finds in `seconds`, verified.
+
+    The limit is kept to 0.2 s, where there is time for one sweep and the verifier: some 15 µs a buffer.
 
     Args:
         progress: Called with stage, best peak, bound (the problem's unit), seconds used and allowed, at every change.
@@ -91,29 +112,54 @@ def solve(problem: Problem, *, solver: str = "cbc", seconds: float = 60.0, progr
     Raises:
         ValueError: No such solver.
     """
+    found = place(problem, solver=solver, seconds=seconds - VERIFYING * len(problem), progress=progress)
+    verify.require(problem.buffers, found.offsets, peak=found.peak, lower_bound=found.lower_bound)
+    return found
+
+
+def place(
+    problem: Problem,
+    *,
+    solver: str,
+    seconds: float,
+    start: Solution | None = None,
+    progress: Progress | None = None,
+) -> Solution:
+    """As solve, but not verified.
+
+    Args:
+        start: A solution to go on from: greedy is not asked again, or, where this is a sweep's, for the rest.
+    """
     if solver not in SOLVERS:
         raise ValueError(f"solver {solver!r}, expected one of {', '.join(SOLVERS)}")
-    scaled, unit = problem.scaled()
-    run = _Run(scaled.buffers, unit, seconds, progress)
-    base = run.bound
-    # Greedy gets a third of a short limit, so that something is left for the rest.
-    share = 0.6 if solver == "greedy" else 0.33
-    offsets, order = greedy.portfolio(run.buffers, run.began + share * seconds, run.began + 0.9 * seconds)
-    run.offer(offsets, f"greedy ({order})")
-    if order == "stacked" and run.peak > run.bound:
-        run.notes.append("the time limit ended before any greedy order was done: the buffers share no addresses")
-        warnings.warn(f"ds_memo: {run.notes[-1]}", MemoWarning, stacklevel=2)
+    run = _Run(problem, seconds, progress)
+    if start is not None:
+        run.offer(start.offsets, start.method)
+    swept = start.offsets if start is not None and start.method == f"greedy ({greedy.IN_TIME})" else None
+    if start is None or (swept is not None and not run.done):
+        # Greedy gets a third of a short limit, so that something is left for the rest.
+        share = 0.9 if solver == "greedy" else 0.33
+        offsets, order = greedy.portfolio(run.buffers, run.began + share * seconds, run.bound, swept)
+        run.offer(offsets, f"greedy ({order})")
+        if run.peak > run.bound and len(problem) > greedy.FIRST_FIT_MOST:
+            run.note(f"first fit left out: {len(problem)} buffers, more than {greedy.FIRST_FIT_MOST}")
     run.tell("greedy")
     if solver != "greedy" and not run.done:
-        if solver != "search":
+        _exact(run, solver)
+    return run.solution()
+
+
+def _exact(run: _Run, solver: str) -> None:
+    run.scale()
+    if why := too_large(run.buffers):
+        run.note(f"exact search left out: {why}")
+    if solver != "search":
+        if not why:
             _search(run, 0.2 * run.left)
-            if not run.done:
-                _mip(run, solver, 0.7 * run.left)
         if not run.done:
-            _search(run, run.left)
-    found, top, base = [o * unit for o in run.offsets], run.peak * unit, base * unit
-    verify.require(problem.buffers, found, peak=top, lower_bound=base)
-    return Solution(found, top, base, run.bound * unit, run.method, time.monotonic() - run.began, tuple(run.notes))
+            _mip(run, solver, 0.7 * run.left)
+    if not why and not run.done:
+        _search(run, run.left)
 
 
 def fit(
@@ -128,20 +174,24 @@ def fit(
         progress: See solve.
     """
     began = time.monotonic()
+    seconds -= VERIFYING * len(problem)
     scaled, unit = problem.scaled()
     room, base = capacity // unit, lower_bound(problem.buffers)
-    offsets, order = greedy.portfolio(scaled.buffers, began + seconds / 4, began + seconds / 2, room)
+    offsets, order = greedy.portfolio(scaled.buffers, began + seconds / 4, room)
     method = f"greedy ({order})"
     notes: tuple[str, ...] = ()
     if peak(scaled.buffers, offsets) > room:
         if solver == "greedy":
+            return None
+        if why := too_large(scaled.buffers):
+            warnings.warn(f"ds_memo: exact search left out: {why}", MemoWarning, stacklevel=2)
             return None
         if progress:
             progress("search", peak(scaled.buffers, offsets) * unit, base, time.monotonic() - began, seconds)
         answer = search(scaled.buffers, room, seconds - (time.monotonic() - began))
         offsets, method = answer.offsets, f"search ({answer.engine})"
         if answer.engine == "python":
-            notes = ("exact search ran in Python: no compiler",)
+            notes = (IN_PYTHON,)
         if offsets is None:
             return None
     found = [o * unit for o in offsets]
@@ -157,8 +207,8 @@ def _search(run: _Run, seconds: float) -> None:
     while not run.done and target < run.peak and (left := end - time.monotonic()) > 0.02:
         run.tell("search")
         answer = search(run.buffers, target, left / 2)
-        if answer.engine == "python" and (note := "exact search ran in Python: no compiler") not in run.notes:
-            run.notes.append(note)
+        if answer.engine == "python":
+            run.note(IN_PYTHON)
         if answer.offsets is not None:
             run.offer(answer.offsets, f"search ({answer.engine})")
             target = (run.bound + run.peak - 1) // 2
@@ -172,7 +222,7 @@ def _search(run: _Run, seconds: float) -> None:
 def _mip(run: _Run, solver: str, seconds: float) -> None:
     count = milp.count_pairs(run.buffers)
     if count > MAX_PAIRS:
-        run.notes.append(f"MIP left out: {count} overlapping pairs, more than {MAX_PAIRS}")
+        run.note(f"MIP left out: {count} overlapping pairs, more than {MAX_PAIRS}")
         return
     run.tell(f"mip ({solver})")
 
@@ -184,7 +234,7 @@ def _mip(run: _Run, solver: str, seconds: float) -> None:
     try:
         answer = milp.solve_milp(run.buffers, seconds, solver=solver, start=run.offsets, progress=heard)
     except milp.MilpFailed as e:
-        run.notes.append(f"MIP ({solver}) failed: {e}")
+        run.note(f"MIP ({solver}) failed: {e}")
         warnings.warn(f"ds_memo: MIP ({solver}) failed, the plan is from {run.method}: {e}", MemoWarning, stacklevel=3)
         return
     run.offer(answer.offsets, f"mip ({solver})")

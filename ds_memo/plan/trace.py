@@ -19,9 +19,9 @@ from ds_memo.plan.errors import TracesDiffer
 from ds_memo.units import round_up
 
 UNIT = 512  # bytes; PyTorch's allocator rounds every request up to this, and so do slots
-PHASE_NAME = re.compile(r"(L\d+|embed|head)\.[fb]|embed|head|reduce|step|end")
+PHASE_NAME = re.compile(r"(L\d{1,6}|embed|head)\.[fb]|embed|head|reduce|step|end")
 PHASE_WORDS = "a phase: L<i>.f, L<i>.b, embed, head (with or without .f .b), reduce, step or end"
-LAYER_PASS = re.compile(r"L(\d+)\.([fb])")
+LAYER_PASS = re.compile(r"L(\d{1,6})\.([fb])")
 
 
 def rounded(size: int) -> int:
@@ -75,19 +75,32 @@ class Trace:
 
     def tensors(self) -> list[Tensor]:
         """All tensors in order of birth."""
-        born: dict[str, tuple[int, int, int, int]] = {}
-        died: dict[str, tuple[int, int]] = {}
+        number: dict[str, int] = {}  # id -> place in the order of birth
+        ids: list[str] = []
+        sizes: list[int] = []
+        births: list[int] = []
+        deaths: list[int] = []
+        birth_phases: list[int] = []
+        death_phases: list[int] = []
+        ks: list[int] = []
+        end, last = len(self.requests), len(self.phases) - 1
         for p, phase in enumerate(self.phases):
-            k = 0
+            first = len(ids)
             for t in range(phase.first, phase.end):
-                request = self.requests[t]
-                if request.size is None:
-                    died[request.id] = (t, p)
+                id_, size = self.requests[t]
+                if size is None:
+                    at = number[id_]
+                    deaths[at], death_phases[at] = t, p
                 else:
-                    born[request.id] = (request.size, t, p, k)
-                    k += 1
-        end = (len(self.requests), len(self.phases) - 1)
-        return [Tensor(i, size, t, died.get(i, end)[0], p, died.get(i, end)[1], k) for i, (size, t, p, k) in born.items()]
+                    number[id_] = len(ids)
+                    ks.append(len(ids) - first)
+                    ids.append(id_)
+                    sizes.append(size)
+                    births.append(t)
+                    birth_phases.append(p)
+                    deaths.append(end)
+                    death_phases.append(last)
+        return list(map(Tensor, ids, sizes, births, deaths, birth_phases, death_phases, ks))
 
     def shape(self, phase: int, home: dict[str, tuple[int, int]]) -> tuple:
         """A phase's requests without run-specific ids: mallocs by size, frees by (phases back, k of the malloc)."""
@@ -112,6 +125,8 @@ def varying_phases(iterations: Sequence[Trace]) -> list[int]:
     Raises:
         TracesDiffer: The iterations do not even have the same phases.
     """
+    if len(iterations) == 1:
+        return []
     names = [p.name for p in iterations[0].phases]
     for number, other in enumerate(iterations[1:], 2):
         seen = [p.name for p in other.phases]

@@ -1,7 +1,7 @@
 """The verifier: believes no solver. Nothing leaves the planner without passing here.
 
-It shares no code with the solvers. One sweep through time keeps the buffers that are alive sorted by address, so that
-a new one need only be compared with its two neighbours: O(n log n) comparisons, 6,000 buffers in 20 ms. `check`
+It shares no code with the solvers. One sweep through time knows the buffers that are alive by their rank in the order of
+addresses, so that a new one need only be compared with its two neighbours: O(n log n), some 5 µs a buffer. `check`
 returns the name of what is wrong and a sentence, or None; `require` raises it.
 
 | error | meaning |
@@ -17,7 +17,6 @@ returns the name of what is wrong and a sentence, or None; `require` raises it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 from ds_memo.plan.dsa import Buffer, Offset
@@ -52,22 +51,24 @@ def check(
     if top >= 2**63:
         return "bad_capacity", f"the plan ends at {top}, past 64 bits"
 
+    by_address = sorted(range(len(buffers)), key=offsets.__getitem__)
+    rank = [0] * len(buffers)
+    for r, i in enumerate(by_address):
+        rank[i] = r
     births = sorted(range(len(buffers)), key=lambda i: buffers[i].lifespan.lower)
     deaths = sorted(births, key=lambda i: buffers[i].lifespan.upper)
-    alive: list[tuple[Offset, int]] = []  # (offset, index), sorted; no two of them overlap
+    alive = _Ranks(len(buffers))  # no two of them overlap
     bytes_alive = most = died = 0
     for i in births:
         b, at = buffers[i], offsets[i]
-        while buffers[deaths[died]].lifespan.upper <= b.lifespan.lower:
-            j = deaths[died]
-            del alive[bisect_left(alive, (offsets[j], j))]
+        while buffers[j := deaths[died]].lifespan.upper <= b.lifespan.lower:
+            alive.remove(rank[j])
             bytes_alive -= buffers[j].size
             died += 1
-        place = bisect_left(alive, (at, i))
-        for start, j in alive[max(0, place - 1) : place + 1]:
-            if at < start + buffers[j].size and start < at + b.size:
+        for r in (alive.below(rank[i]), alive.above(rank[i])):
+            if r is not None and at < offsets[j := by_address[r]] + buffers[j].size and offsets[j] < at + b.size:
                 return "bad_overlap", f"{buffers[j].id} and {b.id} are alive together and share addresses"
-        alive.insert(place, (at, i))
+        alive.add(rank[i])
         bytes_alive += b.size
         most = max(most, bytes_alive)
     if lower_bound is not None and (lower_bound != most or most > top):
@@ -79,3 +80,51 @@ def require(buffers: Sequence[Buffer], offsets: Sequence[Offset], **stated: int 
     """Raises InvalidPlan where `check` finds something."""
     if wrong := check(buffers, offsets, **stated):
         raise InvalidPlan(*wrong)
+
+
+class _Ranks:
+    """A set of numbers below n, as the bits of words, and of one more that says which words are not zero."""
+
+    WORD = 1024  # bits; a million ranks are a thousand words
+
+    def __init__(self, n: int):
+        self.words = [0] * (n // self.WORD + 1)
+        self.used = 0
+
+    def add(self, rank: int) -> None:
+        w, bit = divmod(rank, self.WORD)
+        self.words[w] |= 1 << bit
+        self.used |= 1 << w
+
+    def remove(self, rank: int) -> None:
+        w, bit = divmod(rank, self.WORD)
+        self.words[w] ^= 1 << bit
+        if not self.words[w]:
+            self.used ^= 1 << w
+
+    def below(self, rank: int) -> int | None:
+        """The largest one below `rank`."""
+        w, bit = divmod(rank, self.WORD)
+        here = self.words[w] & ((1 << bit) - 1)
+        if not here:
+            if not (used := self.used & ((1 << w) - 1)):
+                return None
+            w = used.bit_length() - 1
+            here = self.words[w]
+        return w * self.WORD + here.bit_length() - 1
+
+    def above(self, rank: int) -> int | None:
+        """The smallest one above `rank`."""
+        w, bit = divmod(rank, self.WORD)
+        here, skip = self.words[w] >> bit + 1, bit + 1
+        if not here:
+            if not (used := self.used >> w + 1):
+                return None
+            w += _lowest(used) + 1
+            here, skip = self.words[w], 0
+        return w * self.WORD + skip + _lowest(here)
+
+
+def _lowest(word: int) -> int:
+    """The number of the lowest bit that is set."""
+    return (word & -word).bit_length() - 1

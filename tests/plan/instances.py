@@ -1,4 +1,5 @@
-"""Instances for the planner's tests and benchmarks: traces on disk, and dense packings cut from a full rectangle."""
+"""Instances for the planner's tests and benchmarks: traces on disk, traces of any length, and dense packings cut from a full
+rectangle."""
 
 from __future__ import annotations
 
@@ -6,11 +7,14 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from heapq import heappop, heappush
 from itertools import permutations
 from pathlib import Path
 
 from ds_memo.plan.dsa import Buffer, Problem
+from ds_memo.plan.formats import make_trace
 from ds_memo.plan.milp import stack
+from ds_memo.plan.trace import Request, Trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 TRACES = sorted((DATA / "requests").glob("*.txt"))
@@ -74,3 +78,47 @@ def best_peak(buffers: tuple[Buffer, ...]) -> int:
     """The smallest peak there is, by trying every vertical order: for up to 7 buffers."""
     orders = permutations(range(len(buffers)))
     return min(max(o + b.size for o, b in zip(stack(buffers, order), buffers, strict=True)) for order in orders)
+
+
+def layered(requests: int, seed: int = 0) -> Trace:
+    """A trace of about so many requests in layers of 250, no two of them alike.
+
+    A layer makes 25 skeletal tensors and 50 transient ones on the way forward, and 50 transient ones on the way back.
+    """
+    rng = random.Random(seed)
+    layers = max(1, requests // 250)
+    out: list[Request] = []
+    marks = []
+    for way, order in (("f", range(layers)), ("b", reversed(range(layers)))):
+        for layer in order:
+            marks.append((f"L{layer}.{way}", len(out)))
+            alive: list[str] = []
+            for k in range(50):
+                alive.append(f"{layer}{way}{k}")
+                out.append(Request(alive[-1], _size(rng)))
+                if k % 2 and way == "f":
+                    out.append(Request(f"{layer}s{k // 2}", _size(rng)))
+                elif k % 2:
+                    out.append(Request(f"{layer}s{24 - k // 2}", None))
+                if len(alive) > 5:
+                    out.append(Request(alive.pop(rng.randrange(5)), None))
+            out += [Request(i, None) for i in alive]
+    return make_trace(out, marks)
+
+
+def flat(requests: int, seed: int = 0) -> Trace:
+    """A trace of so many requests in one phase, with lives of all lengths: up to a tenth of the tensors are alive at once."""
+    rng = random.Random(seed)
+    out: list[Request] = []
+    due: list[tuple[float, str]] = []
+    for k in range(requests // 2):
+        while due and due[0][0] <= len(out):
+            out.append(Request(heappop(due)[1], None))
+        out.append(Request(str(k), _size(rng)))
+        heappush(due, (len(out) + requests ** rng.random(), str(k)))
+    return make_trace(out + [Request(i, None) for _, i in sorted(due)], [])
+
+
+def _size(rng: random.Random) -> int:
+    """Bytes, from a page to 4 MiB, small ones as often as large ones."""
+    return int(2 ** rng.uniform(12, 22))

@@ -53,6 +53,7 @@ def test_every_greedy_placement_is_valid(problem):
         greedy.first_fit(buffers, order),
         greedy.first_fit(buffers, order, best=True),
         greedy.in_time(buffers),
+        greedy.in_time(buffers, back=True),
         greedy.portfolio(buffers)[0],
     ):
         assert verify.check(buffers, offsets, peak=peak(buffers, offsets), lower_bound=lower_bound(buffers)) is None
@@ -66,11 +67,11 @@ def test_first_fit_and_best_fit_differ_as_they_should():
     assert greedy.first_fit(buffers, range(5), best=True) == [0, 4, 6, 8, 6]
 
 
-def test_a_passed_deadline_still_gives_a_placement():
-    buffers = Problem.of([(str(i), 0, 2 + i, 1 + i) for i in range(200)]).buffers
-    offsets, name = greedy.portfolio(buffers, deadline=0.0, last_deadline=0.0, target=1)
-    assert name == "stacked"
-    assert verify.check(buffers, offsets) is None
+def test_a_passed_deadline_still_gives_the_sweep():
+    buffers = Problem.of([(str(i), i, 2 + i, 1 + i) for i in range(200)]).buffers
+    offsets, name = greedy.portfolio(buffers, deadline=0.0, target=1)
+    assert name == "in time" and offsets == greedy.in_time(buffers)
+    assert peak(buffers, offsets) < 600, "addresses are used again"
 
 
 def test_nothing_to_place():

@@ -1,0 +1,180 @@
+"""The paper's two levels. Level 1 plans the transient tensors of one phase by themselves, level 2 the whole iteration.
+
+Phases with the same requests have the same level-1 plan, so a model of 32 equal layers costs two solutions: a forward
+and a backward. Level 2 has one pseudo block per phase, as high as the phase's level-1 peak, beside all tensors that
+outlive their phase.
+
+A pseudo block is as high during its whole phase as the phase's transients are at their worst moment, which need not
+be the moment when most skeletal tensors are alive. Where that alone would raise the peak (the last layer's backward,
+when every layer's skeletal tensors are still there), the block is *unpacked*: its transient tensors enter level 2
+themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ds_memo.plan.dsa import Buffer, Lifespan, Problem, Profile, columns, lower_bound, peak
+from ds_memo.plan.solver import Solution
+from ds_memo.plan.trace import Tensor, Trace
+
+Solved = Callable[[Problem, str, float, Solution | None], Solution]  # a problem by a solver until a time, from a start
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """A phase and its level-1 solution; bytes, seconds."""
+
+    name: str
+    first: int
+    end: int
+    shape: int  # phases of the same number have the same transient tensors, solved once
+    tensors: int  # transient ones
+    peak: int
+    lower_bound: int
+    proven: bool
+    method: str
+    seconds: float  # 0 where the solution of an earlier phase of this shape was reused
+    varying: bool = False
+
+
+def share(deadline: float, part: float) -> float:
+    """The time at which this part of the time until `deadline` is over."""
+    now = time.monotonic()
+    return now + part * max(0.0, deadline - now)
+
+
+class Levels:
+    """Both levels of one trace. Solved once more, by another solver, they go on from what they have.
+
+    Args:
+        planned: The trace's tensors that get an address, in order of birth.
+        problem: Their buffers.
+    """
+
+    def __init__(self, trace: Trace, planned: Sequence[Tensor], problem: Problem):
+        self.problem = problem
+        self.bound = lower_bound(problem.buffers)
+        self.block_bound = 0  # level 2's lower bound with every pseudo block packed
+        self.unpacked: list[int] = []  # phases
+        self._trace = trace
+        self._columns = columns(problem.buffers)
+        self._loose = [i for i, t in enumerate(planned) if not t.transient]
+        self._inside: list[list[int]] = [[] for _ in trace.phases]  # transient ones, by phase
+        for i, t in enumerate(planned):
+            if t.transient:
+                self._inside[t.birth_phase].append(i)
+        self._shapes: list[int] = []  # by phase
+        self._problems: list[Problem] = []  # by shape
+        self._number_shapes()
+        self._solutions: list[Solution | None] = [None] * len(self._problems)
+        self._whole = next((k for k, part in enumerate(self._problems) if len(part) == len(problem)), None)
+        self.one = self._whole is not None  # phase that has all tensors
+        self._level2: tuple[Problem, Solution] | None = None
+        self.notes: list[str] = []  # of what was left out
+
+    def _number_shapes(self) -> None:
+        lower, upper, size = self._columns
+        shapes: dict[bytes, int] = {}
+        for phase, inside in zip(self._trace.phases, self._inside, strict=True):
+            rows = np.stack((lower[inside] - phase.first, upper[inside] - phase.first, size[inside])).tobytes()
+            self._shapes.append(shapes.setdefault(rows, len(shapes)))
+            if len(shapes) > len(self._problems):
+                self._problems.append(Problem(tuple(self.problem.buffers[i] for i in inside)))
+
+    @property
+    def whole(self) -> Solution | None:
+        """The level-1 solution of a phase that has all tensors, which is then the flat plan, too."""
+        return self._solutions[self._whole] if self._whole is not None else None
+
+    def solve(self, solved: Solved, solver: str, deadline: float, flat: Solution) -> Solution:
+        """The whole iteration's plan: level 1 in half of the time, level 2 in the rest; level 1 in all where one phase has all.
+
+        Args:
+            flat: What is known of all tensors together.
+        """
+        began = time.monotonic()
+        self._solve_shapes(solved, solver, deadline if self.one else share(deadline, 0.5), flat)
+        problem, blocks, loose = self._pack()
+        start = self._level2[1] if self._level2 and self._level2[0] == problem else None
+        level2 = solved(problem, solver, deadline, start)
+        self._level2 = problem, level2
+        offsets = [0] * len(self.problem)
+        for i, o in zip(loose, level2.offsets, strict=False):  # the blocks' come after them
+            offsets[i] = o
+        for p, base in zip(blocks, level2.offsets[len(loose) :], strict=True):
+            for i, o in zip(self._inside[p], self._solution(p).offsets, strict=True):
+                offsets[i] = base + o
+        notes = [note for s in self._solutions for note in s.notes] + list(level2.notes)
+        top = peak(self.problem.buffers, offsets)
+        method = f"level 2: {level2.method}"
+        seconds = time.monotonic() - began
+        return Solution(offsets, top, self.bound, self.bound, method, seconds, tuple(dict.fromkeys(notes)))
+
+    def leave_out(self, flat: Solution) -> Solution:
+        """No time for the levels: the phases are reported as they lie in the flat plan, which is returned."""
+        self.notes = ["the two levels were left out: no time"]
+        self.block_bound = self.bound
+        offsets, size = np.array(flat.offsets, np.int64), self._columns[2]
+        for p, inside in enumerate(self._inside):
+            if inside and self._solutions[self._shapes[p]] is None:
+                part = self._problems[self._shapes[p]]
+                at = offsets[inside]
+                extent, bound = int((at + size[inside]).max() - at.min()), lower_bound(part.buffers)
+                self._solutions[self._shapes[p]] = Solution((at - at.min()).tolist(), extent, bound, bound, flat.method, 0.0)
+        self._solutions = [s or Solution([], 0, 0, 0, flat.method, 0.0) for s in self._solutions]
+        return flat
+
+    def _solution(self, phase: int) -> Solution:
+        return self._solutions[self._shapes[phase]]
+
+    def _solve_shapes(self, solved: Solved, solver: str, deadline: float, flat: Solution) -> None:
+        """Level 1: what is not proven, each in its tensors' share of the time."""
+        unproven = [k for k, s in enumerate(self._solutions) if s is None or not s.proven]
+        tensors = sum(len(self._problems[k]) for k in unproven)
+        for k in unproven:
+            before, problem = self._solutions[k], self._problems[k]
+            if before is not None and time.monotonic() > deadline:
+                break
+            start = flat if k == self._whole else before
+            s = solved(problem, solver, share(deadline, len(problem) / max(1, tensors)), start)
+            tensors -= len(problem)
+            self._solutions[k] = s if before is None else replace(s, seconds=before.seconds + s.seconds)
+
+    def _pack(self) -> tuple[Problem, list[int], list[int]]:
+        """Level 2's problem: the phases that are blocks in it, behind the tensors that are not in a block."""
+        lower, upper, size = self._columns
+        filled = [p for p, inside in enumerate(self._inside) if inside]
+        born = np.array([lower[self._inside[p]].min() for p in filled], np.int64)
+        dead = np.array([upper[self._inside[p]].max() for p in filled], np.int64)
+        height = np.array([self._solution(p).peak for p in filled], np.int64)
+        # Phases follow each other, so no two blocks are alive together: each one's worst moment tells all.
+        loose = np.array(self._loose, np.int64)
+        skeletal = Profile(lower[loose], upper[loose], size[loose])
+        most = skeletal.most(born, dead) + height
+        self.block_bound = int(max(most.max(initial=0), skeletal.alive.max(initial=0)))
+        fits = most <= self.bound
+        blocks = [p for p, packed in zip(filled, fits, strict=True) if packed]
+        self.unpacked = [p for p, packed in zip(filled, fits, strict=True) if not packed]
+        outside = self._loose + [i for p in self.unpacked for i in self._inside[p]]
+        phases, rows = self._trace.phases, zip(born[fits].tolist(), dead[fits].tolist(), height[fits].tolist(), strict=True)
+        packed = [Buffer(f"block {phases[p].name}", Lifespan(lo, up), h) for p, (lo, up, h) in zip(blocks, rows, strict=True)]
+        return Problem((*(self.problem.buffers[i] for i in outside), *packed)), blocks, outside
+
+    def reports(self) -> list[PhaseReport]:
+        out, told = [], set()
+        for p, phase in enumerate(self._trace.phases):
+            s, shape = self._solution(p), self._shapes[p]
+            seconds = 0.0 if shape in told else s.seconds
+            told.add(shape)
+            out.append(
+                PhaseReport(
+                    phase.name, phase.first, phase.end, shape, len(self._inside[p]), s.peak, s.lower_bound, s.proven, s.method,
+                    seconds,
+                )
+            )  # fmt: skip
+        return out

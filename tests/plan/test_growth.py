@@ -1,0 +1,205 @@
+"""The planner on long traces: never worse than greedy, in time and memory that grow with their length."""
+
+import signal
+import subprocess
+import sys
+import time
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_memo.plan import greedy, plan_trace, search, solve, verify
+from ds_memo.plan.command import _table
+from ds_memo.plan.dsa import Buffer, Lifespan, Problem, peak
+from ds_memo.plan.errors import UnknownPhase
+from ds_memo.plan.formats import make_trace, parse_trace
+from ds_memo.plan.repeat import repeat_layer
+from ds_memo.plan.simulate import simulate
+from ds_memo.plan.trace import Request, Trace, rounded
+from tests.plan.instances import dense, flat, layered
+from tests.plan.test_bilevel import traces
+from tests.processes import python
+
+
+def swept(trace: Trace) -> int:
+    """The peak of one sweep over everything."""
+    buffers = [Buffer(t.id, Lifespan(t.birth, t.death), rounded(t.size)) for t in trace.tensors() if t.size]
+    return peak(buffers, greedy.in_time(buffers))
+
+
+def instructions(work) -> int:
+    """Instructions of the planner's own code that it runs."""
+    seen = count()
+
+    def tracer(frame, event, _):
+        if "ds_memo" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            next(seen)
+        return tracer
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return next(seen)
+
+
+# ---- never worse than greedy
+
+
+@given(traces(), st.sampled_from(["greedy", "search", "cbc"]), st.sampled_from([1e-9, 0.05]))
+@settings(max_examples=100, deadline=None)
+def test_no_limit_is_too_short_for_greedys_plan(trace, solver, seconds):
+    plan = plan_trace(trace, solver=solver, seconds=seconds)
+    assert plan.lower_bound <= plan.peak <= swept(trace)
+
+
+@pytest.mark.parametrize("solver", ["greedy", "cbc"])
+@pytest.mark.parametrize("make", [layered, flat])
+def test_a_long_trace_in_no_time(make, solver):
+    trace = make(20_000)
+    plan = plan_trace(trace, solver=solver, seconds=0.01)
+    assert plan.peak <= swept(trace) < 1.2 * plan.lower_bound
+    assert plan.kind == "flat" and "the two levels were left out: no time" in plan.notes
+    assert all(phase.peak >= phase.lower_bound > 0 for phase in plan.phases)
+
+
+def test_a_problem_in_no_time():
+    problem = Problem.of([(str(i), i, i + 5, 1 + i % 3) for i in range(1000)])
+    assert solve(problem, seconds=1e-9).peak < 20
+
+
+# ---- growth
+
+
+def stairs(phases: int) -> Trace:
+    """Skeletal tensors that come late in each phase: every block is unpacked, and each by itself."""
+    requests, marks = [], []
+    for p in range(phases):
+        marks.append((f"L{p}.f", len(requests)))
+        requests += [Request(f"t{p}", 512 * 2 * (phases - p)), Request(f"t{p}", None), Request(f"s{p}", 512 * 2)]
+        requests += [Request(f"u{p}", 512), Request(f"u{p}", None)]
+    return make_trace(requests, marks)
+
+
+def test_every_unpacked_block_costs_the_same():
+    few, many = stairs(60), stairs(240)
+    least = instructions(lambda: plan_trace(few, solver="greedy"))
+    assert instructions(lambda: plan_trace(many, solver="greedy")) < 8 * least
+    assert len(plan_trace(many, solver="greedy").unpacked) > 60, "or there is nothing to see"
+
+
+def test_a_free_behind_many_layers_costs_the_same():
+    layers = "".join(f"phase L{i}.f\n" + "".join(f"malloc f{i}.{k} 1\n" for k in range(300 if i == 0 else 1)) for i in range(3))
+    trace = parse_trace(layers + "phase step\n" + "".join(f"free f0.{k}\n" for k in range(300)))
+    longer = repeat_layer(trace, 400)
+    assert instructions(lambda: repeat_layer(trace, 400)) < 300 * len(longer.requests)
+
+
+def test_first_fit_is_for_few_buffers(monkeypatch):
+    asked = []
+    first_fit = greedy.first_fit
+    monkeypatch.setattr(greedy, "first_fit", lambda buffers, *args: asked.append(len(buffers)) or first_fit(buffers, *args))
+    plan = plan_trace(flat(2 * greedy.FIRST_FIT_MOST + 10), solver="greedy", seconds=20)
+    assert max(asked, default=0) <= greedy.FIRST_FIT_MOST
+    assert any(f"first fit left out: {len(plan.slots)} buffers" in note for note in plan.notes)
+
+
+def test_exact_search_is_for_few_buffers_and_sections(monkeypatch):
+    problem = Problem.of([(str(i), i, i + 50, 1 + i % 7) for i in range(search.MOST + 1)])
+    found = solve(problem, solver="search", seconds=5)
+    assert found.notes == (f"exact search left out: {search.MOST + 1} buffers, more than {search.MOST}",)
+    monkeypatch.setattr(search, "MOST_COVERED", 100)
+    assert "the buffers cover" in search.too_large(Problem.of([(str(i), i, i + 50, 1) for i in range(60)]).buffers)
+    assert not search.too_large(problem.buffers[:2])
+
+
+MEMORY = """
+import resource
+from ds_memo.plan import plan_trace
+from tests.plan.instances import flat
+trace = flat(60_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+plan_trace(trace, solver="search", seconds=5)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 // len(trace.requests))
+"""
+
+
+def test_bytes_a_request():
+    run = python("-c", MEMORY)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout.split()[-1]) < 1000
+
+
+def test_a_wrong_slot_among_many_is_found():
+    plan = plan_trace(layered(10_000), solver="greedy", seconds=5)
+    buffers, offsets = [s.buffer() for s in plan.slots], [s.offset for s in plan.slots]
+    assert verify.check(buffers, offsets, peak=plan.peak, lower_bound=plan.lower_bound) is None
+    top = max(range(len(buffers)), key=lambda i: offsets[i] + buffers[i].size)
+    offsets[top] -= 512
+    assert verify.check(buffers, offsets)[0] == "bad_overlap"
+
+
+# ---- names, time, interrupts
+
+
+def test_a_layers_number_has_six_digits():
+    assert parse_trace("phase L999999.f\nmalloc a 1\n").phases[0].name == "L999999.f"
+    with pytest.raises(UnknownPhase):
+        parse_trace("phase L1000000.f\nmalloc a 1\n")
+
+
+def test_a_long_name_does_not_widen_the_table():
+    names = ["L0.f", "x" * 100_000, *(f"L{i}.f" for i in range(1, 40))]
+    trace = make_trace([Request(str(i), 512) for i in range(len(names))], [(n, i) for i, n in enumerate(names)])
+    assert len(_table(plan_trace(trace, solver="greedy"), {})) < 20_000
+
+
+def test_the_simulation_stops_at_its_deadline():
+    assert simulate(layered(1000), deadline=time.monotonic() - 1) is None
+    assert simulate(layered(1000), deadline=time.monotonic() + 600).reserved > 0
+
+
+SEARCHING = """
+from ds_memo.plan.search import search
+from tests.plan.instances import CAPACITY, dense
+hard = dense(450, seed=1, trim=0.2)
+print("begun", flush=True)
+search(hard.buffers, CAPACITY, 600, engine={engine!r})
+"""
+
+
+@pytest.mark.parametrize("engine", [None, "python"])
+def test_ctrl_c_ends_the_search(engine):
+    words = [sys.executable, "-c", SEARCHING.format(engine=engine)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        try:
+            assert child.stdout.readline() == b"begun\n"
+            time.sleep(2)
+            assert child.poll() is None
+            child.send_signal(signal.SIGINT)
+            _, err = child.communicate(timeout=120)
+            assert b"KeyboardInterrupt" in err and child.returncode
+        finally:
+            child.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["greedy", "cbc"])
+@pytest.mark.parametrize("make", [layered, flat])
+def test_the_limit_is_kept(make, solver):
+    """Twice the limit is allowed: other work shares the machine."""
+    trace = make(100_000)
+    began = time.monotonic()
+    plan = plan_trace(trace, solver=solver, seconds=20)
+    assert time.monotonic() - began < 40 and plan.peak <= swept(trace)
+    problem = dense(3000, seed=1, trim=0.2)
+    began = time.monotonic()
+    solve(problem, solver=solver, seconds=5)
+    assert time.monotonic() - began < 10
