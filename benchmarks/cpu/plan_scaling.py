@@ -16,7 +16,7 @@ from pathlib import Path
 from ds_memo.plan import plan_trace
 from tests.plan import instances
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = (1_000, 10_000, 100_000, 300_000, 1_000_000)
 LIMIT = 60.0
 
