@@ -55,9 +55,7 @@ def write_atomic(place: Path, data: str | bytes) -> None:
 
 
 def _replace(place: Path, content: bytes, there: os.stat_result | None, mode: int = 0o666) -> None:
-    scratch = place.with_name(
-        f".ds_memo-{secrets.token_hex(8)}.part"
-    )  # the name itself may be 255 bytes
+    scratch = place.with_name(f".ds_memo-{secrets.token_hex(8)}.part")  # the name itself may be 255 bytes
     handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         with os.fdopen(handle, "wb") as file:
