@@ -8,6 +8,7 @@ A verb's module has `add_arguments(parser)` and `run(args) -> exit code`; a Memo
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import traceback
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoError as error:
         return _say(name, str(error), 2)
     except OSError as error:  # a full disk, a folder that is gone
-        where = "standard output" if _drop_output() else error.filename
+        printing = _drop_output() or (error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF))
+        where = "standard output" if printing else error.filename
         at = "" if where is None else f"{quoted(str(where), 400)}: "
         return _say(name, f"{at}{error.strerror or error}{_without_folder()}", 2)
     except Exception as error:

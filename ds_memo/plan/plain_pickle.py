@@ -8,6 +8,7 @@ string keys alone, whose hashes nobody outside can foresee, and counts its steps
 
 from __future__ import annotations
 
+import gc
 import struct
 from pickle import (
     APPEND,
@@ -49,8 +50,8 @@ from typing import Any
 from ds_memo.errors import brief, quoted
 from ds_memo.plan.errors import MalformedInput, TruncatedInput, UnsafePickle
 
-MOST_STEPS = 1 << 25
-"""Opcodes of a pickle: some 400,000 events with 60 stack frames each. An opcode adds at most 72 bytes, so all add 2.3 GiB."""
+MOST_STEPS = 1 << 24
+"""Opcodes of a pickle: some 200,000 events with 60 stack frames each. An opcode adds at most 80 bytes, so all add 1.3 GiB."""
 
 _U1, _U2, _U4, _U8, _I4, _F8 = (struct.Struct(form) for form in ("<B", "<H", "<I", "<Q", "<i", ">d"))
 _GET, _PUT = {BINGET[0]: _U1, LONG_BINGET[0]: _U4}, {BINPUT[0]: _U1, LONG_BINPUT[0]: _U4}  # opcode: its index
@@ -77,6 +78,8 @@ def load(data: bytes, source: str) -> Any:
         TruncatedInput: it ends too early.
         MalformedInput: it is damaged, holds something other than plain containers, or takes more than MOST_STEPS.
     """
+    collects = gc.isenabled()
+    gc.disable()  # it would look again and again through millions of containers that all stay
     try:
         return _run(data, source)
     except struct.error:
@@ -88,6 +91,9 @@ def load(data: bytes, source: str) -> Any:
             raise
         seen = f"damage ({type(error).__name__}: {error})"
         raise MalformedInput(source, 0, seen, _WRITTEN_BY) from None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _run(data: bytes, source: str) -> Any:

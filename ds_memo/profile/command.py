@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_model(Path(args.model))
     if args.output:
         _check_output(Path(args.output))
     with _ranks(args.device) as (device, rank):
@@ -77,7 +78,6 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
     from ds_memo.profile.kinds import kinds_of
     from ds_memo.profile.run import Asked, lengths_of, take_profile
 
-    _check_model(Path(args.model))
     say(f"building the layers of {args.model}")
     model = build(Path(args.model), getattr(torch, _DTYPES[args.dtype]), args.attn_implementation, device)
     section: dict[str, Any] = {"plan": {"enabled": False}}
