@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -143,9 +144,18 @@ def test_a_time_limit_that_the_system_cannot_count(capsys) -> None:
 
 
 def test_the_launchers_option_takes_a_number(capsys) -> None:
-    """Else `--local_rank plan show …` takes the arguments of one verb to the other."""
-    assert call(capsys, "--local_rank", "plan", "show", "x.json").code == 2
+    """Else `--local_rank plan show` takes the arguments of one verb to the other."""
+    assert call(capsys, "--local_rank", "plan", "show").code == 2
 
 
 def test_sections_nested_without_end(capsys) -> None:
     assert "nested too deeply" in complaint(capsys, "run", "--memo", "[" * 100_000, "true")
+
+
+@pytest.mark.parametrize("name, code, says", [("\x1b[31mred", 0, "\\x1b[31mred"), ("x" * 201, 2, "at most 200 characters")])
+def test_a_machine_s_name(capsys, tmp_path: Path, name: str, code: int, says: str) -> None:
+    machine = json.loads((ROOT / "ds_memo" / "estimate" / "hardware_data" / "h200.json").read_text())
+    (tmp_path / "machine.json").write_text("\ufeff" + json.dumps({**machine, "name": name}))
+    hardware = tmp_path / "machine.json"
+    ended = call(capsys, "estimate", "--model", TINY, "--hardware", hardware, "--gpus", "1", "--seq-length", "1K")
+    assert ended.code == code and says in ended.out + ended.err and "\x1b" not in ended.out + ended.err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -98,4 +97,3 @@ def test_names_of_models_and_machines_that_are_no_formulas(here: Path, capsys: p
     (here / "$x^{y$.json").write_text(Path(ESTIMATE[2]).read_text())
     words = ("estimate", "--model", "$x^{y$.json", "--hardware", "h200", "--gpus", "1", "--sweep", "1K,2K", "-o", "out.svg")
     assert call(capsys, *words).code == 0
-    assert "x^{y" in (here / "out.svg").read_text() or sys.modules["matplotlib"].rcParams["svg.fonttype"] == "path"
