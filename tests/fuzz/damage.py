@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,24 @@ def edits(original: bytes, tokens: list[bytes]) -> st.SearchStrategy[bytes]:
     return st.lists(edit, max_size=5).map(apply)
 
 
+def swapped(original: bytes, tokens: list[bytes]) -> st.SearchStrategy[bytes]:
+    """Return files with up to three words replaced by words of their own or by junk, and up to two lines gone or doubled."""
+    lines = [re.split(rb"([ ,])", line) for line in original.splitlines()]
+    words = sorted({word for line in lines for word in line})
+    swap = st.tuples(st.integers(0, len(lines) - 1), st.integers(0, 8), st.sampled_from(words * 2 + tokens))
+    move = st.tuples(st.integers(0, len(lines) - 1), st.sampled_from([0, 2]))
+
+    def apply(chosen: tuple[list[tuple[int, int, bytes]], list[tuple[int, int]]]) -> bytes:
+        found = [list(line) for line in lines]
+        for at, word, token in chosen[0]:
+            found[at][word % len(found[at])] = token
+        for at, times in chosen[1]:
+            found[at : at + 1] = found[at : at + 1] * times
+        return b"".join(b"".join(line) + b"\n" for line in found)
+
+    return st.tuples(st.lists(swap, max_size=3), st.lists(move, max_size=2)).map(apply)
+
+
 def places(value: Any, path: tuple = ()) -> list[tuple]:
     """Return the path of everything in a JSON value."""
     found = [path]
@@ -64,7 +83,7 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def replaced(original: Any) -> st.SearchStrategy[Any]:
-    """Return values with up to four of their parts gone, doubled or replaced by junk."""
+    """Return values with up to three of their parts gone, doubled or replaced by junk."""
     edit = st.tuples(st.sampled_from(places(original)), st.sampled_from(JUNK), st.sampled_from(["put"] * 4 + ["drop", "add"]))
 
     def apply(chosen: list[tuple[tuple, Any, str]]) -> Any:
@@ -86,17 +105,19 @@ def replaced(original: Any) -> st.SearchStrategy[Any]:
                 continue
         return whole[""]
 
-    return st.lists(edit, min_size=1, max_size=4).map(apply)
+    return st.lists(edit, min_size=1, max_size=3).map(apply)
 
 
 def texts(name: str) -> st.SearchStrategy[bytes]:
-    return edits((CORPUS / name).read_bytes(), TOKENS)
+    original = (CORPUS / name).read_bytes()
+    return st.one_of(swapped(original, TOKENS), edits(original, TOKENS))
 
 
 def jsons(name: str) -> st.SearchStrategy[bytes]:
     """Return files of which the values are wrong, or the text is no JSON."""
     whole = json.loads((CORPUS / name).read_text())
-    return st.one_of(replaced(whole).map(lambda value: json.dumps(value).encode()), texts(name))
+    dumped = replaced(whole).map(lambda value: json.dumps(value).encode())
+    return st.one_of(dumped, dumped, dumped, edits((CORPUS / name).read_bytes(), TOKENS))
 
 
 def pickles(name: str) -> st.SearchStrategy[bytes]:
