@@ -1,9 +1,9 @@
 """A reader of pickles that builds dicts, lists, tuples, strings, numbers and nothing else.
 
-The standard library's unpickler can be kept from importing, but not from taking all memory and time: 8 bytes make it
-reserve gigabytes (the index of a LONG_BINPUT), a dict key of tuples within tuples takes for ever to hash or overflows
-the C stack. This one knows the opcodes that Python's pickler writes for plain data (protocol 2 and later). It takes
-string keys alone, whose hashes nobody outside can foresee, and counts its steps.
+The standard library's unpickler can be kept from importing, but not from taking all memory and time. The index of one
+LONG_BINPUT, 4 bytes, makes it reserve gigabytes. A dict key of tuples within tuples takes 2^60 steps to hash, or overflows
+the C stack. This one knows the opcodes that Python's pickler writes for plain data (protocol 2 and later). Keys are
+strings alone, whose hashes a file cannot foresee. It counts its steps.
 """
 
 from __future__ import annotations
@@ -87,8 +87,6 @@ def load(data: bytes, source: str) -> Any:
     except UnicodeDecodeError:
         raise MalformedInput(source, 0, "a string that is not UTF-8", _WRITTEN_BY) from None
     except (IndexError, KeyError, TypeError, AttributeError, ValueError) as error:  # of a stack that a damaged pickle left
-        if isinstance(error, MalformedInput):
-            raise
         seen = f"damage ({type(error).__name__}: {error})"
         raise MalformedInput(source, 0, seen, _WRITTEN_BY) from None
     finally:
