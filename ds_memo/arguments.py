@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from ds_memo.errors import MemoError, brief, quoted
+from ds_memo.files import read_bounded, write_atomic
+
+MOST_MESSAGE = 2000
+"""Characters of a line on stderr; what names and values take of it is cut in their middle."""
+MOST_CONFIG_BYTES = 1 << 24
+"""The JSON of a model or of a machine."""
 _MOST_TOKENS = 1 << 34
 
 
@@ -18,7 +22,7 @@ def one_line_errors(parser: argparse.ArgumentParser) -> None:
     """Have a wrong option end with one line and exit status 2; argparse would print the whole usage first."""
 
     def error(message: str) -> NoReturn:
-        print(f"{parser.prog}: {message}", file=sys.stderr)
+        print(f"{parser.prog}: {quoted(message, MOST_MESSAGE)}", file=sys.stderr)
         raise SystemExit(2)
 
     parser.error = error  # type: ignore[method-assign]
@@ -31,7 +35,7 @@ def whole(text: str, low: int, high: int, expected: str) -> int:
     except ValueError:
         value = low - 1
     if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
+        raise argparse.ArgumentTypeError(f"{brief(text)}, expected {expected}")
     return value
 
 
@@ -49,7 +53,9 @@ def tokens(text: str) -> int:
     except ValueError:
         value = math.nan
     if not (1 <= value <= _MOST_TOKENS and value == int(value)):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected whole tokens from 1 to {_MOST_TOKENS}, e.g. 131072, 128K or 1M")
+        raise argparse.ArgumentTypeError(
+            f"{brief(text)}, expected whole tokens from 1 to {_MOST_TOKENS}, e.g. 131072, 128K or 1M"
+        )
     return int(value)
 
 
@@ -68,7 +74,7 @@ def number(text: str, low: float, high: float, expected: str) -> float:
     except ValueError:
         value = math.nan
     if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
+        raise argparse.ArgumentTypeError(f"{brief(text)}, expected {expected}")
     return value
 
 
@@ -86,25 +92,30 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.4g} {units[0]}" if nbytes < 1000 else f"{nbytes:.0f} {units[0]}"
 
 
-def write_whole(place: Path, text: str) -> None:
-    """Write a file, or leave what is there: readers and interrupted writers never meet.
+def read_text(place: str | Path, most: int) -> str:
+    """Return the text of an input file, without the mark that some editors begin it with.
 
-    A link stays one, and what is no file (/dev/stdout, a pipe) is written to.
+    Args:
+        most: bytes.
 
     Raises:
-        OSError: it cannot be written.
+        MemoError: it cannot be read, is not UTF-8, or is longer.
     """
-    if str(place).startswith(("/dev/", "/proc/")) or (place.exists() and not place.is_file() and not place.is_dir()):
-        place.write_text(text, encoding="utf-8")
-        return
-    place = Path(os.path.realpath(place))
-    handle, name = tempfile.mkstemp(dir=place.parent, prefix=place.stem, suffix=".part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)  # mkstemp's are for nobody else
-        os.replace(name, place)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+        return read_bounded(place, most).decode("utf-8-sig")
+    except (OSError, ValueError) as error:  # a UnicodeDecodeError, a path with a NUL
+        why = getattr(error, "strerror", None) or error
+        raise MemoError(f"cannot read {quoted(str(place), 400)}: {why}") from None
+
+
+def write_output(place: str | Path, data: str | bytes) -> None:
+    """Write what an option like -o names: whole, or not at all.
+
+    Raises:
+        MemoError: it cannot be written.
+    """
+    try:
+        write_atomic(Path(place), data)
+    except (OSError, ValueError) as error:  # a path with a NUL
+        why = getattr(error, "strerror", None) or error
+        raise MemoError(f"cannot write {quoted(str(place), 400)}: {why}") from None

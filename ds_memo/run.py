@@ -22,7 +22,8 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from ds_memo import prefix
-from ds_memo.errors import MemoConfigError
+from ds_memo.arguments import MOST_MESSAGE
+from ds_memo.errors import MemoConfigError, quoted
 from ds_memo.integrate.install import WATCHED, install
 
 USAGE = "usage: python -m ds_memo.run [--memo JSON] [-m MODULE | SCRIPT] ARGS"
@@ -51,7 +52,7 @@ def main() -> None:
     try:
         install(None if memo is None else prefix.section(memo))
     except MemoConfigError as error:
-        print(f"ds_memo.run: {error}", file=sys.stderr)
+        print(f"ds_memo.run: {quoted(str(error), MOST_MESSAGE)}", file=sys.stderr)
         sys.exit(2)
     try:
         if as_module:
