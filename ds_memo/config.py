@@ -7,14 +7,23 @@ Every field is optional; an absent one is worked out. Nothing is coerced and not
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ds_memo.errors import MemoConfigError
+from ds_memo import files
+from ds_memo.errors import MemoConfigError, brief, quoted
 
 SECTION = "memo"
+MOST_GIB = 1 << 20
+"""1 PiB: as bytes it is far from where 64 bits end."""
+MOST_SECONDS = 1e6
+"""The system counts the milliseconds that a child is waited for in 31 bits."""
+MOST_LAYERS = 1 << 16
+MOST_PROBLEMS = 10
+"""Refused fields that one error names."""
 
 
 class _Section(BaseModel):  # not DeepSpeedConfigModel, which would silently drop every field whose value is "auto"
@@ -30,11 +39,22 @@ class PlanConfig(_Section):
     solver: Literal["cbc", "highs", "greedy"] = "cbc"
     """What is asked once the greedy portfolio has not reached the lower bound."""
 
-    time_limit_s: float = Field(60.0, gt=0, allow_inf_nan=False, strict=True)
+    time_limit_s: float = Field(60.0, gt=0, le=MOST_SECONDS, allow_inf_nan=False, strict=True)
     """Seconds the solver may take, once per plan."""
 
     cache_dir: str = Field("~/.cache/ds_memo", min_length=1, strict=True)
     """Where profiles are kept between runs."""
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _is_a_path(cls, value: str) -> str:
+        try:
+            os.fsencode(files.expanded(value))
+        except UnicodeEncodeError:
+            raise ValueError("file names cannot hold it") from None
+        except files.NotPrivate as error:
+            raise ValueError(str(error)) from None
+        return value
 
 
 class ProfileConfig(_Section):
@@ -66,16 +86,16 @@ class MemoConfig(_Section):
     alpha: float | None = Field(None, ge=0.0, le=1.0, allow_inf_nan=False, strict=True)
     """Of a layer that is not resident, the fraction of rows kept on the host. Absent: solved."""
 
-    resident_layers: int | None = Field(None, ge=0, strict=True)
+    resident_layers: int | None = Field(None, ge=0, le=MOST_LAYERS, strict=True)
     """How many layers keep everything on the device, 0 to all of them. Absent: solved."""
 
     layers: list[str] | None = Field(None, strict=True)
     """Names of the layers, where they cannot be found; empty: the model calls ``deepspeed.checkpointing.checkpoint`` itself."""
 
-    host_memory_gib: float | None = Field(None, gt=0, allow_inf_nan=False, strict=True)
+    host_memory_gib: float | None = Field(None, gt=0, le=MOST_GIB, allow_inf_nan=False, strict=True)
     """GiB of this node's memory that all its ranks together may use. Absent: what the cgroup leaves, less a reserve."""
 
-    device_memory_gib: float | None = Field(None, gt=0, allow_inf_nan=False, strict=True)
+    device_memory_gib: float | None = Field(None, gt=0, le=MOST_GIB, allow_inf_nan=False, strict=True)
     """GiB of each device that may be used. Absent: what is free."""
 
     plan: PlanConfig = Field(default_factory=PlanConfig)
@@ -99,11 +119,13 @@ def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
     if isinstance(section, MemoConfig):
         return section
     if not isinstance(section, Mapping):
-        raise MemoConfigError(f'"{SECTION}" must be a JSON object, got {section!r}')
+        raise MemoConfigError(f'"{SECTION}" must be a JSON object, got {brief(section)}')
     try:
         config = MemoConfig(**{str(key): value for key, value in section.items()})
     except ValidationError as error:
         lines = sorted({_explain(problem) for problem in error.errors()})
+        if len(lines) > MOST_PROBLEMS:
+            lines[MOST_PROBLEMS:] = [f"and {len(lines) - MOST_PROBLEMS:,} more"]
         raise MemoConfigError("\n".join(lines)) from None
     if config.ablation is not None and config.alpha is not None:
         raise MemoConfigError(
@@ -114,10 +136,11 @@ def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
 
 def _explain(problem: Mapping[str, Any]) -> str:
     path = [str(part) for part in problem["loc"]]
-    field = ".".join([SECTION, *path])
+    field = quoted(".".join([SECTION, *path]))
     if problem["type"] == "extra_forbidden":
         return f"{field}: unknown key; allowed here: {', '.join(_model_at(path[:-1]).model_fields)}"
-    return f"{field}: got {problem['input']!r}; allowed: {_allowed(path)}"
+    why = f" ({quoted(str(problem['ctx']['error']))})" if problem["type"] == "value_error" else ""
+    return f"{field}: got {brief(problem['input'])}{why}; allowed: {_allowed(path)}"
 
 
 def _model_at(path: list[str]) -> type[_Section]:
@@ -126,12 +149,13 @@ def _model_at(path: list[str]) -> type[_Section]:
 
 
 _ALLOWED = {
+    "": "a JSON object whose keys are Unicode text",
     "enabled": "true or false",
     "alpha": "a number from 0 to 1 (leave the key out to have it solved)",
     "resident_layers": "a whole number from 0 to the number of layers (leave the key out to have it solved)",
     "layers": 'a list of module names, like ["decoder.blocks.0"] (leave the key out to have them found)',
-    "host_memory_gib": "a number of GiB above 0 (leave the key out to use what the cgroup leaves)",
-    "device_memory_gib": "a number of GiB above 0 (leave the key out to use what is free)",
+    "host_memory_gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what the cgroup leaves)",
+    "device_memory_gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what is free)",
     "ablation": '"full_recompute" or "full_swap" (leave the key out for memo itself)',
     "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3" or "flash_attn_4" (leave the key out for the best available)',
     "plan": "a JSON object",
@@ -142,13 +166,13 @@ _ALLOWED = {
     "kernels.cross_entropy": '"liger" (leave the key out for the model\'s own)',
     "plan.enabled": "true or false",
     "plan.solver": '"cbc", "highs" or "greedy"',
-    "plan.time_limit_s": "a number of seconds above 0",
+    "plan.time_limit_s": f"a number of seconds above 0, at most {MOST_SECONDS:,.0f}",
     "plan.cache_dir": "a path",
     "profile.method": '"fit", "direct" or "unified"',
 }
 
 
 def _allowed(path: list[str]) -> str:
-    while ".".join(path) not in _ALLOWED:  # an item of a list
+    while ".".join(path) not in _ALLOWED:  # an item of a list, a key that is no text
         path = path[:-1]
     return _ALLOWED[".".join(path)]

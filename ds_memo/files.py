@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ds_memo.errors import MemoError
+from ds_memo.errors import MemoError, quoted
 
+MOST_CONFIG_BYTES = 1 << 24
+"""Of the JSON of a model or of a machine."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -84,6 +86,19 @@ def _sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
+def write_output(place: str | Path, data: str | bytes) -> None:
+    """Write what an option like -o names: whole, or not at all.
+
+    Raises:
+        MemoError: it cannot be written.
+    """
+    try:
+        write_atomic(Path(place), data)
+    except (OSError, ValueError) as error:  # a path with a NUL
+        why = getattr(error, "strerror", None) or error
+        raise MemoError(f"cannot write {quoted(str(place), 400)}: {why}") from None
+
+
 # ---- what the user asks to have read
 
 
@@ -102,6 +117,22 @@ def read_bounded(place: str | Path, most: int) -> bytes:
     if len(content) > most:
         raise TooLong(f"{place}: has more than {most:,} bytes, the most that is read")
     return content
+
+
+def read_text(place: str | Path, most: int) -> str:
+    """Return the text of an input file, without the mark that some editors begin it with.
+
+    Args:
+        most: bytes.
+
+    Raises:
+        MemoError: it cannot be read, is not UTF-8, or is longer.
+    """
+    try:
+        return read_bounded(place, most).decode("utf-8-sig")
+    except (OSError, ValueError) as error:  # a UnicodeDecodeError, a path with a NUL
+        why = getattr(error, "strerror", None) or error
+        raise MemoError(f"cannot read {quoted(str(place), 400)}: {why}") from None
 
 
 # ---- what ds_memo keeps for itself

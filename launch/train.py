@@ -37,6 +37,7 @@ import ds_memo
 from ds_memo.cli.arguments import tokens
 from ds_memo.config import memo_config
 from ds_memo.deepspeed import ulysses
+from ds_memo.files import write_output
 from ds_memo.hf.model_flops import model_flops
 
 
@@ -280,7 +281,7 @@ def train(run: Run) -> None:
         print(ds_memo.report(engine))
     if args.metrics_json and first:
         metrics = measured.of_the_run(engine, args.seq_length, run.sp) | {"steps": steps, "validation": validations}
-        args.metrics_json.write_text(json.dumps(metrics, indent=2) + "\n")
+        write_output(args.metrics_json, json.dumps(metrics, indent=2) + "\n")
 
 
 def main() -> None:

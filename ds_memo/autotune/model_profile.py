@@ -20,7 +20,7 @@ import torch
 from ds_memo.config import MemoConfig
 from ds_memo.distributed.agree import Failed, alone, from_all_ranks, refuse_differences, together
 from ds_memo.distributed.topology import ranks_per_sequence
-from ds_memo.files import cache_home
+from ds_memo.files import NotPrivate, cache_home
 from ds_memo.profile import cache
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.kinds import layer_in_words
@@ -75,15 +75,26 @@ class Profiling:
         asked = self._asked(of_layers, worth_measuring(self._layers, of_layers, calls), from_all_ranks)
         if not asked.calls:
             raise Failed(["no layer wants a gradient, or none that all ranks call"])
-        folder, key = cache_folder(self._config), asked.key()
-        everybodys = from_all_ranks(cache.load(folder, key, self._warn))
+        folder, key = self._cache(), asked.key()
+        everybodys = from_all_ranks(folder and cache.load(folder, key, self._warn))
         if all(everybodys):
             self.profile, self.from_cache = most_careful(everybodys), True
         else:
             self.profile = take_profile(asked, self._warn)
-            if int(os.environ.get("LOCAL_RANK") or 0) == 0:
+            if folder and int(os.environ.get("LOCAL_RANK") or 0) == 0:
                 cache.store(folder, self.profile, self._warn)
         self.kinds += asked.calls
+
+    def _cache(self) -> Path | None:
+        """Return the folder of profiles in plan.cache_dir, whose default obeys XDG_CACHE_HOME; None, with a warning, if there is
+        none."""
+        plan = self._config.plan
+        try:
+            folder = Path(plan.cache_dir) if "cache_dir" in plan.model_fields_set else cache_home()
+        except NotPrivate as error:
+            self._warn(f"profiles are not cached: {error}; each start measures again. memo.plan.cache_dir names a folder")
+            return None
+        return cache.opened(folder, self._warn)
 
     def outgrown(self, shapes: HiddenShapes) -> bool:
         """Whether these hidden states, or an encoder's beside them, have far more tokens than a kind was measured with: of few,
@@ -164,13 +175,6 @@ class Profiling:
             device_memory_gib=self._config.device_memory_gib,
             ranks_per_sequence=ranks_per_sequence(),
         )
-
-
-def cache_folder(config: MemoConfig) -> Path:
-    """plan.cache_dir; its default obeys XDG_CACHE_HOME."""
-    if "cache_dir" in config.plan.model_fields_set:
-        return Path(config.plan.cache_dir).expanduser()
-    return cache_home()
 
 
 def _configured(config: MemoConfig) -> dict[str, Any]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
-import tempfile
-from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
+from ds_memo.errors import brief, quoted
+
+MOST_MESSAGE = 2000
+"""Characters of a line on stderr; what names and values take of it is cut in their middle."""
 _MOST_TOKENS = 1 << 34
 
 
@@ -18,7 +18,7 @@ def one_line_errors(parser: argparse.ArgumentParser) -> None:
     """Have a wrong option end with one line and exit status 2; argparse would print the whole usage first."""
 
     def error(message: str) -> NoReturn:
-        print(f"{parser.prog}: {message}", file=sys.stderr)
+        print(f"{parser.prog}: {quoted(message, MOST_MESSAGE)}", file=sys.stderr)
         raise SystemExit(2)
 
     parser.error = error  # type: ignore[method-assign]
@@ -31,7 +31,7 @@ def whole(text: str, low: int, high: int, expected: str) -> int:
     except ValueError:
         value = low - 1
     if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
+        raise argparse.ArgumentTypeError(f"{brief(text)}, expected {expected}")
     return value
 
 
@@ -49,16 +49,10 @@ def tokens(text: str) -> int:
     except ValueError:
         value = math.nan
     if not (1 <= value <= _MOST_TOKENS and value == int(value)):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected whole tokens from 1 to {_MOST_TOKENS}, e.g. 131072, 128K or 1M")
+        raise argparse.ArgumentTypeError(
+            f"{brief(text)}, expected whole tokens from 1 to {_MOST_TOKENS}, e.g. 131072, 128K or 1M"
+        )
     return int(value)
-
-
-def short(length: int) -> str:
-    """Tokens as people write them: 64 Ki, 1 Mi, 1,000."""
-    for factor, unit in ((1 << 20, "Mi"), (1 << 10, "Ki")):
-        if length >= factor and length * 8 % factor == 0:
-            return f"{length / factor:g} {unit}"
-    return f"{length:,}"
 
 
 def number(text: str, low: float, high: float, expected: str) -> float:
@@ -68,43 +62,10 @@ def number(text: str, low: float, high: float, expected: str) -> float:
     except ValueError:
         value = math.nan
     if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
+        raise argparse.ArgumentTypeError(f"{brief(text)}, expected {expected}")
     return value
 
 
 def gib(text: str) -> float:
     """GiB above 0, as an option's type."""
     return number(text, 1e-9, 1e9, "GiB above 0, at most 1e9")
-
-
-def size(nbytes: float) -> str:
-    """Bytes as people write them: 512 B, 3.266 MiB, 18.88 GiB."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while nbytes >= 1024 and len(units) > 1:
-        nbytes /= 1024
-        units.pop(0)
-    return f"{nbytes:.4g} {units[0]}" if nbytes < 1000 else f"{nbytes:.0f} {units[0]}"
-
-
-def write_whole(place: Path, text: str) -> None:
-    """Write a file, or leave what is there: readers and interrupted writers never meet.
-
-    A link stays one, and what is no file (/dev/stdout, a pipe) is written to.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    if str(place).startswith(("/dev/", "/proc/")) or (place.exists() and not place.is_file() and not place.is_dir()):
-        place.write_text(text, encoding="utf-8")
-        return
-    place = Path(os.path.realpath(place))
-    handle, name = tempfile.mkstemp(dir=place.parent, prefix=place.stem, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)  # mkstemp's are for nobody else
-        os.replace(name, place)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise

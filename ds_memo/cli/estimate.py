@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from ds_memo.cli.arguments import count, gib, number, short, tokens
-from ds_memo.errors import MemoError
+from ds_memo.cli.arguments import count, gib, number, tokens
+from ds_memo.errors import brief, quoted
 from ds_memo.estimate import answers, hardware, model
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.question import METHODS, OK, Estimate, Question
-from ds_memo.units import GIB
-
-INPUT_ERRORS = (MemoError,)
+from ds_memo.files import write_output
+from ds_memo.units import GIB, short
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     if shown is None:
         raise EstimateError(f"{question.model.name} cannot be split over any number of GPUs as asked")
     if args.timeline:
-        _write(lambda: _write_timeline(shown, args.timeline), args.timeline)
+        write_output(args.timeline, _timeline_as(args.timeline, shown))
     if args.json:
         data = shown.as_json()
         if beyond is not None and beyond is not shown:
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             where = f"{beyond.question.gpus} GPUs" if args.min_gpus else f"{short(beyond.question.seq_length)} tokens"
             print(f"  with {where}: {beyond.status}, {beyond.binding}")
         if args.timeline:
-            print(f"written to {args.timeline}")
+            print(f"written to {quoted(args.timeline, 400)}")
     return 0
 
 
@@ -176,7 +175,7 @@ def _print(answer: Estimate) -> None:
     if answer.host_bytes:
         print(f"  host       {answer.host_bytes / GIB:,.0f} of {q.host_bytes / GIB:,.0f} GiB of a node")
     for note in answer.notes:
-        print(f"  note       {note}")
+        print(f"  note       {quoted(note, 400)}")
 
 
 def _verdict(answer: Estimate) -> str:
@@ -210,7 +209,7 @@ def _table(args: argparse.Namespace, question: Question) -> int:
     found = answers.sweep(question, lengths, methods)
     rows = [answer.as_json() for answer in found]
     if args.output:
-        _write(lambda: _write_table(args.output, found, rows), args.output)
+        write_output(args.output, _table_as(args.output, found, rows))
     if args.json:
         print(json.dumps(rows, indent=1, allow_nan=False))
         return 0
@@ -221,7 +220,7 @@ def _table(args: argparse.Namespace, question: Question) -> int:
     for row in text:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, wide, strict=True)).rstrip())
     if args.output:
-        print(f"written to {args.output}")
+        print(f"written to {quoted(args.output, 400)}")
     return 0
 
 
@@ -244,41 +243,35 @@ def _cells(answer: Estimate) -> tuple[str, ...]:
     )
 
 
-def _write(write: Callable[[], None], path: str) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise EstimateError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _write_table(path: str, found: Sequence[Estimate], rows: Sequence[dict]) -> None:
+def _table_as(path: str, found: Sequence[Estimate], rows: Sequence[dict]) -> str | bytes:
+    """Return a sweep or comparison as a file with this name has it."""
     if path.endswith(".csv"):
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
-    elif path.endswith((".png", ".svg")):
+        file = io.StringIO()
+        writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        return file.getvalue()
+    if path.endswith((".png", ".svg")):
         from ds_memo.show.sweep import draw_sweep
 
-        draw_sweep(found, path)
-    else:
-        raise EstimateError(f"-o {path}: expected a name that ends with .csv, .png or .svg")
+        return draw_sweep(found, path[-3:])
+    raise EstimateError(f"-o {quoted(path)}: expected a name that ends with .csv, .png or .svg")
 
 
-def _write_timeline(answer: Estimate, path: str) -> None:
+def _timeline_as(path: str, answer: Estimate) -> str:
+    """Return the streams of one sequence as a file with this name has them."""
     if answer.run is None:
         raise EstimateError(f"--timeline: there is nothing to draw, the answer is {_verdict(answer)}: {answer.binding}")
     if not path.endswith((".json", ".html")):
-        raise EstimateError(f"--timeline {path}: expected a name that ends with .json or .html")
-    from ds_memo.show.timeline import chrome_trace, draw_html
+        raise EstimateError(f"--timeline {quoted(path)}: expected a name that ends with .json or .html")
+    from ds_memo.show.timeline import as_html, chrome_trace
 
     spans = answer.simulated().spans
     if path.endswith(".json"):
-        Path(path).write_text(json.dumps(chrome_trace(spans)))
-    else:
-        q = answer.question
-        title = f"{q.model.name}, {short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {q.method}: one sequence"
-        draw_html(spans, title, path)
+        return json.dumps(chrome_trace(spans))
+    q = answer.question
+    title = f"{q.model.name}, {short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {q.method}: one sequence"
+    return as_html(spans, title)
 
 
 # ---- reading
@@ -286,14 +279,14 @@ def _write_timeline(answer: Estimate, path: str) -> None:
 
 def _lengths(text: str) -> list[int]:
     if not all(text.replace(":", ",").split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected A:B or A,B,…, e.g. 64K:1M")
+        raise argparse.ArgumentTypeError(f"{brief(text)}, expected A:B or A,B,…, e.g. 64K:1M")
     if ":" in text:
         ends = text.split(":")
         if len(ends) != 2:
-            raise argparse.ArgumentTypeError(f"{text!r}, expected A:B")
+            raise argparse.ArgumentTypeError(f"{brief(text)}, expected A:B")
         first, last = map(tokens, ends)
         if first > last:
-            raise argparse.ArgumentTypeError(f"{text!r}, expected A:B with A not above B")
+            raise argparse.ArgumentTypeError(f"{brief(text)}, expected A:B with A not above B")
         lengths = []
         while first <= last:
             lengths.append(first)

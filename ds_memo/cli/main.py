@@ -1,20 +1,26 @@
 """The `ds-memo` command: one verb per stage, each a module of its own that is imported only when its verb is used.
 
-A verb's module has `add_arguments(parser)`, `run(args) -> exit code`, and INPUT_ERRORS, the exceptions whose message is
-for the user. Exit codes: 0 done, 1 no plan fits, 2 wrong input or usage; `run` has its command's.
+A verb's module has `add_arguments(parser)` and `run(args) -> exit code`; a MemoError's message is for the user. Exit codes:
+0 done, 1 no plan fits, 2 wrong input or usage, or something that the system refuses, 70 a defect of ds_memo, 130 interrupted;
+`run` has its command's.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
+from typing import NoReturn
 
 from ds_memo import __version__
-from ds_memo.cli.arguments import one_line_errors
+from ds_memo.cli.arguments import MOST_MESSAGE, one_line_errors
+from ds_memo.errors import MemoError, quoted
 
 VERBS = {  # verb: (module, what it does)
     "run": ("ds_memo.cli.run", "run a training command, unchanged, with every process of it under memo"),
@@ -24,21 +30,47 @@ VERBS = {  # verb: (module, what it does)
     "report": ("ds_memo.show.report", "what a run under ds_memo did, from the JSON of its report"),
     "show": ("ds_memo.cli.show", "draw a plan: time × address, as PNG or interactive HTML"),
 }
+UNEXPECTED = 70
+"""The exit code of a defect; sysexits.h has EX_SOFTWARE for it. 1 says that nothing fits."""
+TRACEBACK = "DS_MEMO_TRACEBACK"
+"""The environment variable that has a defect's traceback shown, whatever it is set to."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_streams()
+    verb = next((word for word in words if word in VERBS), None)
+    name = f"ds-memo {verb}" if verb else "ds-memo"
     try:
-        return _main(list(sys.argv[1:] if argv is None else argv))
+        code = _main(words, verb)
+        sys.stdout.flush()  # at the interpreter's end nothing would say in one line why it fails
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `ds-memo … | head`
+        _drop_output()
+        return 0
+    except MemoError as error:
+        return _say(name, str(error), 2)
+    except OSError as error:  # a full disk, a folder that is gone
+        printing = _drop_output() or (error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF))
+        where = "standard output" if printing else error.filename
+        at = "" if where is None else f"{quoted(str(where), 400)}: "
+        return _say(name, f"{at}{error.strerror or error}{_without_folder()}", 2)
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            traceback.print_exc()
+        kind = f"{type(error).__name__}: {quoted(str(error), 400)}"
+        return _say(name, f"unexpected error: {kind}. This is a defect of ds_memo; {TRACEBACK}=1 shows its traceback", UNEXPECTED)
 
 
-def _main(words: list[str]) -> int:
+def _main(words: list[str], chosen: str | None) -> int:
     parser = argparse.ArgumentParser(prog="ds-memo", description="Long-context training for DeepSpeed.")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # `deepspeed --module ds_memo.cli` puts it before the verb
+    # `deepspeed --module ds_memo.cli` puts it before the verb
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"ds-memo {__version__}")
+    parser.error = _usage_and_error(parser)  # type: ignore
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    chosen = next((w for w in words if w in VERBS), None)
     module = None
     for verb, (name, text) in VERBS.items():
         sub = verbs.add_parser(verb, help=text, description=text[0].upper() + text[1:] + ".")
@@ -52,15 +84,60 @@ def _main(words: list[str]) -> int:
         sys.stdout.reconfigure(errors="replace")  # "×" and bars on a terminal that has none
     if unknown:
         mine.error(f"unrecognized arguments: {' '.join(unknown)}")  # by its own usage, not by that of `ds-memo`
-    warnings.showwarning = lambda message, *_: print(f"ds-memo {args.verb}: warning: {message}", file=sys.stderr)
+
+    def warn(message: Warning | str, *_: object) -> None:
+        _say(f"ds-memo {args.verb}", f"warning: {message}", 0)
+
+    warnings.showwarning = warn  # type: ignore[assignment]
+    return module.run(args)
+
+
+def _say(name: str, message: str, code: int) -> int:
+    """Print one line, whatever names are in it, and return the exit code."""
+    with suppress(OSError):  # the exit code is all that is left to say it with
+        print(f"{name}: {quoted(message.replace(chr(10), '; '), MOST_MESSAGE)}", file=sys.stderr)
+    return code
+
+
+def _usage_and_error(parser: argparse.ArgumentParser) -> Callable[[str], NoReturn]:
+    def error(message: str) -> NoReturn:
+        parser.print_usage(sys.stderr)
+        parser.exit(2, f"{parser.prog}: error: {quoted(message, MOST_MESSAGE)}\n")
+
+    return error
+
+
+def _open_standard_streams() -> None:
+    """Have /dev/null stand where the caller closed a standard stream (`2>&-`).
+
+    Python has None there, and the next file that is opened would get the stream's number: what a compiler says goes into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)
+            if handle != number:
+                os.dup2(handle, number)
+                os.close(handle)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+
+
+def _drop_output() -> bool:
+    """Keep the interpreter's end from writing again what could not be written; returns whether there was such."""
     try:
-        return module.run(args)
-    except module.INPUT_ERRORS as e:
-        print(f"ds-memo {args.verb}: {e}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `ds-memo … | head`
+        sys.stdout.flush()
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return True
+    return False
+
+
+def _without_folder() -> str:
+    try:
+        os.getcwd()
+    except OSError:
+        return "; the working directory is gone: change to one that exists"
+    return ""
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 
-from ds_memo.cli.arguments import number, whole, write_whole
+from ds_memo.cli.arguments import number, whole
+from ds_memo.errors import quoted
+from ds_memo.files import write_output
 from ds_memo.plan.bilevel import Plan, plan_trace
 from ds_memo.plan.dsa import lower_bound
 from ds_memo.plan.errors import PlanError
@@ -21,9 +23,10 @@ from ds_memo.plan.snapshot import read_snapshot
 from ds_memo.plan.solver import SOLVERS, fit, solve
 from ds_memo.plan.trace import Trace
 
-INPUT_ERRORS = (PlanError,)
 NAME = 40  # characters of a phase's name in the table
 SIMULATING = 0.2  # seconds for what PyTorch would reserve, where the plan has taken all of the time
+MOST_SECONDS = 1e6
+"""A time limit; the system counts the milliseconds that a child is waited for in 31 bits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    return number(text, 1e-9, 1e9, "seconds above 0")
+    return number(text, 1e-9, MOST_SECONDS, f"seconds above 0, at most {MOST_SECONDS:,.0f}")
 
 
 def _layers(text: str) -> int:
@@ -56,8 +59,8 @@ def _bytes(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.output and Path(args.output).resolve() in {Path(path).resolve() for path in args.input}:
-        raise PlanError(f"-o {args.output} is an input, too")
+    if args.output and os.path.realpath(args.output) in map(os.path.realpath, args.input):
+        raise PlanError(f"-o {quoted(args.output, 400)} is an input, too")
     return _plan_csv(args) if any(p.endswith(".csv") for p in args.input) else _plan_trace(args)
 
 
@@ -74,7 +77,7 @@ def _plan_trace(args: argparse.Namespace) -> int:
     if args.capacity is not None and plan.lower_bound > args.capacity:
         return _does_not_fit(_too_small(args.capacity, plan.lower_bound))
     if args.output:
-        _write(args.output, plan_to_json(plan))
+        write_output(args.output, plan_to_json(plan))
     reserved = _reserved(traces[0], max(deadline, time.monotonic() + SIMULATING))
     print(json.dumps(_summary(plan) | {"reserved": reserved}, indent=1) if args.json else _table(plan, reserved))
     if args.capacity is not None and plan.peak > args.capacity:
@@ -138,7 +141,7 @@ def _table(plan: Plan, reserved: dict[str, int | None]) -> str:
             reasons.setdefault(why, []).append(size)
         for why, sizes in reasons.items():
             lines.append(f"left to the general allocator: {len(sizes)} tensors, {sum(sizes):,} bytes: {why}")
-    return "\n".join(lines + [f"note: {n}" for n in plan.notes])
+    return "\n".join(lines + [f"note: {quoted(n, 400)}" for n in plan.notes])
 
 
 def _row(name: str, tensors: int, peak: int, bound: int, proven: bool, seconds: float, method: str) -> tuple[str, ...]:
@@ -164,7 +167,7 @@ def _plan_csv(args: argparse.Namespace) -> int:
     if found is None:
         return _does_not_fit(f"found nothing that fits into {args.capacity}")
     if args.output:
-        _write(args.output, write_csv(problem, found.offsets))
+        write_output(args.output, write_csv(problem, found.offsets))
     summary = {
         "peak": found.peak, "lower_bound": found.lower_bound, "proven": found.proven,
         "seconds": round(found.seconds, 4), "method": found.method, "buffers": len(problem), "notes": found.notes,
@@ -183,13 +186,6 @@ def _plain(value: object) -> object:
 def _does_not_fit(why: str) -> int:
     print(f"ds-memo plan: {why}", file=sys.stderr)
     return 1
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        write_whole(Path(path), text)
-    except OSError as e:
-        raise PlanError(f"cannot write {path}: {e.strerror}") from None
 
 
 def _bar(args: argparse.Namespace) -> AbstractContextManager[_Bar | None]:

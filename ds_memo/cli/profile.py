@@ -17,17 +17,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_memo.cli.arguments import count, gib, short, size, tokens, write_whole
-from ds_memo.errors import MemoError
+from ds_memo.cli.arguments import MOST_MESSAGE, count, gib, tokens
+from ds_memo.errors import MemoError, brief, quoted
+from ds_memo.files import MOST_CONFIG_BYTES, write_output
 from ds_memo.profile.json_file import to_json
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
+from ds_memo.units import short, size
 
 if TYPE_CHECKING:
     import torch
 
     from ds_memo.profile.call import LayerCall
 
-INPUT_ERRORS = (MemoError,)
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _BACKWARD = 2.5
 """FLOPs of attention's backward, in forwards: it computes the scores again."""
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_model(Path(args.model))
     if args.output:
         _check_output(Path(args.output))
     with _ranks(args.device) as (device, rank):
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if rank > 0:
             return 0
         if args.output:
-            _write(profile, Path(args.output))
+            write_output(args.output, to_json(profile) + "\n")
         print(to_json(profile) if args.json else summary(profile, Path(args.model), args.seq_length))
         if args.output and not args.json:
             print(f"written to {args.output}")
@@ -155,8 +157,8 @@ def _ranks(wanted: str | None) -> Iterator[tuple[torch.device, int]]:
 
 def _environment(name: str, default: int) -> int:
     value = os.environ.get(name) or str(default)
-    if not value.isdecimal():
-        raise MemoError(f"the environment's {name} is {value!r}, expected a whole number: a launcher sets it, or nobody")
+    if not (value.isdecimal() and len(value) < 10):
+        raise MemoError(f"the environment's {name} is {brief(value)}, expected a whole number, which a launcher sets")
     return int(value)
 
 
@@ -168,10 +170,10 @@ def summary(profile: Profile, model: Path, length: int) -> str:
     batch = profile.kinds[0].samples[-1].batch
     where = f"{profile.key['device']}, {_plural(profile.key['ranks'], 'rank')}"
     dtype = profile.key["kinds"][0]["dtype"].removeprefix("torch.")
-    lines = [f"{model.stem}, {short(length)} tokens × {batch}, {dtype} on {where}"]
+    lines = [f"{quoted(model.stem)}, {short(length)} tokens × {batch}, {dtype} on {where}"]
     for number, kind in enumerate(profile.kinds):
         alike = profile.layers.count(number)
-        lines.append(f"  {kind.name}{f' and {alike - 1} more like it' if alike > 1 else ''}")
+        lines.append(f"  {quoted(kind.name)}{f' and {alike - 1} more like it' if alike > 1 else ''}")
         lines += [f"    {line}" for line in _kind(kind, batch, length)]
     lines.append(
         f"  copies     {profile.d2h_bytes_per_s / 1e9:.3g} GB/s to the host, {profile.h2d_bytes_per_s / 1e9:.3g} GB/s back, "
@@ -249,27 +251,30 @@ def _list(lengths: tuple[int, ...]) -> str:
 
 
 def _say(line: str) -> None:
-    print(f"ds-memo profile: {line}", file=sys.stderr, flush=True)
+    print(f"ds-memo profile: {quoted(line, MOST_MESSAGE)}", file=sys.stderr, flush=True)
 
 
 def _nothing(line: str) -> None:
     pass
 
 
+def _check_model(path: Path) -> None:
+    """Transformers reads a config to its end, and ``/dev/zero`` has none."""
+    config = path / "config.json" if path.is_dir() else path
+    if config.exists() and not config.is_file():
+        raise MemoError(f"model {quoted(str(path), 400)}: is no regular file, expected a Hugging Face config JSON")
+    if config.exists() and config.stat().st_size > MOST_CONFIG_BYTES:
+        raise MemoError(f"model {quoted(str(path), 400)}: its config has more than {MOST_CONFIG_BYTES:,} bytes")
+
+
 def _check_output(path: Path) -> None:
     """Before anything is measured: what was measured must not be lost."""
+    name = quoted(str(path), 400)
     if path.is_dir():
-        raise MemoError(f"-o {path}: is a folder, expected a file")
+        raise MemoError(f"-o {name}: is a folder, expected a file")
     if not path.parent.is_dir():
-        raise MemoError(f"-o {path}: there is no folder {path.parent}")
+        raise MemoError(f"-o {name}: there is no folder {quoted(str(path.parent), 400)}")
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise MemoError(f"-o {path}: the folder {path.parent} cannot be written to ({error.strerror})") from None
-
-
-def _write(profile: Profile, path: Path) -> None:
-    try:
-        write_whole(path, to_json(profile) + "\n")
-    except OSError as error:
-        raise MemoError(f"cannot write {path}: {error.strerror}") from None
+        raise MemoError(f"-o {name}: its folder cannot be written to ({error.strerror})") from None

@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from ds_memo.deepspeed.launched_by import GIVEN, LISTENER
-from ds_memo.errors import MemoConfigError, MemoError
+from ds_memo.errors import MemoConfigError, MemoError, brief, quoted
 
 STARTUP = str(Path(__file__).with_name("startup"))
 IDLE = (
     "ds-memo run: no process on this machine called deepspeed.initialize under memo. If none did elsewhere, memo had no effect: "
     "docs/integrations.md says which processes are not reached"
 )
-INPUT_ERRORS = (MemoError,)
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 
 
@@ -62,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
             if code == 0 and not _was_told(listener):
                 print(IDLE, file=sys.stderr)
     except OSError as error:
-        script = f". To start a script: ds-memo run deepspeed {command[0]}" if command[0].endswith(".py") else ""
-        print(f"ds-memo run: {command[0]}: {error.strerror}{script}", file=sys.stderr)
+        script = f". To start a script: ds-memo run deepspeed {quoted(command[0], 400)}" if command[0].endswith(".py") else ""
+        print(f"ds-memo run: {quoted(command[0], 400)}: {error.strerror}{script}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
     if code < 0:
         _end_by(signal.Signals(-code))
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def section(text: str) -> Mapping[str, Any]:
-    """What --memo says.
+    """Return what --memo says.
 
     Raises:
         MemoConfigError: it is no JSON, or a value is refused.
@@ -81,8 +80,10 @@ def section(text: str) -> Mapping[str, Any]:
     try:
         memo = json.loads(text)
         memo_config(memo)
+    except RecursionError:
+        raise MemoConfigError(f"--memo {brief(text)}: it is nested too deeply") from None
     except ValueError as error:  # MemoConfigError is one
-        raise MemoConfigError(f"--memo {text!r}: {'; '.join(str(error).splitlines())}") from None
+        raise MemoConfigError(f"--memo {brief(text)}: {'; '.join(str(error).splitlines())}") from None
     return memo
 
 

@@ -22,10 +22,11 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
+from ds_memo.cli.arguments import MOST_MESSAGE
 from ds_memo.cli.run import section
 from ds_memo.deepspeed.install import WATCHED, install
 from ds_memo.deepspeed.launched_by import LISTENER
-from ds_memo.errors import MemoConfigError
+from ds_memo.errors import MemoConfigError, quoted
 
 USAGE = "usage: python -m ds_memo.run [--memo JSON] [-m MODULE | SCRIPT] ARGS"
 OTHERS = ". Processes that it started itself are under memo with `ds-memo run COMMAND`: see docs/integrations.md"
@@ -55,7 +56,7 @@ def main() -> None:
     try:
         install(None if memo is None else section(memo))
     except MemoConfigError as error:
-        print(f"ds_memo.run: {error}", file=sys.stderr)
+        print(f"ds_memo.run: {quoted(str(error), MOST_MESSAGE)}", file=sys.stderr)
         sys.exit(2)
     try:
         if as_module:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
+from ds_memo.errors import quoted
+from ds_memo.files import write_output
+from ds_memo.plan import Plan
 from ds_memo.plan.errors import PlanError
 from ds_memo.plan.formats import read_plan
-from ds_memo.show.plan import MissingPackage, draw_html, draw_png
+from ds_memo.show.plan import as_html, as_png
 
-INPUT_ERRORS = (PlanError, MissingPackage)
-DRAW = {".png": draw_png, ".html": draw_html}
+DRAW: dict[str, Callable[[Plan], str | bytes]] = {".png": as_png, ".html": as_html}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +27,7 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output) if args.output else Path(args.plan).with_suffix(".png")
     draw = DRAW.get(output.suffix)
     if draw is None:
-        raise PlanError(f"{output}: expected a name that ends in {' or '.join(DRAW)}")
-    plan = read_plan(args.plan)
-    try:
-        draw(plan, output)
-    except OSError as e:
-        raise PlanError(f"cannot write {output}: {e.strerror}") from None
-    print(output)
+        raise PlanError(f"{quoted(str(output), 400)}: expected a name that ends in {' or '.join(DRAW)}")
+    write_output(output, draw(read_plan(args.plan)))
+    print(quoted(str(output), 400))
     return 0

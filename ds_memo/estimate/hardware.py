@@ -13,7 +13,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ds_memo.errors import MOST_NAME, MemoError, brief, quoted
 from ds_memo.estimate.errors import EstimateError
+from ds_memo.files import MOST_CONFIG_BYTES, read_text
 
 _BYTES = {"B": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 _BYTES_PER_S = {f"{unit}/s": factor for unit, factor in _BYTES.items()}
@@ -109,29 +111,28 @@ def load(name_or_path: str) -> Hardware:
     if not path.is_file():
         example = _folder() / "h200.json"
         raise EstimateError(
-            f"hardware {name_or_path!r} is neither a file nor one of {', '.join(names())}; for another machine copy {example}, "
-            "put its numbers in and name that file"
+            f"hardware {brief(name_or_path)} is neither a file nor one of {', '.join(names())}; for another machine copy "
+            f"{example}, put its numbers in and name that file"
         )
-    return _parse(read_json(path, "hardware"), name_or_path)
+    return _parse(read_json(path, "hardware"), quoted(name_or_path))
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """A JSON object from a file. Raises EstimateError."""
+    """Return the JSON object in a file of at most MOST_CONFIG_BYTES.
+
+    Raises:
+        EstimateError: it cannot be read, or is something else.
+    """
+    name = quoted(str(path), 400)
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise EstimateError(f"{what} file {path} cannot be read as JSON: {error}") from None
+        data = json.loads(read_text(path, MOST_CONFIG_BYTES))
+    except (MemoError, ValueError) as error:
+        raise EstimateError(f"{what} file {name} cannot be read as JSON: {error}") from None
     except RecursionError:
-        raise EstimateError(f"{what} file {path} cannot be read as JSON: it is nested too deeply") from None
+        raise EstimateError(f"{what} file {name} cannot be read as JSON: it is nested too deeply") from None
     if not isinstance(data, dict):
-        raise EstimateError(f"{what} file {path} holds a {type(data).__name__}, expected a JSON object")
+        raise EstimateError(f"{what} file {name} holds a {type(data).__name__}, expected a JSON object")
     return data
-
-
-def brief(value: Any) -> str:
-    """A value from a file, for a message of one line."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _folder() -> Any:
@@ -142,14 +143,17 @@ def _parse(data: dict[str, Any], path: str) -> Hardware:
     wanted = [f.name for f in fields(Hardware)]
     for key in data:
         if key not in wanted:
-            raise EstimateError(f"hardware {path}: unknown key {key!r}; allowed: {', '.join(wanted)}")
+            raise EstimateError(f"hardware {path}: unknown key {brief(key)}; allowed: {', '.join(wanted)}")
     missing = [name for name in wanted if name not in data and name != "name"]
     if missing:
         raise EstimateError(f"hardware {path}: missing {', '.join(missing)}")
     numbers = {name: _number(path, name, data[name]) for name in wanted if name != "name"}
     if numbers["device_reserve"] >= numbers["device_memory"]:
         raise EstimateError(f"hardware {path}: device_reserve is not below device_memory")
-    return Hardware(name=str(data.get("name", Path(path).stem)), **numbers)
+    name = data.get("name", Path(path).stem)
+    if not isinstance(name, str) or len(name) > MOST_NAME:
+        raise EstimateError(f"hardware {path}: name is {brief(name)}, expected a text of at most {MOST_NAME} characters")
+    return Hardware(name=quoted(name, MOST_NAME), **numbers)
 
 
 def _number(path: str, name: str, entry: Any) -> float:

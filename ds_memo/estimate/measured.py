@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from ds_memo.errors import MemoError, brief, quoted
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.hardware import words
 from ds_memo.estimate.question import Question
-from ds_memo.profile.json_file import ProfileError, from_json
+from ds_memo.files import read_text
+from ds_memo.profile.json_file import MOST_PROFILE_BYTES, ProfileError, from_json
 from ds_memo.profile.sample import Profile
 
 
@@ -21,17 +22,20 @@ def with_profile(question: Question, path: str) -> Question:
         EstimateError: the file cannot be used, or is of another model.
     """
     try:
-        profile = from_json(Path(path).read_text())
-    except OSError as error:
-        raise EstimateError(f"profile {path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, ProfileError) as error:
+        text = read_text(path, MOST_PROFILE_BYTES)
+    except MemoError as error:
+        raise EstimateError(f"--profile: {error}") from None
+    path = quoted(path, 400)
+    try:
+        profile = from_json(text)
+    except ProfileError as error:
         raise EstimateError(f"profile {path} cannot be used: {error}") from None
     model, layers = question.model, sum(kind is not None for kind in profile.layers)
     if layers != model.layers:
         raise EstimateError(f"profile {path} is of {layers} layers, {model.name} has {model.layers}")
     widths = {kind["hidden"][-1] for kind in _kinds(profile.key) if _is_shape(kind.get("hidden"))}
     if widths - {model.hidden}:
-        seen = " and ".join(map(str, sorted(widths)))
+        seen = quoted(" and ".join(map(brief, sorted(widths))))
         raise EstimateError(f"profile {path} is of hidden size {seen}, {model.name} has {model.hidden}")
     hardware = replace(question.hardware, d2h=profile.d2h_bytes_per_s, h2d=profile.h2d_bytes_per_s)
     notes = (*model.notes, *_notes(question, profile))
@@ -46,7 +50,8 @@ def _notes(question: Question, profile: Profile) -> Iterator[str]:
     if elsewhere or any(dtype != "bfloat16" for dtype in dtypes):
         where = device if isinstance(device, str) else "an unnamed device"
         of = f" in {' and '.join(dtypes)}" if dtypes else ""
-        yield f"the profile was measured on {where}{of}, method {profile.method}; asked is {question.hardware.name} in bfloat16"
+        there = f"{quoted(where)}{quoted(of)}, method {quoted(profile.method)}"
+        yield f"the profile was measured on {there}; asked is {question.hardware.name} in bfloat16"
 
 
 def _kinds(key: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ds_memo.errors import brief, quoted
 from ds_memo.estimate import families
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.hardware import brief, read_json
+from ds_memo.estimate.hardware import read_json
 
 _LARGEST, _MOST_LAYERS = 1 << 24, 4096
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -144,13 +145,13 @@ def load(path: str) -> Model:
     if file.is_dir():
         file = file / "config.json"
         if not file.is_file():
-            raise EstimateError(f"model {path!r}: there is no config.json in that folder")
+            raise EstimateError(f"model {brief(path)}: there is no config.json in that folder")
     if not file.is_file():
         raise EstimateError(
-            f"model {path!r}: no such file or folder; expected a Hugging Face config JSON, e.g. ds_configs/models/gpt-7b.json, "
-            "or a folder with one (nothing is downloaded)"
+            f"model {brief(path)}: no such file or folder; expected a Hugging Face config JSON, e.g. "
+            "ds_configs/models/gpt-7b.json, or a folder with one (nothing is downloaded)"
         )
-    return from_config(read_json(file, "model"), file.stem)
+    return from_config(read_json(file, "model"), quoted(file.stem))
 
 
 def from_config(config: dict[str, Any], name: str) -> Model:
@@ -229,7 +230,7 @@ class _Reader:
         if heads % kv_heads:
             raise EstimateError(f"model {name}: {heads} attention heads are not a multiple of its {kv_heads} key/value heads")
         if self.kind not in families.DEFAULTS:
-            what = f"model_type {self.kind!r} is not known" if self.kind else "no model_type"
+            what = f"model_type {brief(self.kind)} is not known" if self.kind else "no model_type"
             self.notes.append(f"{what}: counted as a Llama, with a gate in its MLP, and untied embeddings unless it says so")
         if self.kind in families.NOTES:
             self.notes.append(families.NOTES[self.kind])
@@ -276,7 +277,7 @@ class _Reader:
             if marks := sorted(key for key in config if key.startswith(_STATE_SPACE) and config[key]):
                 why = why or f"it has layers that are not attention ({marks[0]})"
         if why:
-            raise EstimateError(f"model {self.name}: {self.kind or 'this config'} cannot be estimated: {why}")
+            raise EstimateError(f"model {self.name}: {quoted(self.kind) or 'this config'} cannot be estimated: {why}")
 
     def kv_heads(self, heads: int) -> int:
         if self.kind == "falcon":  # the newer architecture's heads are grouped, whatever multi_query says

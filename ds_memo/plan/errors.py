@@ -3,7 +3,7 @@ code 2."""
 
 from __future__ import annotations
 
-from ds_memo.errors import MemoError
+from ds_memo.errors import MemoError, quoted
 
 
 class PlanError(MemoError):
@@ -21,8 +21,9 @@ class MalformedInput(PlanError):
     """
 
     def __init__(self, source: str, line: int, seen: str, expected: str):
-        where = f"{source}:{line}" if line else source
-        super().__init__(f"{where}: read {seen}, expected {expected}")
+        name = quoted(source, 400)
+        where = f"{name}:{line}" if line else name
+        super().__init__(f"{where}: read {quoted(seen)}, expected {expected}")
         self.source, self.line, self.seen, self.expected = source, line, seen, expected
 
 

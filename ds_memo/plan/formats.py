@@ -23,6 +23,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from ds_memo.errors import MOST_NAME, brief, quoted
+from ds_memo.files import read_bounded
 from ds_memo.plan import verify
 from ds_memo.plan.bilevel import PhaseReport, Plan, Slot
 from ds_memo.plan.dsa import Buffer, Lifespan, Offset, Problem
@@ -36,10 +38,17 @@ from ds_memo.plan.errors import (
     TruncatedInput,
     UnknownPhase,
 )
-from ds_memo.plan.trace import PHASE_NAME, PHASE_WORDS, UNIT, Phase, Request, Trace
+from ds_memo.plan.trace import LAYER_PASS, PHASE_NAME, PHASE_WORDS, UNIT, Phase, Request, Trace
 
 SCHEMA = "ds_memo.plan/1"
 MAX_SIZE = 2**63
+MOST_TEXT_BYTES = 1 << 26
+"""Of a trace, a CSV problem or a plan."""
+MOST_REQUESTS = 1 << 20
+"""Requests of a trace, buffers of a problem, slots of a plan."""
+MOST_PHASES = 1 << 16
+MOST_LAYERS = 1 << 16
+"""The highest layer that a phase may name, and one."""
 
 
 def _size(text: str, source: str, line: int, least: int) -> int:
@@ -47,20 +56,37 @@ def _size(text: str, source: str, line: int, least: int) -> int:
     try:
         size = int(text)
     except ValueError:
-        raise MalformedInput(source, line, repr(text), words) from None
+        raise MalformedInput(source, line, brief(text), words) from None
     if not least <= size < MAX_SIZE:
         raise BadSize(source, line, text, words)
     return size
 
 
 def _read(path: str | Path) -> str:
-    """Text with plain line ends; a file that ends without one ends in the middle of a line."""
+    """Return text with plain line ends, without the mark that Excel begins it with.
+
+    A file that ends without a line end ends in the middle of a line.
+    """
     try:
-        return Path(path).read_text(encoding="utf-8").replace("\r\n", "\n")
+        return read_bounded(path, MOST_TEXT_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as e:
         raise MalformedInput(str(path), 0, f"byte {e.object[e.start]:#04x} at {e.start}", "UTF-8 text") from None
     except OSError as e:
-        raise PlanError(f"{path}: {e.strerror}") from None
+        raise PlanError(f"{quoted(str(path), 400)}: {e.strerror}") from None
+
+
+def _name(name: str, source: str, line: int, what: str) -> str:
+    if len(name) > MOST_NAME:
+        raise MalformedInput(source, line, f"a name of {len(name):,} characters", f"{what} of at most {MOST_NAME}")
+    return name
+
+
+def _phase(name: str, source: str, line: int) -> str:
+    if not PHASE_NAME.fullmatch(_name(name, source, line, "a phase")):
+        raise UnknownPhase(source, line, f"phase {brief(name)}", PHASE_WORDS)
+    if (layer := LAYER_PASS.fullmatch(name)) and int(layer[1]) >= MOST_LAYERS:
+        raise UnknownPhase(source, line, f"phase {brief(name)}", f"a layer below {MOST_LAYERS:,}")
+    return name
 
 
 # ---- traces
@@ -75,7 +101,7 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
     """As read_trace, from a string; `source` is for messages."""
     if text and not text.endswith("\n"):
         last = text.count("\n") + 1
-        raise TruncatedInput(source, last, repr(text.rsplit("\n", 1)[-1]), "a whole line (the file ends inside this one)")
+        raise TruncatedInput(source, last, brief(text.rsplit("\n", 1)[-1]), "a whole line (the file ends inside this one)")
     requests: list[Request] = []
     marks: list[tuple[str, int]] = []
     born: dict[str, int] = {}  # id -> line
@@ -86,15 +112,17 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
             continue
         match words:
             case ["phase", name]:
-                if not PHASE_NAME.fullmatch(name):
-                    raise UnknownPhase(source, line, f"phase {name!r}", PHASE_WORDS)
                 if requests and not marks:
                     raise MalformedInput(source, line, "the first phase after requests", "a phase line before any request")
-                marks.append((name, len(requests)))
+                if len(marks) >= MOST_PHASES:
+                    raise MalformedInput(source, line, f"more than {MOST_PHASES:,} phases", "the phases of one iteration")
+                marks.append((_phase(name, source, line), len(requests)))
             case ["malloc", i, size]:
                 if i in born:
                     raise DuplicateMalloc(source, line, f"malloc of {i}, allocated in line {born[i]}", "a new id")
-                requests.append(Request(i, _size(size, source, line, 0)))
+                if len(born) >= MOST_REQUESTS:
+                    raise MalformedInput(source, line, f"more than {MOST_REQUESTS:,} tensors", "the requests of one iteration")
+                requests.append(Request(_name(i, source, line, "an id"), _size(size, source, line, 0)))
                 born[i] = line
             case ["free", i]:
                 if i not in born:
@@ -104,7 +132,7 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
                 freed[i] = line
                 requests.append(Request(i, None))
             case _:
-                raise MalformedInput(source, line, repr(raw.strip()), "'phase NAME', 'malloc ID SIZE' or 'free ID'")
+                raise MalformedInput(source, line, brief(raw.strip()), "'phase NAME', 'malloc ID SIZE' or 'free ID'")
     if not requests:
         raise TruncatedInput(source, 0, "no requests", "at least one malloc")
     return make_trace(requests, marks)
@@ -148,17 +176,19 @@ def _problem(rows: Any, source: str) -> Problem:
         if not row:
             continue
         if len(row) < len(head):
-            raise TruncatedInput(source, line, f"{len(row)} fields in {','.join(row)!r}", f"{len(head)} fields")
+            raise TruncatedInput(source, line, f"{len(row)} fields in {brief(','.join(row))}", f"{len(head)} fields")
         i, lower, upper, size = (row[c].strip() for c in where)
         try:
             life = Lifespan(int(lower), int(upper))
         except ValueError:
-            raise MalformedInput(source, line, f"lower {lower!r}, upper {upper!r}", "two integers") from None
+            raise MalformedInput(source, line, f"lower {brief(lower)}, upper {brief(upper)}", "two integers") from None
         if not -MAX_SIZE <= life.lower < life.upper < MAX_SIZE:
             raise MalformedInput(source, line, f"lower {lower}, upper {upper}", "lower < upper, both within 64 bits")
         if i in ids:
             raise DuplicateMalloc(source, line, f"buffer {i}, already in line {ids[i]}", "a new id")
-        ids[i] = line
+        if len(buffers) >= MOST_REQUESTS:
+            raise MalformedInput(source, line, f"more than {MOST_REQUESTS:,} buffers", "a smaller problem")
+        ids[_name(i, source, line, "an id")] = line
         buffers.append(Buffer(i, life, _size(size, source, line, 1)))
     if not buffers:
         raise TruncatedInput(source, 0, "no buffers", "at least one row")
@@ -210,7 +240,7 @@ def plan_from_json(text: str, source: str = "plan") -> Plan:
         raise MalformedInput(source, 0, str(e), "a plan as JSON") from None
     schema = data.pop("schema", None) if isinstance(data, dict) else None
     if schema != SCHEMA:
-        raise MalformedInput(source, 0, f"schema {schema!r}", f"{SCHEMA!r}: make the plan anew with ds-memo plan")
+        raise MalformedInput(source, 0, f"schema {brief(schema)}", f"{SCHEMA!r}: make the plan anew with ds-memo plan")
     try:
         data["slots"] = tuple(Slot(**row) for row in data["slots"])
         data["phases"] = tuple(PhaseReport(**row) for row in data["phases"])
@@ -237,9 +267,15 @@ def _check_fields(plan: Plan) -> None:
             annotation = getattr(annotation, "__forward_arg__", annotation)  # of a NamedTuple
             value = getattr(row, name)
             if annotation in _TYPES and type(value) not in _TYPES[annotation]:
-                raise ValueError(f"{name} {value!r}"[:80])
+                raise ValueError(f"{name} {brief(value)}")
+            if name in ("name", "id") and len(value) > MOST_NAME:
+                raise ValueError(f"{name} of {len(value):,} characters, the most is {MOST_NAME}")
             if isinstance(value, (int, float)) and not -MAX_SIZE < value < MAX_SIZE:
-                raise ValueError(f"{name} {value!r}"[:80])
+                raise ValueError(f"{name} {brief(value)}")
+    if len(plan.phases) > MOST_PHASES or len(plan.slots) > MOST_REQUESTS:
+        raise ValueError(f"more than {MOST_PHASES:,} phases or {MOST_REQUESTS:,} slots")
     phases = range(len(plan.phases))
     if not all(slot.phase in phases and slot.death_phase in phases and slot.birth >= 0 for slot in plan.slots):
         raise ValueError("a slot of a phase or time that is not there")
+    if not all(0 <= phase.first <= phase.end for phase in plan.phases):
+        raise ValueError("a phase that ends before it begins")

@@ -19,9 +19,9 @@ from ds_memo.plan.errors import TracesDiffer
 from ds_memo.units import round_up
 
 UNIT = 512  # bytes; PyTorch's allocator rounds every request up to this, and so do slots
-PHASE_NAME = re.compile(r"(L\d{1,6}|embed|head)\.[fb]|embed|head|reduce|step|end")
+PHASE_NAME = re.compile(r"(L\d+|embed|head)\.[fb]|embed|head|reduce|step|end")
 PHASE_WORDS = "a phase: L<i>.f, L<i>.b, embed, head (with or without .f .b), reduce, step or end"
-LAYER_PASS = re.compile(r"L(\d{1,6})\.([fb])")
+LAYER_PASS = re.compile(r"L(\d+)\.([fb])")
 
 
 def rounded(size: int) -> int:

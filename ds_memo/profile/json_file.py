@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from ds_memo.errors import MemoError
+from ds_memo.errors import MOST_NAME, MemoError, brief
 from ds_memo.profile.extrapolate import OUTPUT_KINDS
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
 from ds_memo.solve.costs import Output
 
 FORMAT = 3
+MOST_PROFILE_BYTES = 1 << 24
+MOST_KINDS, MOST_LAYERS, MOST_SAMPLES, MOST_OUTPUTS = 1 << 12, 1 << 16, 16, 1 << 12
+"""Of a model; of one kind: lengths that it was measured at, and tensors that it keeps."""
+MOST_TOKENS = 1 << 34
+MOST_BYTES = 1 << 50
+"""Of a layer call, in all its outputs too. What is solved from it, for thousands of layers, stays within 64 bits."""
+MOST_SECONDS = 1e6
+MOST_FLOPS = 1 << 70
+RATES = (1.0, 1e15)
+"""Bytes a second of the copies."""
+_MOST = {
+    **dict.fromkeys(("batch", "length", "source"), MOST_TOKENS),
+    **dict.fromkeys(("gemm_flops", "attention_flops"), MOST_FLOPS),
+}
+"""By field of a sample; the others are bytes, or seconds (`…_s`)."""
 
 
 class ProfileError(MemoError, ValueError):
@@ -53,27 +70,57 @@ def _sample(data: dict[str, Any]) -> LayerSample:
     return LayerSample(**{**data, "outputs": tuple(Output(**output) for output in data["outputs"])})
 
 
+def _check_counts(profile: Profile, samples: Sequence[LayerSample]) -> None:
+    counts = [
+        (len(profile.kinds), MOST_KINDS, "kinds of layers"),
+        (len(profile.layers), MOST_LAYERS, "layers"),
+        (max((len(kind.samples) for kind in profile.kinds), default=0), MOST_SAMPLES, "samples of a kind"),
+        (max((len(sample.outputs) for sample in samples), default=0), MOST_OUTPUTS, "outputs of a layer"),
+    ]
+    for count, most, what in counts:
+        if count > most:
+            raise ProfileError(f"it has {count:,} {what}, the most is {most:,}")
+
+
 def _check(profile: Profile) -> None:
     halves = [(kind.taken[-1], kind.half_source) for kind in profile.kinds if kind.taken and kind.half_source]
     samples = [*(sample for kind in profile.kinds for sample in kind.taken), *(half for _, half in halves)]
-    numbers = [getattr(sample, f.name) for sample in samples for f in fields(LayerSample) if f.name != "outputs"]
+    _check_counts(profile, samples)
     outputs = [output for sample in samples for output in sample.outputs]
-    numbers += [value for output in outputs for value in (output.rows, output.row_bytes, output.born)]
-    numbers += [profile.d2h_bytes_per_s, profile.h2d_bytes_per_s]
-    if not all(type(number) in (int, float) and 0 <= number < 1 << 63 for number in numbers):
-        raise ProfileError("a number in it is negative, not finite, or no number")
+    numbers = [
+        (getattr(sample, f.name), _MOST.get(f.name, MOST_SECONDS if f.name.endswith("_s") else MOST_BYTES), f.name)
+        for sample in samples
+        for f in fields(LayerSample)
+        if f.name != "outputs"
+    ]
+    for output in outputs:
+        numbers += [
+            (output.rows, MOST_BYTES, "rows"),
+            (output.row_bytes, MOST_BYTES, "row_bytes"),
+            (output.born, MOST_SECONDS, "born"),
+        ]
+    numbers += [(profile.d2h_bytes_per_s, RATES[1], "d2h_bytes_per_s"), (profile.h2d_bytes_per_s, RATES[1], "h2d_bytes_per_s")]
+    for number, most, name in numbers:
+        if type(number) not in (int, float) or not 0 <= number < math.inf:
+            raise ProfileError("a number in it is negative, not finite, or no number")
+        if number > most:
+            raise ProfileError(f"{name} is {brief(number)}, the most is {most:,.0f}")
     whole = [f.name for f in fields(LayerSample) if f.type == "int"]
     counts = [getattr(sample, name) for sample in samples for name in whole]
     if not all(type(number) is int for number in (*counts, *(n for output in outputs for n in (output.rows, output.row_bytes)))):
         raise ProfileError("a number of bytes or rows in it is not whole")
+    for sample in samples:
+        if (tokens := sample.batch * max(sample.length, sample.source)) > MOST_TOKENS:
+            raise ProfileError(f"a sample has {tokens:,} tokens, the most is {MOST_TOKENS:,}")
+        if (held := sum(output.rows * output.row_bytes for output in sample.outputs)) > MOST_BYTES:
+            raise ProfileError(f"the outputs of a sample have {brief(held)} bytes, the most is {MOST_BYTES:,}")
+    names = [profile.method, *(kind.name for kind in profile.kinds)]
     ok = (
         isinstance(profile.key, dict)
-        and isinstance(profile.method, str)
         and isinstance(profile.measured, dict)
-        and all(type(ranks) is int and ranks > 0 for ranks in (profile.ranks_copying, profile.ranks_per_sequence))
-        and all(isinstance(kind.name, str) for kind in profile.kinds)
-        and profile.d2h_bytes_per_s > 0
-        and profile.h2d_bytes_per_s > 0
+        and all(type(ranks) is int and 0 < ranks < 1 << 20 for ranks in (profile.ranks_copying, profile.ranks_per_sequence))
+        and all(isinstance(name, str) and len(name) <= MOST_NAME for name in names)
+        and min(profile.d2h_bytes_per_s, profile.h2d_bytes_per_s) >= RATES[0]
         and profile.kinds
         and any(kind is not None for kind in profile.layers)
         and all(kind is None or (type(kind) is int and 0 <= kind < len(profile.kinds)) for kind in profile.layers)

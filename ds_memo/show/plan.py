@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import NamedTuple
+import io
+import warnings
+from typing import TYPE_CHECKING, NamedTuple
 
-from ds_memo.errors import MemoError
+from ds_memo.errors import MemoError, quoted
 from ds_memo.plan import Plan, Slot
 from ds_memo.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SKELETAL, TRANSIENT = "#4878a8", "#e8a33d"  # told apart by lightness too, for those who do not see the hues
 
@@ -33,7 +37,7 @@ def _title(plan: Plan, scale: _Scale) -> str:
         bound = "equal to the lower bound: proven optimal" if plan.peak == plan.lower_bound else "proven optimal"
     else:
         bound = f"{plan.peak / plan.lower_bound:.4f} × the lower bound" if plan.lower_bound else "no lower bound"
-    return f"{plan.kind} plan, {len(plan.slots):,} slots, peak {scale.text(plan.peak)}, {bound}"
+    return f"{quoted(plan.kind)} plan, {len(plan.slots):,} slots, peak {scale.text(plan.peak)}, {bound}"
 
 
 def _split(plan: Plan) -> dict[str, list[Slot]]:
@@ -54,8 +58,8 @@ def _labelled(plan: Plan, end: int) -> set[int]:
     return chosen
 
 
-def draw_png(plan: Plan, path: str | Path) -> None:
-    """Writes the picture with matplotlib. Raises MissingPackage."""
+def as_png(plan: Plan) -> bytes:
+    """Return the picture, drawn by matplotlib. Raises MissingPackage."""
     try:
         from matplotlib.collections import PolyCollection
         from matplotlib.figure import Figure
@@ -71,8 +75,8 @@ def draw_png(plan: Plan, path: str | Path) -> None:
         if number % 2:
             axes.axvspan(phase.first, phase.end, color="0.93", zorder=0)
         if number in labelled:
-            axes.text((phase.first + phase.end) / 2, top * 1.015, phase.name, ha="center", va="bottom", fontsize=7,
-                      rotation=90 if phase.end - phase.first < end / 25 else 0)  # fmt: skip
+            axes.text((phase.first + phase.end) / 2, top * 1.015, quoted(phase.name), ha="center", va="bottom", fontsize=7,
+                      rotation=90 if phase.end - phase.first < end / 25 else 0, parse_math=False)  # fmt: skip
     for (label, slots), colour in zip(_split(plan).items(), (SKELETAL, TRANSIENT), strict=True):
         spans = [(s.birth, s.death, s.offset / scale.unit, (s.offset + s.size) / scale.unit) for s in slots]
         boxes = [[(left, low), (left, high), (right, high), (right, low)] for left, right, low, high in spans]
@@ -92,15 +96,24 @@ def draw_png(plan: Plan, path: str | Path) -> None:
     axes.set_ylim(0, top * 1.1)
     axes.set_xlabel("time (index of the request)")
     axes.set_ylabel(f"address in the arena ({scale.name})")
-    axes.set_title(_title(plan, scale), fontsize=11, loc="left")
+    axes.set_title(_title(plan, scale), fontsize=11, loc="left", parse_math=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
-    figure.savefig(path, format="png")
+    return saved(figure, "png")
 
 
-def draw_html(plan: Plan, path: str | Path) -> None:
-    """Writes one self-contained page with plotly: zoom, each slot's facts under the pointer. Raises MissingPackage."""
+def saved(figure: Figure, form: str) -> bytes:
+    """Return a figure of matplotlib as a file of this format."""
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # a letter of a name that the font lacks: a box
+        figure.savefig(file, format=form)
+    return file.getvalue()
+
+
+def as_html(plan: Plan) -> str:
+    """Return one self-contained page by plotly: zoom, each slot's facts under the pointer. Raises MissingPackage."""
     try:
         import plotly.graph_objects as go
     except ImportError as e:
@@ -113,8 +126,8 @@ def draw_html(plan: Plan, path: str | Path) -> None:
             y=[(s.offset + s.size / 2) / scale.unit for s in slots], width=[s.size / scale.unit for s in slots],
             name=label, marker={"color": colour, "line": {"color": "white", "width": 0.5}},
             customdata=[
-                [s.id, plan.phases[s.phase].name, s.k, plan.phases[s.death_phase].name, f"{s.requested:,}",
-                 f"{s.offset:,}", s.birth, s.death]
+                [quoted(s.id), quoted(plan.phases[s.phase].name), s.k, quoted(plan.phases[s.death_phase].name),
+                 f"{s.requested:,}", f"{s.offset:,}", s.birth, s.death]
                 for s in slots
             ],
             hovertemplate="tensor %{customdata[0]}: malloc %{customdata[2]} of %{customdata[1]}, freed in "
@@ -130,7 +143,7 @@ def draw_html(plan: Plan, path: str | Path) -> None:
         )  # fmt: skip
         if number in labelled:
             figure.add_annotation(
-                x=(phase.first + phase.end) / 2, y=1, yref="paper", yanchor="bottom", text=phase.name, showarrow=False,
+                x=(phase.first + phase.end) / 2, y=1, yref="paper", yanchor="bottom", text=quoted(phase.name), showarrow=False,
                 font={"size": 9}, textangle=-90 if phase.end - phase.first < end / 25 else 0,
             )  # fmt: skip
     for size, name, colour, dash in (
@@ -147,4 +160,4 @@ def draw_html(plan: Plan, path: str | Path) -> None:
         yaxis={"title": f"address in the arena ({scale.name})", "rangemode": "tozero"},
         legend={"orientation": "h", "y": -0.12},
     )  # fmt: skip
-    figure.write_html(path, include_plotlyjs=True)
+    return figure.to_html(include_plotlyjs=True)

@@ -14,11 +14,11 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from ds_memo.cli.arguments import size
-from ds_memo.errors import MemoError
+from ds_memo.errors import MemoError, quoted
+from ds_memo.files import read_text
+from ds_memo.units import size
 
 _NEEDED = (
     *("active", "alpha", "resident_layers", "residents", "binding", "layers", "bytes_to_host", "bytes_from_host"),
@@ -26,13 +26,14 @@ _NEEDED = (
 )
 _BESIDE = {"forward": "forward", "head": "head and loss", "backward": "backward", "always": "other streams"}
 _BAR = 30
+MOST_REPORT_BYTES = 1 << 26
+"""Of a report, or of the metrics of a run that hold it beside one entry for each step."""
+MOST_LINE = 2000
+"""Characters of a table's line."""
 
 
 class ReportError(MemoError, ValueError):
     """A file that holds no report: says why."""
-
-
-INPUT_ERRORS = (ReportError,)
 
 
 class Report(dict):
@@ -44,7 +45,7 @@ class Report(dict):
 
 def as_text(report: Mapping[str, Any]) -> str:
     """The report as a table of some fifteen lines."""
-    return "\n".join(f"{name:<16} {text}" for name, text in _lines(report))
+    return "\n".join(f"{quoted(name):<16} {quoted(text, MOST_LINE)}" for name, text in _lines(report))
 
 
 def read_report(text: str, name: str) -> Report:
@@ -72,16 +73,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    name = quoted(args.report, 400)
+    report = read_report(_stdin() if args.report == "-" else read_text(args.report, MOST_REPORT_BYTES), name)
     try:
-        text = sys.stdin.read() if args.report == "-" else Path(args.report).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"cannot read {args.report}: {getattr(error, 'strerror', None) or error}") from None
-    report = read_report(text, args.report)
-    try:
-        print(report)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise ReportError(f"{args.report}: a field of the report is not what ds_memo writes ({error!r})") from None
+        text = as_text(report)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise ReportError(f"{name}: a field of the report is not what ds_memo writes ({error!r})") from None
+    print(text)
     return 0
+
+
+def _stdin() -> str:
+    content = sys.stdin.buffer.read(MOST_REPORT_BYTES + 1)
+    if len(content) > MOST_REPORT_BYTES:
+        raise ReportError(f"-: has more than {MOST_REPORT_BYTES:,} bytes, the most that is read")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ReportError(f"cannot read -: {error}") from None
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -129,6 +138,8 @@ def _layers(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Neighbours that store the same in the same place share a line."""
     stored, stays = report["stored_bytes_per_layer"], {*report["residents"], *report.get("lean", ()), *report.get("plain", ())}
     most = max(stored, default=0)
+    if min(stored, default=0) < 0:
+        raise ValueError("negative stored_bytes_per_layer")
     if not most:
         return
     for (nbytes, stay), group in itertools.groupby(range(len(stored)), lambda layer: (stored[layer], layer in stays)):

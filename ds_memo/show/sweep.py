@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ds_memo.show.plan import MissingPackage
+from ds_memo.show.plan import MissingPackage, saved
 from ds_memo.units import GIB
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 COLOURS = ("#4878a8", "#e8a33d", "#5aa469", "#9c6bb0", "#7a7a7a")
 
 
-def draw_sweep(found: Sequence[Estimate], path: str) -> None:
-    """Writes .png or .svg with matplotlib. Raises MissingPackage."""
+def draw_sweep(found: Sequence[Estimate], form: str) -> bytes:
+    """Return the picture as "png" or "svg", drawn by matplotlib. Raises MissingPackage."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter
@@ -45,7 +45,8 @@ def draw_sweep(found: Sequence[Estimate], path: str) -> None:
             axes.spines[side].set_visible(False)
     memory.set_ylim(top=2 * question.hardware.device_memory / GIB)
     figure.suptitle(
-        f"{question.model.name} on {question.gpus} × {question.hardware.name}; a cross: the next length runs out of memory"
+        f"{question.model.name} on {question.gpus} × {question.hardware.name}; a cross: the next length runs out of memory",
+        parse_math=False,
     )
     figure.legend(loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path)
+    return saved(figure, form)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_memo.show.plan import MissingPackage
@@ -43,8 +42,8 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": names + events}
 
 
-def draw_html(spans: Sequence[Span], title: str, path: str | Path) -> None:
-    """Writes one self-contained page with plotly. Raises MissingPackage."""
+def as_html(spans: Sequence[Span], title: str) -> str:
+    """Return one self-contained page by plotly. Raises MissingPackage."""
     try:
         import plotly.graph_objects as go
     except ImportError as e:
@@ -73,4 +72,4 @@ def draw_html(spans: Sequence[Span], title: str, path: str | Path) -> None:
         legend={"orientation": "h", "y": -0.2},
         height=420,
     )
-    figure.write_html(path, include_plotlyjs=True)
+    return figure.to_html(include_plotlyjs=True)

@@ -197,7 +197,7 @@ def test_it_imports_no_torch():
         (("--seq-length", "1M", "--hardware", "abacus"), "hardware_data/h200.json"),
         (("--seq-length", "1M", "--model", "nowhere.json"), "nowhere.json"),
         (("--seq-length", "1M", "--model", "meta-llama/Llama-3.1-8B"), "nothing is downloaded"),
-        (("--seq-length", "1M", "--profile", "nowhere.json"), "profile nowhere.json cannot be read: No such file"),
+        (("--seq-length", "1M", "--profile", "nowhere.json"), "--profile: cannot read nowhere.json: No such file"),
         (("--seq-length", "1M", "--timeline", "x.txt"), ".json or .html"),
         (("--seq-length", "1M", "--timeline", "/nowhere/x.json"), "/nowhere/x.json"),
         (("--seq-length", "1M", "-o", "x.csv"), "--sweep or --compare"),

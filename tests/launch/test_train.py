@@ -123,9 +123,13 @@ class TestTwoRanks(DistributedTest):
             losses, validation = self.check_first(json.loads((tmp_path / "a.json").read_text()))
             assert (saved / "config.json").is_file()  # with zero_to_fp32.py all that Hugging Face needs
             (saved / "latest").write_text("global_step2")
+            (tmp_path / "b.json").write_text("old")
+            old = open(tmp_path / "b.json")  # noqa: SIM115
         dist.barrier()
         as_a_rank(*common, "--resume", saved, "--no-memo", "--metrics-json", tmp_path / "b.json")
         if first:
+            with old:
+                assert old.read() == "old"  # who reads the file before reads all of it
             second = json.loads((tmp_path / "b.json").read_text())
             assert [s["step"] for s in second["steps"]] == [3, 4] and second["report"] is None
             assert [s["loss"] for s in second["steps"]] == pytest.approx(losses[2:], rel=1e-4)

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_memo.plan import errors, plan_from_json, plan_to_json, plan_trace, read_csv, read_trace, write_csv
+from ds_memo.plan import (
+    errors,
+    formats,
+    plain_pickle,
+    plan_from_json,
+    plan_to_json,
+    plan_trace,
+    read_csv,
+    read_plan,
+    read_trace,
+    write_csv,
+)
 from ds_memo.plan.dsa import Problem
 from ds_memo.plan.formats import parse_csv, parse_trace
 from ds_memo.plan.snapshot import read_snapshot
@@ -59,16 +70,56 @@ BAD_TRACES = [
     ("malloc a 1\nmalloc b 10", errors.TruncatedInput, 2, "'malloc b 10'"),
     ("phase L0.f\n", errors.TruncatedInput, 0, "no requests"),
     ("", errors.TruncatedInput, 0, "no requests"),
+    (
+        "phase " + "L" * 10**6 + "\nmalloc a 1\n",
+        errors.MalformedInput,
+        1,
+        "1,000,000 characters, expected a phase of at most 200",
+    ),
+    ("malloc " + "a" * 201 + " 1\n", errors.MalformedInput, 1, "201 characters, expected an id of at most 200"),
+    ("phase L" + "9" * 100 + ".f\nmalloc a 1\n", errors.UnknownPhase, 1, "expected a layer below 65,536"),
+    ("malloc a " + "9" * 10**6 + "\n", errors.MalformedInput, 1, "expected a size"),
+    ("x" * 10**6 + "\n", errors.MalformedInput, 1, "xxx"),
+    ("malloc \x1b[31m -1\nmalloc \x1b[31m 1\n", errors.BadSize, 1, "-1"),
+    ("malloc a 1\nfree \x1b[31m\n", errors.FreeBeforeMalloc, 2, "free of \\x1b[31m"),
 ]
 
 
-@pytest.mark.parametrize("text, error, line, words", BAD_TRACES, ids=lambda x: getattr(x, "__name__", None))
+@pytest.mark.parametrize("text, error, line, words", BAD_TRACES, ids=lambda x: getattr(x, "__name__", str(x)[:20]))
 def test_bad_traces(text, error, line, words):
     with pytest.raises(error) as caught:
         parse_trace(text, "t.txt")
     assert type(caught.value) is error
     assert caught.value.line == line and words in str(caught.value) and "expected" in str(caught.value)
-    assert str(caught.value).startswith(f"t.txt:{line}:" if line else "t.txt:")
+    assert str(caught.value).startswith(f"t.txt:{line}:" if line else "t.txt:") and len(str(caught.value)) < 1000
+
+
+def test_what_excel_puts_first(tmp_path):
+    """A byte order mark, and the line ends of Windows."""
+    (tmp_path / "t").write_bytes(b"\xef\xbb\xbfmalloc a 5\r\nfree a\r\n")
+    assert len(read_trace(tmp_path / "t").requests) == 2
+    (tmp_path / "p.csv").write_bytes(b"\xef\xbb\xbfid,lower,upper,size\r\na,0,3,4\r\n")
+    assert read_csv(tmp_path / "p.csv").buffers[0].id == "a"
+    plan = plan_trace(parse_trace("malloc a 5\nfree a\n"))
+    (tmp_path / "plan.json").write_bytes(b"\xef\xbb\xbf" + plan_to_json(plan).encode())
+    assert read_plan(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize("limit", ["MOST_REQUESTS", "MOST_PHASES"])
+def test_more_than_a_training_step_has(monkeypatch, limit):
+    monkeypatch.setattr(formats, limit, 2)
+    text = "phase L0.f\nmalloc a 1\nphase L1.f\nmalloc b 1\n"
+    plan = plan_to_json(plan_trace(parse_trace(text)))
+    rows = "id,lower,upper,size\na,0,1,1\nb,0,1,1\n"
+    assert plan_from_json(plan).slots and parse_csv(rows).buffers
+    monkeypatch.setattr(formats, limit, 1)
+    with pytest.raises(errors.MalformedInput, match="more than 1"):
+        parse_trace(text)
+    with pytest.raises(errors.MalformedInput, match="more than"):
+        plan_from_json(plan)
+    if limit == "MOST_REQUESTS":
+        with pytest.raises(errors.MalformedInput, match="more than 1 buffers"):
+            parse_csv(rows)
 
 
 def test_not_text(tmp_path):
@@ -149,6 +200,9 @@ def test_bad_plans(change, error):
         (("lower_bound",), 1),
         (("proven",), "no"),
         (("phases", 0, "name"), 5),
+        (("phases", 0, "name"), "x" * 201),
+        (("phases", 0, "first"), -1),
+        (("phases", 0, "end"), -1),
         (("notes",), 5),
         (("slots",), [[]]),
     ],
@@ -251,3 +305,88 @@ class _Attack:
 def test_bad_snapshots(dump, data, error, words):
     with pytest.raises(error, match=words):
         read_snapshot(dump(data))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_of_plain_data(protocol):
+    """As Python's pickler writes it: with and without frames, memo by number or by order, long lists in batches."""
+    shared = {"name": "f", "filename": "é\ud800.py", "line": 7}
+    data = [
+        shared,
+        [shared] * 2500,
+        (),
+        (1,),
+        (1, 2),
+        (1, 2, 3),
+        (1, 2, 3, 4),
+        None,
+        True,
+        False,
+        -1,
+        255,
+        65536,
+        2**31,
+        2**63,
+        -(2**70),
+    ]
+    data += [0.5, float("inf"), "", "x" * 300, {str(i): [i] for i in range(2500)}]
+    loaded = plain_pickle.load(pickle.dumps(data, protocol), "p")
+    assert loaded == data and loaded[0] is loaded[1][0]
+
+
+TUPLES = b")" + b"\x85" * 100_000
+DOUBLED = b")\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60))
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        (b"\x80\x04]r" + (80_000_000).to_bytes(4, "little") + b".", "80,000,000 stored after 0"),  # 1.25 GB, in C
+        (b"\x80\x04" + DOUBLED + b"}h\x3cNs.", "expected strings as keys"),  # 2^60 steps to hash
+        (b"\x80\x04}" + TUPLES + b"Ns.", "expected strings as keys"),  # its hash overflows the stack
+        (b"\x80\x04}J\x01\x00\x00\x00Ns.", "the dict key 1"),
+        (b"\x80\x04\x8f.", "opcode"),  # a set
+        (b"\x80\x05\x96" + (1 << 60).to_bytes(8, "little") + b".", "opcode"),  # a bytearray
+        (b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b".", "whole pickle"),
+        (b"\x80\x02I1\n.", "opcode"),
+        (b"\x80\x04e.", "damage"),
+        (b"\x80\x04u.", "damage"),
+        (b"\x80\x04h\x05.", "damage"),
+        (b"\x80\x04\x87.", "damage"),
+        (b"\x80\x04.", "damage"),
+        (b"\x80\x04}(Nu.", "damage"),
+        (b"\x80\x04\x8c\x01\xff.", "UTF-8"),
+        (b"\x80\x04\x8c\x05ab", "whole pickle"),
+        (b"\x80\x04cos\nsystem\n.", "os.system"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "os.system"),
+    ],
+    ids=range(18),
+)
+def test_pickles_that_want_too_much(data, words):
+    with pytest.raises(errors.PlanError, match=words):
+        plain_pickle.load(data, "p")
+
+
+def test_a_pickle_has_only_so_many_steps(monkeypatch):
+    monkeypatch.setattr(plain_pickle, "MOST_STEPS", 1000)
+    with pytest.raises(errors.MalformedInput, match="more than 1,000 opcodes"):
+        plain_pickle.load(b"\x80\x04" + b"]" * 1000 + b".", "p")
+
+
+def test_an_event_that_holds_itself_many_times(dump):
+    """Its repr is 2^26 brackets long: 22 s and 335 MB of stderr."""
+    event = []
+    for _ in range(26):
+        event = [event, event]
+    with pytest.raises(errors.MalformedInput) as caught:
+        read_snapshot(dump({"device_traces": [[event]]}))
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "event", [("alloc", 1, 1 << 20_000), ("alloc", [[]] * 10**6, 1), ("alloc", 1 << 20_000, "x")], ids=range(3)
+)
+def test_numbers_that_cannot_be_written_out(dump, event):
+    with pytest.raises(errors.MalformedInput) as caught:
+        read_snapshot(dump(snapshot(event)))
+    assert len(str(caught.value)) < 1000

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from ds_memo.plan import greedy, plan_trace, search, solve, verify
 from ds_memo.plan.command import _table
 from ds_memo.plan.dsa import Buffer, Lifespan, Problem, peak
-from ds_memo.plan.errors import UnknownPhase
 from ds_memo.plan.formats import make_trace, parse_trace
 from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.simulate import simulate
@@ -147,12 +146,6 @@ def test_a_wrong_slot_among_many_is_found():
 
 
 # ---- names, time, interrupts
-
-
-def test_a_layers_number_has_six_digits():
-    assert parse_trace("phase L999999.f\nmalloc a 1\n").phases[0].name == "L999999.f"
-    with pytest.raises(UnknownPhase):
-        parse_trace("phase L1000000.f\nmalloc a 1\n")
 
 
 def test_a_long_name_does_not_widen_the_table():

@@ -72,3 +72,35 @@ def test_anything_damaged_is_refused_or_does_no_harm(path: tuple) -> None:
         assert all(math.isfinite(layer.forward_s) and layer.forward_s >= 0 and layer.host_bytes(1.0) >= 0 for layer in run.layers)
         assert profile.kinds[0].off() >= 0 and isinstance(profile.kinds[0].name, str)
         assert from_json(to_json(profile)) == profile
+
+
+@pytest.mark.parametrize(
+    "path, value, says",
+    [
+        (
+            ("kinds", 0, "samples", 0, "outputs", 0, "rows"),
+            10**18,
+            "rows is 1000000000000000000, the most is 1,125,899,906,842,624",
+        ),
+        (("kinds", 0, "samples", 0, "outputs", 0, "rows"), 1 << 50, "the outputs of a sample have"),
+        (("kinds", 0, "samples", 0, "working_bytes"), 10**18, "working_bytes is"),
+        (("kinds", 0, "samples", 0, "forward_s"), 1e9, "forward_s is"),
+        (("kinds", 0, "samples", 0, "length"), 1 << 40, "length is"),
+        (("kinds", 0, "samples", 0, "batch"), 1 << 33, "tokens, the most is 17,179,869,184"),
+        (("d2h_bytes_per_s",), 1e300, "d2h_bytes_per_s is 1e\\+300"),
+        (("d2h_bytes_per_s",), 1e-300, "fit together"),
+        (("layers",), [0] * 100_000, "100,000 layers, the most is 65,536"),
+        (("kinds", 0, "name"), "x" * 201, "fit together"),
+        (("ranks_copying",), 1 << 60, "fit together"),
+    ],
+)
+def test_what_no_run_can_have(path: tuple, value: Any, says: str) -> None:
+    """Refused here, and not in the first step: the solver would count past 64 bits, or for ever."""
+    damaged = data()
+    owner: Any = damaged
+    for name in path[:-1]:
+        owner = owner[name]
+    owner[path[-1]] = value
+    with pytest.raises(ProfileError, match=says) as caught:
+        from_json(json.dumps(damaged))
+    assert len(str(caught.value)) < 1000

@@ -10,7 +10,7 @@ import pytest
 from ds_memo.cli import main as cli
 from ds_memo.plan import plan_to_json, plan_trace, read_trace
 from ds_memo.plan.formats import parse_trace
-from ds_memo.show.plan import SKELETAL, TRANSIENT, MissingPackage, _labelled, draw_html, draw_png
+from ds_memo.show.plan import SKELETAL, TRANSIENT, MissingPackage, _labelled, as_html, as_png
 
 TRACE = Path(__file__).resolve().parents[1] / "data" / "requests" / "gpt_none_L2_s128k.txt"
 
@@ -40,14 +40,14 @@ def test_png_tells_skeletal_and_transient_apart(plan, tmp_path):
 
 def test_png_without_transients_has_none_of_their_colour(tmp_path):
     pytest.importorskip("matplotlib")
-    draw_png(plan_trace(parse_trace("phase L0.f\nmalloc a 9000\nphase L0.b\nfree a\n")), tmp_path / "p.png")
+    picture = as_png(plan_trace(parse_trace("phase L0.f\nmalloc a 9000\nphase L0.b\nfree a\n")))
+    (tmp_path / "p.png").write_bytes(picture)
     assert 0 < pixels_of(tmp_path / "p.png", TRANSIENT) < 2000  # the legend's alone
 
 
-def test_html_holds_every_slot_and_both_lines(plan, tmp_path):
+def test_html_holds_every_slot_and_both_lines(plan):
     pytest.importorskip("plotly")
-    draw_html(plan, tmp_path / "plan.html")
-    text = (tmp_path / "plan.html").read_text()
+    text = as_html(plan)
     assert "<html>" in text and "https://cdn.plot.ly" not in re.sub(r"<script>.*?</script>", "", text, flags=re.S)
     from plotly.io import from_json
 
@@ -68,8 +68,8 @@ def test_labels_do_not_run_into_each_other(plan):
     assert all(b - a > end / 75 for a, b in pairwise(middles))
 
 
-@pytest.mark.parametrize("draw, package", [(draw_png, "matplotlib"), (draw_html, "plotly")])
-def test_a_missing_package_is_named(plan, tmp_path, monkeypatch, draw, package):
+@pytest.mark.parametrize("draw, package", [(as_png, "matplotlib"), (as_html, "plotly")])
+def test_a_missing_package_is_named(plan, monkeypatch, draw, package):
     real = builtins.__import__
 
     def fake(name, *args, **kwargs):
@@ -79,4 +79,4 @@ def test_a_missing_package_is_named(plan, tmp_path, monkeypatch, draw, package):
 
     monkeypatch.setattr(builtins, "__import__", fake)
     with pytest.raises(MissingPackage, match=package):
-        draw(plan, tmp_path / "p")
+        draw(plan)

@@ -96,6 +96,17 @@ def test_what_is_no_report(text: str, says: str) -> None:
         read_report(text, "x.json")
 
 
+def test_a_bar_of_less_than_nothing(report: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The longest is 30 signs, and -1e12 is 1e12 times -1."""
+    (tmp_path / "odd.json").write_text(json.dumps({**report, "stored_bytes_per_layer": [-1, -1e12]}))
+    assert "negative" in complaint(capsys, "report", tmp_path / "odd.json")
+
+
+def test_escapes_in_a_report(report: dict) -> None:
+    text = as_text({**report, "binding": "\x1b[31m\n\ud800", "warnings": ["w" * 10**6]})
+    assert "set by           \\x1b[31m\\n\\ud800\n" in text and len(text) < 10_000
+
+
 def test_wrong_files_end_with_2(report: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "odd.json").write_text(json.dumps({**report, "stall_s": "none"}))
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")

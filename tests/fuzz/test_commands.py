@@ -1,0 +1,150 @@
+"""Whatever a file holds, `ds-memo` ends with 0, 1 or 2 and says why in few words."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from ds_memo import cli
+from ds_memo.config import MemoConfig, MemoConfigError, memo_config
+from tests.fuzz.damage import CORPUS, jsons, pickles, sections, texts
+from tests.processes import ROOT
+
+MOST_ERR = 4096
+MODEL, HARDWARE, TRACE = (str(CORPUS / name) for name in ("model.json", "hardware.json", "trace.txt"))
+ESTIMATE = ("estimate", "--gpus", "1", "--seq-length", "4K")
+KINDS = {  # what is damaged: (its strategy, the name it is given, the command)
+    "trace": (texts("trace.txt"), "trace.txt", ("plan", "FILE", "--solver", "greedy", "-o", "OUT.json")),
+    "several traces": (texts("trace.txt"), "trace.txt", ("plan", "FILE", TRACE, "--solver", "greedy", "--json")),
+    "csv": (texts("problem.csv"), "problem.csv", ("plan", "FILE", "--solver", "greedy", "-o", "OUT.csv")),
+    "pickle": (pickles("snapshot.pickle"), "run.pickle", ("plan", "FILE", "--solver", "greedy")),
+    "plan": (jsons("plan.json"), "plan.json", ("show", "FILE", "-o", "OUT.html")),
+    "report": (jsons("report.json"), "report.json", ("report", "FILE")),
+    "profile": (jsons("profile.json"), "p.json", (*ESTIMATE, "--model", MODEL, "--hardware", HARDWARE, "--profile", "FILE")),
+    "model": (jsons("model.json"), "model.json", (*ESTIMATE, "--model", "FILE", "--hardware", HARDWARE)),
+    "hardware": (jsons("hardware.json"), "machine.json", (*ESTIMATE, "--model", MODEL, "--hardware", "FILE")),
+    "memo": (jsons("memo.json"), None, ("run", "--memo", "FILE", "true")),
+}  # fmt: skip
+FEW, MANY, IN_PROCESSES = 60, 500, 3
+
+
+def settled(examples: int) -> settings:
+    """The same cases in every run, and no time limit for one."""
+    checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    phases = [Phase.explicit, Phase.generate, Phase.shrink]
+    return settings(
+        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=checks, phases=phases
+    )
+
+
+def words_of(kind: str, data: bytes, folder: Path) -> list[str]:
+    """Write the file, and return the command."""
+    _, name, words = KINDS[kind]
+    if name is None:
+        file = data.decode("utf-8", "replace").replace("\0", "")
+    else:
+        (folder / name).write_bytes(data)
+        file = str(folder / name)
+    return [file if word == "FILE" else word.replace("OUT", str(folder / "out")) for word in words]
+
+
+def ends_well(code: int | str | None, err: str) -> None:
+    assert code in (0, 1, 2), (code, err[:1000])
+    assert "Traceback" not in err and len(err) <= MOST_ERR, err[:MOST_ERR]
+    assert err.replace("\n", "").isprintable()
+
+
+def in_this_process(words: list[str]) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = cli.main(words)
+        except SystemExit as end:
+            code = end.code
+    ends_well(code, err.getvalue())
+    assert "\x1b" not in out.getvalue()
+
+
+def damaged(kind: str, folder: Path, examples: int) -> None:
+    @settled(examples)
+    @given(KINDS[kind][0])
+    def run(data: bytes) -> None:
+        in_this_process(words_of(kind, data, folder))
+
+    run()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_damaged_is_taken(kind: str, tmp_path: Path) -> None:
+    name = {"pickle": "snapshot.pickle", "several traces": "trace.txt", "trace": "trace.txt", "csv": "problem.csv"}.get(kind)
+    words = words_of(kind, (CORPUS / (name or f"{kind}.json")).read_bytes(), tmp_path)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert cli.main(words) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_files(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    damaged(kind, tmp_path, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_damaged_files(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    damaged(kind, tmp_path, MANY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_files_in_processes_of_their_own(kind: str, tmp_path: Path) -> None:
+    """With 4 GiB of memory at most: a MemoryError would be a defect."""
+    pytest.importorskip("plotly")
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+
+    @settled(IN_PROCESSES)
+    @given(KINDS[kind][0])
+    def run(data: bytes) -> None:
+        command = [sys.executable, "-m", "ds_memo.cli", *words_of(kind, data, tmp_path)]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables, preexec_fn=limit)
+        ends_well(done.returncode, done.stderr)
+
+    run()
+
+
+# ---- the section
+
+
+def section_is_taken_or_refused(section: object) -> None:
+    try:
+        found = memo_config(section)
+    except MemoConfigError as error:
+        assert 0 < len(str(error)) < MOST_ERR and str(error).replace("\n", "").isprintable()
+    else:
+        assert isinstance(found, MemoConfig)
+        json.dumps(found.model_dump())
+
+
+@settled(10 * FEW)
+@given(sections("memo.json"))
+def test_sections(section: object) -> None:
+    section_is_taken_or_refused(section)
+
+
+@pytest.mark.slow
+@settled(2 * MANY)
+@given(sections("memo.json"))
+def test_many_sections(section: object) -> None:
+    section_is_taken_or_refused(section)

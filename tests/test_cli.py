@@ -1,0 +1,161 @@
+"""How `ds-memo` ends: its exit codes, and the one line that says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_memo import cli
+from tests.command import call, complaint
+from tests.plan.instances import TRACES
+from tests.processes import ROOT, python
+
+TRACE = str(TRACES[0])
+TINY = str(ROOT / "ds_configs" / "models" / "tiny.json")
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of sh, in which `ds-memo` is this checkout's."""
+    line = line.replace("ds-memo", f"{sys.executable} -m ds_memo.cli")
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(["sh", "-c", line], env=variables, capture_output=True, text=True, timeout=120)
+
+
+# ---- defects
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a\x1b[31m\nb" + "c" * 10_000), RecursionError("deep"), KeyError("x")])
+def test_a_defect_has_an_exit_code_of_its_own(capsys, monkeypatch, error) -> None:
+    """1 would say that nothing fits."""
+
+    def raises(*_, **__):
+        raise error
+
+    monkeypatch.setattr("ds_memo.plan.command.plan_trace", raises)
+    ended = call(capsys, "plan", TRACE)
+    assert ended.code == cli.UNEXPECTED == 70 and ended.err.count("\n") == 1 and len(ended.err) < 2000
+    assert f"ds-memo plan: unexpected error: {type(error).__name__}" in ended.err and "\x1b" not in ended.err
+
+
+def test_the_traceback_of_a_defect_is_shown_when_asked_for() -> None:
+    code = (
+        "from ds_memo import cli; import ds_memo.plan.command as command; command.plan_trace = None\n"
+        f"raise SystemExit(cli.main(['plan', {TRACE!r}]))"
+    )
+    quiet, loud = python("-c", code), python("-c", code, DS_MEMO_TRACEBACK="1")
+    assert quiet.returncode == loud.returncode == 70
+    assert quiet.stderr.count("\n") == 1 and "DS_MEMO_TRACEBACK=1" in quiet.stderr
+    assert loud.stderr.startswith("Traceback") and loud.stderr.splitlines()[-1] == quiet.stderr.rstrip("\n")
+
+
+# ---- what the system refuses
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("file, code", [(TRACE, 0), ("no-such-file", 2)])
+def test_closed_streams(closed: str, file: str, code: int) -> None:
+    ended = shell(f"exec ds-memo plan {file} {closed}")
+    assert ended.returncode == code and "Traceback" not in ended.stderr
+
+
+def test_what_is_printed_to_a_closed_stderr_is_not_on_stdout() -> None:
+    assert shell("exec ds-memo plan no-such-file 2>&-").stdout == ""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_under_stdout(unbuffered: str) -> None:
+    ended = shell(f"exec ds-memo plan {TRACE} >/dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert (ended.returncode, ended.stderr) == (2, "ds-memo plan: standard output: No space left on device\n")
+
+
+def test_a_full_disk_under_stderr() -> None:
+    assert shell("exec ds-memo plan no-such-file 2>/dev/full").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "words, code, says",
+    [
+        (f"plan {TRACE}", 0, ""),
+        (f"plan {TRACE} -o x.json", 2, "the working directory is gone"),
+        ("plan x.txt", 2, "x.txt: No such file"),
+        (f"estimate --model {TINY} --hardware h200 --gpus 1 --seq-length 1K --timeline x.json", 2, "cannot write x.json"),
+    ],
+)
+def test_a_working_directory_that_is_gone(tmp_path: Path, words: str, code: int, says: str) -> None:
+    (tmp_path / "gone").mkdir()
+    ended = shell(f"cd {tmp_path}/gone && rmdir ../gone && exec ds-memo {words}")
+    assert ended.returncode == code and ended.stderr.count("\n") == (code != 0) and says in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "/dev/zero"),
+        ("plan", "zero.pickle"),
+        ("plan", "zero.csv"),
+        ("show", "/dev/zero"),
+        ("report", "/dev/zero"),
+        ("estimate", "--model", TINY, "--hardware", "h200", "--gpus", "1", "--seq-length", "1K", "--profile", "/dev/zero"),
+    ],
+    ids=lambda words: words[-1] if words[0] == "plan" else words[0],
+)
+def test_input_without_end(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("zero.pickle", "zero.csv"):
+        (tmp_path / name).symlink_to("/dev/zero")
+    assert "the most that is read" in complaint(capsys, *words)
+
+
+def test_a_model_without_end(capsys) -> None:
+    pytest.importorskip("transformers")
+    assert "no regular file" in complaint(capsys, "profile", "--model", "/dev/zero", "--seq-length", "1K", "--device", "cpu")
+
+
+def test_a_library_that_cannot_be_replaced(capsys, monkeypatch) -> None:
+    """What is left of an OSError of any part: the file's name, on one line."""
+
+    def raises(*_, **__):
+        raise PermissionError(13, "Permission denied", "/cache/dsa_search.so")
+
+    monkeypatch.setattr("ds_memo.plan.command.plan_trace", raises)
+    assert complaint(capsys, "plan", TRACE) == "ds-memo plan: /cache/dsa_search.so: Permission denied"
+
+
+# ---- words
+
+
+def test_words_without_end(capsys) -> None:
+    for words in (("plan", TRACE, "--time-limit", "9" * 100_000), ("plan", TRACE, "--" + "x" * 100_000), ("d" * 100_000,)):
+        ended = call(capsys, *words)
+        assert ended.code == 2 and len(ended.err) < 4000
+
+
+def test_escapes_in_words(capsys) -> None:
+    assert "\\x1b[31m" in complaint(capsys, "plan", "\x1b[31m")
+
+
+def test_a_time_limit_that_the_system_cannot_count(capsys) -> None:
+    assert "at most 1,000,000" in complaint(capsys, "plan", TRACE, "--time-limit", "1e9")
+
+
+def test_the_launchers_option_takes_a_number(capsys) -> None:
+    """Else `--local_rank plan show` takes the arguments of one verb to the other."""
+    assert call(capsys, "--local_rank", "plan", "show").code == 2
+
+
+def test_sections_nested_without_end(capsys) -> None:
+    assert "nested too deeply" in complaint(capsys, "run", "--memo", "[" * 100_000, "true")
+
+
+@pytest.mark.parametrize("name, code, says", [("\x1b[31mred", 0, "\\x1b[31mred"), ("x" * 201, 2, "at most 200 characters")])
+def test_a_machine_s_name(capsys, tmp_path: Path, name: str, code: int, says: str) -> None:
+    machine = json.loads((ROOT / "ds_memo" / "estimate" / "hardware_data" / "h200.json").read_text())
+    (tmp_path / "machine.json").write_text("\ufeff" + json.dumps({**machine, "name": name}))
+    hardware = tmp_path / "machine.json"
+    ended = call(capsys, "estimate", "--model", TINY, "--hardware", hardware, "--gpus", "1", "--seq-length", "1K")
+    assert ended.code == code and says in ended.out + ended.err and "\x1b" not in ended.out + ended.err
