@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_memo.deepspeed.documents import Attention, attention_within
 from ds_memo.errors import MemoConfigError, MemoError
+from ds_memo.hf.attention import wrap_attention
 from ds_memo.units import round_up
 
 FIELD = "sequence_parallel_size"
@@ -308,21 +309,18 @@ class _Attention:
 def _take_over(name: str) -> Attention:
     """Send what sequence-parallel models ask of this attention implementation through their :class:`_Attention`.
 
-    Under its own name, as DeepSpeed does it: models ask for the name to choose their mask.
-
     Returns:
         The implementation that was there.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    core = ALL_ATTENTION_FUNCTIONS[name]
+    def around(core: Attention) -> Attention:
+        @functools.wraps(core)
+        def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _parallel.get(module, core)(module, *args, **kwargs)
 
-    @functools.wraps(core)
-    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _parallel.get(module, core)(module, *args, **kwargs)
+        return attend
 
-    ALL_ATTENTION_FUNCTIONS[name] = attend
-    return core
+    return wrap_attention(name, around)
 
 
 def _attention_name(model: nn.Module) -> str:

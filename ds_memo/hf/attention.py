@@ -1,4 +1,5 @@
-"""Attention of Transformers that no dispatch mode sees: FlexAttention, flash-attn 4, and flash kernels of the hub."""
+"""Transformers' attention functions: those that no dispatch mode sees (FlexAttention, flash-attn 4, flash kernels of the hub) are
+kept whole, and any of them can be wrapped."""
 
 from __future__ import annotations
 
@@ -18,6 +19,21 @@ def keep_unseen_attention() -> None:
     """Have Transformers, if it is imported, call these by :func:`keep_whole` from now on. Outside of memo nothing changes."""
     _replace(sys.modules.get("transformers.integrations.flex_attention"), "compile_friendly_flex_attention", keep_whole)
     _replace(sys.modules.get("transformers.modeling_flash_attention_utils"), "lazy_import_flash_attention", _keeping)
+
+
+def wrap_attention(name: str, around: Callable[[Any], Any]) -> Any:
+    """Replace an implementation in Transformers' table of attention functions by ``around(implementation)``.
+
+    Under its own name, as DeepSpeed does it: models ask for the name to choose their mask.
+
+    Returns:
+        The implementation that was there.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = ALL_ATTENTION_FUNCTIONS[name]
+    ALL_ATTENTION_FUNCTIONS[name] = around(before)
+    return before
 
 
 def _replace(module: ModuleType | None, name: str, by: Callable[[Any], Any]) -> None:
