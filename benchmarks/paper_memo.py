@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 from benchmarks.workloads import attention_through, heads_to_ranks, ranks_to_heads, sdpa
 from ds_memo.config import PlanConfig
 from ds_memo.hf.find_layers import find_layers
+from ds_memo.layer_observer import LayerObservers
 from ds_memo.placement import spread
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.runtime.optimizer_hooks import watch_optimizers
@@ -103,6 +104,7 @@ class Packed:
 class Call:
     """One layer call, from its forward to its backward. Lives as long as its graph."""
 
+    layer: int
     frame: Frame
     fn: Callable[..., torch.Tensor]
     others: tuple[Any, ...]
@@ -146,6 +148,7 @@ class PaperMemo:
     ) -> None:
         self.slab = HostSlab(host_bytes, HostPool(device))
         self.engine = SwapEngine(streams_for(device), self.slab, device)
+        self.observers = LayerObservers()
         self.alpha, self.ranks = alpha, ranks
         self._hides = bandwidth, layer_forward_s
         layers = [module for _, module in find_layers(model)]
@@ -161,7 +164,8 @@ class PaperMemo:
             self._plan_addresses(model, device, max(set(range(len(layers))) - set(resident), default=-1))
 
     def _plan_addresses(self, model: nn.Module, device: torch.device, last_layer: int) -> None:
-        self.addresses = self.engine.phases = addresses = Addresses(device, PlanConfig(time_limit_s=10.0), warnings.warn)
+        self.addresses = addresses = Addresses(device, PlanConfig(time_limit_s=10.0), warnings.warn)
+        self.observers.append(addresses)
         addresses.claim()
         watched = [
             model.register_forward_pre_hook(
@@ -187,9 +191,10 @@ class PaperMemo:
     def _run(self, index: int, fn: Callable[..., torch.Tensor], hidden: torch.Tensor, *others: Any) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return fn(hidden, *others)
-        frame = self.engine.begin(f"layer {index}", resident=False, layer=index)
+        self.observers.layer_begins(index)
+        frame = self.engine.begin(f"layer {index}", resident=False)
         tokens = hidden.shape[1]
-        call = Call(frame, fn, others, tokens)
+        call = Call(index, frame, fn, others, tokens)
         foreign = self._own | {_storage(x) for x in _tensors((fn, others))}
         known: dict[Any, int] = {}
         joined = None
@@ -265,6 +270,7 @@ class PaperMemo:
             return packed
         call = packed.call
         if call.slots is None:
+            self.observers.layer_replays(call.layer)
             self.engine.bring_back(call.frame)
             call.slots = dict(call.frame.slots)
             if call.stored < call.tokens:

@@ -1,32 +1,41 @@
-"""What the engine tells of the layers that run, for whoever sorts memory requests by phase."""
+"""Layer events: `ds_memo.remat` runs the layers and tells its observers which one runs."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 
-class Phases(Protocol):
-    """Layers are numbered in the order of the model."""
+class LayerObserver(Protocol):
+    """Receives the events of one model. Layers are numbered in the order of the model."""
 
     def layer_begins(self, layer: int) -> None:
-        """A layer's forward."""
+        """A layer's forward begins."""
 
-    def layer_ends(self, layer: int) -> None: ...
+    def layer_ends(self, layer: int) -> None:
+        """A layer's forward is over."""
 
     def layer_replays(self, layer: int) -> None:
-        """A layer's replay, which its backward follows."""
+        """A layer's replay begins; its backward follows."""
 
     def interrupted(self) -> None:
-        """A layer raised."""
+        """A layer's forward raised."""
 
 
-class NoPhases:
-    """A listener that does nothing."""
+class LayerObservers(list[LayerObserver]):
+    """Observers that are told as one, in order."""
 
     def layer_begins(self, layer: int) -> None:
-        pass
+        for observer in self:
+            observer.layer_begins(layer)
 
-    layer_ends = layer_replays = layer_begins
+    def layer_ends(self, layer: int) -> None:
+        for observer in self:
+            observer.layer_ends(layer)
+
+    def layer_replays(self, layer: int) -> None:
+        for observer in self:
+            observer.layer_replays(layer)
 
     def interrupted(self) -> None:
-        pass
+        for observer in self:
+            observer.interrupted()

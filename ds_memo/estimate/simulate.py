@@ -177,7 +177,7 @@ def simulate(run: RunCosts, alpha: float, places: Places) -> Simulated:
 
 def _forward(engine: Any, streams: VirtualStreams, index: int, layer: LayerCosts, home: Home, alpha: float) -> Frame:
     """What the engine is handed has no tensors, only their sizes."""
-    frame = engine.begin(f"layer {index}", home.stays, index, ahead=not home.dropped)
+    frame = engine.begin(f"layer {index}", home.stays, ahead=not home.dropped)
     began = streams.now[COMPUTE]
     kept: list[tuple[Output, VirtualKept]] = []
     for output in () if home.plain else layer.outputs:

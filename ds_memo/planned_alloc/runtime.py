@@ -324,6 +324,7 @@ class Addresses:
         if self.claimed:
             self._finish_pass()
             _claimed.discard(self)
+            self.claimed = False  # layers that run after this are refused, but not before they have told their observers
             self._end()
         elif self.planned and not any(other._device.type == self._device.type for other in _claimed):
             keep_blocks_whole(self._device, False)

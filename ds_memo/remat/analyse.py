@@ -45,7 +45,6 @@ class Analyse(NotingMode):
         seen: filled here.
         module: the layer; None: a function that belongs to no module.
         givens: tensors that existed before: the layer's parameters, buffers and arguments.
-        finish: called with `call` and `seen` once the forward is over.
     """
 
     def __init__(
@@ -54,13 +53,11 @@ class Analyse(NotingMode):
         seen: Seen,
         module: nn.Module | None,
         givens: Iterable[torch.Tensor],
-        finish: Callable[[Call, Seen], None],
     ) -> None:
         super().__init__()
         self.call = call
         self.seen = seen
         self._module = module
-        self._finish = finish
         givens = list(givens)
         self._parameters = [tensor for tensor in givens if isinstance(tensor, nn.Parameter)]
         self._sources = {storage_of(tensor): 0 for tensor in givens}
@@ -84,19 +81,13 @@ class Analyse(NotingMode):
         self._weights.clear()
         self._parameters.clear()
         self._alive.clear()
-        if exception[0] is not None:
-            self.call.engine.abort(self.call.frame)
-            return
-        try:
-            self.seen.note_unseen_writes()
-            self._finish(self.call, self.seen)
-        except BaseException:
-            self.call.engine.abort(self.call.frame)
-            raise
-        finally:
-            self.seen.forget()  # the graph's hooks lead here and would keep every output that was seen
-            self._gemms.clear()
-            self._fresh = None
+        self._gemms.clear()
+        self._fresh = None
+
+    @property
+    def packs(self) -> int:
+        """Tensors that autograd saved so far."""
+        return self.seen.packs
 
     def _note(self, tensor: torch.Tensor) -> None:
         self.seen.packs += 1

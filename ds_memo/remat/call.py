@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ds_memo.layer_observer import LayerObserver
 from ds_memo.remat import op_policy
 from ds_memo.remat.op_policy import OpKind
 from ds_memo.remat.recipe import Recipe, Whole
@@ -29,9 +30,19 @@ class Work:
 
 
 class Call:
-    """One layer call: its frame, its recipe, and what belongs to this call alone."""
+    """One layer call: its frame, its recipe, and what belongs to this call alone.
 
-    def __init__(self, engine: SwapEngine, frame: Frame, recipe: Recipe | None, work: Work) -> None:
+    Args:
+        layer: its number.
+        observers: are told when its replay begins.
+        recipe: None while the call is analysed.
+    """
+
+    def __init__(
+        self, layer: int, observers: LayerObserver, engine: SwapEngine, frame: Frame, recipe: Recipe | None, work: Work
+    ) -> None:
+        self.layer = layer
+        self.observers = observers
         self.engine = engine
         self.frame = frame
         self.recipe = recipe
@@ -65,9 +76,14 @@ class Call:
             None if kept is not None else detached(value) for kept, value in zip(op.kept, outputs, strict=True)
         )
 
-    def input_tensor(self, position: int) -> torch.Tensor:
+    def bring_back(self) -> None:
+        """Begin the replay if it has not begun: make the frame ready."""
         if self.frame.state != "ready":
+            self.observers.layer_replays(self.layer)
             self.engine.bring_back(self.frame)
+
+    def input_tensor(self, position: int) -> torch.Tensor:
+        self.bring_back()
         return self.frame.tensor(self.recipe.inputs[position])
 
 

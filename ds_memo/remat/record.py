@@ -31,7 +31,8 @@ class Record(NotingMode):
         self._older: set[int] | None = None
         self._left_recipe = left_recipe
         self._next = 0
-        self._packs = 0
+        self.packs = 0
+        """Tensors that autograd saved so far."""
         self._following = True
         self._awaits_bias: tuple[Gemm, torch.Tensor] | None = None
         self._left_out: dict[int, StorageWeakRef] = {}
@@ -40,21 +41,13 @@ class Record(NotingMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._givens = None  # the graph's hooks lead here and would keep the arguments
-        call, recipe = self.call, self.call.recipe
-        if exception[0] is not None:
-            call.engine.abort(call.frame)
-            return
-        complete = self._next == len(recipe.ops) and self._packs == recipe.packs and self._awaits_bias is None
-        if self._following and not complete:
+        recipe = self.call.recipe
+        complete = self._next == len(recipe.ops) and self.packs == recipe.packs and self._awaits_bias is None
+        if exception[0] is None and self._following and not complete:
             self._leave()
-        if self._packs:
-            call.work.gemm_flops += call.recipe.gemm_flops
-            call.engine.end(call.frame)
-        else:
-            call.engine.abort(call.frame)
 
     def _note(self, tensor: torch.Tensor) -> None:
-        self._packs += 1
+        self.packs += 1
         if self._left_out and self._following and storage_of(tensor) in self._left_out:
             self._leave()
 
@@ -137,7 +130,7 @@ class Record(NotingMode):
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function that is kept whole, as attention is."""
         ran, state = noticing_draws(self.call.engine.device, self._watched, (fn, args, kwargs), {})
-        self._packs += len(ran.call.saved)
+        self.packs += len(ran.call.saved)
         if not self._following:
             return ran.out
         if self._left_out and self._reads_left_out(ran.saved_arguments):

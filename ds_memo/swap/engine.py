@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_memo.errors import MemoError
-from ds_memo.layer_observer import NoPhases, Phases
 from ds_memo.swap.frame import Frame, Kept, Layout
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 from ds_memo.units import GIB
@@ -72,8 +71,6 @@ class SwapEngine:
         self.streams = streams
         self.slab = slab
         self.device = device
-        self.phases: Phases = NoPhases()
-        """Who wants to know which layer runs."""
         self.traffic = Traffic()
         self._stack: list[weakref.ref[Frame]] = []  # swapped frames, oldest first
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not let go yet
@@ -85,26 +82,24 @@ class SwapEngine:
 
     # ---- forward
 
-    def begin(self, name: str, resident: bool, layer: int = 0, ahead: bool = True) -> Frame:
+    def begin(self, name: str, resident: bool, *, ahead: bool = True) -> Frame:
         """Open the frame of a layer that is about to run.
 
         Args:
             name: of the layer, for messages.
             resident: what is kept stays on the device.
-            layer: its index in the model, for whoever is told of phases.
             ahead: the reload may be issued while the backward is still at the frame above. If not, the frame takes no memory
                 before it is wanted, and compute waits for its reload.
         """
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
-        self.phases.layer_begins(layer)
         self._clear_graves()
         while self._stack and self._stack[-1]() is None:  # of steps before, or of graphs that were dropped
             self._stack.pop()
         while len(self._leaving) >= 2:
             self._let_go(self._leaving.popleft()())
         self.traffic.frames += 1
-        return Frame(name, resident, layer, self.traffic.frames, self._bury, ahead)
+        return Frame(name, resident, self.traffic.frames, self._bury, ahead)
 
     def adopt(self, frame: Frame, layout: Layout) -> None:
         """Set what a recording frame will keep, and take its host block."""
@@ -173,7 +168,6 @@ class SwapEngine:
                 f"layer {frame.name} runs a backward of its own (autograd.grad) inside its forward, before it can be replayed. "
                 "Leave it out: ds_memo.attach(model, config, layers=[…])"
             )
-        self.phases.layer_replays(frame.layer)
         self._clear_graves()
         while self._leaving:
             self._let_go(self._leaving.popleft()())

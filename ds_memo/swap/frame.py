@@ -126,12 +126,9 @@ class Frame:
 
     _bury: Callable[[Frame], None] = staticmethod(lambda frame: None)  # dynamo makes frames without __init__
 
-    def __init__(
-        self, name: str, resident: bool, layer: int, age: int, bury: Callable[[Frame], None], ahead: bool = True
-    ) -> None:
+    def __init__(self, name: str, resident: bool, age: int, bury: Callable[[Frame], None], ahead: bool = True) -> None:
         self.name = name
         self.resident = resident
-        self.layer = layer
         self.ahead = ahead
         """Its reload may be issued before it is wanted."""
         self.age = age
