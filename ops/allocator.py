@@ -3,13 +3,13 @@
     allocator = Allocator(torch.device("cpu"))
     allocator.install()
     allocator.profile()                  # a pass begins; from here on requests are logged
-    allocator.phase("L0.f")
+    allocator.phase("forward")           # any name; ds_memo.plan.phases has those of a training pass
     …
     log = allocator.requests()           # -> a trace -> a plan (ds_memo.plan)
     allocator.load_plan(0, visits)
     allocator.reserve(plan.peak)         # the arena, one block of the native allocator
     allocator.follow(0)                  # a pass begins that follows plan 0
-    allocator.phase("L0.f")
+    allocator.phase("forward")
 
 Words: a *pass* is one training forward and everything until the next one begins; it *visits* phases; the k-th request of a visit
 gets slot k. A request that does not fit the plan goes to torch's own allocator and is counted, and no wrong plan can make two
@@ -21,8 +21,8 @@ C++: csrc/allocator_core.h (what is decided), allocator_cpu.cpp and allocator_cu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,8 +38,8 @@ MISSES = ("native", "overlap", "size", "abandoned", "end", "unplanned", "stream"
 _MODES = ("off", "profile", "plan")
 """In the order of csrc/allocator_core.h, and so the next one."""
 _KINDS = ("enter", "malloc", "free", "elsewhere")
-_phases: dict[str, int] = {}  # numbers are given once per process
-_names: dict[int, str] = {}
+_phases: dict[Hashable, int] = {}  # numbers are given once per process
+_names: dict[int, Any] = {}
 _numbers = itertools.count()
 
 
@@ -48,8 +48,8 @@ class Request(NamedTuple):
 
     kind: str
     """ "enter", "malloc", "free"; or "elsewhere", a malloc on another stream (CPU: thread) than the pass's: no plan serves it."""
-    phase: str | None
-    """Of all but "free"."""
+    phase: Any
+    """Its name. Of all but "free"."""
     id: int
     """Of all but "enter"."""
     size: int
@@ -122,8 +122,8 @@ class Allocator:
         """End the pass: everything goes to the native allocator."""
         self._op.stop(self._device)
 
-    def phase(self, name: str | None) -> None:
-        """Enter a phase, for requests on any thread; None: leave the present one."""
+    def phase(self, name: Hashable | None) -> None:
+        """Enter a phase, for requests on any thread; None: leave the present one. Equal names are one phase."""
         self._op.enter(self._device, -1 if name is None else number_of(name))
 
     def requests(self) -> list[Request]:
@@ -134,7 +134,7 @@ class Allocator:
             for kind, phase, id_, size in self._op.take_log(self._device)
         ]
 
-    def load_plan(self, key: int, visits: Iterable[tuple[str, Sequence[Slot]]], spare: int = 0) -> None:
+    def load_plan(self, key: int, visits: Iterable[tuple[Hashable, Sequence[Slot]]], spare: int = 0) -> None:
         """Make plan `key` known.
 
         Args:
@@ -209,7 +209,7 @@ class Allocator:
         return self._op.stats(self._device)
 
 
-def number_of(phase: str) -> int:
+def number_of(phase: Hashable) -> int:
     """The op's number for a phase name."""
     number = _phases.get(phase)
     if number is None:

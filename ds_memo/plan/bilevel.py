@@ -211,7 +211,7 @@ def _level1(trace: Trace, planned: Sequence[Tensor], solved: Solved) -> tuple[li
             solutions.append(solved(problem, 0.5))  # real layers need milliseconds
         s = solutions[shape]
         report = PhaseReport(
-            name=phase.name,
+            name=str(phase.name),
             first=phase.first,
             end=phase.end,
             shape=shape,

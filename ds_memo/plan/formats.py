@@ -36,7 +36,8 @@ from ds_memo.plan.errors import (
     TruncatedInput,
     UnknownPhase,
 )
-from ds_memo.plan.trace import PHASE_NAME, PHASE_WORDS, UNIT, Phase, Request, Trace
+from ds_memo.plan.phases import PHASE_WORDS, Part, PhaseName, parse_phase
+from ds_memo.plan.trace import UNIT, Phase, Request, Trace
 
 SCHEMA = "ds_memo.plan/1"
 MAX_SIZE = 2**63
@@ -77,7 +78,7 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
         last = text.count("\n") + 1
         raise TruncatedInput(source, last, repr(text.rsplit("\n", 1)[-1]), "a whole line (the file ends inside this one)")
     requests: list[Request] = []
-    marks: list[tuple[str, int]] = []
+    marks: list[tuple[PhaseName, int]] = []
     born: dict[str, int] = {}  # id -> line
     freed: dict[str, int] = {}
     for line, raw in enumerate(text.split("\n"), 1):
@@ -86,11 +87,13 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
             continue
         match words:
             case ["phase", name]:
-                if not PHASE_NAME.fullmatch(name):
-                    raise UnknownPhase(source, line, f"phase {name!r}", PHASE_WORDS)
+                try:
+                    phase = parse_phase(name)
+                except ValueError:
+                    raise UnknownPhase(source, line, f"phase {name!r}", PHASE_WORDS) from None
                 if requests and not marks:
                     raise MalformedInput(source, line, "the first phase after requests", "a phase line before any request")
-                marks.append((name, len(requests)))
+                marks.append((phase, len(requests)))
             case ["malloc", i, size]:
                 if i in born:
                     raise DuplicateMalloc(source, line, f"malloc of {i}, allocated in line {born[i]}", "a new id")
@@ -110,9 +113,9 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
     return make_trace(requests, marks)
 
 
-def make_trace(requests: Sequence[Request], marks: Sequence[tuple[str, int]], notes: Sequence[str] = ()) -> Trace:
+def make_trace(requests: Sequence[Request], marks: Sequence[tuple[PhaseName, int]], notes: Sequence[str] = ()) -> Trace:
     """A trace from requests and (phase name, index of its first request)."""
-    marks = list(marks) or [("step", 0)]
+    marks = list(marks) or [(Part.STEP, 0)]
     ends = [first for _, first in marks[1:]] + [len(requests)]
     phases = tuple(Phase(name, first, end) for (name, first), end in zip(marks, ends, strict=True))
     return Trace(tuple(requests), phases, tuple(notes))

@@ -48,7 +48,7 @@ def test_a_refusal_rises_out_of_no_mode() -> None:
     model = toy()
     handle = ds_memo.attach(model, {"resident_layers": 0, "alpha": 0.5, "host_memory_gib": 1e-5})
     handle.remat.observers.append(log := Log())
-    with pytest.raises(ds_memo.MemoError, match="even memo.alpha 0 does not fit") as refusal:
+    with pytest.raises(ds_memo.MemoError, match=r"even memo\.alpha 0 does not fit") as refusal:
         step(model, BATCH)
     assert log == [("begins", 0), "interrupted"]
     assert "__exit__" not in [line.name for line in traceback.extract_tb(refusal.tb)]
