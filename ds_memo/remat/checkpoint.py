@@ -19,11 +19,11 @@ from ds_memo.errors import MemoError
 from ds_memo.layer_observer import LayerObservers
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work, tensor_leaves
-from ds_memo.remat.diagnostics import cautions
-from ds_memo.remat.inputs import Lifted, Stays, lift_keywords, pack_followed, pack_watched, unpack
+from ds_memo.remat.diagnostics import diagnose
+from ds_memo.remat.inputs import Lifted, DeviceInput, lift_keywords, pack_followed, pack_watched, unpack
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.random_states import as_now
-from ds_memo.remat.recipe import Recipe, Seen, SeenWhole, Whole, make_recipe
+from ds_memo.remat.recipe import Recipe, Observed, ObservedSavedOp, SavedOp, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.engine import SwapEngine
@@ -203,12 +203,12 @@ class Remat:
         frame = self.engine.begin(layer.name, setting.resident, ahead=setting.keeps_attention)
         call = Call(layer.index, self.observers, self.engine, frame, recipe, self.work)
         nested = [value for value in lifted.args if not isinstance(value, torch.Tensor)]
-        call.stays = [Stays(layer.name, tensor) for tensor in tensor_leaves((nested, lifted.bound))]
+        call.device_inputs = [DeviceInput(layer.name, tensor) for tensor in tensor_leaves((nested, lifted.bound))]
         givens = functools.partial(_givens, layer, (lifted.args, lifted.bound))
         mode: Analyse | Record
         if recipe is None:
-            seen = Seen()
-            mode, pack = Analyse(call, seen, layer.module(), givens()), pack_watched(call, seen)
+            observed = Observed()
+            mode, pack = Analyse(call, observed, layer.module(), givens()), pack_watched(call, observed)
         else:
             layer.latest = recipe
             mode, pack = Record(call, givens, functools.partial(self._forget, layer)), pack_followed(call)
@@ -219,13 +219,13 @@ class Remat:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = _checkpoint(lifted, preserve_rng_state, lambda: (mode, Replay(call)))
             if recipe is None:
-                self._settle(layer, setting, key, call, seen)
+                self._settle(layer, setting, key, call, observed)
             if mode.packs:
                 self.work.gemm_flops += call.recipe.gemm_flops
                 self.engine.end(frame)
         finally:
             if recipe is None:
-                seen.forget()  # the graph's hooks lead to the mode, which would keep every output that it saw
+                observed.forget()  # the graph's hooks lead to the mode, which would keep every output that it saw
             if frame.state == "recording":  # the layer raised, or no backward will ask for it
                 self.engine.abort(frame)
         if call.recipe is recipe:
@@ -254,22 +254,22 @@ class Remat:
         self.engine.bring_back(frame)
         self.engine.replayed(frame)
 
-    def _settle(self, layer: Layer, setting: Setting, key: Any, call: Call, seen: Seen) -> None:
+    def _settle(self, layer: Layer, setting: Setting, key: Any, call: Call, observed: Observed) -> None:
         """A layer was analysed: make its recipe, and keep this call's tensors as it says."""
         frame = call.frame
-        seen.note_unseen_writes()
+        observed.note_unseen_writes()
         alpha = 1.0 if setting.resident and setting.alpha is None else setting.alpha
         if not setting.keeps_attention:
-            seen.run_attention_again()
-        seen.close_over_inputs(all_rows_kept=alpha == 1.0)
+            observed.run_attention_again()
+        observed.close_over_inputs(all_rows_kept=alpha == 1.0)
         if alpha is None:
-            alpha = self.policy.alpha(layer, *seen.sizes()) if seen.packs else 1.0
-        recipe, tensors = make_recipe(seen, alpha)
+            alpha = self.policy.alpha(layer, *observed.sizes()) if observed.packs else 1.0
+        recipe, tensors = make_recipe(observed, alpha)
         if not (frame.resident or self.policy.has_room(recipe.layout.host_bytes)):
             frame.resident, key = True, None  # fully recomputed in this call alone: the next one is analysed again
-            seen.run_attention_again()
-            seen.close_over_inputs(all_rows_kept=False)
-            recipe, tensors = make_recipe(seen, 0.0)
+            observed.run_attention_again()
+            observed.close_over_inputs(all_rows_kept=False)
+            recipe, tensors = make_recipe(observed, 0.0)
         call.recipe = layer.latest = recipe
         if key is not None:
             layer.remember(key, recipe)
@@ -277,13 +277,13 @@ class Remat:
         if not recipe.packs:
             return
         self.engine.adopt(frame, recipe.layout)
-        set_aside = {id(tensor) for tensor in seen.set_aside}
+        set_aside = {id(tensor) for tensor in observed.set_aside}
         for kept, tensor in tensors:
             self.engine.keep(frame, kept, tensor)
             if frame.resident and id(tensor) in set_aside:
                 frame.changed.add(kept.index)
-        for index, (op, was) in enumerate(zip(recipe.ops, seen.ops, strict=True)):
-            if isinstance(was, SeenWhole) and isinstance(op, Whole) and op.kept is not None:
+        for index, (op, was) in enumerate(zip(recipe.ops, observed.ops, strict=True)):
+            if isinstance(was, ObservedSavedOp) and isinstance(op, SavedOp) and op.kept is not None:
                 call.loose[index] = tuple(
                     None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
                 )
@@ -298,7 +298,7 @@ class Remat:
     def _warn(self, layer: Layer, recipe: Recipe) -> None:
         """Warn, once per class of layers, of what makes the replay slower than need be, or its results wrong."""
         module = layer.module()
-        for reason in cautions(module, recipe):
+        for reason in diagnose(module, recipe):
             if (type(module), reason) not in self._warned:
                 self._warned.add((type(module), reason))
                 self.warn(f"layer {layer.name}: {reason}.")

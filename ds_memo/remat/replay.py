@@ -13,7 +13,7 @@ from ds_memo.remat.call import Call, cloned, detached, generator_of
 from ds_memo.remat.functions import FunctionCall, name_of, shapes_of, tensors_in
 from ds_memo.remat.modes import Mode
 from ds_memo.remat.op_policy import OpKind, kind_of
-from ds_memo.remat.recipe import Gemm, Whole
+from ds_memo.remat.recipe import Gemm, SavedOp
 
 
 class Replay(Mode):
@@ -26,7 +26,7 @@ class Replay(Mode):
     def __enter__(self) -> Replay:
         self._next = 0
         self._awaits_bias: tuple[torch.Tensor, int] | None = None
-        for argument in self.call.stays:
+        for argument in self.call.device_inputs:
             argument.check()
         self.call.bring_back()  # unless one of the layer's inputs, unpacked before, has done so
         recipe, unkept, work = self.call.recipe, self.call.recipe.unkept, self.call.work
@@ -57,7 +57,7 @@ class Replay(Mode):
         return outputs if len(func._schema.returns) > 1 else outputs[0]
 
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A function that is kept whole: autograd saves what it saved in the forward, and it is not called."""
+        """A function of `keep_whole`: autograd saves what it saved in the forward, and it is not called."""
         index, op = self._take_next()
         if op is not None and not (isinstance(op.func, FunctionCall) and op.func.name == name_of(fn)):
             raise self._not_repeated(f"op {index} was {op.func}, now it is {name_of(fn)}")
@@ -74,7 +74,7 @@ class Replay(Mode):
         return op.func.returned_again(made)
 
     def _take_next(self) -> tuple[int, Any]:
-        """The recipe's next op, a Gemm or a Whole, and its index; None where the forward had left its recipe."""
+        """The recipe's next op, a Gemm or a SavedOp, and its index; None where the forward had left its recipe."""
         index, ops = self._next, self.call.recipe.ops
         self._next += 1
         return index, ops[index] if index < len(ops) else None
@@ -102,8 +102,8 @@ class Replay(Mode):
         product[rows:].add_(args[1])
         return args[0]
 
-    def _supplied(self, index: int, op: Whole) -> tuple[Any, ...]:
-        """What was kept of the whole op at `index`."""
+    def _supplied(self, index: int, op: SavedOp) -> tuple[Any, ...]:
+        """What was kept of the saved op at `index`."""
         state = self.call.rng_after.get(index)
         if state is not None:
             generator_of(self.call.engine.device).set_state(state)
