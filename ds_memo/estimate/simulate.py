@@ -126,12 +126,12 @@ class VirtualLayout(NamedTuple):
 class VirtualSlab:
     """A host without limits: whether things fit is ds_memo.solve's question."""
 
-    lent = ()
+    blocks = ()
 
-    def take(self, nbytes: float, wanted_by: str) -> VirtualSlab:
+    def allocate(self, nbytes: float, wanted_by: str) -> VirtualSlab:
         return self
 
-    def give(self, block: VirtualSlab) -> None: ...
+    def free(self, block: VirtualSlab) -> None: ...
 
     def close(self) -> None: ...
 

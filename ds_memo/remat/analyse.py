@@ -37,9 +37,9 @@ class Analyse(NotingMode):
 
     For each storage the *sources* are tracked: a set of the GEMMs whose outputs it was made of. They go back no further than
     the nearest GEMM or saved op, whose outputs can be supplied. A storage that no op returned (a compiled region's output, memory
-    that NumPy made) counts as made of everything computed before it was first observed. The set has two bits for each GEMM: the lower
-    one says that it may be a source, so the replay computes it; the upper one that a choice by these values (of an expert) counts
-    as a choice by the GEMM, whose rows are then not split.
+    that NumPy made) counts as made of everything computed before it was first observed. The set has two bits for each GEMM: the
+    lower one says that it may be a source, so the replay computes it; the upper one that a choice by these values (of an expert)
+    counts as a choice by the GEMM, whose rows are then not split.
 
     Args:
         observed: filled here.

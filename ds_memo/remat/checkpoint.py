@@ -20,10 +20,10 @@ from ds_memo.layer_observer import LayerObservers
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work, tensor_leaves
 from ds_memo.remat.diagnostics import diagnose
-from ds_memo.remat.inputs import Lifted, DeviceInput, lift_keywords, pack_followed, pack_watched, unpack
+from ds_memo.remat.inputs import DeviceInput, Lifted, lift_keywords, pack_followed, pack_watched, unpack
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.random_states import as_now
-from ds_memo.remat.recipe import Recipe, Observed, ObservedSavedOp, SavedOp, make_recipe
+from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.engine import SwapEngine

@@ -272,7 +272,9 @@ def _is_attention(func: OpOverload | FunctionCall) -> bool:
 
 
 def _unkept(op: ObservedGemm | ObservedSavedOp) -> Gemm | SavedOp:
-    return SavedOp(op.func, None) if isinstance(op, ObservedSavedOp) else Gemm(op.func, tuple(op.out.shape), op.flops, wanted=False)
+    if isinstance(op, ObservedSavedOp):
+        return SavedOp(op.func, None)
+    return Gemm(op.func, tuple(op.out.shape), op.flops, wanted=False)
 
 
 def fingerprint(outputs: Any) -> torch.Tensor:

@@ -124,9 +124,9 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 class Frame:
     """See the module's head. Only :class:`ds_memo.swap.engine.SwapEngine` moves frames."""
 
-    _bury: Callable[[Frame], None] = staticmethod(lambda frame: None)  # dynamo makes frames without __init__
+    _defer: Callable[[Frame], None] = staticmethod(lambda frame: None)  # dynamo makes frames without __init__
 
-    def __init__(self, name: str, resident: bool, age: int, bury: Callable[[Frame], None], ahead: bool = True) -> None:
+    def __init__(self, name: str, resident: bool, age: int, defer: Callable[[Frame], None], ahead: bool = True) -> None:
         self.name = name
         self.resident = resident
         self.ahead = ahead
@@ -151,7 +151,7 @@ class Frame:
         """Event behind the last copy to the host."""
         self.back: Any = None
         """Event behind the last copy from the host."""
-        self._bury = bury
+        self._defer = defer
 
     def move(self, state: str) -> None:
         if state not in _NEXT[self.state]:
@@ -178,4 +178,4 @@ class Frame:
                 )
 
     def __del__(self) -> None:
-        self._bury(self)
+        self._defer(self)

@@ -1,4 +1,4 @@
-"""What the schedule needs of its streams. Imports no torch, so that whoever keeps only time can be a stream too."""
+"""What the schedule needs of its streams. Imports no torch, so that a clock alone can be a stream, too."""
 
 from __future__ import annotations
 
