@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_map
 from benchmarks.workloads import attention_through, heads_to_ranks, ranks_to_heads, sdpa
 from ds_memo.config import PlanConfig
 from ds_memo.hf.find_layers import find_layers
-from ds_memo.layer_observer import LayerObservers
 from ds_memo.placement import spread
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.runtime.optimizer_hooks import watch_optimizers
@@ -148,7 +147,6 @@ class PaperMemo:
     ) -> None:
         self.slab = HostSlab(host_bytes, HostPool(device))
         self.engine = SwapEngine(streams_for(device), self.slab, device)
-        self.observers = LayerObservers()
         self.alpha, self.ranks = alpha, ranks
         self._hides = bandwidth, layer_forward_s
         layers = [module for _, module in find_layers(model)]
@@ -165,7 +163,6 @@ class PaperMemo:
 
     def _plan_addresses(self, model: nn.Module, device: torch.device, last_layer: int) -> None:
         self.addresses = addresses = Addresses(device, PlanConfig(time_limit_s=10.0), warnings.warn)
-        self.observers.append(addresses)
         addresses.claim()
         watched = [
             model.register_forward_pre_hook(
@@ -191,7 +188,8 @@ class PaperMemo:
     def _run(self, index: int, fn: Callable[..., torch.Tensor], hidden: torch.Tensor, *others: Any) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return fn(hidden, *others)
-        self.observers.layer_begins(index)
+        if self.addresses:
+            self.addresses.layer_begins(index)
         frame = self.engine.begin(f"layer {index}", resident=False)
         tokens = hidden.shape[1]
         call = Call(index, frame, fn, others, tokens)
@@ -270,7 +268,8 @@ class PaperMemo:
             return packed
         call = packed.call
         if call.slots is None:
-            self.observers.layer_replays(call.layer)
+            if self.addresses:
+                self.addresses.layer_replays(call.layer)
             self.engine.bring_back(call.frame)
             call.slots = dict(call.frame.slots)
             if call.stored < call.tokens:

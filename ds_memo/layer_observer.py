@@ -19,23 +19,3 @@ class LayerObserver(Protocol):
 
     def interrupted(self) -> None:
         """A layer's forward raised."""
-
-
-class LayerObservers(list[LayerObserver]):
-    """Observers that are told as one, in order."""
-
-    def layer_begins(self, layer: int) -> None:
-        for observer in self:
-            observer.layer_begins(layer)
-
-    def layer_ends(self, layer: int) -> None:
-        for observer in self:
-            observer.layer_ends(layer)
-
-    def layer_replays(self, layer: int) -> None:
-        for observer in self:
-            observer.layer_replays(layer)
-
-    def interrupted(self) -> None:
-        for observer in self:
-            observer.interrupted()

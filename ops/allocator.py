@@ -38,9 +38,21 @@ MISSES = ("native", "overlap", "size", "abandoned", "end", "unplanned", "stream"
 _MODES = ("off", "profile", "plan")
 """In the order of csrc/allocator_core.h, and so the next one."""
 _KINDS = ("enter", "malloc", "free", "elsewhere")
-_phases: dict[Hashable, int] = {}  # numbers are given once per process
 _names: dict[int, Any] = {}
-_numbers = itertools.count()
+"""Of phases, by the op's number."""
+_count = itertools.count()
+
+
+class _Numbers(dict[Hashable, int]):
+    """The op's number of each phase, by name; given once per process."""
+
+    def __missing__(self, name: Hashable) -> int:
+        number = self.setdefault(name, next(_count))  # another thread may ask, too
+        _names[number] = name
+        return number
+
+
+_numbers = _Numbers()
 
 
 class Request(NamedTuple):
@@ -124,7 +136,7 @@ class Allocator:
 
     def phase(self, name: Hashable | None) -> None:
         """Enter a phase, for requests on any thread; None: leave the present one. Equal names are one phase."""
-        self._op.enter(self._device, -1 if name is None else number_of(name))
+        self._op.enter(self._device, -1 if name is None else _numbers[name])
 
     def requests(self) -> list[Request]:
         """What was logged since the pass began, or since the last call. A free has the id of its malloc, even if that was in an
@@ -142,7 +154,7 @@ class Allocator:
             visits: the phases in the order of the pass, each with its slots in the order of its requests.
             spare: a slot matches a request of its own size, or of up to so many bytes less.
         """
-        self._op.load_plan(self._device, key, [(number_of(phase), list(slots)) for phase, slots in visits], spare)
+        self._op.load_plan(self._device, key, [(_numbers[phase], list(slots)) for phase, slots in visits], spare)
 
     def forget_plan(self, key: int) -> None:
         """Forget a plan. A pass that follows it ends."""
@@ -207,12 +219,3 @@ class Allocator:
         "highest_end"              the end of the highest slot that was handed out, in bytes from the arena's start
         """
         return self._op.stats(self._device)
-
-
-def number_of(phase: Hashable) -> int:
-    """The op's number for a phase name."""
-    number = _phases.get(phase)
-    if number is None:
-        number = _phases.setdefault(phase, next(_numbers))  # another thread may ask, too
-        _names[number] = phase
-    return number

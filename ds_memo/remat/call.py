@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class Call:
     """
 
     def __init__(
-        self, layer: int, observers: LayerObserver, engine: SwapEngine, frame: Frame, recipe: Recipe | None, work: Work
+        self, layer: int, observers: Sequence[LayerObserver], engine: SwapEngine, frame: Frame, recipe: Recipe | None, work: Work
     ) -> None:
         self.layer = layer
         self.observers = observers
@@ -76,14 +76,15 @@ class Call:
             None if kept is not None else detached(value) for kept, value in zip(op.kept, outputs, strict=True)
         )
 
-    def bring_back(self) -> None:
-        """Begin the replay if it has not begun: make the frame ready."""
-        if self.frame.state != "ready":
-            self.observers.layer_replays(self.layer)
-            self.engine.bring_back(self.frame)
+    def begin_replay(self) -> None:
+        """Tell the observers, and make the frame ready."""
+        for observer in self.observers:
+            observer.layer_replays(self.layer)
+        self.engine.bring_back(self.frame)
 
     def input_tensor(self, position: int) -> torch.Tensor:
-        self.bring_back()
+        if self.frame.state != "ready":
+            self.begin_replay()
         return self.frame.tensor(self.recipe.inputs[position])
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _StopRecomputationError
 
 from ds_memo.errors import MemoError
-from ds_memo.layer_observer import LayerObservers
+from ds_memo.layer_observer import LayerObserver
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work, tensor_leaves
 from ds_memo.remat.diagnostics import diagnose
@@ -131,7 +131,7 @@ class Remat:
         self.policy = policy
         self.warn = warn
         self.work = Work()
-        self.observers = LayerObservers()
+        self.observers: list[LayerObserver] = []
         """Are told which layer runs, in this order."""
         keep_dynamo_out()
         self._sdpa = SDPA.get(attention)
@@ -182,16 +182,19 @@ class Remat:
         setting = self.policy.setting(layer)
         if not (setting.checkpointed or setting.keeps_pace):
             return lifted.fn(*lifted.args)
-        self.observers.layer_begins(layer.index)
+        for observer in self.observers:
+            observer.layer_begins(layer.index)
         try:
             if setting.checkpointed:
                 out = self._run_checkpointed(layer, setting, lifted, preserve_rng_state)
             else:
                 out = self._run_plain(layer, lifted)
         except BaseException:
-            self.observers.interrupted()
+            for observer in self.observers:
+                observer.interrupted()
             raise
-        self.observers.layer_ends(layer.index)
+        for observer in self.observers:
+            observer.layer_ends(layer.index)
         return out
 
     def _run_checkpointed(self, layer: Layer, setting: Setting, lifted: Lifted, preserve_rng_state: bool) -> Any:
@@ -250,7 +253,8 @@ class Remat:
 
     def _passes_by(self, layer: int, frame: Frame) -> None:
         """The backward of a plain layer begins: have the engine reload what comes next."""
-        self.observers.layer_replays(layer)
+        for observer in self.observers:
+            observer.layer_replays(layer)
         self.engine.bring_back(frame)
         self.engine.replayed(frame)
 

@@ -42,7 +42,7 @@ def inside_a_checkpoint() -> bool:
     return within or torch._C._current_graph_task_id() != -1
 
 
-_IN_LAYERS = ("analyse", "call", "modes", "op_policy", "recipe", "record", "replay")
+IN_LAYERS = ("analyse", "call", "modes", "op_policy", "recipe", "record", "replay")
 """Files of this folder whose code runs inside of layers."""
 
 
@@ -52,7 +52,7 @@ def keep_dynamo_out() -> None:
     from torch._dynamo import trace_rules
 
     trace_rules.add("ds_memo.swap")
-    for part in _IN_LAYERS:
+    for part in IN_LAYERS:
         trace_rules.add(f"ds_memo.remat.{part}")
 
 

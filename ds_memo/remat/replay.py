@@ -28,7 +28,8 @@ class Replay(Mode):
         self._awaits_bias: tuple[torch.Tensor, int] | None = None
         for argument in self.call.device_inputs:
             argument.check()
-        self.call.bring_back()  # unless one of the layer's inputs, unpacked before, has done so
+        if self.call.frame.state != "ready":  # no input of the layer was swapped
+            self.call.begin_replay()
         recipe, unkept, work = self.call.recipe, self.call.recipe.unkept, self.call.work
         work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
         work.attention_ops_recomputed += unkept.attention_ops

@@ -25,7 +25,7 @@ class Crumbs(HostSlab):
     crossed = 0
     """Blocks allocated in more than one piece, of all such slabs."""
 
-    def take(self, nbytes: int, wanted_by: str) -> Block:
+    def allocate(self, nbytes: int, wanted_by: str) -> Block:
         block = super().allocate(nbytes, wanted_by)
         block.pieces = crumbled(block.pieces, seed=block.nbytes)
         Crumbs.crossed += len(block.pieces) > 1
