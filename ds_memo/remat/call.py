@@ -57,7 +57,7 @@ class Call:
         """Indices of saved ops whose loose outputs the layer changes in place, and will again in each replay."""
 
     def about_to_change(self, tensor: torch.Tensor) -> None:
-        """Somebody is about to write to `tensor` in place: what is kept of it must keep its present value."""
+        """Preserve the present value of what is kept of `tensor`, which is about to be changed in place."""
         storage = storage_of(tensor)
         if not storage:  # nothing is kept of a sparse tensor
             return

@@ -234,7 +234,7 @@ class Remat:
         if call.recipe is recipe:
             layer.times_left = 0
         if frame.device or call.loose:
-            for tensor in tensor_leaves(out):  # whoever gets it may change it in place
+            for tensor in tensor_leaves(out):  # the caller may change it in place
                 call.about_to_change(tensor)
         return out
 

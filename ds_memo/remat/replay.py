@@ -17,7 +17,7 @@ from ds_memo.remat.recipe import Gemm, SavedOp
 
 
 class Replay(Mode):
-    """Run the layer again: supply what was kept, compute missing rows straight into their slots, leave out what nobody reads."""
+    """Run the layer again: supply what was kept, compute missing rows straight into their slots, leave out what is never read."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()

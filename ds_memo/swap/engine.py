@@ -75,7 +75,7 @@ class SwapEngine:
         self._stack: list[weakref.ref[Frame]] = []  # swapped frames, oldest first
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not let go yet
         self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None  # kept, but its copy is not issued yet
-        self._ahead: Callable[[], Frame | None] = lambda: None  # weak: the frame that was reloaded before anyone asked
+        self._ahead: Callable[[], Frame | None] = lambda: None  # weak: the frame that was reloaded ahead
         self._pending: deque[_PendingFree] = deque()
         self._closed = False
         slab.drain = weakref.WeakMethod(self._drain)
@@ -121,7 +121,7 @@ class SwapEngine:
             self._unsent = (frame, kept, source, self.streams.mark(COMPUTE))
 
     def about_to_change(self, frame: Frame, tensor: torch.Tensor) -> None:
-        """Somebody is about to write to `tensor` in place: what is kept of it must keep its present value."""
+        """Preserve the present value of what is kept of `tensor`, which is about to be changed in place."""
         storage = tensor.untyped_storage()._cdata
         for index, source in list(frame.device.items()):
             if source.untyped_storage()._cdata != storage:
@@ -150,7 +150,7 @@ class SwapEngine:
         self._leaving.append(weakref.ref(frame))
 
     def abort(self, frame: Frame) -> None:
-        """The layer raised, or nobody will ever ask for this frame: forget it once its copies are over."""
+        """Forget a frame once its copies are over: its layer raised, or no backward will ask for it."""
         self._unsent = None
         self.streams.wait(COMPUTE, self.streams.mark(D2H))
         frame.device.clear()

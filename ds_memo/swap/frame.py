@@ -1,7 +1,7 @@
 """A frame: what one layer call leaves behind for its backward, and the states it goes through.
 
     recording ─► swapping ─► away ─► returning ─► ready ─► done ─► returning …   (swapped; `done` returns on retain_graph,
-                                                                                  `returning` to `away` if nobody came for it)
+                                                                                  `returning` to `away` if it was not the next)
     recording ─► done ─► ready ─► done …                                          (resident)
 
 A frame lives as long as the graph of its layer call. Its device memory is bounded by
