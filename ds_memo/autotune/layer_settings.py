@@ -30,7 +30,7 @@ class Chosen:
     shape: HiddenShape
     """Of what comes into the last layer."""
     paced: bool = False
-    """Observers are told when layers run, also where none of them is checkpointed (ds_memo.deepspeed.run_ahead_limit)."""
+    """Layers tell the engine when they run, also where none of them is checkpointed (ds_memo.deepspeed.run_ahead_limit)."""
 
     def number(self, call: int) -> int:
         """Of a call that was solved for, its number among all: first one call of each layer, then the second of each, …"""
