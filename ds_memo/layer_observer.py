@@ -1,32 +1,21 @@
-"""What the engine tells of the layers that run, for whoever sorts memory requests by phase."""
+"""Layer events: `ds_memo.remat` runs the layers and tells its observers which one runs."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 
-class Phases(Protocol):
-    """Layers are numbered in the order of the model."""
+class LayerObserver(Protocol):
+    """Receives the events of one model. Layers are numbered in the order of the model."""
 
     def layer_begins(self, layer: int) -> None:
-        """A layer's forward."""
+        """A layer's forward begins."""
 
-    def layer_ends(self, layer: int) -> None: ...
+    def layer_ends(self, layer: int) -> None:
+        """A layer's forward is over."""
 
     def layer_replays(self, layer: int) -> None:
-        """A layer's replay, which its backward follows."""
+        """A layer's replay begins; its backward follows."""
 
     def interrupted(self) -> None:
-        """A layer raised."""
-
-
-class NoPhases:
-    """A listener that does nothing."""
-
-    def layer_begins(self, layer: int) -> None:
-        pass
-
-    layer_ends = layer_replays = layer_begins
-
-    def interrupted(self) -> None:
-        pass
+        """A layer's forward raised."""

@@ -3,13 +3,13 @@
     allocator = Allocator(torch.device("cpu"))
     allocator.install()
     allocator.profile()                  # a pass begins; from here on requests are logged
-    allocator.phase("L0.f")
+    allocator.phase("forward")           # any name; ds_memo.plan.phases has those of a training pass
     …
     log = allocator.requests()           # -> a trace -> a plan (ds_memo.plan)
     allocator.load_plan(0, visits)
     allocator.reserve(plan.peak)         # the arena, one block of the native allocator
     allocator.follow(0)                  # a pass begins that follows plan 0
-    allocator.phase("L0.f")
+    allocator.phase("forward")
 
 Words: a *pass* is one training forward and everything until the next one begins; it *visits* phases; the k-th request of a visit
 gets slot k. A request that does not fit the plan goes to torch's own allocator and is counted, and no wrong plan can make two
@@ -21,8 +21,8 @@ C++: csrc/allocator_core.h (what is decided), allocator_cpu.cpp and allocator_cu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,9 +39,21 @@ MISSES = ("native", "overlap", "size", "abandoned", "end", "unplanned", "stream"
 _MODES = ("off", "profile", "plan")
 """In the order of csrc/allocator_core.h, and so the next one."""
 _KINDS = ("enter", "malloc", "free", "elsewhere")
-_phases: dict[str, int] = {}  # numbers are given once per process
-_names: dict[int, str] = {}
-_numbers = itertools.count()
+_names: dict[int, Any] = {}
+"""Of phases, by the op's number."""
+_count = itertools.count()
+
+
+class _Numbers(dict[Hashable, int]):
+    """The op's number of each phase, by name; given once per process."""
+
+    def __missing__(self, name: Hashable) -> int:
+        number = self.setdefault(name, next(_count))  # another thread may ask, too
+        _names[number] = name
+        return number
+
+
+_numbers = _Numbers()
 
 
 class Request(NamedTuple):
@@ -49,8 +61,8 @@ class Request(NamedTuple):
 
     kind: str
     """ "enter", "malloc", "free"; or "elsewhere", a malloc on another stream (CPU: thread) than the pass's: no plan serves it."""
-    phase: str | None
-    """Of all but "free"."""
+    phase: Any
+    """Its name. Of all but "free"."""
     id: int
     """Of all but "enter"."""
     size: int
@@ -124,9 +136,9 @@ class Allocator:
         """End the pass: everything goes to the native allocator."""
         self._op.stop(self._device)
 
-    def phase(self, name: str | None) -> None:
-        """Enter a phase, for requests on any thread; None: leave the present one."""
-        self._op.enter(self._device, -1 if name is None else number_of(name))
+    def phase(self, name: Hashable | None) -> None:
+        """Enter a phase, for requests on any thread; None: leave the present one. Equal names are one phase."""
+        self._op.enter(self._device, -1 if name is None else _numbers[name])
 
     def requests(self) -> list[Request]:
         """What was logged since the pass began, or since the last call. A free has the id of its malloc, even if that was in an
@@ -136,7 +148,7 @@ class Allocator:
             for kind, phase, id_, size in self._op.take_log(self._device)
         ]
 
-    def load_plan(self, key: int, visits: Iterable[tuple[str, Sequence[Slot]]], spare: int = 0) -> None:
+    def load_plan(self, key: int, visits: Iterable[tuple[Hashable, Sequence[Slot]]], spare: int = 0) -> None:
         """Make plan `key` known.
 
         Args:
@@ -144,7 +156,7 @@ class Allocator:
             visits: the phases in the order of the pass, each with its slots in the order of its requests.
             spare: a slot matches a request of its own size, or of up to so many bytes less.
         """
-        self._op.load_plan(self._device, key, [(number_of(phase), list(slots)) for phase, slots in visits], spare)
+        self._op.load_plan(self._device, key, [(_numbers[phase], list(slots)) for phase, slots in visits], spare)
 
     def forget_plan(self, key: int) -> None:
         """Forget a plan. A pass that follows it ends."""
@@ -209,12 +221,3 @@ class Allocator:
         "highest_end"              the end of the highest slot that was handed out, in bytes from the arena's start
         """
         return self._op.stats(self._device)
-
-
-def number_of(phase: str) -> int:
-    """The op's number for a phase name."""
-    number = _phases.get(phase)
-    if number is None:
-        number = _phases.setdefault(phase, next(_numbers))  # another thread may ask, too
-        _names[number] = phase
-    return number

@@ -30,6 +30,7 @@ from benchmarks import results
 from benchmarks.timing import served
 from benchmarks.workloads import small_models
 from ds_memo.plan import plan_trace
+from ds_memo.plan.phases import LayerPass
 from ds_memo.plan.simulate import simulate
 from ds_memo.plan.trace import Phase, Trace, rounded
 from ds_memo.planned_alloc.request_log import RequestLog
@@ -63,15 +64,16 @@ def with_fixed_regions(log: RequestLog, trace: Trace, layers: list[Any]) -> int:
     inside: set[str] = set()
     kept: Counter[str] = Counter()
     for v, visit in enumerate(log.visits):
-        layer, way = visit.phase[1:].split(".") if visit.phase.startswith("L") else ("0", "")
+        its = visit.phase if isinstance(visit.phase, LayerPass) else None
         for k, (size, death) in enumerate(zip(visit.sizes, log.deaths[v], strict=True)):
-            dies_in = names[death[0]] if death[0] < len(names) else ""
-            if way == "f" and dies_in == f"L{int(layer) + 2}.f":  # let go when the layer after the next begins
+            dies_in = names[death[0]] if death[0] < len(names) else None
+            # An output is let go when the layer after the next begins.
+            if its and not its.backward and dies_in == its._replace(layer=its.layer + 2):
                 inside.add(f"{v}:{k}")
-                kept[visit.phase] += rounded(size)
-            elif way == "b" and size in buffers:
+                kept[str(its)] += rounded(size)
+            elif its and its.backward and size in buffers:
                 inside.add(f"{v}:{k}")
-                kept[f"reload {visit.phase}"] = size
+                kept[f"reload {its}"] = size
     requests, phases = [], []
     for phase in trace.phases:
         first = len(requests)

@@ -216,9 +216,9 @@ def _watch_frames(engine: SwapEngine, count: LiveBytes, live: list[int]) -> list
     frames: list[tuple[bool, int]] = []
     begin, end = engine.begin, engine.end
 
-    def watched_begin(*args: Any) -> Frame:
+    def watched_begin(*args: Any, **options: Any) -> Frame:
         live.append(count.live)
-        return begin(*args)
+        return begin(*args, **options)
 
     def watched_end(frame: Frame) -> None:
         end(frame)

@@ -190,7 +190,7 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
     """GB/s of a large copy from and to the slab, each direction alone and both at once."""
     nbytes = int(gib * GIB)
     slab, streams = HostSlab(2 * nbytes + 8192, HostPool(device)), streams_for(device)
-    blocks = [slab.take(nbytes, "the link test") for _ in range(2)]
+    blocks = [slab.allocate(nbytes, "the link test") for _ in range(2)]
     there, back_from = (block.pieces[0].memory[:nbytes] for block in blocks)  # of one piece: the slab is new
     tensors = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
@@ -216,7 +216,7 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
     rates = {name: nbytes * (2 if name == "both" else 1) / statistics.median(times) / 1e9 for name, times in samples.items()}
     print("    " + ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items()))
     for block in blocks:
-        slab.give(block)
+        slab.free(block)
     streams.close()
     slab.close()
     return {"gb_per_s": rates, "samples_s": samples, "bytes": nbytes}

@@ -103,6 +103,7 @@ class Packed:
 class Call:
     """One layer call, from its forward to its backward. Lives as long as its graph."""
 
+    layer: int
     frame: Frame
     fn: Callable[..., torch.Tensor]
     others: tuple[Any, ...]
@@ -161,7 +162,7 @@ class PaperMemo:
             self._plan_addresses(model, device, max(set(range(len(layers))) - set(resident), default=-1))
 
     def _plan_addresses(self, model: nn.Module, device: torch.device, last_layer: int) -> None:
-        self.addresses = self.engine.phases = addresses = Addresses(device, PlanConfig(time_limit_s=10.0), warnings.warn)
+        self.addresses = addresses = Addresses(device, PlanConfig(time_limit_s=10.0), warnings.warn)
         addresses.claim()
         watched = [
             model.register_forward_pre_hook(
@@ -187,9 +188,11 @@ class PaperMemo:
     def _run(self, index: int, fn: Callable[..., torch.Tensor], hidden: torch.Tensor, *others: Any) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return fn(hidden, *others)
-        frame = self.engine.begin(f"layer {index}", resident=False, layer=index)
+        if self.addresses:
+            self.addresses.layer_begins(index)
+        frame = self.engine.begin(f"layer {index}", resident=False)
         tokens = hidden.shape[1]
-        call = Call(frame, fn, others, tokens)
+        call = Call(index, frame, fn, others, tokens)
         foreign = self._own | {_storage(x) for x in _tensors((fn, others))}
         known: dict[Any, int] = {}
         joined = None
@@ -265,6 +268,8 @@ class PaperMemo:
             return packed
         call = packed.call
         if call.slots is None:
+            if self.addresses:
+                self.addresses.layer_replays(call.layer)
             self.engine.bring_back(call.frame)
             call.slots = dict(call.frame.slots)
             if call.stored < call.tokens:

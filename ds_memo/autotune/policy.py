@@ -59,7 +59,7 @@ class Decisions:
         self._needs: dict[type, int] = {}
         """Bytes of the host for a pass at the configured alpha, by the class of layers."""
         self._refused: tuple[int, int] | None = None
-        """In the running pass: bytes that there was no room for, and what was lent in all by then."""
+        """In the running pass: bytes that there was no room for, and what was allocated in all by then."""
         if layers and config.resident_layers == len(layers):
             self.binding = f"as configured: all {len(layers)} layers are resident, nothing is swapped"
         if config.ablation == "full_recompute":

@@ -1,4 +1,4 @@
-"""Pace: the host runs no further ahead of the device than it must.
+"""The run-ahead limit: the host runs no further ahead of the device than it must.
 
 Under ZeRO-3 each layer's parameters are gathered on a stream of their own. Their memory is free for the next layer's only once
 the device has passed the layer, however long ago the host let it go. A host that is a whole forward ahead has gathered the whole
@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 
-from ds_memo.layer_observer import Phases
 from ds_memo.runtime.handle import Memo
 
 AHEAD = 2
@@ -28,47 +27,38 @@ class Mark(Protocol):
         """Wait until the device has come there."""
 
 
-class Paced:
-    """Tells `phases` all that it is told.
+class RunAheadLimit:
+    """Has the host wait, at each forward and replay of a layer, until the device has passed the layer before the last.
 
     Args:
-        mark: the place that the host has come to.
+        mark: returns the place that the host has come to.
     """
 
-    def __init__(self, phases: Phases, mark: Callable[[], Mark]) -> None:
-        self._phases = phases
+    def __init__(self, mark: Callable[[], Mark]) -> None:
         self._mark = mark
         self._begun: deque[Mark] = deque()
 
     def layer_begins(self, layer: int) -> None:
-        self._wait()
-        self._phases.layer_begins(layer)
-
-    def layer_ends(self, layer: int) -> None:
-        self._phases.layer_ends(layer)
-
-    def layer_replays(self, layer: int) -> None:
-        self._wait()
-        self._phases.layer_replays(layer)
-
-    def interrupted(self) -> None:
-        self._begun.clear()
-        self._phases.interrupted()
-
-    def _wait(self) -> None:
         self._begun.append(self._mark())
         if len(self._begun) > AHEAD:
             self._begun.popleft().synchronize()
 
+    layer_replays = layer_begins
+
+    def layer_ends(self, layer: int) -> None: ...
+
+    def interrupted(self) -> None:
+        self._begun.clear()
+
 
 def limit_run_ahead(memo: Memo) -> None:
-    """Have the host run no further ahead of the device than it must: layers' parameters are gathered."""
+    """Limit how far the host runs ahead of the device: layers' parameters are gathered."""
     if memo.engine.device.type == "cuda":
-        memo.engine.phases = Paced(memo.engine.phases, mark_now)
+        memo.remat.observers.insert(0, RunAheadLimit(mark_now))  # the phase of planned addresses begins after the wait
 
 
 def mark_now() -> torch.cuda.Event:
-    """On the current stream. Who waits for it leaves the processor to others."""
+    """An event on the current stream. The processor is free for others while the host waits for it."""
     event = torch.cuda.Event(blocking=True)
     event.record()
     return event

@@ -14,6 +14,7 @@ from typing import Any
 from ds_memo.estimate.model import Model
 from ds_memo.estimate.tape import INPUT, Op, Tape, most_alive
 from ds_memo.plan import plan_trace
+from ds_memo.plan.phases import LayerPass
 from ds_memo.plan.trace import Phase, Request, Trace
 from ds_memo.solve.costs import Working
 
@@ -209,7 +210,8 @@ def layer_trace(model: Model, tokens: int) -> Trace:
         for name, nbytes in some
         if not name.endswith(".inner")
     ]
-    phases = (Phase("L0.f", 0, n := sum(1 for r in requests if r.id.startswith("f."))), Phase("L0.b", n, len(requests)))
+    n = sum(1 for r in requests if r.id.startswith("f."))
+    phases = Phase(LayerPass(0, backward=False), 0, n), Phase(LayerPass(0, backward=True), n, len(requests))
     return Trace(tuple(requests), phases)
 
 

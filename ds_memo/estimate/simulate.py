@@ -126,12 +126,12 @@ class VirtualLayout(NamedTuple):
 class VirtualSlab:
     """A host without limits: whether things fit is ds_memo.solve's question."""
 
-    lent = ()
+    blocks = ()
 
-    def take(self, nbytes: float, wanted_by: str) -> VirtualSlab:
+    def allocate(self, nbytes: float, wanted_by: str) -> VirtualSlab:
         return self
 
-    def give(self, block: VirtualSlab) -> None: ...
+    def free(self, block: VirtualSlab) -> None: ...
 
     def close(self) -> None: ...
 
@@ -177,7 +177,7 @@ def simulate(run: RunCosts, alpha: float, places: Places) -> Simulated:
 
 def _forward(engine: Any, streams: VirtualStreams, index: int, layer: LayerCosts, home: Home, alpha: float) -> Frame:
     """What the engine is handed has no tensors, only their sizes."""
-    frame = engine.begin(f"layer {index}", home.stays, index, ahead=not home.dropped)
+    frame = engine.begin(f"layer {index}", home.stays, ahead=not home.dropped)
     began = streams.now[COMPUTE]
     kept: list[tuple[Output, VirtualKept]] = []
     for output in () if home.plain else layer.outputs:

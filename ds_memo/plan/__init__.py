@@ -7,6 +7,7 @@ solver, is imported here.
 
 | file | subject |
 |---|---|
+| phases.py | the names of phases |
 | trace.py | requests, phases, tensors |
 | repeat.py | a trace of more layers than were profiled |
 | formats.py, snapshot.py | text traces, MiniMalloc CSV, plan JSON; PyTorch memory snapshots |

@@ -143,7 +143,7 @@ def plan_trace(
         kind="flat" if best is flat else "bilevel",
         method=best.method,
         block_bound=levels.block_bound,
-        unpacked=tuple(trace.phases[p].name for p in levels.unpacked),
+        unpacked=tuple(str(trace.phases[p].name) for p in levels.unpacked),
         bilevel_peak=bilevel.peak,
         flat_peak=None if bilevel.peak == bound else flat.peak,
         seconds=took,

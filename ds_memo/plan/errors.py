@@ -32,7 +32,7 @@ class TruncatedInput(MalformedInput):
 
 
 class UnknownPhase(MalformedInput):
-    """A phase name that is none of trace.PHASE_WORDS."""
+    """A phase name that is none of phases.PHASE_WORDS."""
 
 
 class BadSize(MalformedInput):

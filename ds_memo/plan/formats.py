@@ -38,7 +38,8 @@ from ds_memo.plan.errors import (
     TruncatedInput,
     UnknownPhase,
 )
-from ds_memo.plan.trace import LAYER_PASS, PHASE_NAME, PHASE_WORDS, UNIT, Phase, Request, Trace
+from ds_memo.plan.phases import PHASE_WORDS, LayerPass, Part, PhaseName, parse_phase
+from ds_memo.plan.trace import UNIT, Phase, Request, Trace
 
 SCHEMA = "ds_memo.plan/1"
 MAX_SIZE = 2**63
@@ -81,12 +82,14 @@ def _name(name: str, source: str, line: int, what: str) -> str:
     return name
 
 
-def _phase(name: str, source: str, line: int) -> str:
-    if not PHASE_NAME.fullmatch(_name(name, source, line, "a phase")):
-        raise UnknownPhase(source, line, f"phase {brief(name)}", PHASE_WORDS)
-    if (layer := LAYER_PASS.fullmatch(name)) and int(layer[1]) >= MOST_LAYERS:
+def _phase(name: str, source: str, line: int) -> PhaseName:
+    try:
+        phase = parse_phase(_name(name, source, line, "a phase"))
+    except ValueError:
+        raise UnknownPhase(source, line, f"phase {brief(name)}", PHASE_WORDS) from None
+    if isinstance(phase, LayerPass) and phase.layer >= MOST_LAYERS:
         raise UnknownPhase(source, line, f"phase {brief(name)}", f"a layer below {MOST_LAYERS:,}")
-    return name
+    return phase
 
 
 # ---- traces
@@ -103,7 +106,7 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
         last = text.count("\n") + 1
         raise TruncatedInput(source, last, brief(text.rsplit("\n", 1)[-1]), "a whole line (the file ends inside this one)")
     requests: list[Request] = []
-    marks: list[tuple[str, int]] = []
+    marks: list[tuple[PhaseName, int]] = []
     born: dict[str, int] = {}  # id -> line
     freed: dict[str, int] = {}
     for line, raw in enumerate(text.split("\n"), 1):
@@ -138,9 +141,9 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
     return make_trace(requests, marks)
 
 
-def make_trace(requests: Sequence[Request], marks: Sequence[tuple[str, int]], notes: Sequence[str] = ()) -> Trace:
+def make_trace(requests: Sequence[Request], marks: Sequence[tuple[PhaseName, int]], notes: Sequence[str] = ()) -> Trace:
     """A trace from requests and (phase name, index of its first request)."""
-    marks = list(marks) or [("step", 0)]
+    marks = list(marks) or [(Part.STEP, 0)]
     ends = [first for _, first in marks[1:]] + [len(requests)]
     phases = tuple(Phase(name, first, end) for (name, first), end in zip(marks, ends, strict=True))
     return Trace(tuple(requests), phases, tuple(notes))

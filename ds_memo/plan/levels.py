@@ -173,8 +173,8 @@ class Levels:
             told.add(shape)
             out.append(
                 PhaseReport(
-                    phase.name, phase.first, phase.end, shape, len(self._inside[p]), s.peak, s.lower_bound, s.proven, s.method,
-                    seconds,
+                    str(phase.name), phase.first, phase.end, shape, len(self._inside[p]),
+                    s.peak, s.lower_bound, s.proven, s.method, seconds,
                 )
             )  # fmt: skip
         return out

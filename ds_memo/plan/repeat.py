@@ -7,15 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ds_memo.plan.errors import TracesDiffer
-from ds_memo.plan.trace import LAYER_PASS, Phase, Request, Trace
-
-
-class Pass(NamedTuple):
-    """The forward or the backward of one layer."""
-
-    layer: int
-    way: str
-    """f or b"""
+from ds_memo.plan.phases import LayerPass, PhaseName
+from ds_memo.plan.trace import Phase, Request, Trace
 
 
 class Copy(NamedTuple):
@@ -23,7 +16,7 @@ class Copy(NamedTuple):
 
     of: int
     """Number of the profiled phase."""
-    name: str
+    name: PhaseName
     shift: int = 0
     """How much higher the number of its layer is than the profiled one's."""
 
@@ -37,15 +30,13 @@ def repeat_layer(trace: Trace, layers: int) -> Trace:
     Raises:
         TracesDiffer: Layer 1 is not between two others, or the neighbours it would free from do not match it.
     """
-    passes = {p: Pass(int(m[1]), m[2]) for p, phase in enumerate(trace.phases) if (m := LAYER_PASS.fullmatch(phase.name))}
+    passes = {p: phase.name for p, phase in enumerate(trace.phases) if isinstance(phase.name, LayerPass)}
     extra = layers - _check(trace, passes, layers)
-    longer = _Longer(
-        trace, passes, [copy for p, phase in enumerate(trace.phases) for copy in _copies(p, phase.name, passes.get(p), extra)]
-    )
+    longer = _Longer(trace, passes, [copy for p, phase in enumerate(trace.phases) for copy in _copies(p, phase.name, extra)])
     return Trace(tuple(longer.requests), tuple(longer.phases), trace.notes)
 
 
-def _check(trace: Trace, passes: Mapping[int, Pass], layers: int) -> int:
+def _check(trace: Trace, passes: Mapping[int, LayerPass], layers: int) -> int:
     """How many layers the trace has."""
     if len(set(passes.values())) < len(passes):
         raise TracesDiffer("cannot repeat a layer of a trace with several passes over it (gradient accumulation)")
@@ -53,29 +44,29 @@ def _check(trace: Trace, passes: Mapping[int, Pass], layers: int) -> int:
     if len(set(others)) < len(others):
         raise TracesDiffer("cannot repeat a layer of a trace that comes twice to a phase outside the layers")
     have = 1 + max((layer for layer, _ in passes.values()), default=-1)
-    if not (have > 2 and Pass(1, "f") in passes.values() and layers >= have):
+    if not (have > 2 and LayerPass(1, backward=False) in passes.values() and layers >= have):
         raise TracesDiffer(f"cannot make {layers} layers by repeating layer 1 of {have}: it must lie between two others")
     return have
 
 
-def _copies(p: int, name: str, its: Pass | None, extra: int) -> list[Copy]:
+def _copies(p: int, name: PhaseName, extra: int) -> list[Copy]:
     """What becomes of a phase, in the order of the longer trace."""
-    if its is None or its.layer == 0:
+    if not isinstance(name, LayerPass) or name.layer == 0:
         return [Copy(p, name)]
-    shifts = range(extra + 1) if its.layer == 1 else [extra]
-    copies = [Copy(p, f"L{its.layer + shift}.{its.way}", shift) for shift in shifts]
-    return copies[::-1] if its.way == "b" else copies
+    shifts = range(extra + 1) if name.layer == 1 else [extra]
+    copies = [Copy(p, name._replace(layer=name.layer + shift), shift) for shift in shifts]
+    return copies[::-1] if name.backward else copies
 
 
 class _Longer:
     """The longer trace, made copy by copy. Malloc k of a phase has the id "phase:k"."""
 
-    def __init__(self, trace: Trace, passes: Mapping[int, Pass], copies: Sequence[Copy]) -> None:
+    def __init__(self, trace: Trace, passes: Mapping[int, LayerPass], copies: Sequence[Copy]) -> None:
         self.requests: list[Request] = []
         self.phases: list[Phase] = []
         self._trace = trace
         self._passes = passes
-        self._names: dict[int, list[str]] = defaultdict(list)
+        self._names: dict[int, list[PhaseName]] = defaultdict(list)
         """Of its copies, by number of the profiled phase."""
         for copy in copies:
             self._names[copy.of].append(copy.name)
@@ -109,11 +100,11 @@ class _Longer:
                 raise TracesDiffer(f"{copy.name} would free tensor {k} of {source}, which does not match the profile's")
             self.requests.append(Request(freed, None))
 
-    def _sources(self, home: int, copy: Copy) -> list[str]:
+    def _sources(self, home: int, copy: Copy) -> list[PhaseName]:
         """The phases of which a copy frees, where the profiled phase freed of `home`."""
         if home not in self._passes:
             return [self._trace.phases[home].name]
-        layer, way = self._passes[home]
         if copy.of in self._passes:
-            return [f"L{layer + copy.shift}.{way}"]
+            its = self._passes[home]
+            return [its._replace(layer=its.layer + copy.shift)]
         return self._names[home]

@@ -76,7 +76,7 @@ def fit_sizes(short: Trace, s_short: int, long: Trace, s_long: int) -> dict[str,
     """
     if s_short == s_long:
         raise TracesDiffer(f"two sequence lengths are needed to fit sizes, got {s_short} twice")
-    names = [[p.name for p in t.phases] for t in (short, long)]
+    names = [[str(p.name) for p in t.phases] for t in (short, long)]
     if names[0] != names[1]:
         raise TracesDiffer(f"the traces have other phases: {names[0]} and {names[1]}")
     homes = [t.homes() for t in (short, long)]

@@ -10,18 +10,15 @@ the request; a tensor that is never freed lives to the end.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ds_memo.plan.errors import TracesDiffer
+from ds_memo.plan.phases import PhaseName
 from ds_memo.units import round_up
 
 UNIT = 512  # bytes; PyTorch's allocator rounds every request up to this, and so do slots
-PHASE_NAME = re.compile(r"(L\d+|embed|head)\.[fb]|embed|head|reduce|step|end")
-PHASE_WORDS = "a phase: L<i>.f, L<i>.b, embed, head (with or without .f .b), reduce, step or end"
-LAYER_PASS = re.compile(r"L(\d+)\.([fb])")
 
 
 def rounded(size: int) -> int:
@@ -37,7 +34,7 @@ class Request(NamedTuple):
 
 
 class Phase(NamedTuple):
-    name: str
+    name: PhaseName
     first: int  # index of its first request
     end: int  # index after its last
 
@@ -127,9 +124,9 @@ def varying_phases(iterations: Sequence[Trace]) -> list[int]:
     """
     if len(iterations) == 1:
         return []
-    names = [p.name for p in iterations[0].phases]
+    names = [str(p.name) for p in iterations[0].phases]
     for number, other in enumerate(iterations[1:], 2):
-        seen = [p.name for p in other.phases]
+        seen = [str(p.name) for p in other.phases]
         if seen != names:
             raise TracesDiffer(f"iteration {number} has phases {seen}, iteration 1 has {names}")
     homes = [it.homes() for it in iterations]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+from ds_memo.plan.phases import LayerPass, Part, PhaseName
 from ds_memo.planned_alloc.request_log import Event
 
 
@@ -43,8 +44,8 @@ def beside(
     events: Sequence[Event],
     carried: Mapping[int, int],
     hidden_bytes: int,
-    forward: Mapping[str, int],
-    backward: Mapping[str, int],
+    forward: Mapping[int, int],
+    backward: Mapping[int, int],
 ) -> Beside | None:
     """What a pass took beside its layers; None: it had no head.
 
@@ -53,19 +54,20 @@ def beside(
         carried: bytes, by id, of blocks that earlier passes left behind.
         hidden_bytes: of the last layer's output, and so of its gradient. Autograd may add to that in place all the way down; it
             is counted in what each layer's backward takes, so it does not count as staying.
-        forward, backward: by phase, in the order of the forward, the bytes that the solver took the layers to need then, with
+        forward, backward: by layer, in the order of the forward, the bytes that the solver took the layers to need then, with
             everything that is kept.
     """
-    head = most_in("head", events, hidden_bytes)
+    head = most_in(Part.HEAD, events, hidden_bytes)
     if head is None:
         return None
     peaks = _peaks(events, carried)
-    over = tuple(max(head.staying, peaks.get(phase, 0) - solved) for phase, solved in backward.items())
+    ahead = [peaks.get(LayerPass(layer, backward=False), 0) - solved for layer, solved in forward.items()]
+    back = [peaks.get(LayerPass(layer, backward=True), 0) - solved for layer, solved in backward.items()]
     return Beside(
         head=head.peak - head.staying,
         staying=head.staying,
-        forward=max([0, *(peaks.get(phase, 0) - solved for phase, solved in forward.items())]),
-        backward=over or (head.staying,),
+        forward=max([0, *ahead]),
+        backward=tuple(max(head.staying, over) for over in back) or (head.staying,),
         elsewhere=max(alive for _, alive in _alive(events, _sizes(events, "elsewhere"))),
     )
 
@@ -86,7 +88,7 @@ def carry(carried: dict[int, int], events: Iterable[Event]) -> None:
             carried.pop(event.id, None)
 
 
-def most_in(phase: str, events: Sequence[Event], passed_on: int = 0) -> Most | None:
+def most_in(phase: PhaseName, events: Sequence[Event], passed_on: int = 0) -> Most | None:
     """What one phase of a pass took.
 
     Args:
@@ -96,7 +98,7 @@ def most_in(phase: str, events: Sequence[Event], passed_on: int = 0) -> Most | N
     Returns:
         None if the phase was not visited.
     """
-    visits: list[str | None] = []
+    visits: list[PhaseName | None] = []
     born: dict[int, tuple[int, int]] = {}
     died: dict[int, int] = {}
     for event in events:
@@ -116,9 +118,9 @@ def most_in(phase: str, events: Sequence[Event], passed_on: int = 0) -> Most | N
     return Most(max(alive for _, alive in _alive(events, sizes)), sum(staying))
 
 
-def _peaks(events: Sequence[Event], carried: Mapping[int, int]) -> dict[str, int]:
+def _peaks(events: Sequence[Event], carried: Mapping[int, int]) -> dict[PhaseName | None, int]:
     """By phase, the most alive at once on the pass's stream."""
-    peaks: dict[str, int] = {}
+    peaks: dict[PhaseName | None, int] = {}
     for phase, alive in _alive(events, {**carried, **_sizes(events, "malloc")}, frozenset(carried)):
         peaks[phase] = max(peaks.get(phase, 0), alive)
     return peaks
@@ -128,7 +130,9 @@ def _sizes(events: Iterable[Event], kind: str) -> dict[int, int]:
     return {event.id: event.size for event in events if event.kind == kind}
 
 
-def _alive(events: Sequence[Event], sizes: Mapping[int, int], before: frozenset[int] = frozenset()) -> Iterator[tuple[str, int]]:
+def _alive(
+    events: Sequence[Event], sizes: Mapping[int, int], before: frozenset[int] = frozenset()
+) -> Iterator[tuple[PhaseName | None, int]]:
     """The phase and the bytes alive after each event, counting those of these blocks that die before the log ends.
 
     Args:
@@ -136,11 +140,11 @@ def _alive(events: Sequence[Event], sizes: Mapping[int, int], before: frozenset[
         before: ids of those that are alive from the start.
     """
     died = {event.id for event in events if event.kind == "free"} & sizes.keys()
-    alive, phase = sum(sizes[id_] for id_ in died & before), ""
+    alive, phase = sum(sizes[id_] for id_ in died & before), None
     yield phase, alive
     for event in events:
         if event.kind == "enter":
-            phase = event.phase or ""
+            phase = event.phase
         elif event.id in died:
             alive += -sizes[event.id] if event.kind == "free" else sizes[event.id]
         yield phase, alive

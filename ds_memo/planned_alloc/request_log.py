@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ds_memo.plan.phases import PhaseName
 from ds_memo.plan.trace import Phase, Trace
 from ds_memo.plan.trace import Request as TraceRequest
 
@@ -24,7 +25,7 @@ class Event(Protocol):
     @property
     def kind(self) -> str: ...
     @property
-    def phase(self) -> str | None: ...
+    def phase(self) -> PhaseName | None: ...
     @property
     def id(self) -> int: ...
     @property
@@ -34,7 +35,7 @@ class Event(Protocol):
 class Visit(NamedTuple):
     """One visit of a phase."""
 
-    phase: str
+    phase: PhaseName
     sizes: tuple[int, ...]
     """Bytes of its mallocs, in order."""
 
@@ -111,7 +112,7 @@ class RequestLog:
         )
         return RequestLog(tuple(visits), self.deaths)
 
-    def slots(self, offsets: Mapping[str, int], left: int) -> list[tuple[str, list[tuple[int, int]]]]:
+    def slots(self, offsets: Mapping[str, int], left: int) -> list[tuple[PhaseName, list[tuple[int, int]]]]:
         """Every visit with its mallocs as (bytes, offset), as the allocator op loads a plan.
 
         Args:
@@ -135,13 +136,13 @@ def read_log(events: Iterable[Event], escaped: dict[int, Place]) -> tuple[Reques
         The log, and the births of those blocks of `escaped` that wrapped around.
     """
     wrapping: set[Place] = set()
-    phases: list[str] = []
+    phases: list[PhaseName] = []
     sizes: list[list[int]] = []
     deaths: list[list[Place]] = []
     born: dict[int, Place] = {}
     for event in events:
         if event.kind == "enter":
-            phases.append(event.phase or "")
+            phases.append(event.phase)
             sizes.append([])
             deaths.append([])
         elif event.kind == "malloc":

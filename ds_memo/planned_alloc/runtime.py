@@ -32,6 +32,7 @@ from ds_memo.config import PlanConfig
 from ds_memo.memory.device import keep_blocks_whole
 from ds_memo.ops.allocator import MISSES, Allocator, Request
 from ds_memo.plan import Plan
+from ds_memo.plan.phases import LayerPass, Part
 from ds_memo.planned_alloc.non_layer_memory import Beside, beside, carry
 from ds_memo.planned_alloc.plans_by_pass import Known, Plans
 from ds_memo.planned_alloc.request_log import Place, RequestLog, read_log
@@ -204,7 +205,7 @@ class Addresses:
             self._allocator.profile()
         self._waited = 0 if known.plan is not None else self._waited + first
         keep_blocks_whole(self._device, self._allocator.mode == "profile" and self._waited <= _PATIENCE)
-        self._allocator.phase("embed")
+        self._allocator.phase(Part.EMBED)
 
     @_turning
     def plain_pass_begins(self) -> None:
@@ -220,11 +221,11 @@ class Addresses:
 
     def layer_begins(self, layer: int) -> None:
         if self.claimed:
-            self._allocator.phase(f"L{layer}.f")
+            self._allocator.phase(LayerPass(layer, False))
 
     def layer_ends(self, layer: int) -> None:
         if self.claimed and layer == self._last_layer:
-            self._allocator.phase("head")
+            self._allocator.phase(Part.HEAD)
 
     def layer_replays(self, layer: int) -> None:
         if not self.claimed:
@@ -232,7 +233,7 @@ class Addresses:
         if not self._in_backward:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._backward_ended)
-        self._allocator.phase(f"L{layer}.b")
+        self._allocator.phase(LayerPass(layer, True))
 
     def interrupted(self) -> None:
         self._good = False
@@ -241,11 +242,11 @@ class Addresses:
     def reduction_begins(self) -> None:
         """Of gradients, by an engine, behind the backward; leave_phase() is called when it is over."""
         if self.claimed:
-            self._allocator.phase("reduce")
+            self._allocator.phase(Part.REDUCE)
 
     def step_begins(self) -> None:
         if self.claimed:
-            self._allocator.phase("step")
+            self._allocator.phase(Part.STEP)
 
     def step_ends(self) -> None:
         if self.claimed:
@@ -273,8 +274,7 @@ class Addresses:
             kind, events, carried = self._kind, self._events, self._carried
         if not events or kind != self._kind:
             return None
-        ahead, back = {f"L{i}.f": n for i, n in forward.items()}, {f"L{i}.b": n for i, n in backward.items()}
-        return beside(events, carried, hidden_bytes, ahead, back)
+        return beside(events, carried, hidden_bytes, forward, backward)
 
     # ---- what the user says
 
@@ -324,6 +324,7 @@ class Addresses:
         if self.claimed:
             self._finish_pass()
             _claimed.discard(self)
+            self.claimed = False  # layers that run after this are refused, but not before they have told their observers
             self._end()
         elif self.planned and not any(other._device.type == self._device.type for other in _claimed):
             keep_blocks_whole(self._device, False)

@@ -45,10 +45,10 @@ class CopyBench:
             there = torch.zeros(self.chunk, dtype=torch.uint8, device=device)
             self._streams = streams_for(device)
         except BaseException:
-            self._slab.give(self._block)
+            self._slab.free(self._block)
             self._slab.close()
             raise
-        (here,) = self._block.views(0, self.chunk)  # one piece: the slab has lent nothing before
+        (here,) = self._block.views(0, self.chunk)  # one piece: the slab has allocated nothing before
         self._ends = {D2H: (here, there), H2D: (there, here)}
 
     def rate(self, stream: str) -> float:
@@ -62,7 +62,7 @@ class CopyBench:
 
     def close(self) -> None:
         self._streams.close()
-        self._slab.give(self._block)
+        self._slab.free(self._block)
         self._slab.close()
 
     def _copy(self, stream: str, times: int) -> float:
@@ -86,7 +86,7 @@ def _largest(slab: HostSlab) -> Block:
     nbytes = slab.budget
     while True:
         try:
-            return slab.take(nbytes, "the bandwidth measurement")
+            return slab.allocate(nbytes, "the bandwidth measurement")
         except MemoError:
             if nbytes <= PAGE:
                 raise

@@ -15,7 +15,7 @@ from ds_memo.remat.call import Call, as_tuple, detached, needs_right_operands, n
 from ds_memo.remat.functions import refused
 from ds_memo.remat.modes import NotingMode, under_a_checkpoint
 from ds_memo.remat.op_policy import OpKind, kind_of
-from ds_memo.remat.recipe import Seen, SeenGemm, SeenWhole, fingerprint
+from ds_memo.remat.recipe import Observed, ObservedGemm, ObservedSavedOp, fingerprint
 
 ALL_SO_FAR = -1
 """The sources of memory that a kernel out of our sight may have filled: every GEMM up to the moment when it is read."""
@@ -36,31 +36,28 @@ class Analyse(NotingMode):
     """Watch a layer's first forward of a kind, to find which outputs its backward depends on. Nothing is copied before its end.
 
     For each storage the *sources* are tracked: a set of the GEMMs whose outputs it was made of. They go back no further than
-    the nearest GEMM or whole op, whose outputs can be supplied. A storage that no op returned (a compiled region's output, memory
-    that NumPy made) counts as made of everything computed before it was first seen. The set has two bits for each GEMM: the lower
-    one says that it may be a source, so the replay computes it; the upper one that a choice by these values (of an expert) counts
-    as a choice by the GEMM, whose rows are then not split.
+    the nearest GEMM or saved op, whose outputs can be supplied. A storage that no op returned (a compiled region's output, memory
+    that NumPy made) counts as made of everything computed before it was first observed. The set has two bits for each GEMM: the
+    lower one says that it may be a source, so the replay computes it; the upper one that a choice by these values (of an expert)
+    counts as a choice by the GEMM, whose rows are then not split.
 
     Args:
-        seen: filled here.
+        observed: filled here.
         module: the layer; None: a function that belongs to no module.
         givens: tensors that existed before: the layer's parameters, buffers and arguments.
-        finish: called with `call` and `seen` once the forward is over.
     """
 
     def __init__(
         self,
         call: Call,
-        seen: Seen,
+        observed: Observed,
         module: nn.Module | None,
         givens: Iterable[torch.Tensor],
-        finish: Callable[[Call, Seen], None],
     ) -> None:
         super().__init__()
         self.call = call
-        self.seen = seen
+        self.observed = observed
         self._module = module
-        self._finish = finish
         givens = list(givens)
         self._parameters = [tensor for tensor in givens if isinstance(tensor, nn.Parameter)]
         self._sources = {storage_of(tensor): 0 for tensor in givens}
@@ -71,39 +68,33 @@ class Analyse(NotingMode):
         self._weights = {storage_of(parameter) for parameter in self._parameters}
         self._weights.discard(0)
         self._filled: dict[int, Filled] = {}
-        self._gemms: list[SeenGemm] = []
-        self._fresh: SeenGemm | None = None  # the op before this one, views aside
+        self._gemms: list[ObservedGemm] = []
+        self._fresh: ObservedGemm | None = None  # the op before this one, views aside
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         if exception[0] is None and self._module is not None:
-            self._note_what_stays(self._module)
+            self._note_what_is_left_behind(self._module)
         self._module = None
         self._sources.clear()
         self._filled.clear()
         self._weights.clear()
         self._parameters.clear()
         self._alive.clear()
-        if exception[0] is not None:
-            self.call.engine.abort(self.call.frame)
-            return
-        try:
-            self.seen.note_unseen_writes()
-            self._finish(self.call, self.seen)
-        except BaseException:
-            self.call.engine.abort(self.call.frame)
-            raise
-        finally:
-            self.seen.forget()  # the graph's hooks lead here and would keep every output that was seen
-            self._gemms.clear()
-            self._fresh = None
+        self._gemms.clear()
+        self._fresh = None
+
+    @property
+    def packs(self) -> int:
+        """Tensors that autograd saved so far."""
+        return self.observed.packs
 
     def _note(self, tensor: torch.Tensor) -> None:
-        self.seen.packs += 1
-        self.seen.unkept.batched_flops_again = self.seen.unkept.batched_flops
-        self.seen.wanted |= self._made_of(tensor)
+        self.observed.packs += 1
+        self.observed.unkept.batched_flops_again = self.observed.unkept.batched_flops
+        self.observed.wanted |= self._made_of(tensor)
 
-    def _note_what_stays(self, module: nn.Module) -> None:
+    def _note_what_is_left_behind(self, module: nn.Module) -> None:
         """Tensors that the layer bound to buffers and attributes are bound again by each replay, so they must be right there."""
         for part in module.modules():
             for value in (*part._buffers.values(), *vars(part).values()):
@@ -112,7 +103,7 @@ class Analyse(NotingMode):
                     and (storage := storage_of(value)) in self._sources
                     and storage not in self._older
                 ):
-                    self.seen.wanted |= self._made_of(value)
+                    self.observed.wanted |= self._made_of(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -120,14 +111,14 @@ class Analyse(NotingMode):
         sources = self._made_of_all(args, kwargs)
         fresh, self._fresh = self._fresh, self._fresh if func in op_policy.LOOKS else None
         if kind is OpKind.ATTENTION or kind is OpKind.CHOICE:
-            return self._run_whole(kind, func, args, kwargs, sources)
+            return self._run_saved(kind, func, args, kwargs, sources)
         if kind is OpKind.MUTATES:
             sources = self._about_to_write(func, args, kwargs, sources, fresh)
         if needs_right_operands(kind, func, args, kwargs, lambda: self._older):
-            self.seen.wanted |= sources
+            self.observed.wanted |= sources
             self._choose_from(self._made_of_all(op_policy.chooses_by(func, args)))
         if func in op_policy.SOFTMAX:
-            self.seen.softmax = str(func)
+            self.observed.softmax = str(func)
         out = func(*args, **kwargs)
         self._follow_weights(func, args, out)
         if fresh is not None and fresh.biased:
@@ -142,51 +133,51 @@ class Analyse(NotingMode):
             self._have_written(op_policy.written_tensors(func, args, kwargs), sources)
         return out
 
-    def _run_whole(self, kind: OpKind, func: Any, args: tuple, kwargs: dict, sources: int) -> Any:
+    def _run_saved(self, kind: OpKind, func: Any, args: tuple, kwargs: dict, sources: int) -> Any:
         """Attention, or a router's choice. Its outputs are supplied in the replay, so they have no sources."""
         out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
         if state is not None:
-            self.call.rng_after[len(self.seen.ops)] = state
-        self.seen.unkept.attention_ops += kind is OpKind.ATTENTION and under_a_checkpoint()
+            self.call.rng_after[len(self.observed.ops)] = state
+        self.observed.unkept.attention_ops += kind is OpKind.ATTENTION and under_a_checkpoint()
         outputs = tuple(detached(value) for value in as_tuple(out))
-        self.seen.ops.append(SeenWhole(func, outputs, sources, fingerprint(outputs)))
+        self.observed.ops.append(ObservedSavedOp(func, outputs, sources, fingerprint(outputs)))
         if kind is OpKind.CHOICE:
             self._choose_from(sources)
         self._made(out, 0)
         return out
 
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A function that is kept whole, as attention is."""
+        """A function of `keep_whole`: a saved op, as attention is."""
         self._fresh = None
         ran, state = noticing_draws(self.call.engine.device, self._watched, (fn, args, kwargs), {})
         call = ran.call
         if any(self._holds_a_parameter(storage_of(extra)) for extra in ran.extras):
             raise refused(fn, "its backward needs a parameter that is not among its arguments. Pass it")
         if state is not None:
-            self.call.rng_after[len(self.seen.ops)] = state
-        self.seen.unkept.attention_ops += under_a_checkpoint()
-        self.seen.packs += len(call.saved)
+            self.call.rng_after[len(self.observed.ops)] = state
+        self.observed.unkept.attention_ops += under_a_checkpoint()
+        self.observed.packs += len(call.saved)
         if call.saved:
-            self.seen.unkept.batched_flops_again = self.seen.unkept.batched_flops
-        self.seen.wanted |= self._made_of_all(ran.saved_arguments)
+            self.observed.unkept.batched_flops_again = self.observed.unkept.batched_flops
+        self.observed.wanted |= self._made_of_all(ran.saved_arguments)
         outputs = tuple(detached(value) for value in ran.made)
         # Should it run again (the last resort), it may read more than its arguments: what it closes over.
-        self.seen.ops.append(SeenWhole(call, outputs, self._all_so_far, fingerprint(outputs)))
+        self.observed.ops.append(ObservedSavedOp(call, outputs, self._all_so_far, fingerprint(outputs)))
         self._made(ran.out, 0)
         return ran.out
 
     def _saw_gemm(self, func: Any, args: tuple, out: torch.Tensor, sources: int) -> None:
         product, flops = out.detach(), op_policy.gemm_flops(func, args, out)
-        self.seen.unkept.gemm_flops += flops if under_a_checkpoint() else 0
-        gemm = SeenGemm(func, product, flops, sources, op_policy.splits_by_rows(func, args, out), fingerprint(product))
-        self.seen.ops.append(gemm)
+        self.observed.unkept.gemm_flops += flops if under_a_checkpoint() else 0
+        gemm = ObservedGemm(func, product, flops, sources, op_policy.splits_by_rows(func, args, out), fingerprint(product))
+        self.observed.ops.append(gemm)
         if not op_policy.are_dense(args):  # it is never left out: empty memory like its operands' would be sparse
-            self.seen.wanted |= 1 << 2 * len(self._gemms)
+            self.observed.wanted |= 1 << 2 * len(self._gemms)
         self._gemms.append(gemm)
         self._fresh = gemm if gemm.splits else None
         self._made(out, 0b11 << 2 * (len(self._gemms) - 1))
 
-    def _about_to_write(self, func: Any, args: tuple, kwargs: dict, sources: int, fresh: SeenGemm | None) -> int:
+    def _about_to_write(self, func: Any, args: tuple, kwargs: dict, sources: int, fresh: ObservedGemm | None) -> int:
         """An op is about to write in place: a bias that belongs to the GEMM before, or a change that kept tensors must not see.
 
         Returns:
@@ -213,7 +204,7 @@ class Analyse(NotingMode):
         storages = [storage_of(tensor) for tensor in tensor_leaves(args)]
         if func in op_policy.BATCHED:
             if any(storage in self._weights or self._holds_a_parameter(storage) for storage in storages):
-                self.seen.unkept.batched_flops += op_policy.gemm_flops(func, args, out)
+                self.observed.unkept.batched_flops += op_policy.gemm_flops(func, args, out)
         elif storages and self._weights.issuperset(storages) and isinstance(out, torch.Tensor):
             self._weights.add(storage_of(out))
             self._alive.append(StorageWeakRef(out.untyped_storage()))
@@ -273,18 +264,18 @@ class Analyse(NotingMode):
                 self._sources[storage] = self._sources.get(storage, 0) | sources
 
     def _about_to_change(self, tensor: torch.Tensor) -> None:
-        """The layer is about to change `tensor` in place: copy what was seen of it, so that the value of now can be kept."""
+        """The layer is about to change `tensor` in place: copy what was observed of it, so that the value of now can be kept."""
         storage = storage_of(tensor)
 
         def aside(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or storage_of(value) != storage:
                 return value
-            self.seen.set_aside.append(value.clone())
-            return self.seen.set_aside[-1]
+            self.observed.set_aside.append(value.clone())
+            return self.observed.set_aside[-1]
 
-        self.seen.inputs = [aside(value) for value in self.seen.inputs]
-        for op in self.seen.ops:
-            if isinstance(op, SeenGemm):
+        self.observed.inputs = [aside(value) for value in self.observed.inputs]
+        for op in self.observed.ops:
+            if isinstance(op, ObservedGemm):
                 op.out = aside(op.out)
             else:
                 op.outputs = tuple(aside(value) for value in op.outputs)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ds_memo.layer_observer import LayerObserver
 from ds_memo.remat import op_policy
 from ds_memo.remat.op_policy import OpKind
-from ds_memo.remat.recipe import Recipe, Whole
+from ds_memo.remat.recipe import Recipe, SavedOp
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
@@ -29,24 +30,34 @@ class Work:
 
 
 class Call:
-    """One layer call: its frame, its recipe, and what belongs to this call alone."""
+    """One layer call: its frame, its recipe, and what belongs to this call alone.
 
-    def __init__(self, engine: SwapEngine, frame: Frame, recipe: Recipe | None, work: Work) -> None:
+    Args:
+        layer: its number.
+        observers: are told when its replay begins.
+        recipe: None while the call is analysed.
+    """
+
+    def __init__(
+        self, layer: int, observers: Sequence[LayerObserver], engine: SwapEngine, frame: Frame, recipe: Recipe | None, work: Work
+    ) -> None:
+        self.layer = layer
+        self.observers = observers
         self.engine = engine
         self.frame = frame
         self.recipe = recipe
         self.work = work
         self.loose: dict[int, tuple[Any, ...]] = {}
-        """By index of a whole op: those of its outputs that the frame does not keep (ints, None, tiny tensors), as they are."""
+        """By index of a saved op: those of its outputs that the frame does not keep (ints, None, tiny tensors), as they are."""
         self.rng_after: dict[int, torch.Tensor] = {}
         """By index of an op that drew random numbers: the generator's state after it. Supplying its output skips the draw."""
-        self.stays: list[Any] = []
+        self.device_inputs: list[Any] = []
         """Tensors that the layer was given by keyword or inside a container: autograd does not notice if they are changed."""
         self.altered: set[int] = set()
-        """Indices of whole ops whose loose outputs the layer changes in place, and will again in each replay."""
+        """Indices of saved ops whose loose outputs the layer changes in place, and will again in each replay."""
 
     def about_to_change(self, tensor: torch.Tensor) -> None:
-        """Somebody is about to write to `tensor` in place: what is kept of it must keep its present value."""
+        """Preserve the present value of what is kept of `tensor`, which is about to be changed in place."""
         storage = storage_of(tensor)
         if not storage:  # nothing is kept of a sparse tensor
             return
@@ -56,8 +67,8 @@ class Call:
                 self.altered.add(index)
                 self.loose[index] = tuple(map(cloned, values))
 
-    def keep_whole(self, index: int, op: Whole, outputs: tuple[Any, ...]) -> None:
-        """Keep the outputs of the whole op at `index`: in the frame, or in `loose`."""
+    def keep_outputs(self, index: int, op: SavedOp, outputs: tuple[Any, ...]) -> None:
+        """Keep the outputs of the saved op at `index`: in the frame, or in `loose`."""
         for kept, value in zip(op.kept, outputs, strict=True):
             if kept is not None:
                 self.engine.keep(self.frame, kept, value)
@@ -65,15 +76,21 @@ class Call:
             None if kept is not None else detached(value) for kept, value in zip(op.kept, outputs, strict=True)
         )
 
+    def begin_replay(self) -> None:
+        """Tell the observers, and make the frame ready."""
+        for observer in self.observers:
+            observer.layer_replays(self.layer)
+        self.engine.bring_back(self.frame)
+
     def input_tensor(self, position: int) -> torch.Tensor:
         if self.frame.state != "ready":
-            self.engine.bring_back(self.frame)
+            self.begin_replay()
         return self.frame.tensor(self.recipe.inputs[position])
 
 
 def needs_right_operands(kind: OpKind, func: Any, args: tuple, kwargs: dict[str, Any], older: Callable[[], Set[int]]) -> bool:
     """Whether a replay needs the op's operands to be right, whatever is saved of what it makes: it looks at their values, or
-    writes to memory of before the call, as running statistics, where what a replay writes stays.
+    writes to memory of before the call, as running statistics, where what a replay writes is not undone.
 
     Args:
         older: returns that memory's storages.

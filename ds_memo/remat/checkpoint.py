@@ -16,13 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _StopRecomputationError
 
 from ds_memo.errors import MemoError
+from ds_memo.layer_observer import LayerObserver
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work, tensor_leaves
-from ds_memo.remat.diagnostics import cautions
-from ds_memo.remat.inputs import Lifted, Stays, lift_keywords, pack_followed, pack_watched, unpack
+from ds_memo.remat.diagnostics import diagnose
+from ds_memo.remat.inputs import DeviceInput, Lifted, lift_keywords, pack_followed, pack_watched, unpack
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.random_states import as_now
-from ds_memo.remat.recipe import Recipe, Seen, SeenWhole, Whole, make_recipe
+from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.engine import SwapEngine
@@ -130,6 +131,8 @@ class Remat:
         self.policy = policy
         self.warn = warn
         self.work = Work()
+        self.observers: list[LayerObserver] = []
+        """Are told which layer runs, in this order."""
         keep_dynamo_out()
         self._sdpa = SDPA.get(attention)
         self._attention = attention
@@ -177,9 +180,22 @@ class Remat:
             fn, again = (functools.partial(self._with_sdpa, layer, run) for run in (lifted.fn, lifted.again))
             lifted = lifted._replace(fn=fn, again=again)
         setting = self.policy.setting(layer)
-        if setting.checkpointed:
-            return self._run_checkpointed(layer, setting, lifted, preserve_rng_state)
-        return self._run_plain(layer, lifted) if setting.keeps_pace else lifted.fn(*lifted.args)
+        if not (setting.checkpointed or setting.keeps_pace):
+            return lifted.fn(*lifted.args)
+        for observer in self.observers:
+            observer.layer_begins(layer.index)
+        try:
+            if setting.checkpointed:
+                out = self._run_checkpointed(layer, setting, lifted, preserve_rng_state)
+            else:
+                out = self._run_plain(layer, lifted)
+        except BaseException:
+            for observer in self.observers:
+                observer.interrupted()
+            raise
+        for observer in self.observers:
+            observer.layer_ends(layer.index)
+        return out
 
     def _run_checkpointed(self, layer: Layer, setting: Setting, lifted: Lifted, preserve_rng_state: bool) -> Any:
         key = layer.kind_of_call(lifted.args, setting) if layer.module() is not None else None
@@ -187,15 +203,15 @@ class Remat:
         if recipe is not None and not (setting.resident or self.policy.has_room(recipe.layout.host_bytes)):
             return self._run_checkpointed(layer, FULL_RECOMPUTE, lifted, preserve_rng_state)
         # Attention is computed again only for want of memory: then nothing is reloaded before it is needed.
-        frame = self.engine.begin(layer.name, setting.resident, layer.index, setting.keeps_attention)
-        call = Call(self.engine, frame, recipe, self.work)
+        frame = self.engine.begin(layer.name, setting.resident, ahead=setting.keeps_attention)
+        call = Call(layer.index, self.observers, self.engine, frame, recipe, self.work)
         nested = [value for value in lifted.args if not isinstance(value, torch.Tensor)]
-        call.stays = [Stays(layer.name, tensor) for tensor in tensor_leaves((nested, lifted.bound))]
+        call.device_inputs = [DeviceInput(layer.name, tensor) for tensor in tensor_leaves((nested, lifted.bound))]
         givens = functools.partial(_givens, layer, (lifted.args, lifted.bound))
+        mode: Analyse | Record
         if recipe is None:
-            seen = Seen()
-            finish = functools.partial(self._settle, layer, setting, key)
-            mode, pack = Analyse(call, seen, layer.module(), givens(), finish), pack_watched(call, seen)
+            observed = Observed()
+            mode, pack = Analyse(call, observed, layer.module(), givens()), pack_watched(call, observed)
         else:
             layer.latest = recipe
             mode, pack = Record(call, givens, functools.partial(self._forget, layer)), pack_followed(call)
@@ -205,77 +221,78 @@ class Remat:
             # These hooks see the layer's inputs only: inside, torch's checkpoint puts its own on top.
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = _checkpoint(lifted, preserve_rng_state, lambda: (mode, Replay(call)))
-        except BaseException:
-            self.engine.phases.interrupted()
-            raise
+            if recipe is None:
+                self._settle(layer, setting, key, call, observed)
+            if mode.packs:
+                self.work.gemm_flops += call.recipe.gemm_flops
+                self.engine.end(frame)
         finally:
-            if frame.state == "recording":  # raised before the mode was entered
+            if recipe is None:
+                observed.forget()  # the graph's hooks lead to the mode, which would keep every output that it saw
+            if frame.state == "recording":  # the layer raised, or no backward will ask for it
                 self.engine.abort(frame)
-        if recipe is not None and call.recipe is recipe:
+        if call.recipe is recipe:
             layer.times_left = 0
         if frame.device or call.loose:
-            for tensor in tensor_leaves(out):  # whoever gets it may change it in place
+            for tensor in tensor_leaves(out):  # the caller may change it in place
                 call.about_to_change(tensor)
-        self.engine.phases.layer_ends(layer.index)
         return out
 
     def _run_plain(self, layer: Layer, lifted: Lifted) -> Any:
         """Call a plain layer with an empty frame, so that swapped frames below leave and come back as beside a resident layer."""
-        frame = self.engine.begin(layer.name, True, layer.index)
+        frame = self.engine.begin(layer.name, True)
         try:
             out = lifted.fn(*lifted.args)
         except BaseException:
-            self.engine.phases.interrupted()
             self.engine.abort(frame)
             raise
         self.engine.end(frame)
         if tensors := [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]:
-            register_multi_grad_hook(tensors, lambda gradient: self._passes_by(frame), mode="any")
-        self.engine.phases.layer_ends(layer.index)
+            register_multi_grad_hook(tensors, lambda gradient: self._passes_by(layer.index, frame), mode="any")
         return out
 
-    def _passes_by(self, frame: Frame) -> None:
+    def _passes_by(self, layer: int, frame: Frame) -> None:
         """The backward of a plain layer begins: have the engine reload what comes next."""
+        for observer in self.observers:
+            observer.layer_replays(layer)
         self.engine.bring_back(frame)
         self.engine.replayed(frame)
 
-    def _settle(self, layer: Layer, setting: Setting, key: Any, call: Call, seen: Seen) -> None:
+    def _settle(self, layer: Layer, setting: Setting, key: Any, call: Call, observed: Observed) -> None:
         """A layer was analysed: make its recipe, and keep this call's tensors as it says."""
         frame = call.frame
+        observed.note_unseen_writes()
         alpha = 1.0 if setting.resident and setting.alpha is None else setting.alpha
         if not setting.keeps_attention:
-            seen.run_attention_again()
-        seen.close_over_inputs(all_rows_kept=alpha == 1.0)
+            observed.run_attention_again()
+        observed.close_over_inputs(all_rows_kept=alpha == 1.0)
         if alpha is None:
-            alpha = self.policy.alpha(layer, *seen.sizes()) if seen.packs else 1.0
-        recipe, tensors = make_recipe(seen, alpha)
+            alpha = self.policy.alpha(layer, *observed.sizes()) if observed.packs else 1.0
+        recipe, tensors = make_recipe(observed, alpha)
         if not (frame.resident or self.policy.has_room(recipe.layout.host_bytes)):
             frame.resident, key = True, None  # fully recomputed in this call alone: the next one is analysed again
-            seen.run_attention_again()
-            seen.close_over_inputs(all_rows_kept=False)
-            recipe, tensors = make_recipe(seen, 0.0)
+            observed.run_attention_again()
+            observed.close_over_inputs(all_rows_kept=False)
+            recipe, tensors = make_recipe(observed, 0.0)
         call.recipe = layer.latest = recipe
         if key is not None:
             layer.remember(key, recipe)
         self._warn(layer, recipe)
         if not recipe.packs:
-            self.engine.abort(frame)
             return
         self.engine.adopt(frame, recipe.layout)
-        set_aside = {id(tensor) for tensor in seen.set_aside}
+        set_aside = {id(tensor) for tensor in observed.set_aside}
         for kept, tensor in tensors:
             self.engine.keep(frame, kept, tensor)
             if frame.resident and id(tensor) in set_aside:
                 frame.changed.add(kept.index)
-        for index, (op, was) in enumerate(zip(recipe.ops, seen.ops, strict=True)):
-            if isinstance(was, SeenWhole) and isinstance(op, Whole) and op.kept is not None:
+        for index, (op, was) in enumerate(zip(recipe.ops, observed.ops, strict=True)):
+            if isinstance(was, ObservedSavedOp) and isinstance(op, SavedOp) and op.kept is not None:
                 call.loose[index] = tuple(
                     None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
                 )
                 if any(id(value) in set_aside for value in call.loose[index]):
                     call.altered.add(index)
-        self.work.gemm_flops += recipe.gemm_flops
-        self.engine.end(frame)
 
     def _forget(self, layer: Layer) -> None:
         """A call left its recipe. A layer whose calls keep leaving it (experts in a Python loop) is analysed each time."""
@@ -285,7 +302,7 @@ class Remat:
     def _warn(self, layer: Layer, recipe: Recipe) -> None:
         """Warn, once per class of layers, of what makes the replay slower than need be, or its results wrong."""
         module = layer.module()
-        for reason in cautions(module, recipe):
+        for reason in diagnose(module, recipe):
             if (type(module), reason) not in self._warned:
                 self._warned.add((type(module), reason))
                 self.warn(f"layer {layer.name}: {reason}.")

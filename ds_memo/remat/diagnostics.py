@@ -1,4 +1,4 @@
-"""Cautions: what makes a layer's replay slower than need be, or its results wrong."""
+"""Diagnostics: what makes a layer's replay slower than need be, or its results wrong."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MEM_EFFICIENT_TOKENS = 1 << 16
 """Beyond, that kernel reads its mask and draws its dropout at wrong places (pytorch/pytorch issue 187225)."""
 
 
-def cautions(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
-    """The warnings that a layer's recipe calls for, each as the rest of a sentence that begins with "layer NAME: "."""
+def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
+    """Yield the warnings that a layer's recipe calls for, each as the rest of a sentence that begins with "layer NAME: "."""
     unkept = recipe.unkept
     if recipe.rewritten:
         yield (

@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_map
 
 from ds_memo.errors import MemoError
 from ds_memo.remat.call import Call
-from ds_memo.remat.recipe import Seen, storable
+from ds_memo.remat.recipe import Observed, storable
 
 
-class Stays:
-    """A layer input that is not kept in the frame. It stays on the device, and must not be changed before the replay."""
+class DeviceInput:
+    """A layer input that waits on the device, not in the frame. It must not be changed before the replay."""
 
     __slots__ = ("layer", "tensor", "version")
 
@@ -43,15 +43,15 @@ class Input:
         self.position = position
 
 
-def pack_watched(call: Call, seen: Seen) -> Callable[[torch.Tensor], Any]:
+def pack_watched(call: Call, observed: Observed) -> Callable[[torch.Tensor], Any]:
     def pack(tensor: torch.Tensor) -> Any:
         if not tensor.numel():  # torch 2.11 saves an empty tensor first
             return tensor
-        position = len(seen.inputs)
+        position = len(observed.inputs)
         # Hidden states come first or need a gradient. Others (masks, rotary tables) are shared by all layers: they stay.
         goes = (position == 0 or tensor.requires_grad) and tensor.is_floating_point() and storable(tensor)
-        seen.inputs.append(tensor.detach() if goes else None)
-        return Input(call, position) if goes else Stays(call.frame.name, tensor)
+        observed.inputs.append(tensor.detach() if goes else None)
+        return Input(call, position) if goes else DeviceInput(call.frame.name, tensor)
 
     return pack
 
@@ -64,7 +64,7 @@ def pack_followed(call: Call) -> Callable[[torch.Tensor], Any]:
             return tensor
         position, kept = next(inputs, (0, None))
         if kept is None or tensor.shape != kept.shape or tensor.stride() != kept.stride:
-            return Stays(call.frame.name, tensor)
+            return DeviceInput(call.frame.name, tensor)
         call.engine.keep(call.frame, kept, tensor)
         return Input(call, position)
 
@@ -74,7 +74,7 @@ def pack_followed(call: Call) -> Callable[[torch.Tensor], Any]:
 def unpack(value: Any) -> torch.Tensor:
     if isinstance(value, Input):
         return value.call.input_tensor(value.position)
-    return value.check() if isinstance(value, Stays) else value
+    return value.check() if isinstance(value, DeviceInput) else value
 
 
 class Lifted(NamedTuple):

@@ -42,13 +42,17 @@ def inside_a_checkpoint() -> bool:
     return within or torch._C._current_graph_task_id() != -1
 
 
+IN_LAYERS = ("analyse", "call", "modes", "op_policy", "recipe", "record", "replay")
+"""Files of this folder whose code runs inside of layers."""
+
+
 @functools.cache
 def keep_dynamo_out() -> None:
     """Tell dynamo to skip our modes: with some backends the ops of a compiled region come to them, and it would compile them."""
     from torch._dynamo import trace_rules
 
     trace_rules.add("ds_memo.swap")
-    for part in ("analyse", "call", "keep", "modes", "recipe", "record", "replay"):
+    for part in IN_LAYERS:
         trace_rules.add(f"ds_memo.remat.{part}")
 
 
@@ -76,7 +80,7 @@ class NotingMode(Mode):
         return super().__enter__()
 
     def _watched(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Ran:
-        """Run a function that is kept whole; what autograd saves meanwhile is not noted."""
+        """Run a function of `keep_whole`; what autograd saves meanwhile is not noted."""
         arguments = tensors_in(args, kwargs)
         saved: list[torch.Tensor] = []
         versions = versions_of(arguments)

@@ -223,7 +223,7 @@ def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:
 
 
 def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...]) -> torch.Tensor:
-    """Uninitialised memory in place of a product that nobody will read."""
+    """Return uninitialised memory in place of a product that is never read."""
     return args[0].new_empty(shape) if func is not aten.addmm.default else args[1].new_empty(shape)
 
 

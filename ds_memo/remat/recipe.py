@@ -47,7 +47,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Whole:
+class SavedOp:
     """An op whose outputs are supplied whole: attention, or a router's choice."""
 
     func: OpOverload | FunctionCall
@@ -88,7 +88,7 @@ class Unkept:
 class Recipe:
     """Everything later calls of the same kind need to know."""
 
-    ops: list[Gemm | Whole]
+    ops: list[Gemm | SavedOp]
     inputs: list[Kept | None]
     layout: Layout
     packs: int
@@ -105,13 +105,13 @@ class Recipe:
 
     @cached_property
     def attention_ops(self) -> int:
-        return sum(isinstance(op, Whole) and op.is_attention for op in self.ops)
+        return sum(isinstance(op, SavedOp) and op.is_attention for op in self.ops)
 
     @cached_property
     def mem_efficient_tokens(self) -> int:
         """The longest sequence that PyTorch's memory-efficient attention saw; 0: it was not used."""
         ops = [op for op in self.ops if op.func is torch.ops.aten._scaled_dot_product_efficient_attention.default]
-        return max((max(op.kept[0].shape[1:-1]) for op in ops if isinstance(op, Whole) and op.kept and op.kept[0]), default=0)
+        return max((max(op.kept[0].shape[1:-1]) for op in ops if isinstance(op, SavedOp) and op.kept and op.kept[0]), default=0)
 
     def without_shortcuts(self, followed: int) -> Recipe:
         """For a call that left the recipe after `followed` ops: what was stored by then is used, everything else is computed."""
@@ -119,11 +119,11 @@ class Recipe:
         return replace(self, ops=ops)
 
 
-# ---- what the first call saw
+# ---- what is observed in the first call
 
 
 @dataclass
-class SeenGemm:
+class ObservedGemm:
     func: OpOverload
     out: torch.Tensor
     flops: int
@@ -137,7 +137,7 @@ class SeenGemm:
 
 
 @dataclass
-class SeenWhole:
+class ObservedSavedOp:
     func: OpOverload | FunctionCall
     outputs: tuple[Any, ...]
     sources: int
@@ -148,10 +148,10 @@ class SeenWhole:
 
 
 @dataclass
-class Seen:
+class Observed:
     """What happened in one call, in order."""
 
-    ops: list[SeenGemm | SeenWhole] = field(default_factory=list)
+    ops: list[ObservedGemm | ObservedSavedOp] = field(default_factory=list)
     inputs: list[torch.Tensor | None] = field(default_factory=list)
     wanted: int = 0
     """The GEMMs that a saved tensor depends on, by the lower of their two bits."""
@@ -171,7 +171,7 @@ class Seen:
         """
         if not self.ops:
             return
-        now = [fingerprint(op.out if isinstance(op, SeenGemm) else op.outputs) for op in self.ops]
+        now = [fingerprint(op.out if isinstance(op, ObservedGemm) else op.outputs) for op in self.ops]
         device = now[0].device  # one look at the device for all
         before = torch.stack([op.fingerprint.to(device) for op in self.ops])
         same = before.eq(torch.stack([number.to(device) for number in now])).tolist()
@@ -179,7 +179,7 @@ class Seen:
             if unchanged:
                 continue
             self.rewritten.append(str(op.func))
-            if isinstance(op, SeenGemm):
+            if isinstance(op, ObservedGemm):
                 op.splits = False
             else:
                 op.again = True
@@ -192,7 +192,7 @@ class Seen:
     def run_attention_again(self) -> None:
         """The last resort: keep no attention outputs. What they are computed from is wanted then."""
         for op in self.ops:
-            if isinstance(op, SeenWhole) and _is_attention(op.func):
+            if isinstance(op, ObservedSavedOp) and _is_attention(op.func):
                 op.again = True
                 self.wanted |= op.sources
 
@@ -209,8 +209,8 @@ class Seen:
         self.inputs.clear()
         self.set_aside.clear()
 
-    def gemms(self) -> list[SeenGemm]:
-        return [op for op in self.ops if isinstance(op, SeenGemm)]
+    def gemms(self) -> list[ObservedGemm]:
+        return [op for op in self.ops if isinstance(op, ObservedGemm)]
 
     def sizes(self) -> tuple[int, int]:
         """Bytes that are stored whatever alpha is, and bytes of which the share alpha is stored."""
@@ -220,20 +220,20 @@ class Seen:
             if self.is_wanted(bit) and gemm.splits:
                 (whole if gemm.chosen_from else split).append(gemm.out)
         for op in self.ops:
-            if isinstance(op, SeenWhole) and not op.again:
+            if isinstance(op, ObservedSavedOp) and not op.again:
                 whole.extend(out for out in op.outputs if storable(out))
         return sum(map(_nbytes, whole)), sum(map(_nbytes, split))
 
 
-def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:
+def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:
     """Decide every home.
 
     Returns:
         The recipe, and the tensors of this very call with the place each is kept at.
     """
-    if not seen.packs:  # frozen: there will be no replay
-        ops = [_unkept(op) for op in seen.ops]
-        return Recipe(ops, [None] * len(seen.inputs), Layout(), 0, seen.softmax), []
+    if not observed.packs:  # frozen: there will be no replay
+        ops = [_unkept(op) for op in observed.ops]
+        return Recipe(ops, [None] * len(observed.inputs), Layout(), 0, observed.softmax), []
 
     layout, tensors = Layout(), []
 
@@ -242,14 +242,14 @@ def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torc
         tensors.append((kept, tensor))
         return kept
 
-    inputs = [store(tensor) if tensor is not None else None for tensor in seen.inputs]
+    inputs = [store(tensor) if tensor is not None else None for tensor in observed.inputs]
     ops = []
     bit = 0
-    for op in seen.ops:
-        if isinstance(op, SeenWhole):
-            ops.append(Whole(op.func, None if op.again else tuple(store(out) if storable(out) else None for out in op.outputs)))
+    for op in observed.ops:
+        if isinstance(op, ObservedSavedOp):
+            ops.append(SavedOp(op.func, None if op.again else tuple(store(out) if storable(out) else None for out in op.outputs)))
             continue
-        wanted = seen.is_wanted(bit)
+        wanted = observed.is_wanted(bit)
         bit += 1
         m = op.out.shape[0]
         rows = m if op.chosen_from else int(alpha * m)
@@ -259,10 +259,10 @@ def make_recipe(seen: Seen, alpha: float) -> tuple[Recipe, list[tuple[Kept, torc
         ops=ops,
         inputs=inputs,
         layout=layout,
-        packs=seen.packs,
-        softmax=seen.softmax,
-        rewritten=", ".join(seen.rewritten),
-        unkept=seen.unkept,
+        packs=observed.packs,
+        softmax=observed.softmax,
+        rewritten=", ".join(observed.rewritten),
+        unkept=observed.unkept,
     )
     return recipe, tensors
 
@@ -271,8 +271,10 @@ def _is_attention(func: OpOverload | FunctionCall) -> bool:
     return isinstance(func, FunctionCall) or op_policy.kind_of(func) is op_policy.OpKind.ATTENTION
 
 
-def _unkept(op: SeenGemm | SeenWhole) -> Gemm | Whole:
-    return Whole(op.func, None) if isinstance(op, SeenWhole) else Gemm(op.func, tuple(op.out.shape), op.flops, wanted=False)
+def _unkept(op: ObservedGemm | ObservedSavedOp) -> Gemm | SavedOp:
+    if isinstance(op, ObservedSavedOp):
+        return SavedOp(op.func, None)
+    return Gemm(op.func, tuple(op.out.shape), op.flops, wanted=False)
 
 
 def fingerprint(outputs: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, as_tuple, needs_right_operands, noticing_draws, storage_of, tensor_leaves
 from ds_memo.remat.modes import NotingMode
 from ds_memo.remat.op_policy import OpKind, kind_of
-from ds_memo.remat.recipe import Gemm, Whole
+from ds_memo.remat.recipe import Gemm, SavedOp
 
 
 class Record(NotingMode):
@@ -31,7 +31,8 @@ class Record(NotingMode):
         self._older: set[int] | None = None
         self._left_recipe = left_recipe
         self._next = 0
-        self._packs = 0
+        self.packs = 0
+        """Tensors that autograd saved so far."""
         self._following = True
         self._awaits_bias: tuple[Gemm, torch.Tensor] | None = None
         self._left_out: dict[int, StorageWeakRef] = {}
@@ -40,21 +41,13 @@ class Record(NotingMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._givens = None  # the graph's hooks lead here and would keep the arguments
-        call, recipe = self.call, self.call.recipe
-        if exception[0] is not None:
-            call.engine.abort(call.frame)
-            return
-        complete = self._next == len(recipe.ops) and self._packs == recipe.packs and self._awaits_bias is None
-        if self._following and not complete:
+        recipe = self.call.recipe
+        complete = self._next == len(recipe.ops) and self.packs == recipe.packs and self._awaits_bias is None
+        if exception[0] is None and self._following and not complete:
             self._leave()
-        if self._packs:
-            call.work.gemm_flops += call.recipe.gemm_flops
-            call.engine.end(call.frame)
-        else:
-            call.engine.abort(call.frame)
 
     def _note(self, tensor: torch.Tensor) -> None:
-        self._packs += 1
+        self.packs += 1
         if self._left_out and self._following and storage_of(tensor) in self._left_out:
             self._leave()
 
@@ -131,13 +124,13 @@ class Record(NotingMode):
         outputs = as_tuple(out)
         op = self._expect(func, outputs)
         if op is not None and op.kept is not None:
-            self._keep_whole(op, outputs, state)
+            self._keep_outputs(op, outputs, state)
         return out
 
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A function that is kept whole, as attention is."""
+        """A function of `keep_whole`: a saved op, as attention is."""
         ran, state = noticing_draws(self.call.engine.device, self._watched, (fn, args, kwargs), {})
-        self._packs += len(ran.call.saved)
+        self.packs += len(ran.call.saved)
         if not self._following:
             return ran.out
         if self._left_out and self._reads_left_out(ran.saved_arguments):
@@ -145,13 +138,13 @@ class Record(NotingMode):
             return ran.out
         op = self._expect(ran.call, ran.made)
         if op is not None and op.kept is not None:
-            self._keep_whole(op, ran.made, state)
+            self._keep_outputs(op, ran.made, state)
         return ran.out
 
-    def _keep_whole(self, op: Whole, outputs: tuple[Any, ...], state: torch.Tensor | None) -> None:
+    def _keep_outputs(self, op: SavedOp, outputs: tuple[Any, ...], state: torch.Tensor | None) -> None:
         """Keep the outputs of the op that the recipe had next, and the generator's state after it if it drew random numbers."""
         index = self._next - 1
-        self.call.keep_whole(index, op, outputs)
+        self.call.keep_outputs(index, op, outputs)
         if state is not None:
             self.call.rng_after[index] = state
 
@@ -170,7 +163,7 @@ class Record(NotingMode):
         return func(*args, **kwargs)
 
     def _expect(self, func: Any, out: Any) -> Any:
-        """The recipe's next op, a Gemm or a Whole as `func` is; None: this call does something else."""
+        """The recipe's next op, a Gemm or a SavedOp as `func` is; None: this call does something else."""
         ops = self.call.recipe.ops
         op = ops[self._next] if self._next < len(ops) else None
         as_foreseen = op is not None and op.func == func and op.makes(out)

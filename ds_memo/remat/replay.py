@@ -13,11 +13,11 @@ from ds_memo.remat.call import Call, cloned, detached, generator_of
 from ds_memo.remat.functions import FunctionCall, name_of, shapes_of, tensors_in
 from ds_memo.remat.modes import Mode
 from ds_memo.remat.op_policy import OpKind, kind_of
-from ds_memo.remat.recipe import Gemm, Whole
+from ds_memo.remat.recipe import Gemm, SavedOp
 
 
 class Replay(Mode):
-    """Run the layer again: supply what was kept, compute missing rows straight into their slots, leave out what nobody reads."""
+    """Run the layer again: supply what was kept, compute missing rows straight into their slots, leave out what is never read."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -26,10 +26,10 @@ class Replay(Mode):
     def __enter__(self) -> Replay:
         self._next = 0
         self._awaits_bias: tuple[torch.Tensor, int] | None = None
-        for argument in self.call.stays:
+        for argument in self.call.device_inputs:
             argument.check()
         if self.call.frame.state != "ready":  # no input of the layer was swapped
-            self.call.engine.bring_back(self.call.frame)
+            self.call.begin_replay()
         recipe, unkept, work = self.call.recipe, self.call.recipe.unkept, self.call.work
         work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
         work.attention_ops_recomputed += unkept.attention_ops
@@ -58,7 +58,7 @@ class Replay(Mode):
         return outputs if len(func._schema.returns) > 1 else outputs[0]
 
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A function that is kept whole: autograd saves what it saved in the forward, and it is not called."""
+        """A function of `keep_whole`: autograd saves what it saved in the forward, and it is not called."""
         index, op = self._take_next()
         if op is not None and not (isinstance(op.func, FunctionCall) and op.func.name == name_of(fn)):
             raise self._not_repeated(f"op {index} was {op.func}, now it is {name_of(fn)}")
@@ -75,7 +75,7 @@ class Replay(Mode):
         return op.func.returned_again(made)
 
     def _take_next(self) -> tuple[int, Any]:
-        """The recipe's next op, a Gemm or a Whole, and its index; None where the forward had left its recipe."""
+        """The recipe's next op, a Gemm or a SavedOp, and its index; None where the forward had left its recipe."""
         index, ops = self._next, self.call.recipe.ops
         self._next += 1
         return index, ops[index] if index < len(ops) else None
@@ -103,8 +103,8 @@ class Replay(Mode):
         product[rows:].add_(args[1])
         return args[0]
 
-    def _supplied(self, index: int, op: Whole) -> tuple[Any, ...]:
-        """What was kept of the whole op at `index`."""
+    def _supplied(self, index: int, op: SavedOp) -> tuple[Any, ...]:
+        """What was kept of the saved op at `index`."""
         state = self.call.rng_after.get(index)
         if state is not None:
             generator_of(self.call.engine.device).set_state(state)

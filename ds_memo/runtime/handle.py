@@ -86,7 +86,6 @@ class Memo:
         self._takeover.undo_with(self.engine.close)
         self.addresses = Addresses(device, config.plan, self.warn)
         self._takeover.undo_with(self.addresses.close)
-        self.engine.phases = self.addresses
         self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
         self._by_module = weakref.WeakKeyDictionary(
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
@@ -94,6 +93,7 @@ class Memo:
         self.calls = Calls()
         self.decisions = Decisions(config, self.layers, self.slab, self.calls, self.warn)
         self.remat = Remat(self.engine, self.decisions, self.warn, config.attention)
+        self.remat.observers.append(self.addresses)
         self.autopilot = self._make_autopilot()
         if self.autopilot is None:
             self.slab.needs = 0

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_memo.errors import MemoError
-from ds_memo.layer_observer import NoPhases, Phases
 from ds_memo.swap.frame import Frame, Kept, Layout
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 from ds_memo.units import GIB
@@ -44,11 +43,11 @@ class Traffic:
     frames_on_demand: int = 0
     """Reloads issued when the frame was already wanted: the first of a backward, or an unforeseen order."""
     blocks_lost: int = 0
-    """Host blocks that were found still lent though their frame was gone: its destructor had been interrupted."""
+    """Host blocks that were found still allocated though their frame was gone: its destructor had been interrupted."""
 
 
-class _Grave(NamedTuple):
-    """What a dead frame leaves until its copies are over."""
+class _PendingFree(NamedTuple):
+    """Memory of a dead frame that is freed once its copies are over."""
 
     block: Block | None
     state: str
@@ -72,45 +71,41 @@ class SwapEngine:
         self.streams = streams
         self.slab = slab
         self.device = device
-        self.phases: Phases = NoPhases()
-        """Who wants to know which layer runs."""
         self.traffic = Traffic()
         self._stack: list[weakref.ref[Frame]] = []  # swapped frames, oldest first
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not let go yet
         self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None  # kept, but its copy is not issued yet
-        self._ahead: Callable[[], Frame | None] = lambda: None  # weak: the frame that was reloaded before anyone asked
-        self._graves: deque[_Grave] = deque()
+        self._ahead: Callable[[], Frame | None] = lambda: None  # weak: the frame that was reloaded ahead
+        self._pending: deque[_PendingFree] = deque()
         self._closed = False
-        slab.clear = weakref.WeakMethod(self._clear_graves)
+        slab.drain = weakref.WeakMethod(self._drain)
 
     # ---- forward
 
-    def begin(self, name: str, resident: bool, layer: int = 0, ahead: bool = True) -> Frame:
+    def begin(self, name: str, resident: bool, *, ahead: bool = True) -> Frame:
         """Open the frame of a layer that is about to run.
 
         Args:
             name: of the layer, for messages.
             resident: what is kept stays on the device.
-            layer: its index in the model, for whoever is told of phases.
             ahead: the reload may be issued while the backward is still at the frame above. If not, the frame takes no memory
                 before it is wanted, and compute waits for its reload.
         """
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
-        self.phases.layer_begins(layer)
-        self._clear_graves()
+        self._drain()
         while self._stack and self._stack[-1]() is None:  # of steps before, or of graphs that were dropped
             self._stack.pop()
         while len(self._leaving) >= 2:
             self._let_go(self._leaving.popleft()())
         self.traffic.frames += 1
-        return Frame(name, resident, layer, self.traffic.frames, self._bury, ahead)
+        return Frame(name, resident, self.traffic.frames, self._defer, ahead)
 
     def adopt(self, frame: Frame, layout: Layout) -> None:
         """Set what a recording frame will keep, and take its host block."""
         frame.layout = layout
         if not frame.resident and layout.host_bytes:
-            frame.block = self.slab.take(layout.host_bytes, f"frame {frame.name}")
+            frame.block = self.slab.allocate(layout.host_bytes, f"frame {frame.name}")
 
     def keep(self, frame: Frame, kept: Kept, tensor: torch.Tensor) -> None:
         """Keep a tensor that compute has just produced; of a swapped frame its rows go to the host.
@@ -126,7 +121,7 @@ class SwapEngine:
             self._unsent = (frame, kept, source, self.streams.mark(COMPUTE))
 
     def about_to_change(self, frame: Frame, tensor: torch.Tensor) -> None:
-        """Somebody is about to write to `tensor` in place: what is kept of it must keep its present value."""
+        """Preserve the present value of what is kept of `tensor`, which is about to be changed in place."""
         storage = tensor.untyped_storage()._cdata
         for index, source in list(frame.device.items()):
             if source.untyped_storage()._cdata != storage:
@@ -155,7 +150,7 @@ class SwapEngine:
         self._leaving.append(weakref.ref(frame))
 
     def abort(self, frame: Frame) -> None:
-        """The layer raised, or nobody will ever ask for this frame: forget it once its copies are over."""
+        """Forget a frame once its copies are over: its layer raised, or no backward will ask for it."""
         self._unsent = None
         self.streams.wait(COMPUTE, self.streams.mark(D2H))
         frame.device.clear()
@@ -173,8 +168,7 @@ class SwapEngine:
                 f"layer {frame.name} runs a backward of its own (autograd.grad) inside its forward, before it can be replayed. "
                 "Leave it out: ds_memo.attach(model, config, layers=[…])"
             )
-        self.phases.layer_replays(frame.layer)
-        self._clear_graves()
+        self._drain()
         while self._leaving:
             self._let_go(self._leaving.popleft()())
         self._let_go(frame)  # it is still there only if its tensors were changed in place: the error is raised again
@@ -214,9 +208,9 @@ class SwapEngine:
 
             with torch.enable_grad():
                 torch.ones((), device=self.device, requires_grad=True).clone().backward()
-        self._clear_graves()
-        self._bury_lost()
-        self._clear_graves()
+        self._drain()
+        self._defer_lost()
+        self._drain()
 
     def close(self) -> None:
         """Finish all copies and give the host memory back. Frames that are still alive can no longer be replayed."""
@@ -231,9 +225,9 @@ class SwapEngine:
                     frame.device.clear()
                     frame.slots.clear()
                     self._give_block(frame)
-            self._closed = True  # not before: a frame that dies meanwhile, on whatever thread, must be buried
-            self._bury_lost()
-            self._clear_graves()
+            self._closed = True  # not before: a frame that dies meanwhile, on whatever thread, must be deferred
+            self._defer_lost()
+            self._drain()
         finally:
             self._closed = True
             self.streams.close()
@@ -300,42 +294,43 @@ class SwapEngine:
 
     def _give_block(self, frame: Frame) -> None:
         if frame.block is not None:
-            self.slab.give(frame.block)
+            self.slab.free(frame.block)
             frame.block = None
             frame.rows.clear()
 
-    def _bury(self, frame: Frame) -> None:
-        """A frame was garbage-collected, on whatever thread: keep its memory until its copies are over.
+    def _defer(self, frame: Frame) -> None:
+        """Keep the memory of a frame that was garbage-collected, on whatever thread, until its copies are over.
 
-        Must not wait: this may be a copy thread. `_clear_graves` waits, on the compute stream.
+        Must not wait: this may be a copy thread. `_drain` waits, on the compute stream.
         """
         if not self._closed and (frame.block is not None or frame.state == "returning"):
-            self._graves.append(_Grave(frame.block, frame.state, frame.sent, frame.back, (frame.device, frame.slots)))
+            self._pending.append(_PendingFree(frame.block, frame.state, frame.sent, frame.back, (frame.device, frame.slots)))
 
-    def _bury_lost(self) -> None:
-        """Find blocks of frames that died without `_bury`: a Ctrl-C inside a destructor, whose exceptions Python ignores."""
-        buried = {grave.block for grave in list(self._graves)} | {
+    def _defer_lost(self) -> None:
+        """Find blocks of frames that died without `_defer`: a Ctrl-C inside a destructor, whose exceptions Python ignores."""
+        deferred = {pending.block for pending in list(self._pending)} | {
             frame.block for ref in self._stack if (frame := ref()) is not None
         }
-        for block in self.slab.lent:
-            if block not in buried:
+        for block in self.slab.blocks:
+            if block not in deferred:
                 self.traffic.blocks_lost += 1
-                self._graves.append(_Grave(None, "returning"))  # copies of both directions may be under way
-                self._graves.append(_Grave(block, "recording"))
+                self._pending.append(_PendingFree(None, "returning"))  # copies of both directions may be under way
+                self._pending.append(_PendingFree(block, "recording"))
 
-    def _clear_graves(self) -> None:
-        while self._graves:
+    def _drain(self) -> None:
+        """Free the memory of dead frames whose copies are over, after making compute wait for them."""
+        while self._pending:
             try:
-                grave = self._graves.popleft()
+                pending = self._pending.popleft()
             except IndexError:  # another model of the pool, on another thread, was faster
                 return
             try:
-                if grave.state in ("recording", "swapping"):
-                    self.streams.wait(COMPUTE, grave.sent or self.streams.mark(D2H))
-                elif grave.state == "returning":
-                    self.streams.wait(COMPUTE, grave.back or self.streams.mark(H2D))
+                if pending.state in ("recording", "swapping"):
+                    self.streams.wait(COMPUTE, pending.sent or self.streams.mark(D2H))
+                elif pending.state == "returning":
+                    self.streams.wait(COMPUTE, pending.back or self.streams.mark(H2D))
             except BaseException:
-                self._graves.appendleft(grave)
+                self._pending.appendleft(pending)
                 raise
-            if grave.block is not None:
-                self.slab.give(grave.block)
+            if pending.block is not None:
+                self.slab.free(pending.block)

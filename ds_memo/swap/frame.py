@@ -1,7 +1,7 @@
 """A frame: what one layer call leaves behind for its backward, and the states it goes through.
 
     recording ─► swapping ─► away ─► returning ─► ready ─► done ─► returning …   (swapped; `done` returns on retain_graph,
-                                                                                  `returning` to `away` if nobody came for it)
+                                                                                  `returning` to `away` if it was not the next)
     recording ─► done ─► ready ─► done …                                          (resident)
 
 A frame lives as long as the graph of its layer call. Its device memory is bounded by
@@ -124,14 +124,11 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 class Frame:
     """See the module's head. Only :class:`ds_memo.swap.engine.SwapEngine` moves frames."""
 
-    _bury: Callable[[Frame], None] = staticmethod(lambda frame: None)  # dynamo makes frames without __init__
+    _defer: Callable[[Frame], None] = staticmethod(lambda frame: None)  # dynamo makes frames without __init__
 
-    def __init__(
-        self, name: str, resident: bool, layer: int, age: int, bury: Callable[[Frame], None], ahead: bool = True
-    ) -> None:
+    def __init__(self, name: str, resident: bool, age: int, defer: Callable[[Frame], None], ahead: bool = True) -> None:
         self.name = name
         self.resident = resident
-        self.layer = layer
         self.ahead = ahead
         """Its reload may be issued before it is wanted."""
         self.age = age
@@ -154,7 +151,7 @@ class Frame:
         """Event behind the last copy to the host."""
         self.back: Any = None
         """Event behind the last copy from the host."""
-        self._bury = bury
+        self._defer = defer
 
     def move(self, state: str) -> None:
         if state not in _NEXT[self.state]:
@@ -181,4 +178,4 @@ class Frame:
                 )
 
     def __del__(self) -> None:
-        self._bury(self)
+        self._defer(self)

@@ -1,11 +1,11 @@
-"""The pool of host memory that the slabs of a process's models lend from, one after the other or side by side.
+"""The pool of host memory that the slabs of a process's models allocate from, one after the other or side by side.
 
 Host memory is locked for the device once and used again by frames of any length. Locking runs at a few GB/s, so neither lengths
 that change from batch to batch nor models that take turns (an actor and its critic) must lock anew: a frame that fits no free
 range gets several. Never PyTorch's pinned pool, which rounds every block up to a power of two.
 
     segment   mapped and locked in one go; begins and ends on a page, as everything here does
-    range     a part of a segment: either free, or a piece of a block that is lent; free neighbours are merged
+    range     a part of a segment: either free, or a piece of a block that is allocated; free neighbours are merged
 
 Two rules keep the pieces few. A frame takes the smallest free range that is large enough, or else several of the largest, and
 cuts only the last: so it makes at most one border, which disappears when both its sides are free, at the end of a step at the
@@ -39,7 +39,7 @@ class Range:
     begin: int
     end: int
     stream: torch.cuda.Stream | None = None
-    """The compute stream that it was lent on; None: it is free, or the device is a CPU."""
+    """The compute stream that it was allocated on; None: it is free, or the device is a CPU."""
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +51,7 @@ class Range:
 
 
 class HostPool:
-    """Lends ranges. It never holds more than the most that was lent at once.
+    """Allocates ranges. It never holds more than the most that was allocated at once.
 
     Args:
         device: that copies from and to it. For a CUDA device the memory is locked (cudaHostRegister).
@@ -63,31 +63,31 @@ class HostPool:
         self.node = node_of(device)
         """The NUMA node that locked memory should lie on; None: wherever the thread happens to run."""
         self.size = 0
-        """Bytes held now, lent or free."""
+        """Bytes held now, allocated or free."""
         self.used = 0
-        """Bytes lent now, in whole pages."""
-        self._free: list[Range] = []
+        """Bytes allocated now, in whole pages."""
+        self._free_ranges: list[Range] = []
         self.lost: deque[Mapping[Any, Sequence[Range]]] = deque()
-        """Ranges that slabs had lent when they were garbage-collected with their models: nobody will give them back."""
+        """Ranges of slabs that were garbage-collected with their models before they freed them."""
         self._lock = Lock()
-        self._given_on: set[torch.cuda.Stream | None] = set()
-        """Compute streams of the ranges that were given back since the device was last synchronized."""
+        self._freed_on: set[torch.cuda.Stream | None] = set()
+        """Compute streams of the ranges that were freed since the device was last synchronized."""
 
-    def lend(self, nbytes: int, limit: int, wanted_by: str) -> list[Range]:
-        """Lend `nbytes`, a multiple of a page. Only what free memory lacks is mapped anew.
+    def allocate(self, nbytes: int, limit: int, wanted_by: str) -> list[Range]:
+        """Allocate `nbytes`, a multiple of a page. Only what free memory lacks is mapped anew.
 
         Args:
             limit: bytes; idle segments are released while the pool holds more.
 
         Raises:
-            Refused: the system refuses. Nothing that is lent has changed.
+            Refused: the system refuses. No range has changed.
         """
         with self._lock:
-            self._take_lost_back()
+            self._free_lost()
             stream = torch.cuda.current_stream(self.device) if self.pinned else None
-            if not self._given_on <= {stream}:  # copies on behalf of other streams may still use it: no event orders them
+            if not self._freed_on <= {stream}:  # copies on behalf of other streams may still use it: no event orders them
                 torch.cuda.synchronize(self.device)
-                self._given_on.clear()
+                self._freed_on.clear()
             if self.size > limit:
                 self._shrink(self.size - limit)
             if (missing := self.used + nbytes - self.size) > 0:
@@ -95,51 +95,51 @@ class HostPool:
             self.used += nbytes
             return self._cut(nbytes, stream)
 
-    def take_back(self, pieces: Sequence[Range]) -> None:
+    def free(self, pieces: Sequence[Range]) -> None:
         """Free these ranges. Copies from and to them must be ordered before whatever is issued next on the stream they were
-        lent on."""
+        allocated on."""
         with self._lock:
-            self._free_again(pieces)
+            self._put_back(pieces)
 
-    def take_lost_back(self) -> None:
-        """Free the ranges of slabs that are gone. Every `lend` does this first."""
+    def free_lost(self) -> None:
+        """Free the ranges of slabs that are gone. Every `allocate` does this first."""
         with self._lock:
-            self._take_lost_back()
+            self._free_lost()
 
     def release(self) -> None:
         """Give everything that lies idle back to the system."""
         with self._lock:
-            self._take_lost_back()
+            self._free_lost()
             self._release(self._idle())
 
-    def _take_lost_back(self) -> None:
+    def _free_lost(self) -> None:
         if self.lost:
             finish_abandoned(self.device)  # no event tells of its copies
         while self.lost:
             for pieces in self.lost.popleft().values():
-                self._free_again(pieces)
+                self._put_back(pieces)
 
-    def _free_again(self, pieces: Sequence[Range]) -> None:
+    def _put_back(self, pieces: Sequence[Range]) -> None:
         for piece in pieces:
             self.used -= piece.nbytes
-            self._given_on.add(piece.stream)
+            self._freed_on.add(piece.stream)
             begin, end = piece.begin, piece.end
-            for free in [free for free in self._free if free.segment is piece.segment]:
+            for free in [free for free in self._free_ranges if free.segment is piece.segment]:
                 if begin == free.end or free.begin == end:
-                    self._free.remove(free)
+                    self._free_ranges.remove(free)
                     begin, end = min(begin, free.begin), max(end, free.end)
-            self._free.append(Range(piece.segment, begin, end))
+            self._free_ranges.append(Range(piece.segment, begin, end))
 
     def _cut(self, nbytes: int, stream: torch.cuda.Stream | None) -> list[Range]:
         """Free ranges of so many bytes together, as few as will do: the largest first, the last the smallest that is enough."""
-        ranges = sorted(self._free, key=_size)
+        ranges = sorted(self._free_ranges, key=_size)
         pieces = []
         while nbytes:
             found = ranges.pop(min(bisect_left(ranges, nbytes, key=_size), len(ranges) - 1))
-            self._free.remove(found)
+            self._free_ranges.remove(found)
             piece = Range(found.segment, found.begin, min(found.end, found.begin + nbytes), stream)
             if piece.end < found.end:
-                self._free.append(Range(found.segment, piece.end, found.end))
+                self._free_ranges.append(Range(found.segment, piece.end, found.end))
             pieces.append(piece)
             nbytes -= piece.nbytes
         return pieces
@@ -156,7 +156,7 @@ class HostPool:
         except MemoError as error:
             raise Refused(f"host memory: {wanted_by} needs {missing / GIB:.3g} GiB more; {error}", held) from error
         self.size += nbytes
-        self._free.append(Range(segment, 0, nbytes))
+        self._free_ranges.append(Range(segment, 0, nbytes))
 
     def _swallow(self, nbytes: int) -> int:
         """Release the idle segments that a new segment, larger by their bytes, will replace; returns their bytes.
@@ -183,8 +183,8 @@ class HostPool:
         self._release(going)
 
     def _idle(self) -> list[Range]:
-        """Segments of which nothing is lent, the smallest first."""
-        return sorted((free for free in self._free if free.nbytes == free.segment.nbytes), key=_size)
+        """Segments of which nothing is allocated, the smallest first."""
+        return sorted((free for free in self._free_ranges if free.nbytes == free.segment.nbytes), key=_size)
 
     def _release(self, idle: list[Range]) -> None:
         """Forget free ranges that are whole segments. Each segment is unlocked and unmapped when the last reference to it goes,
@@ -192,7 +192,7 @@ class HostPool:
         if idle and self.pinned:
             torch.cuda.synchronize(self.device)  # a copy from them may still be under way
         for free in idle:
-            self._free.remove(free)
+            self._free_ranges.remove(free)
             self.size -= free.nbytes
 
 

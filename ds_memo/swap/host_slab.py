@@ -17,7 +17,7 @@ from ds_memo.units import GIB, round_up
 
 @dataclass(eq=False)
 class Block:
-    """Host memory lent to one frame."""
+    """Host memory of one frame."""
 
     pieces: list[Range]
     """Usually one; several where no free range of the pool was large enough."""
@@ -41,31 +41,31 @@ class Block:
 
 
 class HostSlab(Sharer):
-    """One model's view of a pool: lends blocks to its frames, never more than `budget` bytes at a time.
+    """One model's view of a pool: allocates blocks for its frames, never more than `budget` bytes at a time.
 
     Args:
-        budget: bytes; may be changed later. If it is lowered, the next `take` has the pool release idle memory beyond it.
+        budget: bytes; may be changed later. If it is lowered, the next `allocate` has the pool release idle memory beyond it.
         pool: where the memory comes from, possibly shared with slabs of other models.
     """
 
     def __init__(self, budget: int, pool: HostPool) -> None:
         super().__init__(budget, pool)
-        self._lent: dict[Block, list[Range]] = {}
+        self._blocks: dict[Block, list[Range]] = {}
         self._lock = Lock()
-        """Guards `_lent` and `used`: the model's own thread lends, but another model whose pass begins may give back."""
-        weakref.finalize(self, pool.lost.append, self._lent).atexit = False
+        """Guards `_blocks` and `used`: the model's own thread allocates, but another model whose pass begins may free."""
+        weakref.finalize(self, pool.lost.append, self._blocks).atexit = False
 
     @property
     def size(self) -> int:
-        """Bytes that the pool holds now, lent or free."""
+        """Bytes that the pool holds now, allocated or free."""
         return self.pool.size
 
-    def take(self, nbytes: int, wanted_by: str) -> Block:
-        """Lend a block of `nbytes`, rounded up to a page.
+    def allocate(self, nbytes: int, wanted_by: str) -> Block:
+        """Allocate a block of `nbytes`, rounded up to a page.
 
         Raises:
-            MemoError: the budget does not allow it beside what is lent, or the system refuses; names `wanted_by`, needed and
-                available GiB. Nothing that is lent has changed.
+            MemoError: the budget does not allow it beside what is allocated, or the system refuses; names `wanted_by`, needed and
+                available GiB. No block has changed.
         """
         pages = round_up(nbytes, PAGE)
         if not self.has_room(nbytes):
@@ -77,38 +77,38 @@ class HostSlab(Sharer):
                 "memo.host_memory_gib, or run fewer forwards before a backward."
             )
         try:
-            block = Block(self.pool.lend(pages, self.limit, wanted_by))
+            block = Block(self.pool.allocate(pages, self.limit, wanted_by))
         except Refused as refusal:
             for slab in self._sharing():
                 slab.refused = refusal.held
             raise
         with self._lock:
-            self._lent[block] = block.pieces
+            self._blocks[block] = block.pieces
             self.used += pages
             self.peak_used = max(self.peak_used, self.used)
         return block
 
-    def give(self, block: Block) -> None:
-        """Take a block back. All copies from and to it must be ordered before whatever the next borrower issues."""
+    def free(self, block: Block) -> None:
+        """Free a block. All copies from and to it must be ordered before whatever its next owner issues."""
         with self._lock:
-            pieces = self._lent.pop(block, None)
+            pieces = self._blocks.pop(block, None)
         if pieces is None:  # another thread found it in the same dead frame, and was faster
             return
-        self.pool.take_back(pieces)
+        self.pool.free(pieces)
         with self._lock:
             self.used -= block.nbytes
 
     @property
-    def lent(self) -> list[Block]:
-        """What is lent now."""
-        return list(self._lent)
+    def blocks(self) -> list[Block]:
+        """Blocks that are allocated now."""
+        return list(self._blocks)
 
     def close(self) -> None:
-        """Stop lending. The last slab of a pool releases the pool's memory to the system.
+        """Stop allocating. The last slab of a pool releases the pool's memory to the system.
 
         Raises:
-            MemoError: a block is still lent.
+            MemoError: a block is still allocated.
         """
         if self.used:
-            raise MemoError(f"the host slab was closed while {self.used} bytes of it were lent")
+            raise MemoError(f"the host slab was closed while {self.used} bytes of it were allocated")
         self.leave()

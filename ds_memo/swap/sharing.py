@@ -43,13 +43,13 @@ class Sharer:
         self.budget = budget
         self.pool = pool
         self.used = 0
-        """Bytes lent now, in whole pages."""
+        """Bytes allocated now, in whole pages."""
         self.peak_used = 0
         self.refused: int | None = None
         """If the system ever refused memory that the budget allowed: how many bytes the pool held then. Else None. Whoever
         chooses alpha takes it for the real budget."""
-        self.clear: Callable[[], Callable[[], None] | None] = lambda: None
-        """A weak reference to a function that gives back the blocks of this model's dead frames; set by the swap engine."""
+        self.drain: Callable[[], Callable[[], None] | None] = lambda: None
+        """A weak reference to a function that frees the blocks of this model's dead frames; set by the swap engine."""
         self.needs: int | None = None
         """Of a model whose alpha and residents are configured, which cannot make do with a smaller part: the bytes that a pass
         takes, as far as that is known before its first one is complete. None: the model takes what it gets."""
@@ -83,7 +83,7 @@ class Sharer:
 
     @property
     def left(self) -> int:
-        """Bytes that can still be lent to this model, beside what it has already."""
+        """Bytes that can still be allocated for this model, beside what it has already."""
         with _deciding:
             return min(max(self.part, self._claim or 0), self._room()) - self.used
 
@@ -97,13 +97,13 @@ class Sharer:
             self._claim = None
         if self._is_alone():
             return
-        self._clear_all()
+        self._drain_all()
         if self._is_alone():
             return
         if all(slab.has_part or slab.fixed for slab in self._sharing() if slab is self or slab.used or slab._runs_elsewhere):
             return
         gc.collect()  # graphs that were dropped do not wait
-        self._clear_all()
+        self._drain_all()
         with _deciding:
             if not self._is_alone():
                 for slab in self._sharing():
@@ -124,16 +124,16 @@ class Sharer:
             return claim
 
     def forward_over(self) -> None:
-        """Say that the pass's forward is over: it will lend nothing more."""
+        """Say that the pass's forward is over: it will allocate nothing more."""
         with _deciding:
             self._forward_in = self._claim = None
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a block of `nbytes` can be lent now, unless the system refuses."""
+        """Whether a block of `nbytes` can be allocated now, unless the system refuses."""
         pages = round_up(nbytes, PAGE)
         if pages > self.left:
             gc.collect()  # of a pass that raised, frames may be in reference cycles with its traceback
-            self._clear_all()
+            self._drain_all()
         return pages <= self.left
 
     def leave(self) -> None:
@@ -144,12 +144,12 @@ class Sharer:
         if not self._sharing():
             self.pool.release()
 
-    def _clear_all(self) -> None:
-        """Take back the blocks of dead frames, of all slabs that share the pool."""
+    def _drain_all(self) -> None:
+        """Free the blocks of dead frames, of all slabs that share the pool."""
         for slab in self._sharing():
-            if (clear := slab.clear()) is not None:
-                clear()
-        self.pool.take_lost_back()
+            if (drain := slab.drain()) is not None:
+                drain()
+        self.pool.free_lost()
 
     def _sharing(self) -> list[Sharer]:
         with _deciding:

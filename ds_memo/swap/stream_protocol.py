@@ -1,4 +1,4 @@
-"""What the schedule needs of its streams. Imports no torch, so that whoever keeps only time can be a stream too."""
+"""What the schedule needs of its streams. Imports no torch, so that a clock alone can be a stream, too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Streams(Protocol):
         """`stream` starts nothing issued from now on before `event` has come about."""
 
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copy on `d2h` or `h2d`. Whoever calls keeps `src` and `dst` alive until an event behind the copy."""
+        """Copy on `d2h` or `h2d`. The caller keeps `src` and `dst` alive until an event behind the copy."""
 
     def stall_s(self) -> dict[str, float]:
         """Seconds the compute stream has spent waiting for each copy stream, as far as its work is done; never waits itself."""

@@ -150,7 +150,7 @@ def _stop(
 
 
 def finish_abandoned(device: torch.device) -> None:
-    """Wait for the copies from and to a device of streams that nobody has closed."""
+    """Wait for the copies from and to a device of streams that were never closed."""
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.synchronize(device)
     while _ending:

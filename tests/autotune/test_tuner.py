@@ -330,14 +330,14 @@ def test_a_failure_at_every_slab_request(monkeypatch: pytest.MonkeyPatch, nth: i
     handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 0, "plan": {"enabled": False}})
     if analysed:
         step(model, BATCH)
-        handle.engine._clear_graves()
-        handle.slab.pool.release()  # or its blocks are lent again
+        handle.engine._drain()
+        handle.slab.pool.release()  # or its blocks are used again
     with monkeypatch.context() as patch:
         Refusing(patch, nth)
         assert re.search(r"host memory: frame .* needs .* the system refused", refused(model))
-    handle.engine._clear_graves()
-    assert (handle.slab.used, handle.slab.size) == (0, sum(free.nbytes for free in handle.slab.pool._free))
-    assert len(handle.slab.pool._free) == nth
+    handle.engine._drain()
+    assert (handle.slab.used, handle.slab.size) == (0, sum(free.nbytes for free in handle.slab.pool._free_ranges))
+    assert len(handle.slab.pool._free_ranges) == nth
     model.zero_grad()
     assert_same(step(model, BATCH), step(stock, BATCH))
     handle.detach()

@@ -10,6 +10,7 @@ import torch
 import ds_memo
 from ds_memo.autotune import tuner as autopilot
 from ds_memo.deepspeed import initialize as integration
+from ds_memo.plan.phases import Part
 from ds_memo.planned_alloc.non_layer_memory import Beside, largest
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.solve.memory import device_bytes
@@ -95,7 +96,7 @@ def test_what_comes_behind_the_backward_is_planned() -> None:
     log, plan = engine.memo.addresses.log, engine.memo.plan
     weights = sum(parameter.numel() for parameter in engine.module.parameters())
     engine.destroy()
-    (number,) = [number for number, visit in enumerate(log.visits) if visit.phase == "reduce"]
+    (number,) = [number for number, visit in enumerate(log.visits) if visit.phase is Part.REDUCE]
     assert max(log.visits[number].sizes) == 4 * weights
     assert any(slot.phase == number and slot.requested == 4 * weights for slot in plan.slots)
 

@@ -93,9 +93,9 @@ def assert_clean(handle: Any, model: nn.Module, before: tuple[int, int]) -> None
     engine, slab = handle.engine, handle.slab
     engine.settle()  # as the next forward does
     assert not [found for found in gc.get_objects() if isinstance(found, Frame)], "frames"
-    engine._clear_graves()
+    engine._drain()
     assert (engine._unsent, [ref() for ref in engine._leaving]) == (None, [None] * len(engine._leaving)), "copies"
-    assert slab.used == engine.traffic.blocks_lost == 0 and slab.size == sum(free.nbytes for free in slab.pool._free), (
+    assert slab.used == engine.traffic.blocks_lost == 0 and slab.size == sum(free.nbytes for free in slab.pool._free_ranges), (
         "host blocks"
     )
     assert (threading.active_count(), hooks(model)) == before, "threads or hooks"

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from ds_memo.autotune import tuner as autopilot
-from ds_memo.deepspeed.run_ahead_limit import AHEAD, Paced
+from ds_memo.deepspeed.run_ahead_limit import AHEAD, RunAheadLimit
 from tests.deepspeed.engines import ON_ONE_CPU_RANK, ds_config, start, train
 
 pytestmark = [*ON_ONE_CPU_RANK, pytest.mark.usefixtures("own_cache")]
 
 
 class Device:
-    """What it was waited for, and who was told what, in order."""
+    """An observer that logs the marks that the host waited for and the events, in order."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -48,25 +48,28 @@ class Mark:
 def test_a_layer_waits_for_the_one_before_the_last() -> None:
     """In the forward and in the backward, which begins while the device is still in the forward."""
     device = Device()
-    paced = Paced(device, device.mark)
+    limit = RunAheadLimit(device.mark)
     for layer in range(3):
-        paced.layer_begins(layer)
-        paced.layer_ends(layer)
+        for observer in (limit, device):
+            observer.layer_begins(layer)
+        for observer in (limit, device):
+            observer.layer_ends(layer)
     for layer in (2, 1):
-        paced.layer_replays(layer)
+        for observer in (limit, device):
+            observer.layer_replays(layer)
     forward = [("begins", 0), ("ends", 0), ("begins", 1), ("ends", 1), 1, ("begins", 2), ("ends", 2)]
     assert AHEAD == 2 and device.log == [*forward, 2, ("replays", 2), 3, ("replays", 1)]
 
 
 def test_nobody_waits_for_a_pass_that_was_interrupted() -> None:
     device = Device()
-    paced = Paced(device, device.mark)
-    for layer in range(2):
-        paced.layer_begins(layer)
-    paced.interrupted()
-    for layer in range(2):
-        paced.layer_begins(layer)
-    assert device.log == [("begins", 0), ("begins", 1), "interrupted", ("begins", 0), ("begins", 1)]
+    limit = RunAheadLimit(device.mark)
+    for layer in range(AHEAD):
+        limit.layer_begins(layer)
+    limit.interrupted()
+    for layer in range(AHEAD):
+        limit.layer_begins(layer)
+    assert device.marks == 2 * AHEAD and device.log == []
 
 
 @pytest.mark.parametrize("meets", [True, False])
@@ -75,7 +78,8 @@ def test_layers_that_are_gathered_tell_when_they_run(meets: bool, monkeypatch: p
     monkeypatch.setattr(autopilot, "meet_in_layers", lambda model: meets)
     engine = start(ds_config(3, memo={"enabled": True}))
     train(engine, steps=1)
-    device = engine.memo.engine.phases = Device()
+    device = Device()
+    engine.memo.remat.observers[:] = [device]
     train(engine, steps=1)
     plain = engine.memo.decisions.plain
     engine.destroy()

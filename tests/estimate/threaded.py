@@ -148,7 +148,7 @@ def measured_events(
         frames = []
         for index, layer in enumerate(run.layers):
             resident = index in configuration.residents
-            frame = engine.begin(f"layer {index}", resident, index)
+            frame = engine.begin(f"layer {index}", resident)
             layout, kept = Layout(), []
             for output in layer.outputs:
                 rows = int(alpha * output.rows) if output.kind == "gemm" and not resident else output.rows

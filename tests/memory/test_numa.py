@@ -100,6 +100,6 @@ def test_blocks_are_pinned_from_there(monkeypatch):
     for node in (Node(1, frozenset({CPUS[-1]})), None):
         monkeypatch.setattr(pool, "node_of", lambda device, node=node: node)
         host = HostSlab(4 * PAGE, HostPool(torch.device("cuda", 0)))
-        host.give(host.take(PAGE, "a layer"))
+        host.free(host.allocate(PAGE, "a layer"))
     assert where == [{CPUS[-1]}, set(CPUS)]
     assert os.sched_getaffinity(0) == set(CPUS)

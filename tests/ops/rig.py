@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_memo.ops.allocator import MISSES, NATIVE, Allocator
 from ds_memo.plan import Plan, plan_trace
+from ds_memo.plan.phases import LayerPass
 from ds_memo.planned_alloc.request_log import RequestLog, read_log
 
 ROWS, WIDTH, LAYERS = 128, 512, 3
@@ -20,7 +21,7 @@ class Enter(torch.autograd.Function):
     """Identity: enters one phase in the forward and one in the backward, on whatever thread that runs."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, allocator: Allocator, forward: str | None, backward: str | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, allocator: Allocator, forward: Any, backward: Any) -> torch.Tensor:
         ctx.allocator, ctx.backward_phase = allocator, backward
         allocator.phase(forward)
         return x.view_as(x)
@@ -44,9 +45,9 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for i, layer in enumerate(self.layers):
-            x = Enter.apply(x, self.allocator, f"L{i}.f", None)
+            x = Enter.apply(x, self.allocator, LayerPass(i, backward=False), None)
             x = x + layer(x)
-            x = Enter.apply(x, self.allocator, None, f"L{i}.b")
+            x = Enter.apply(x, self.allocator, None, LayerPass(i, backward=True))
         return x
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from ds_memo.plan.dsa import Buffer, Problem
 from ds_memo.plan.formats import make_trace
 from ds_memo.plan.milp import stack
+from ds_memo.plan.phases import LayerPass
 from ds_memo.plan.trace import Request, Trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -91,7 +92,7 @@ def layered(requests: int, seed: int = 0) -> Trace:
     marks = []
     for way, order in (("f", range(layers)), ("b", reversed(range(layers)))):
         for layer in order:
-            marks.append((f"L{layer}.{way}", len(out)))
+            marks.append((LayerPass(layer, way == "b"), len(out)))
             alive: list[str] = []
             for k in range(50):
                 alive.append(f"{layer}{way}{k}")

@@ -9,6 +9,7 @@ from ds_memo.plan.bilevel import Plan
 from ds_memo.plan.dsa import Buffer, Lifespan, Problem, lower_bound
 from ds_memo.plan.errors import TooLarge, TracesDiffer
 from ds_memo.plan.formats import make_trace, parse_trace
+from ds_memo.plan.phases import LayerPass, parse_phase
 from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.solver import place
 from ds_memo.plan.trace import Request, Trace
@@ -52,7 +53,7 @@ def test_32_layers_take_as_many_solves_as_4(path, monkeypatch):
     monkeypatch.setattr(bilevel, "place", lambda *args, **kwargs: solves.append(args) or place(*args, **kwargs))
     few = read_trace(path)
     many = repeat_layer(few, 32)
-    assert [sum(p.name.startswith("L") for p in trace.phases) for trace in (few, many)] == [8, 64]
+    assert [sum(isinstance(p.name, LayerPass) for p in trace.phases) for trace in (few, many)] == [8, 64]
     plan_trace(few)
     of_few, solves[:] = len(solves), []
     plan = plan_trace(many)
@@ -76,8 +77,8 @@ def test_repeating_a_layer_adds_the_same_each_time():
     assert peaks[0] == alive(trace)
     assert len({b - a for a, b in pairwise(peaks)}) == 1 and peaks[0] < peaks[1]
     assert {unfreed(t) for t in longer} == {unfreed(trace)}
-    assert [p.name for p in longer[1].phases if p.name.startswith("L")] == (
-        [f"L{i}.f" for i in range(5)] + [f"L{i}.b" for i in reversed(range(5))]
+    assert [p.name for p in longer[1].phases if isinstance(p.name, LayerPass)] == (
+        [LayerPass(i, False) for i in range(5)] + [LayerPass(i, True) for i in reversed(range(5))]
     )
 
 
@@ -87,7 +88,7 @@ def test_repeating_needs_a_layer_between_two_others():
 
 
 def test_repeating_refuses_several_passes():
-    names = ["L0.f", "L1.f", "L2.f", "L0.f", "L1.f", "L2.f"]
+    names = [LayerPass(i, backward=False) for i in (0, 1, 2, 0, 1, 2)]
     trace = make_trace([Request(str(i), 1) for i in range(6)], [(n, i) for i, n in enumerate(names)])
     with pytest.raises(TracesDiffer, match="gradient accumulation"):
         repeat_layer(trace, 8)
@@ -158,7 +159,7 @@ def traces(draw):
     """Random traces over the usual phases, with frees anywhere later."""
     names = ["embed.f", "L0.f", "L1.f", "head.f", "head.b", "L1.b", "L0.b", "end"]
     requests, marks, alive, number = [], [], [], 0
-    for name in names[: draw(st.integers(1, len(names)))]:
+    for name in map(parse_phase, names[: draw(st.integers(1, len(names)))]):
         marks.append((name, len(requests)))
         for _ in range(draw(st.integers(0, 8))):
             if alive and draw(st.booleans()):
@@ -199,7 +200,7 @@ def test_a_limit_of_one_second_is_kept(solver, n):
 def test_a_limit_of_one_second_is_kept_for_a_trace():
     requests, marks = [], []
     for p in range(8):
-        marks.append((f"L{p}.f", len(requests)))
+        marks.append((LayerPass(p, backward=False), len(requests)))
         rows = dense(120, seed=p, trim=0.2).buffers
         events = sorted([(b.lifespan.upper, 0, b) for b in rows] + [(b.lifespan.lower, 1, b) for b in rows])
         requests += [Request(f"{p}:{b.id}", b.size * 513 if birth else None) for _, birth, b in events]

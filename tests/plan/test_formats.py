@@ -20,6 +20,7 @@ from ds_memo.plan import (
 )
 from ds_memo.plan.dsa import Problem
 from ds_memo.plan.formats import parse_csv, parse_trace
+from ds_memo.plan.phases import LayerPass, Part
 from ds_memo.plan.snapshot import read_snapshot
 from tests.plan.instances import DATA, TRACES
 
@@ -37,7 +38,7 @@ def test_nothing_of_a_trace_is_lost(path):
 
 def test_a_trace_without_phases_is_one_step():
     trace = parse_trace("# a comment\n\nmalloc a 5\nfree a\n")
-    assert [p.name for p in trace.phases] == ["step"]
+    assert [p.name for p in trace.phases] == [Part.STEP]
     (tensor,) = trace.tensors()
     assert tensor == ("a", 5, 0, 1, 0, 0, 0) and tensor.transient
 
@@ -45,7 +46,9 @@ def test_a_trace_without_phases_is_one_step():
 def test_the_names_of_phases():
     """All that a training step has (ds_memo.planned_alloc.runtime), and the halves that a trace from elsewhere may tell apart."""
     names = ["embed", "L0.f", "head", "L0.b", "reduce", "step", "end", "embed.f", "head.f", "head.b", "embed.b"]
-    assert [phase.name for phase in parse_trace("".join(f"phase {n}\nmalloc {n} 1\n" for n in names)).phases] == names
+    trace = parse_trace("".join(f"phase {n}\nmalloc {n} 1\n" for n in names))
+    assert [str(phase.name) for phase in trace.phases] == names
+    assert [phase.name for phase in trace.phases][:4] == [Part.EMBED, LayerPass(0, False), Part.HEAD, LayerPass(0, True)]
 
 
 def test_skeletal_and_never_freed():

@@ -14,6 +14,7 @@ from ds_memo.plan import greedy, plan_trace, search, solve, verify
 from ds_memo.plan.command import _table
 from ds_memo.plan.dsa import Buffer, Lifespan, Problem, peak
 from ds_memo.plan.formats import make_trace, parse_trace
+from ds_memo.plan.phases import LayerPass
 from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.simulate import simulate
 from ds_memo.plan.trace import Request, Trace, rounded
@@ -81,7 +82,7 @@ def stairs(phases: int) -> Trace:
     """Skeletal tensors that come late in each phase: every block is unpacked, and each by itself."""
     requests, marks = [], []
     for p in range(phases):
-        marks.append((f"L{p}.f", len(requests)))
+        marks.append((LayerPass(p, False), len(requests)))
         requests += [Request(f"t{p}", 512 * 2 * (phases - p)), Request(f"t{p}", None), Request(f"s{p}", 512 * 2)]
         requests += [Request(f"u{p}", 512), Request(f"u{p}", None)]
     return make_trace(requests, marks)
@@ -149,7 +150,7 @@ def test_a_wrong_slot_among_many_is_found():
 
 
 def test_a_long_name_does_not_widen_the_table():
-    names = ["L0.f", "x" * 100_000, *(f"L{i}.f" for i in range(1, 40))]
+    names = ["L0.f", "x" * 100_000, *(LayerPass(i, False) for i in range(1, 40))]
     trace = make_trace([Request(str(i), 512) for i in range(len(names))], [(n, i) for i, n in enumerate(names)])
     assert len(_table(plan_trace(trace, solver="greedy"), {})) < 20_000
 

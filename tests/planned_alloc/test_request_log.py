@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_memo.ops.allocator import Request
 from ds_memo.plan import plan_trace
+from ds_memo.plan.phases import LayerPass, parse_phase
 from ds_memo.planned_alloc.request_log import NEVER, Place, RequestLog, Visit, read_log
 
 
@@ -11,7 +12,8 @@ def events(text: str, first_id: int = 0) -> list[Request]:
     """ "L0.f +a8 +b4 -a | L0.b -b": phases, mallocs of a size, frees; ids are the letters, counted from `first_id`."""
     out = []
     for part in text.split("|"):
-        phase, *requests = part.split()
+        name, *requests = part.split()
+        phase = parse_phase(name)
         out.append(Request("enter", phase, 0, 0))
         for word in requests:
             id_ = first_id + ord(word[1]) - ord("a")
@@ -25,7 +27,7 @@ def log(text: str) -> RequestLog:
 
 def test_a_log() -> None:
     seen = log("L0.f +a8 +b4 -a | L0.b +c2 -b")
-    assert seen.visits == (Visit("L0.f", (8, 4)), Visit("L0.b", (2,)))
+    assert seen.visits == (Visit(LayerPass(0, backward=False), (8, 4)), Visit(LayerPass(0, backward=True), (2,)))
     assert seen.deaths == (((0, 2), (1, 1)), (NEVER,))
 
 
@@ -65,7 +67,8 @@ def test_an_escapee_is_left_out_of_the_trace_but_keeps_its_place_among_the_slots
     assert [request.id for request in trace.requests] == ["0:0", "0:2", "0:0", "0:2", "1:0", "1:0"]
     plan = plan_trace(trace)
     slots = seen.slots({slot.id: slot.offset for slot in plan.slots}, left=-1)
-    assert [(phase, [size for size, _ in visit]) for phase, visit in slots] == [("L0.f", [8192, 4096, 512]), ("L0.b", [512])]
+    sizes = [(str(phase), [size for size, _ in visit]) for phase, visit in slots]
+    assert sizes == [("L0.f", [8192, 4096, 512]), ("L0.b", [512])]
     assert slots[0][1][1] == (4096, -1)
     assert plan.peak == 8192 + 512
 

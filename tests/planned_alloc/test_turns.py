@@ -72,6 +72,27 @@ def test_one_that_goes_leaves_the_other_its_plans() -> None:
     assert not CPU.installed
 
 
+def test_a_refused_layer_of_one_that_has_gone_is_no_phase_of_the_other() -> None:
+    actor, critic = build("llama"), build("plain")
+    with Counting(actor) as first:
+        gone = ds_memo.attach(critic, CONFIG)
+        step(critic, BATCH)
+        gone.detach()
+
+        def intrude(*_: Any) -> None:
+            with pytest.raises(ds_memo.MemoError, match="was run after ds_memo was detached"):
+                gone.remat.run(gone.layers[0], torch.neg, BATCH.embeds)
+
+        for _ in range(4):
+            step(actor, BATCH)
+        first.counts()
+        step(actor, BATCH)
+        alone = first.counts()
+        actor.lm_head.register_forward_pre_hook(intrude)
+        step(actor, BATCH)
+        assert first.counts() == alone
+
+
 def test_one_that_is_let_go_in_its_turn() -> None:
     actor = build("llama")
     with Counting(actor) as first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_memo
 from ds_memo.profile.call import LayerCall
+from ds_memo.remat import modes
 from ds_memo.remat.checkpoint import Layer
 from tests.models import HEADS, HIDDEN, LAYERS, Batch, Block, Toy, assert_same, compare_with_stock, every_config, step
 from tests.remat.situations import BATCH, drive
@@ -379,6 +381,10 @@ def test_a_layer_compiled_around_it() -> None:
     whole = ds_memo.keep_whole(lambda x: x * 2)
     compiled = torch.compile(lambda x: whole(x) + 1, backend="eager", fullgraph=True)
     assert compiled(torch.ones(3)).tolist() == [3.0] * 3
+
+
+def test_dynamo_skips_files_that_exist() -> None:
+    assert [name for name in modes.IN_LAYERS if find_spec(f"ds_memo.remat.{name}") is None] == []
 
 
 # ---- what is stored, and what is measured

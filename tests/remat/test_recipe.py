@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_memo.remat.checkpoint import _RECIPES, Layer
-from ds_memo.remat.recipe import Seen, fingerprint, make_recipe
+from ds_memo.remat.recipe import Observed, fingerprint, make_recipe
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64])
@@ -29,7 +29,7 @@ def test_of_nothing():
 
 
 def test_a_recipe_that_is_made_again_displaces_no_other():
-    layer, recipe = Layer(0, "blocks.0", None), make_recipe(Seen(), 1.0)[0]
+    layer, recipe = Layer(0, "blocks.0", None), make_recipe(Observed(), 1.0)[0]
     for length in range(_RECIPES):
         layer.remember(length, recipe)
     layer.remember(_RECIPES - 1, recipe)

@@ -95,7 +95,7 @@ def test_while_a_reload_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_while_a_dead_frame_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     rig.loss()  # its graph is dropped while copies are under way
-    assert rig.handle.engine._graves
+    assert rig.handle.engine._pending
     with monkeypatch.context() as patch:
         patch.setattr(type(rig.handle.engine.streams), "wait", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -106,10 +106,10 @@ def test_while_a_dead_frame_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_when_a_frame_dies(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python passes over what a destructor raises: nobody has buried the frame."""
+    """Python passes over what a destructor raises: the frame was not deferred."""
     rig = Rig()
     with monkeypatch.context() as patch:
-        patch.setattr(SwapEngine, "_bury", lambda engine, frame: None)
+        patch.setattr(SwapEngine, "_defer", lambda engine, frame: None)
         rig.loss()
     assert rig.slab.used == rig.slab.budget
     if goes_on:

@@ -89,7 +89,7 @@ def test_a_second_backward_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) 
     model.zero_grad()
     stock.zero_grad()
     assert_same(step(model, BATCH), step(stock, BATCH))
-    handle.engine._clear_graves()
+    handle.engine._drain()
     assert handle.slab.used == 0
     handle.detach()
 

@@ -78,7 +78,7 @@ def test_passes_that_wait_together_have_a_part_each(models):
 
 
 def test_two_threads_that_train_a_model_each(models) -> None:
-    """Both have chosen before either lends, in each pass but the first, where the second comes once the first has chosen."""
+    """Both have chosen before either allocates, in each pass but the first, where the second comes once the first has chosen."""
     actors, stocks, handles = models
     together, chosen, failures = threading.Barrier(2), threading.Event(), []
 
@@ -207,7 +207,7 @@ def test_a_configured_model_waits_while_another_one_holds_the_host(
     assert held[0] < held[1] == held[2] == held[3], held
     assert len(handles[1].report()["warnings"]) == 1 and handles[0].report()["warnings"] == []
     third = HostSlab(HOST, handles[1].slab.pool)
-    block = third.take(HOST - PAGE, "a third")  # recipes are known by now
+    block = third.allocate(HOST - PAGE, "a third")  # recipes are known by now
     collected: list[int] = []
     collect = gc.collect
     monkeypatch.setattr(gc, "collect", lambda *args: collected.append(1) or collect(*args))
@@ -216,7 +216,7 @@ def test_a_configured_model_waits_while_another_one_holds_the_host(
     loss.backward()
     loss_of(stocks[1]).backward()
     assert_same_grads(gradients(models[1]), gradients(stocks[1]))
-    third.give(block)
+    third.free(block)
     third.close()
     for handle in handles:
         handle.detach()

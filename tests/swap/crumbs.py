@@ -1,6 +1,6 @@
-"""`Crumbs`: a slab that lends each block in the smallest pieces there can be, in any order.
+"""`Crumbs`: a slab that allocates each block in the smallest pieces there can be, in any order.
 
-It holds and lends the same bytes as any slab; but a kept tensor larger than a piece crosses borders, in models of any size.
+It holds and allocates the same bytes as any slab; but a kept tensor larger than a piece crosses borders, in models of any size.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Crumbs(HostSlab):
     """See the module's head."""
 
     crossed = 0
-    """Blocks lent in more than one piece, of all such slabs."""
+    """Blocks allocated in more than one piece, of all such slabs."""
 
-    def take(self, nbytes: int, wanted_by: str) -> Block:
-        block = super().take(nbytes, wanted_by)
+    def allocate(self, nbytes: int, wanted_by: str) -> Block:
+        block = super().allocate(nbytes, wanted_by)
         block.pieces = crumbled(block.pieces, seed=block.nbytes)
         Crumbs.crossed += len(block.pieces) > 1
         return block

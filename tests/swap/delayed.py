@@ -5,7 +5,7 @@ Here every copy waits a random while on its thread first, and 0xFF bytes (NaN in
 
 - over device memory, as soon as nobody but a copy under way holds its storage: another tensor might live there by now;
 - over a fresh reload buffer, when its first copy is issued;
-- over a host block, when it is given back.
+- over a host block, when it is freed.
 
 A copy under way works on bare addresses and counts as nobody: its memory stays mapped, but not its value.
 """
@@ -59,15 +59,15 @@ class DelayedStreams(ThreadStreams):
         self._lock = threading.Lock()
 
     def watch(self, slab: HostSlab) -> HostSlab:
-        """Overwrite the blocks of a slab when they are given back; returns it."""
-        give = slab.give
+        """Overwrite the blocks of a slab when they are freed; returns it."""
+        free = slab.free
 
-        def poison_and_give(block: Block) -> None:
+        def poison_and_free(block: Block) -> None:
             for piece in block.pieces:
                 ctypes.memset(piece.memory.data_ptr(), POISON, piece.nbytes)
-            give(block)
+            free(block)
 
-        slab.give = poison_and_give
+        slab.free = poison_and_free
         return slab
 
     def mark(self, stream: str):

@@ -7,7 +7,7 @@ first run, on a CPU, without luck.
 
 Compute's side comes from a dispatch mode, one step per op, and from three rules about memory that compute's order alone governs:
 an allocation is a write by compute, letting go of the last tensor of a storage is a write by compute (its next owner may write
-there at once), and so are lending a host block and taking it back.
+there at once), and so are allocating a host block and freeing it.
 
     checker = OrderedStreams()
     with checker:                      # sees compute's ops
@@ -143,22 +143,22 @@ class OrderedStreams(TorchDispatchMode):
 
     def watch(self, slab: HostSlab) -> HostSlab:
         """Follow the blocks of a slab; returns it."""
-        take, give = slab.take, slab.give
+        allocate, free = slab.allocate, slab.free
 
-        def watched_take(nbytes: int, wanted_by: str) -> Block:
-            block = take(nbytes, wanted_by)
+        def watched_allocate(nbytes: int, wanted_by: str) -> Block:
+            block = allocate(nbytes, wanted_by)
             self._step(COMPUTE)
             for piece in block.pieces:
-                self._access(COMPUTE, piece.memory, True, f"block lent to {wanted_by}")
+                self._access(COMPUTE, piece.memory, True, f"block allocated for {wanted_by}")
             return block
 
-        def watched_give(block: Block) -> None:
+        def watched_free(block: Block) -> None:
             self._step(COMPUTE)
             for piece in block.pieces:
-                self._access(COMPUTE, piece.memory, True, "block given back")
-            give(block)
+                self._access(COMPUTE, piece.memory, True, "block freed")
+            free(block)
 
-        slab.take, slab.give = watched_take, watched_give
+        slab.allocate, slab.free = watched_allocate, watched_free
         return slab
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

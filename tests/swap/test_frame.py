@@ -30,7 +30,7 @@ STATES = ["recording", "swapping", "away", "returning", "ready", "done"]
 
 
 def frame(name: str = "model.layers.7", resident: bool = False) -> Frame:
-    return Frame(name, resident, 0, 1, lambda _: None)
+    return Frame(name, resident, 1, lambda _: None)
 
 
 @pytest.mark.parametrize("now", STATES)
@@ -205,6 +205,6 @@ def test_a_change_behind_the_frames_back_raises_with_its_name():
 
 def test_a_dying_frame_reports_itself():
     dead = []
-    one = Frame("x", False, 0, 1, lambda dying: dead.append(dying.name))
+    one = Frame("x", False, 1, lambda dying: dead.append(dying.name))
     del one
     assert dead == ["x"]

@@ -74,7 +74,7 @@ class System:
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE - 7, 9 * PAGE])
 def test_blocks_are_page_aligned_and_of_exact_size(nbytes):
     host = slab()
-    block = host.take(nbytes, "x")
+    block = host.allocate(nbytes, "x")
     ((address, held),) = addresses(block)
     assert address % PAGE == 0
     assert nbytes <= block.nbytes == held < nbytes + PAGE, "no rounding beyond the page"
@@ -84,57 +84,57 @@ def test_blocks_are_page_aligned_and_of_exact_size(nbytes):
 
 def test_memory_is_used_again_whatever_the_length():
     host = slab()
-    long = host.take(50 * PAGE, "x")
+    long = host.allocate(50 * PAGE, "x")
     ((address, _),) = addresses(long)
-    host.give(long)
+    host.free(long)
     assert (host.used, host.size) == (0, 50 * PAGE)
-    short = [host.take(20 * PAGE, "shorter") for _ in range(2)]
+    short = [host.allocate(20 * PAGE, "shorter") for _ in range(2)]
     assert [addresses(block) for block in short] == [[(address, 20 * PAGE)], [(address + 20 * PAGE, 20 * PAGE)]]
     for block in short:
-        host.give(block)
-    assert addresses(host.take(50 * PAGE, "as long")) == [(address, 50 * PAGE)]
+        host.free(block)
+    assert addresses(host.allocate(50 * PAGE, "as long")) == [(address, 50 * PAGE)]
     assert host.size == 50 * PAGE
 
 
-def test_the_smallest_free_range_that_is_enough_is_lent():
+def test_the_smallest_free_range_that_is_enough_is_allocated():
     host = slab(200)
-    blocks = {pages: host.take(pages * PAGE, "x") for pages in (52, 49, 51, 20)}
+    blocks = {pages: host.allocate(pages * PAGE, "x") for pages in (52, 49, 51, 20)}
     found = {pages: addresses(block)[0][0] for pages, block in blocks.items()}
     for block in blocks.values():
-        host.give(block)
-    taken = [host.take(pages * PAGE, "y") for pages in (50, 50, 49)]
+        host.free(block)
+    taken = [host.allocate(pages * PAGE, "y") for pages in (50, 50, 49)]
     assert [addresses(block)[0][0] for block in taken] == [found[51], found[52], found[49]]
 
 
-def test_where_no_range_is_enough_the_largest_are_lent_together():
+def test_where_no_range_is_enough_the_largest_are_allocated_together():
     host = slab(200)
-    blocks = {pages: host.take(pages * PAGE, "x") for pages in (10, 40, 30, 20, 25)}
+    blocks = {pages: host.allocate(pages * PAGE, "x") for pages in (10, 40, 30, 20, 25)}
     found = {pages: addresses(block)[0][0] for pages, block in blocks.items()}
     for pages in (10, 40, 30, 20):
-        host.give(blocks[pages])
-    long = host.take(78 * PAGE, "y")
+        host.free(blocks[pages])
+    long = host.allocate(78 * PAGE, "y")
     assert addresses(long) == [(found[40], 40 * PAGE), (found[30], 30 * PAGE), (found[10], 8 * PAGE)]
     assert host.size == 125 * PAGE
 
 
 def test_only_what_is_missing_is_mapped():
     host = slab()
-    short = host.take(10 * PAGE, "x")
+    short = host.allocate(10 * PAGE, "x")
     ((address, _),) = addresses(short)
-    lent = host.take(PAGE, "y")
-    host.give(short)
-    long = host.take(13 * PAGE, "z")
+    other = host.allocate(PAGE, "y")
+    host.free(short)
+    long = host.allocate(13 * PAGE, "z")
     assert addresses(long)[0] == (address, 10 * PAGE) and len(long.pieces) == 2
     assert host.size == host.peak_used == 14 * PAGE
-    host.give(lent)
+    host.free(other)
 
 
 def test_a_view_of_a_block_is_cut_where_its_pieces_are():
     host = slab()
-    blocks = [host.take(pages * PAGE, "x") for pages in (2, 3, 1)]
-    host.give(blocks[0])
-    host.give(blocks[1])
-    block = host.take(5 * PAGE, "y")
+    blocks = [host.allocate(pages * PAGE, "x") for pages in (2, 3, 1)]
+    host.free(blocks[0])
+    host.free(blocks[1])
+    block = host.allocate(5 * PAGE, "y")
     assert [piece.nbytes // PAGE for piece in block.pieces] == [3, 2]
     assert [len(view) for view in block.views(0, 5 * PAGE)] == [3 * PAGE, 2 * PAGE]
     assert [len(view) for view in block.views(PAGE, 2 * PAGE)] == [2 * PAGE]
@@ -148,103 +148,103 @@ def test_a_view_of_a_block_is_cut_where_its_pieces_are():
 
 def test_peak_used_remembers():
     host = slab()
-    first, second = host.take(2 * PAGE, "x"), host.take(3 * PAGE, "y")
-    host.give(first)
-    host.give(second)
-    host.take(PAGE, "z")
+    first, second = host.allocate(2 * PAGE, "x"), host.allocate(3 * PAGE, "y")
+    host.free(first)
+    host.free(second)
+    host.allocate(PAGE, "z")
     assert host.peak_used == 5 * PAGE
 
 
-def test_the_whole_budget_can_be_lent():
+def test_the_whole_budget_can_be_allocated():
     host = slab(10)
-    lent = [host.take(4 * PAGE, "x"), host.take(6 * PAGE, "y")]
-    assert sum(block.nbytes for block in lent) == host.size == host.budget
+    blocks = [host.allocate(4 * PAGE, "x"), host.allocate(6 * PAGE, "y")]
+    assert sum(block.nbytes for block in blocks) == host.size == host.budget
 
 
 def test_too_little_says_who_needs_what_in_gib():
     host = HostSlab(3 * GIB, HostPool(CPU))
-    host.take(2 * GIB, "frame model.layers.0")  # mapped, never touched
+    host.allocate(2 * GIB, "frame model.layers.0")  # mapped, never touched
     with pytest.raises(MemoError) as caught:
-        host.take(int(1.5 * GIB), "frame model.layers.1")
+        host.allocate(int(1.5 * GIB), "frame model.layers.1")
     message = str(caught.value)
     assert re.search(r"frame model\.layers\.1 needs 1\.5\d* GiB, 1(\.0*)? of 3(\.0*)? GiB are left", message), message
     for way_out in ("memo.alpha", "memo.resident_layers", "memo.host_memory_gib"):
         assert way_out in message
 
 
-def test_a_refused_take_changes_nothing_that_is_lent():
+def test_a_refused_allocation_changes_no_block():
     host = slab(4)
-    block = host.take(3 * PAGE, "x")
+    block = host.allocate(3 * PAGE, "x")
     with pytest.raises(MemoError):
-        host.take(2 * PAGE, "y")
+        host.allocate(2 * PAGE, "y")
     assert (host.used, host.size) == (3 * PAGE, 3 * PAGE)
-    host.give(block)
-    assert addresses(host.take(3 * PAGE, "z")) == addresses(block)
+    host.free(block)
+    assert addresses(host.allocate(3 * PAGE, "z")) == addresses(block)
 
 
-def test_closing_with_a_lent_block_raises():
+def test_closing_with_an_allocated_block_raises():
     host = slab()
-    block = host.take(PAGE, "x")
-    with pytest.raises(MemoError, match=f"{PAGE} bytes of it were lent"):
+    block = host.allocate(PAGE, "x")
+    with pytest.raises(MemoError, match=f"{PAGE} bytes of it were allocated"):
         host.close()
-    host.give(block)
+    host.free(block)
     host.close()
     assert host.size == 0
 
 
 # ---- any order of any lengths
 
-STEPS = st.lists(st.tuples(st.sampled_from(["take", "take", "give"]), st.integers(1, 40 * PAGE)), max_size=60)
+STEPS = st.lists(st.tuples(st.sampled_from(["allocate", "allocate", "free"]), st.integers(1, 40 * PAGE)), max_size=60)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 100 * PAGE), STEPS)
-def test_whatever_fits_the_budget_is_lent_and_no_more_is_held(budget, steps):
+def test_whatever_fits_the_budget_is_allocated_and_no_more_is_held(budget, steps):
     with pytest.MonkeyPatch.context() as patch:
         system = System(patch, limit=budget)
         host = HostSlab(budget, HostPool(CUDA))
-        lent: list[tuple[int, Block]] = []
+        blocks: list[tuple[int, Block]] = []
         for number, (what, amount) in enumerate(steps):
-            if what == "give" and lent:
-                value, block = lent.pop(amount % len(lent))
+            if what == "free" and blocks:
+                value, block = blocks.pop(amount % len(blocks))
                 assert values(block) == [value], "two blocks overlap"
-                host.give(block)
+                host.free(block)
                 del block
-            elif what == "take":
-                pages, free = -(-amount // PAGE) * PAGE, len(host.pool._free)
+            elif what == "allocate":
+                pages, free = -(-amount // PAGE) * PAGE, len(host.pool._free_ranges)
                 if host.used + pages > budget:
                     with pytest.raises(MemoError, match="GiB are left"):
-                        host.take(amount, "x")
+                        host.allocate(amount, "x")
                 else:
-                    block = host.take(amount, "x")
+                    block = host.allocate(amount, "x")
                     assert block.nbytes == pages and all(begin % PAGE == 0 for begin, _ in addresses(block))
-                    assert len(host.pool._free) <= free, "more than one range was cut"
+                    assert len(host.pool._free_ranges) <= free, "more than one range was cut"
                     fill(block, number % 251)
-                    lent.append((number % 251, block))
+                    blocks.append((number % 251, block))
                     del block
-            assert sum(block.nbytes for _, block in lent) == host.used <= host.size <= min(budget, host.peak_used)
+            assert sum(block.nbytes for _, block in blocks) == host.used <= host.size <= min(budget, host.peak_used)
             assert sum(system.held) == host.size, "what the slab gave back is still there"
             assert host.refused is None
-        for value, block in lent:
+        for value, block in blocks:
             assert values(block) == [value], "two blocks overlap"
-            host.give(block)
-        assert all(free.nbytes == free.segment.nbytes for free in host.pool._free), "free neighbours were not made one"
+            host.free(block)
+        assert all(free.nbytes == free.segment.nbytes for free in host.pool._free_ranges), "free neighbours were not made one"
 
 
 @pytest.mark.parametrize("lengths", ["random", "growing slowly"])
 def test_lengths_that_change_do_not_lock_anew(monkeypatch, lengths):
-    """Frames of so many pages in a stack, as training takes and gives them."""
+    """Frames of so many pages in a stack, as training allocates and frees them."""
     system = System(monkeypatch)
     host, frames = HostSlab(1 << 40, HostPool(CUDA)), 8
     draw = random.Random(0)
     pieces, step_bytes = [], []
     for step in range(120):
         pages = draw.randint(10, 300) if lengths == "random" else 10 + 2 * step
-        blocks = [host.take(pages * PAGE, "x") for _ in range(frames)]
+        blocks = [host.allocate(pages * PAGE, "x") for _ in range(frames)]
         step_bytes.append(host.used)
         pieces += [len(block.pieces) for block in blocks]
         while blocks:
-            host.give(blocks.pop())
+            host.free(blocks.pop())
     assert host.size == host.peak_used == max(step_bytes) == sum(system.held)
     assert system.pinned <= (1.2 if lengths == "random" else 3) * host.size < sum(step_bytes) / 10
     assert len(system.held) <= 4 * frames
@@ -255,11 +255,11 @@ def test_what_is_replaced_was_synchronized_with(monkeypatch):
     """A copy may still read the idle segments that a new one takes the place of."""
     system = System(monkeypatch)
     host = HostSlab(1 << 40, HostPool(CUDA))
-    for block in [host.take(PAGE, "short") for _ in range(5)]:
-        host.give(block)
+    for block in [host.allocate(PAGE, "short") for _ in range(5)]:
+        host.free(block)
     del block
     assert system.synchronized == 0
-    long = host.take(50 * PAGE, "long")
+    long = host.allocate(50 * PAGE, "long")
     assert len(long.pieces) == 1
     assert (system.synchronized, system.held) == (1, [50 * PAGE])
 
@@ -269,50 +269,50 @@ def test_what_is_replaced_was_synchronized_with(monkeypatch):
 
 def test_a_refusal_of_the_system_is_remembered(monkeypatch):
     System(monkeypatch, limit=4 * PAGE)
-    lender = slab()
-    lender.give(lender.take(3 * PAGE, "a long frame"))
-    lent = lender.take(2 * PAGE, "a short frame")
-    assert (lender.used, lender.size, lender.refused) == (2 * PAGE, 3 * PAGE, None)
+    host = slab()
+    host.free(host.allocate(3 * PAGE, "a long frame"))
+    short = host.allocate(2 * PAGE, "a short frame")
+    assert (host.used, host.size, host.refused) == (2 * PAGE, 3 * PAGE, None)
     with pytest.raises(MemoError, match=r"a third frame needs .* GiB more; no more"):
-        lender.take(3 * PAGE, "a third frame")
-    assert (lender.used, lender.size, lender.refused) == (lent.nbytes, 3 * PAGE, 3 * PAGE)
-    assert lender.take(PAGE, "a fourth frame").nbytes == PAGE
+        host.allocate(3 * PAGE, "a third frame")
+    assert (host.used, host.size, host.refused) == (short.nbytes, 3 * PAGE, 3 * PAGE)
+    assert host.allocate(PAGE, "a fourth frame").nbytes == PAGE
 
 
 def test_a_refusal_while_segments_are_replaced_counts_them(monkeypatch):
     """They are gone, but it was them and no more that the system gave."""
     system = System(monkeypatch, limit=4 * PAGE)
-    lender = slab()
-    for block in [lender.take(PAGE, "short") for _ in range(3)]:
-        lender.give(block)
+    host = slab()
+    for block in [host.allocate(PAGE, "short") for _ in range(3)]:
+        host.free(block)
     del block
     with pytest.raises(MemoError, match="no more"):
-        lender.take(5 * PAGE, "long")
-    assert lender.refused == 3 * PAGE
-    assert lender.used == 0 and sum(system.held) == lender.size <= 3 * PAGE
-    assert lender.take(3 * PAGE, "as much as before").nbytes == 3 * PAGE
+        host.allocate(5 * PAGE, "long")
+    assert host.refused == 3 * PAGE
+    assert host.used == 0 and sum(system.held) == host.size <= 3 * PAGE
+    assert host.allocate(3 * PAGE, "as much as before").nbytes == 3 * PAGE
 
 
 def lowered(monkeypatch: pytest.MonkeyPatch, kept: int) -> tuple[HostSlab, System, list[Block]]:
-    """A slab of 4, 3, 2 and 1 pages whose budget has become 5; of its blocks so many are still lent."""
+    """A slab of 4, 3, 2 and 1 pages whose budget has become 5; of its blocks so many are still allocated."""
     system = System(monkeypatch)
     host = slab(10)
-    blocks = [host.take(pages * PAGE, "x") for pages in (4, 3, 2, 1)]
+    blocks = [host.allocate(pages * PAGE, "x") for pages in (4, 3, 2, 1)]
     while len(blocks) > kept:
-        host.give(blocks.pop())
+        host.free(blocks.pop())
     host.budget = 5 * PAGE
     return host, system, blocks
 
 
 def test_a_lower_budget_is_kept_from_the_next_block_on(monkeypatch):
     host, system, _ = lowered(monkeypatch, kept=0)
-    block = host.take(5 * PAGE, "y")
+    block = host.allocate(5 * PAGE, "y")
     assert block.nbytes == host.size == sum(system.held) == 5 * PAGE
     with pytest.raises(MemoError, match=r"0 of .* GiB are left"):
-        host.take(PAGE, "z")
+        host.allocate(PAGE, "z")
 
 
-def test_what_is_lent_does_not_go_with_a_lower_budget(monkeypatch):
+def test_what_is_allocated_does_not_go_with_a_lower_budget(monkeypatch):
     host, system, blocks = lowered(monkeypatch, kept=1)
-    blocks.append(host.take(PAGE, "y"))
+    blocks.append(host.allocate(PAGE, "y"))
     assert host.used == host.size == sum(system.held) == 5 * PAGE

@@ -32,7 +32,7 @@ def test_a_frame_can_come_back_as_often_as_its_graph_lives(rig):
 
 
 @pytest.mark.parametrize("replays", [0, 1, 2])
-def test_a_dropped_graph_gives_its_host_blocks_back(rig, replays):
+def test_a_dropped_graph_frees_its_host_blocks(rig, replays):
     frames = [rig.layer() for _ in range(4)]
     for frame in reversed(frames[4 - replays :]):
         rig.replay(frame)
@@ -52,7 +52,7 @@ def test_steps_leave_nothing_behind(rig):
     last = rig.layer()
     assert [ref() for ref in rig.engine._stack] == [last]
     assert len(rig.engine._leaving) <= 1
-    assert not rig.engine._graves
+    assert not rig.engine._pending
     assert rig.slab.size == 3 * PAGE
 
 
@@ -225,13 +225,13 @@ def test_a_frame_that_dies_while_the_engine_closes():
 def test_a_frame_that_dies_between_two_steps_of_closing(monkeypatch):
     rig = Rig()
     frames = [rig.layer() for _ in range(3)]
-    give = rig.slab.give
+    free = rig.slab.free
 
-    def give_and_kill(block) -> None:
-        give(block)
+    def free_and_kill(block) -> None:
+        free(block)
         frames.clear()
 
-    monkeypatch.setattr(rig.slab, "give", give_and_kill)
+    monkeypatch.setattr(rig.slab, "free", free_and_kill)
     rig.engine.close()
     assert (rig.slab.used, rig.slab.size) == (0, 0)
 

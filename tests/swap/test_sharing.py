@@ -1,4 +1,4 @@
-"""Slabs of one pool: all of it in turns, a part each where they lend at the same time."""
+"""Slabs of one pool: all of it in turns, a part each where they allocate at the same time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def test_in_turns_each_has_everything_and_nothing_is_mapped_anew():
     found = []
     for slab in slabs * 3:
         slab.pass_begins()
-        block = slab.take(10 * PAGE, "x")
+        block = slab.allocate(10 * PAGE, "x")
         found.append(block.views(0, PAGE)[0].data_ptr())
         assert slab.claim() == 10 * PAGE
-        slab.give(block)
+        slab.free(block)
         slab.forward_over()
     assert len(set(found)) == 1 and slabs[0].size == slabs[1].size == 10 * PAGE
     assert [slab.part for slab in slabs] == [10 * PAGE] * 2
@@ -38,43 +38,43 @@ def test_in_turns_each_has_everything_and_nothing_is_mapped_anew():
 def test_together_each_has_its_part_from_then_on():
     first, second = two()
     first.pass_begins()
-    block = first.take(8 * PAGE, "x")
+    block = first.allocate(8 * PAGE, "x")
     first.forward_over()
     second.pass_begins()
     assert (first.part, second.part) == (5 * PAGE, 5 * PAGE)
     assert second.claim() == 2 * PAGE, "the first still holds more than its part"
     with pytest.raises(MemoError, match=r"needs .* GiB, .* GiB are left beside .* GiB that other models hold"):
-        second.take(3 * PAGE, "y")
-    first.give(block)
+        second.allocate(3 * PAGE, "y")
+    first.free(block)
     assert second.claim() == 2 * PAGE, "of the pass under way"
     second.forward_over()
     second.pass_begins()
     assert second.claim() == 5 * PAGE
-    blocks = [slab.take(5 * PAGE, "x") for slab in (first, second)]
+    blocks = [slab.allocate(5 * PAGE, "x") for slab in (first, second)]
     assert first.size == 10 * PAGE
     for slab, block in zip((first, second), blocks, strict=True):
         with pytest.raises(MemoError, match=r"0 of .* GiB are left"):
-            slab.take(1, "y")
-        slab.give(block)
+            slab.allocate(1, "y")
+        slab.free(block)
 
 
 def test_one_that_never_lends_has_no_part():
     """A reference model, which is only evaluated."""
     pool = HostPool(CPU)
     first, second, _reference = (HostSlab(10 * PAGE, pool) for _ in range(3))
-    block = first.take(PAGE, "x")
+    block = first.allocate(PAGE, "x")
     second.pass_begins()
     assert [first.part, second.part] == [5 * PAGE] * 2
     assert block.nbytes == PAGE
 
 
 def three_that_wait_together() -> tuple[list[HostSlab], list[Block]]:
-    """Of 12 pages, each with one lent."""
+    """Of 12 pages, each with one allocated."""
     pool = HostPool(CPU)
     slabs, blocks = [HostSlab(12 * PAGE, pool) for _ in range(3)], []
     for slab in slabs:
         slab.pass_begins()
-        blocks.append(slab.take(PAGE, "x"))
+        blocks.append(slab.allocate(PAGE, "x"))
     return slabs, blocks
 
 
@@ -86,18 +86,18 @@ def test_a_third_has_its_part_too():
 def test_the_limit_is_of_all_together():
     """Whoever does not say that a pass begins."""
     first, second = two(10, 8)
-    blocks = [first.take(PAGE, "x") for _ in range(2)], second.take(8 * PAGE, "y")
+    blocks = [first.allocate(PAGE, "x") for _ in range(2)], second.allocate(8 * PAGE, "y")
     with pytest.raises(MemoError, match="GiB are left"):
-        first.take(PAGE, "z")
+        first.allocate(PAGE, "z")
     del blocks
 
 
 def test_a_closed_slab_leaves_what_is_held_to_the_others():
     first, second = two()
-    first.give(first.take(6 * PAGE, "x"))
+    first.free(first.allocate(6 * PAGE, "x"))
     first.close()
     assert second.size == 6 * PAGE
-    second.give(second.take(6 * PAGE, "y"))
+    second.free(second.allocate(6 * PAGE, "y"))
     assert second.size == 6 * PAGE
     second.close()
     assert second.size == 0
@@ -105,27 +105,27 @@ def test_a_closed_slab_leaves_what_is_held_to_the_others():
 
 def test_a_refusal_is_told_to_all(monkeypatch):
     first, second = two()
-    first.give(first.take(3 * PAGE, "x"))
+    first.free(first.allocate(3 * PAGE, "x"))
     monkeypatch.setattr("ds_memo.swap.pinned_segments.map_pages", lambda nbytes: (_ for _ in ()).throw(MemoError("no more")))
     with pytest.raises(MemoError, match="no more"):
-        second.take(5 * PAGE, "y")
+        second.allocate(5 * PAGE, "y")
     assert first.refused == second.refused == 3 * PAGE
     assert (first.budget, second.budget) == (10 * PAGE, 10 * PAGE)
 
 
-def test_what_a_model_that_was_let_go_held_is_lent_again(monkeypatch):
+def test_what_a_model_that_was_let_go_held_is_allocated_again(monkeypatch):
     """Not before the copies of its streams are over."""
     finished = []
     real = streams.finish_abandoned
     monkeypatch.setattr("ds_memo.swap.host_pool.finish_abandoned", lambda device: finished.append(1) or real(device))
     first, second = two()
-    block = first.take(10 * PAGE, "x")
+    block = first.allocate(10 * PAGE, "x")
     first.itself = first, block
     del first, block
     assert second.pool.used == 10 * PAGE and not finished
     second.pass_begins()
     assert second.claim() == 10 * PAGE
-    assert second.take(10 * PAGE, "y").nbytes == second.size == second.pool.used and finished == [1]
+    assert second.allocate(10 * PAGE, "y").nbytes == second.size == second.pool.used and finished == [1]
 
 
 def test_a_pool_of_the_cpu_does_not_wait_for_cuda(monkeypatch):
@@ -133,13 +133,13 @@ def test_a_pool_of_the_cpu_does_not_wait_for_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     pool = HostPool(CPU)
     lost = HostSlab(10 * PAGE, pool)
-    lost.itself = lost, lost.take(PAGE, "x")
+    lost.itself = lost, lost.allocate(PAGE, "x")
     del lost
     gc.collect()
-    assert HostSlab(10 * PAGE, pool).take(10 * PAGE, "y").nbytes == pool.used
+    assert HostSlab(10 * PAGE, pool).allocate(10 * PAGE, "y").nbytes == pool.used
 
 
-def test_copies_that_nobody_waits_for_end_before_memory_is_lent_again():
+def test_copies_that_nobody_waits_for_end_before_memory_is_allocated_again():
     there = streams.ThreadStreams()
     slow = torch.zeros(1)
     there._queues[streams.D2H].put((time.sleep, 0.2))
@@ -155,9 +155,9 @@ def test_what_other_pools_may_still_take_is_promised():
     dropped.itself = dropped
     del dropped
     assert promised_bytes(mine.pool) == 15 * PAGE
-    block = host.take(4 * PAGE, "x")
+    block = host.allocate(4 * PAGE, "x")
     assert promised_bytes(mine.pool) == 11 * PAGE
-    host.give(block)
+    host.free(block)
     assert promised_bytes(mine.pool) == 11 * PAGE, "it is still held"
     HostSlab(12 * PAGE, host.pool)
     host.budget = 2 * PAGE
@@ -193,11 +193,11 @@ def test_a_pool_waits_for_its_own_device(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *device, name=name: asked.add((name, device)))
     pool = HostPool(there)
     lost = HostSlab(10 * PAGE, pool)
-    lost.itself = lost, lost.take(PAGE, "x")
+    lost.itself = lost, lost.allocate(PAGE, "x")
     del lost
     gc.collect()
     slab = HostSlab(10 * PAGE, pool)
-    slab.give(slab.take(PAGE, "y"))
+    slab.free(slab.allocate(PAGE, "y"))
     slab.close()
     assert asked == {("current_stream", (there,)), ("synchronize", (there,))}
 
@@ -206,11 +206,11 @@ def test_another_compute_stream_waits_for_everything(compute):
     """No event of it comes behind the copies that the last borrower's stream has ordered."""
     stream, calls = compute
     slab = HostSlab(10 * PAGE, HostPool(CUDA))
-    slab.give(slab.take(PAGE, "x"))
-    slab.give(slab.take(PAGE, "x"))
+    slab.free(slab.allocate(PAGE, "x"))
+    slab.free(slab.allocate(PAGE, "x"))
     assert calls == []
     stream[0] = "another"
-    slab.give(slab.take(PAGE, "x"))
+    slab.free(slab.allocate(PAGE, "x"))
     assert calls == ["waited"]
 
 
@@ -219,18 +219,18 @@ def test_a_stream_that_lent_before_waits_for_what_others_gave_back_since(compute
     stream, calls = compute
     pool = HostPool(CUDA)
     first, second = (HostSlab(10 * PAGE, pool) for _ in range(2))
-    block = first.take(4 * PAGE, "x")
+    block = first.allocate(4 * PAGE, "x")
     stream[0] = "two"
-    held = second.take(2 * PAGE, "y")
+    held = second.allocate(2 * PAGE, "y")
     stream[0] = "one"
-    first.give(block)
+    first.free(block)
     stream[0] = "two"
     assert calls == []
-    second.give(second.take(4 * PAGE, "y"))
+    second.free(second.allocate(4 * PAGE, "y"))
     assert calls == ["waited"]
-    second.give(second.take(4 * PAGE, "y"))
+    second.free(second.allocate(4 * PAGE, "y"))
     assert calls == ["waited"]
-    second.give(held)
+    second.free(held)
 
 
 def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
@@ -238,15 +238,15 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
     pool = HostPool(CPU)
     slabs = [HostSlab(12 * PAGE, pool) for _ in range(3)]
     slabs[0].pass_begins()
-    block = slabs[0].take(10 * PAGE, "x")
+    block = slabs[0].allocate(10 * PAGE, "x")
     for slab in slabs[1:]:
         slab.pass_begins()
         assert slab.claim() == 2 * PAGE
     assert [slab.part for slab in slabs] == [4 * PAGE] * 3
-    slabs[0].give(block)
-    blocks = [slab.take(4 * PAGE, "x") for slab in slabs]
+    slabs[0].free(block)
+    blocks = [slab.allocate(4 * PAGE, "x") for slab in slabs]
     with pytest.raises(MemoError, match="GiB are left"):
-        slabs[0].take(PAGE, "y")
+        slabs[0].allocate(PAGE, "y")
     assert pool.used == 12 * PAGE
     del blocks
 
@@ -255,30 +255,30 @@ def test_what_is_configured_has_no_part():
     """Whoever can do with less has what it leaves."""
     first, second = two()
     first.needs = 0
-    block = first.take(7 * PAGE, "x")
+    block = first.allocate(7 * PAGE, "x")
     second.pass_begins()
     assert (first.part, second.part) == (10 * PAGE, 3 * PAGE) and second.claim() == 3 * PAGE
-    beside = second.take(2 * PAGE, "y")
+    beside = second.allocate(2 * PAGE, "y")
     first.pass_begins()
     assert first.claim() == 8 * PAGE and second.claim() == 3 * PAGE
-    for slab, lent in ((first, block), (second, beside)):
-        slab.give(lent)
+    for slab, last in ((first, block), (second, beside)):
+        slab.free(last)
 
 
 def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
     """The later one's passes begin first, when nobody waits."""
     first, second = two()
-    block = first.take(PAGE, "x")
+    block = first.allocate(PAGE, "x")
     second.pass_begins()
-    first.give(block)
+    first.free(block)
     first.close()
     later = HostSlab(10 * PAGE, second.pool)
     later.pass_begins()
-    block = later.take(8 * PAGE, "x")
+    block = later.allocate(8 * PAGE, "x")
     second.pass_begins()
     assert (later.part, second.part) == (5 * PAGE, 5 * PAGE)
     assert second.claim() == 2 * PAGE, "the later one holds more than its part"
-    later.give(block)
+    later.free(block)
     second.pass_begins()
     assert second.claim() == 5 * PAGE
 
@@ -292,21 +292,21 @@ def test_who_is_left_has_the_part_of_one_that_is_gone(end: str):
         del slab
         gone = slabs.pop()
         if end == "closed":
-            gone.give(blocks.pop())
+            gone.free(blocks.pop())
             gone.close()
         del gone
         assert [slab.part for slab in slabs] == [slab.claim() for slab in slabs] == [12 // left * PAGE] * left
     slabs[0].pass_begins()
-    slabs[0].take(11 * PAGE, "all the others had")
+    slabs[0].allocate(11 * PAGE, "all the others had")
     assert slabs[0].size == 12 * PAGE
 
 
 def test_who_is_left_has_what_a_configured_one_held():
     first, second = two()
     first.needs = 0
-    block = first.take(7 * PAGE, "x")
+    block = first.allocate(7 * PAGE, "x")
     second.pass_begins()
     assert second.part == 3 * PAGE
-    first.give(block)
+    first.free(block)
     first.close()
     assert second.part == second.claim() == 10 * PAGE

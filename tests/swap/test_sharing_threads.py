@@ -1,4 +1,4 @@
-"""Slabs of one pool whose models train in threads, and are given back to by any of them."""
+"""Slabs of one pool whose models train in threads, and any of them may free."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_passes_of_two_threads_have_a_part_each_before_either_lends(elsewhere: T
     elsewhere.submit(first.pass_begins).result(5)
     second.pass_begins()
     assert [elsewhere.submit(first.claim).result(5), second.claim()] == [5 * PAGE] * 2
-    elsewhere.submit(first.take, 5 * PAGE, "x").result(5)
-    second.take(5 * PAGE, "y")
+    elsewhere.submit(first.allocate, 5 * PAGE, "x").result(5)
+    second.allocate(5 * PAGE, "y")
 
 
 def test_what_a_pass_was_promised_it_has_though_another_thread_begins_one(elsewhere: ThreadPoolExecutor):
@@ -44,8 +44,8 @@ def test_what_a_pass_was_promised_it_has_though_another_thread_begins_one(elsewh
     second.pass_begins()
     assert second.claim() == 0
     with pytest.raises(MemoError, match="GiB are left"):
-        second.take(PAGE, "y")
-    first.give(elsewhere.submit(first.take, 10 * PAGE, "x").result(5))
+        second.allocate(PAGE, "y")
+    first.free(elsewhere.submit(first.allocate, 10 * PAGE, "x").result(5))
     elsewhere.submit(first.forward_over).result(5)
     for slab in (first, second):
         slab.pass_begins()
@@ -73,11 +73,11 @@ def test_threads_that_train_a_model_each_are_never_refused():
             for _ in range(300):
                 slab.pass_begins()
                 claim = slab.claim() // PAGE
-                frames = [slab.take(PAGE, "x") for _ in range(random.randint(0, claim))]
+                frames = [slab.allocate(PAGE, "x") for _ in range(random.randint(0, claim))]
                 slab.forward_over()
                 most.append(pool.used)
                 for frame in frames:
-                    slab.give(frame)
+                    slab.free(frame)
         except MemoError as error:
             failures.append(error)
 
@@ -102,7 +102,7 @@ def test_blocks_are_counted_whoever_gives_them_back():
 
     def give_back() -> None:
         while (block := given.get()) is not None:
-            slab.give(block)
+            slab.free(block)
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -110,7 +110,7 @@ def test_blocks_are_counted_whoever_gives_them_back():
         other = threading.Thread(target=give_back)
         other.start()
         for _ in range(8000):
-            given.put(slab.take(PAGE, "x"))
+            given.put(slab.allocate(PAGE, "x"))
             while slab.used > 500 * PAGE:
                 time.sleep(0)
         given.put(None)
@@ -123,33 +123,33 @@ def test_blocks_are_counted_whoever_gives_them_back():
 def test_a_block_that_was_found_again_is_given_back_once():
     """By a thread that had it from a dead frame, when the slab has taken it back already."""
     slab = HostSlab(10 * PAGE, HostPool(CPU))
-    lost, kept = slab.take(4 * PAGE, "x"), slab.take(PAGE, "y")
-    for block in slab.lent:
+    lost, kept = slab.allocate(4 * PAGE, "x"), slab.allocate(PAGE, "y")
+    for block in slab.blocks:
         if block is not kept:
-            slab.give(block)
-    slab.give(lost)
+            slab.free(block)
+    slab.free(lost)
     assert slab.used == slab.pool.used == PAGE
-    slab.give(slab.take(9 * PAGE, "z"))
-    slab.give(kept)
-    assert slab.lent == [] and slab.used == slab.pool.used == 0
+    slab.free(slab.allocate(9 * PAGE, "z"))
+    slab.free(kept)
+    assert slab.blocks == [] and slab.used == slab.pool.used == 0
 
 
 def test_frames_in_reference_cycles_do_not_refuse_a_pass():
     """As those of a pass that raised, with its traceback."""
-    slab, graves = HostSlab(10 * PAGE, HostPool(CPU)), []
+    slab, dead = HostSlab(10 * PAGE, HostPool(CPU)), []
 
     class Frame:
         def __init__(self) -> None:
-            self.block, self.itself = slab.take(8 * PAGE, "x"), self
+            self.block, self.itself = slab.allocate(8 * PAGE, "x"), self
 
         def __del__(self) -> None:
-            graves.append(self.block)
+            dead.append(self.block)
 
-    def clear() -> None:
-        while graves:
-            slab.give(graves.pop())
+    def drain() -> None:
+        while dead:
+            slab.free(dead.pop())
 
-    slab.clear = lambda: clear
+    slab.drain = lambda: drain
     Frame()
     assert slab.used == 8 * PAGE
-    slab.give(slab.take(10 * PAGE, "y"))
+    slab.free(slab.allocate(10 * PAGE, "y"))

@@ -273,14 +273,14 @@ def test_lengths_that_differ_on_a_host_that_just_holds_the_longest():
         needed = memo.slab.peak_used
     stock, pieces = build("llama"), []
     with attached(model := build("llama"), DelayedStreams(0), config | {"host_memory_gib": needed / GIB}) as memo:
-        take = memo.slab.take
+        allocate = memo.slab.allocate
 
         def counting(*args):
-            block = take(*args)
+            block = allocate(*args)
             pieces.append(len(block.pieces))
             return block
 
-        memo.slab.take = counting
+        memo.slab.allocate = counting
         for batch in batches:
             assert_same(step(model, batch), step(stock, batch))
         assert memo.slab.size == memo.slab.peak_used == memo.slab.budget == needed

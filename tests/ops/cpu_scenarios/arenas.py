@@ -8,6 +8,7 @@ import os
 
 import torch
 
+from ds_memo.plan.phases import LayerPass
 from tests.ops.cpu_scenarios.table import CPU, MIB, RAW_BLOCKS, scenario
 from tests.ops.rig import LAYERS, ROWS, Rig, same
 
@@ -250,7 +251,7 @@ def logged_blocks_freed_later() -> None:
     blocks.pop(0)  # off
     rig.planned()
     rig.allocator.follow(0)
-    rig.allocator.phase("L0.f")
+    rig.allocator.phase(LayerPass(0, backward=False))
     blocks.pop(0)  # in a plan
     rig.allocator.stop()
     assert rig.allocator.requests() == []
@@ -313,6 +314,6 @@ def nothing_changes_while_off() -> None:
     reference = rig.forward_and_backward()
     rig.allocator.install()
     before = rig.allocator.stats()
-    rig.allocator.phase("L0.f")
+    rig.allocator.phase(LayerPass(0, backward=False))
     assert same(rig.forward_and_backward(), reference)
     assert rig.allocator.stats() == before and rig.allocator.requests() == []

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from ds_memo.plan.phases import LayerPass
 from tests.ops.cpu_scenarios.table import CPU, MIB, scenario
 from tests.ops.rig import WIDTH, Rig, same
 
@@ -62,7 +63,7 @@ def a_data_loader_with_workers() -> None:
     rows = [torch.full((WIDTH * 64,), float(i)) for i in range(8)]
     loader = torch.utils.data.DataLoader(rows, batch_size=2, num_workers=2, multiprocessing_context="fork")
     rig.allocator.follow(0)  # the workers start in the middle of a pass
-    rig.allocator.phase("L0.f")
+    rig.allocator.phase(LayerPass(0, backward=False))
     batches = list(loader)
     assert torch.equal(torch.cat(batches), torch.stack(rows))
     assert same(rig.follow(), reference)
