@@ -58,7 +58,7 @@ def probe(_=None):
     importlib.util.find_spec("deepspeed")
     if not before[0]:
         return before
-    from ds_memo.deepspeed import install
+    from ds_memo.deepspeed import launched_by
     return *before, watches(), launched_by.section, {"torch", "numpy", "deepspeed"} & set(sys.modules)
 
 if __name__ == "__main__":

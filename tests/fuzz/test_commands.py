@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from ds_memo import cli
+from ds_memo.cli import main as cli
 from ds_memo.config import MemoConfig, MemoConfigError, memo_config
 from tests.fuzz.damage import CORPUS, jsons, pickles, sections, texts
 from tests.processes import ROOT

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_memo.cli.plan import _table
 from ds_memo.plan import greedy, plan_trace, search, solve, verify
-from ds_memo.plan.command import _table
 from ds_memo.plan.dsa import Buffer, Lifespan, Problem, peak
 from ds_memo.plan.formats import make_trace, parse_trace
 from ds_memo.plan.phases import LayerPass

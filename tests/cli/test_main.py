@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_memo import cli
+from ds_memo.cli import main as cli
 from tests.command import call, complaint
 from tests.plan.instances import TRACES
 from tests.processes import ROOT, python
@@ -36,7 +36,7 @@ def test_a_defect_has_an_exit_code_of_its_own(capsys, monkeypatch, error) -> Non
     def raises(*_, **__):
         raise error
 
-    monkeypatch.setattr("ds_memo.plan.command.plan_trace", raises)
+    monkeypatch.setattr("ds_memo.cli.plan.plan_trace", raises)
     ended = call(capsys, "plan", TRACE)
     assert ended.code == cli.UNEXPECTED == 70 and ended.err.count("\n") == 1 and len(ended.err) < 2000
     assert f"ds-memo plan: unexpected error: {type(error).__name__}" in ended.err and "\x1b" not in ended.err
@@ -44,7 +44,7 @@ def test_a_defect_has_an_exit_code_of_its_own(capsys, monkeypatch, error) -> Non
 
 def test_the_traceback_of_a_defect_is_shown_when_asked_for() -> None:
     code = (
-        "from ds_memo import cli; import ds_memo.plan.command as command; command.plan_trace = None\n"
+        "from ds_memo.cli import main as cli; import ds_memo.cli.plan as command; command.plan_trace = None\n"
         f"raise SystemExit(cli.main(['plan', {TRACE!r}]))"
     )
     quiet, loud = python("-c", code), python("-c", code, DS_MEMO_TRACEBACK="1")
@@ -122,7 +122,7 @@ def test_a_library_that_cannot_be_replaced(capsys, monkeypatch) -> None:
     def raises(*_, **__):
         raise PermissionError(13, "Permission denied", "/cache/dsa_search.so")
 
-    monkeypatch.setattr("ds_memo.plan.command.plan_trace", raises)
+    monkeypatch.setattr("ds_memo.cli.plan.plan_trace", raises)
     assert complaint(capsys, "plan", TRACE) == "ds-memo plan: /cache/dsa_search.so: Permission denied"
 
 

@@ -62,7 +62,7 @@ def test_a_full_disk_leaves_the_old_file(here: Path, what: str) -> None:
     words = WRITERS[what]
     (here / words[-1]).write_text("old")
     code = (
-        "import resource, signal, sys; from ds_memo import cli; import matplotlib, plotly\n"
+        "import resource, signal, sys; from ds_memo.cli import main as cli; import matplotlib, plotly\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
