@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_memo.errors import MemoError
 from ds_memo.layer_observer import NoPhases, Phases
+from ds_memo.placement import Placement
 from ds_memo.swap.frame import Frame, Kept, Layout
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 from ds_memo.units import GIB
@@ -85,15 +86,14 @@ class SwapEngine:
 
     # ---- forward
 
-    def begin(self, name: str, resident: bool, layer: int = 0, ahead: bool = True) -> Frame:
+    def begin(self, name: str, placement: Placement, layer: int = 0) -> Frame:
         """Open the frame of a layer that is about to run.
 
         Args:
             name: of the layer, for messages.
-            resident: what is kept stays on the device.
+            placement: says whether what is kept stays on the device, and whether its reload may be issued while the backward is
+                still at the frame above. If it may not, compute waits for it.
             layer: its index in the model, for whoever is told of phases.
-            ahead: the reload may be issued while the backward is still at the frame above. If not, the frame takes no memory
-                before it is wanted, and compute waits for its reload.
         """
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
@@ -104,7 +104,7 @@ class SwapEngine:
         while len(self._leaving) >= 2:
             self._let_go(self._leaving.popleft()())
         self.traffic.frames += 1
-        return Frame(name, resident, layer, self.traffic.frames, self._bury, ahead)
+        return Frame(name, placement, layer, self.traffic.frames, self._bury)
 
     def adopt(self, frame: Frame, layout: Layout) -> None:
         """Set what a recording frame will keep, and take its host block."""
