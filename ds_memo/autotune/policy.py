@@ -53,7 +53,7 @@ class PlacementPolicy:
         """True if nothing is left open."""
         if self.fixed:
             slab.needs = 0
-        self.solution: PassSolution | None = None
+        self.pass_solution: PassSolution | None = None
         """The tuner's, for the running pass."""
         self.kinds = self._configured()
         """Kinds of placements by the number of the layer call; the calls that are missing are swapped, or were not solved for."""
@@ -72,13 +72,13 @@ class PlacementPolicy:
     @property
     def no_recompute(self) -> bool:
         """True if everything fits, and no layer is checkpointed."""
-        return self.solution is not None and self.solution.solution.no_recompute
+        return self.pass_solution is not None and self.pass_solution.solution.no_recompute
 
     def is_without_recompute(self, layer: Layer) -> bool:
         """True if no call of this layer is checkpointed."""
-        if self.solution is None or layer.index >= self.solution.layers:
+        if self.pass_solution is None or layer.index >= self.pass_solution.layers:
             return False
-        calls = range(layer.index, len(self.solution.placements), self.solution.layers)
+        calls = range(layer.index, len(self.pass_solution.placements), self.pass_solution.layers)
         return all(self.kinds.get(number) is PlacementKind.NO_RECOMPUTE for number in calls)
 
     def calls(self, *kinds: PlacementKind) -> list[int]:
@@ -87,7 +87,7 @@ class PlacementPolicy:
 
     def follow(self, solution: PassSolution | None) -> None:
         """Place the calls of the pass that begins by this; None: by what needs no profile."""
-        self.solution = solution
+        self.pass_solution = solution
         self._refused = None
         if solution is not None:
             self.kinds, self.alpha_used, self.binding = solution.kinds, solution.solution.alpha, solution.solution.binding
@@ -104,14 +104,14 @@ class PlacementPolicy:
     def placements_by_requests(self) -> tuple[Placement, ...] | None:
         """Placements of the pass, with one alpha for all that ask the device for the same memory: how many rows are stored
         changes nothing, only whether none, some or all are."""
-        if self.solution is None:
+        if self.pass_solution is None:
             return None
-        placements = self.solution.placements[self.in_flight.earlier * self.solution.layers :]
+        placements = self.pass_solution.placements[self.in_flight.earlier * self.pass_solution.layers :]
         return tuple(p if p.alpha in (0.0, 1.0) else replace(p, alpha=0.5) for p in placements)
 
     def placement(self, layer: Layer) -> Placement:
-        if self.solution is not None:
-            return self._solved(self.solution, layer)
+        if self.pass_solution is not None:
+            return self._solved(self.pass_solution, layer)
         if self._config.ablation == "full_recompute":
             return FULL_RECOMPUTE
         return ON_DEVICE if self._is_resident(layer) else SWAPPED

@@ -181,7 +181,7 @@ class Memo:
                 layer.recipes.clear()
         if not (module.training and torch.is_grad_enabled()):
             return
-        if self.policy.solution:
+        if self.policy.pass_solution:
             self.policy.in_flight.forward_ended(output)
         self.addresses.forward_ended()
         self._passes += 1
@@ -255,7 +255,7 @@ class Memo:
             self.tuner.stepped(self._model(), self._passes, self.policy.in_flight.most.calls, now)
 
     def _said_of_first_step(self) -> Iterator[str]:
-        solution, traffic = self.policy.solution, self.engine.traffic
+        solution, traffic = self.policy.pass_solution, self.engine.traffic
         if solution is None:
             if self.tuner:
                 yield from first_step.not_solved(type(self._model()).__name__, traffic, self._passes)
@@ -348,8 +348,8 @@ class Memo:
 
     def _hidden_shape(self) -> tuple[int, ...]:
         """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""
-        if self.policy.solution is not None:
-            shape = self.policy.solution.shape
+        if self.policy.pass_solution is not None:
+            shape = self.policy.pass_solution.shape
             return (shape.batch, shape.length, *shape.rest)
         inputs = (kept for layer in self.layers if layer.latest for kept in layer.latest.inputs if kept)
         kept = next(inputs, None)

@@ -48,7 +48,7 @@ def report(
             "numa_node": slab.pool.node.number if slab.pool.node else None,
         },
         stall_s=engine.streams.stall_s(),
-        predicted=policy.solution.predicted() if policy.solution else None,
+        predicted=policy.pass_solution.predicted() if policy.pass_solution else None,
         **others,
     )
 

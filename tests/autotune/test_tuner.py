@@ -49,7 +49,7 @@ def costs() -> Any:
         handle = attached(model)
         with pytest.warns(ds_memo.MemoWarning, match="cannot be cached"):
             step(model, BATCH)
-        run = handle.policy.solution.run
+        run = handle.policy.pass_solution.run
         handle.detach()
         return run
 
@@ -106,7 +106,7 @@ def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float
     assert report["predicted"]["device_bytes"] <= report["profile"]["device_budget"]
     assert (report["attention_recomputed"] > 0) == (residents == 0)
     if residents == 0:  # the last resort: of what is swapped, nothing without attention comes back before it is wanted
-        solution, traffic = handle.policy.solution.solution, handle.engine.traffic
+        solution, traffic = handle.policy.pass_solution.solution, handle.engine.traffic
         assert sets(solution).without_gemms and report["layers_without_gemms"] == sorted(sets(solution).without_gemms)
         swapped = set(range(LAYERS)) - sets(solution).without_gemms
         assert traffic.frames_on_demand == 2 * len(swapped & sets(solution).attention_recomputed)
@@ -159,7 +159,7 @@ def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha:
         model.zero_grad()
     report = handle.report()
     handle.detach()
-    solved, arena = handle.policy.solution, report["plan"]["arena"]
+    solved, arena = handle.policy.pass_solution, report["plan"]["arena"]
     assert report["predicted"]["device_bytes"] == pytest.approx(arena, rel=0.01)
     # The comparison can fail: another alpha, or the sum of frames, two buffers and working bytes, is not what is counted.
     other = 0.5 if alpha == 0.0 else 0.0
@@ -362,7 +362,7 @@ def test_after_a_refusal_the_tuner_asks_for_less(costs: Any, monkeypatch: pytest
     model = build("llama")
     stock = copy.deepcopy(model)
     handle = attached(model, resident_layers=0, **budgets(costs, 0, 5))
-    handle._choose(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
+    handle._place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
     asked = handle.report()["predicted"]["host_bytes"]
     with monkeypatch.context() as patch:
         Refusing(patch, LAYERS - 1)

@@ -114,7 +114,7 @@ def test_a_reserved_bar_without_its_measure_is_not_held():
     row = with_plan(5 * GIB, 5 * GIB)
     del row["memory"]["unplanned_peak"]
     claim = claims_of(ds_memo_swapping=row)["reserved / requested without a plan, ds_memo, swapping"]
-    assert claim["value"] is None and not claim["held"] and "solution changed" in claim["why"]
+    assert claim["value"] is None and not claim["held"] and "placements changed" in claim["why"]
 
 
 @pytest.mark.parametrize("ways", [{}, {"planned": {"error": "exit 1: boom"}}])

@@ -114,7 +114,7 @@ def test_the_solver_leaves_layers_without_recompute_and_knows_their_bytes() -> N
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    report, solved = handle.report(), handle.policy.solution
+    report, solved = handle.report(), handle.policy.pass_solution
     handle.detach()
     assert report["layers_without_recompute"] == [2, 3] and report["layers_on_device"] == [0, 1], report["binding"]
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.01)
