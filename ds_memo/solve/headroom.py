@@ -35,7 +35,7 @@ def solve_within(
         NothingFits: not in `most` either.
     """
     try:
-        return run, solve(run, alpha, resident_layers, may_skip_recompute, unplanned_overhead)
+        return run, solve(run, alpha, resident_layers, may_skip_recompute, unplanned_overhead=unplanned_overhead)
     except NothingFits as error:
         if error.device_needed is None:
             raise
