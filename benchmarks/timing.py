@@ -116,9 +116,9 @@ class Memory:
         }
 
 
-def homes(report: dict[str, Any]) -> tuple[Any, ...]:
+def placements(report: dict[str, Any]) -> tuple[Any, ...]:
     """Where a rival keeps what, by its own report."""
-    layers = (tuple(report.get(name) or ()) for name in ("residents", "lean", "plain"))
+    layers = (tuple(report.get(name) or ()) for name in ("layers_on_device", "layers_without_gemms", "layers_without_recompute"))
     return report.get("checkpointing"), report.get("alpha"), *layers
 
 
@@ -139,9 +139,9 @@ def served(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 def setting(report: dict[str, Any]) -> tuple[Any, ...]:
-    """All that its speed and bytes depend on: homes, which ds_memo may lower while it trains, and addresses."""
+    """All that its speed and bytes depend on: placements, which ds_memo may lower while it trains, and addresses."""
     profile, plan = report.get("profile") or {}, report.get("plan") or {}
-    return (*homes(report), profile.get("changes"), plan.get("plans"), plan.get("arena"))
+    return (*placements(report), profile.get("changes"), plan.get("plans"), plan.get("arena"))
 
 
 @dataclass

@@ -1,72 +1,67 @@
-"""Places: what each layer keeps, and where.
-
-plain      not checkpointed: autograd keeps what it likes, nothing is computed again
-resident   the kept outputs stay on the device
-lean       they stay there too, but for GEMM outputs
-swapped    all others: whole tensors and a share alpha of the GEMM outputs' rows go to the host
-dropped    lean or swapped, and the attention output is not kept
-"""
+"""Placement: where a layer call's outputs wait for its backward, and what the backward computes again."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
 
-import numpy as np
+UNDECIDED = None
+"""The alpha of a swapped call until its sizes are known: then remat asks the policy for it."""
 
 
-class Home(NamedTuple):
-    """Where one layer's kept outputs live; none of the four: swapped."""
+class PlacementKind(IntEnum):
+    """The solver keeps these numbers in arrays. A kind that recomputes attention follows directly after the one that does not."""
 
-    plain: bool = False
-    resident: bool = False
-    lean: bool = False
-    dropped: bool = False
+    SWAPPED = 0
+    """Whole tensors and a share alpha of the GEMM outputs' rows go to the host; the other rows are recomputed."""
+    SWAPPED_ATTENTION_RECOMPUTED = 1
+    """The same without the attention output. The frame takes no device memory before its backward: no reload ahead of it."""
+    GEMMS_RECOMPUTED = 2
+    """On the device, without GEMM outputs."""
+    FULL_RECOMPUTE = 3
+    """As torch.utils.checkpoint: the input stays on the device, GEMM and attention outputs are recomputed."""
+    ON_DEVICE = 4
+    """A resident layer: everything that is kept stays on the device."""
+    NO_RECOMPUTE = 5
+    """Not checkpointed: autograd saves what it likes, nothing is computed again."""
 
     @property
-    def stays(self) -> bool:
-        """Nothing goes to the host."""
-        return self.plain or self.resident or self.lean
+    def on_device(self) -> bool:
+        """True if nothing goes to the host."""
+        return self >= PlacementKind.GEMMS_RECOMPUTED
 
-    def alpha(self, alpha: float) -> float:
-        """The share of GEMM outputs' rows that this layer keeps, where swapped ones keep `alpha`."""
-        return 1.0 if self.plain or self.resident else 0.0 if self.lean else alpha
+    @property
+    def without_gemms(self) -> bool:
+        """True if the call is on the device and stores no row of a GEMM output. A swapped one stores a share alpha of them."""
+        return self in (PlacementKind.GEMMS_RECOMPUTED, PlacementKind.FULL_RECOMPUTE)
 
-
-HOMES = (
-    *(Home(), Home(dropped=True)),
-    *(Home(lean=True), Home(lean=True, dropped=True)),
-    *(Home(resident=True), Home(plain=True)),
-)
-"""All homes there are. The *code* of a home is its index here. A home with `dropped` follows directly after the one without."""
-_LEAN, _RESIDENT, _PLAIN = (HOMES.index(home) for home in (Home(lean=True), Home(resident=True), Home(plain=True)))
-STAYS, DROPPED = (np.array([getattr(home, what) for home in HOMES]) for what in ("stays", "dropped"))
-"""Of each home, by its code."""
+    @property
+    def recomputes_attention(self) -> bool:
+        return self in (PlacementKind.SWAPPED_ATTENTION_RECOMPUTED, PlacementKind.FULL_RECOMPUTE)
 
 
-class Places(NamedTuple):
-    """Which of a model's layers live where, by index. A swapped layer is in none of these, or in `dropped` alone."""
+@dataclass(frozen=True)
+class Placement:
+    """The placement of one layer call. Part of the key of its recipe."""
 
-    residents: Collection[int] = frozenset()
-    lean: Collection[int] = frozenset()
-    dropped: Collection[int] = frozenset()
-    plain: Collection[int] = frozenset()
+    kind: PlacementKind
+    alpha: float | None = UNDECIDED
+    """The share of each GEMM output's rows that is stored. On the device the kind says it, whatever is passed."""
+    empty_frame: bool = False
+    """Without recompute: the call has an (empty) frame all the same. So the engine moves the frames of swapped layers while it
+    runs, and the host stays within the run-ahead limit (ds_memo.deepspeed.run_ahead_limit)."""
 
-    def codes(self, layers: int) -> np.ndarray:
-        """The code of every layer's home."""
-        codes = np.zeros(layers, np.intp)
-        codes[list(self.lean)] = _LEAN
-        codes[list(self.dropped)] += 1
-        codes[list(self.residents)] = _RESIDENT
-        codes[list(self.plain)] = _PLAIN
-        return codes
+    def __post_init__(self) -> None:
+        if self.kind.on_device:
+            object.__setattr__(self, "alpha", 0.0 if self.kind.without_gemms else 1.0)
 
-    def homes(self, layers: int) -> list[Home]:
-        return [HOMES[code] for code in self.codes(layers)]
 
-    def swapped(self, layers: int) -> list[int]:
-        return np.flatnonzero(~STAYS[self.codes(layers)]).tolist()
+SWAPPED = Placement(PlacementKind.SWAPPED, UNDECIDED)
+GEMMS_RECOMPUTED = Placement(PlacementKind.GEMMS_RECOMPUTED)
+FULL_RECOMPUTE = Placement(PlacementKind.FULL_RECOMPUTE)
+ON_DEVICE = Placement(PlacementKind.ON_DEVICE)
+NO_RECOMPUTE = Placement(PlacementKind.NO_RECOMPUTE)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -75,12 +70,3 @@ def spread(layers: int, count: int) -> frozenset[int]:
     last = range(layers - min(count, 2, layers), layers)
     rest, room = max(0, min(count, layers) - len(last)), layers - len(last)
     return frozenset(last) | {(2 * i + 1) * room // (2 * rest) for i in range(rest)}
-
-
-@lru_cache(maxsize=1 << 12)
-def place(layers: int, residents: int, plain: int = 0) -> Places:
-    """Spread so many residents and plain layers. Which layers are plain depends on their number alone, not on the residents', so
-    that ranks need only agree on that number."""
-    without = spread(layers, plain)
-    others = [index for index in range(layers) if index not in without]
-    return Places(residents=frozenset(others[position] for position in spread(len(others), residents)), plain=without)

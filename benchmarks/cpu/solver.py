@@ -62,8 +62,8 @@ def alphas() -> tuple[list[dict[str, Any]], float]:
     kept = []
     for setting in sweep.SETTINGS:
         costs = setting.costs()
-        homes = solve(costs, may_be_plain=False)
-        kept.append({"setting": asdict(setting), "alpha": homes.alpha, "off": sweep.off_the_best(costs, homes)})
+        solution = solve(costs, may_skip_recompute=False)
+        kept.append({"setting": asdict(setting), "alpha": solution.alpha, "off": sweep.off_the_best(costs, solution)})
     return kept, max(one["off"] for one in kept)
 
 

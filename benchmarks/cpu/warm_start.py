@@ -1,4 +1,4 @@
-"""What the autopilot adds to the first training pass: with nothing cached, and with the profile of the run before.
+"""What the tuner adds to the first training pass: with nothing cached, and with the profile of the run before.
 
     python -m benchmarks.warm_start [--device cpu|cuda] [--model CONFIG.json] [--seq-length N] [--rounds N] [--json PATH]
 
@@ -32,7 +32,7 @@ def start(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[float, bool]:
     """Seconds, and whether the profile was read."""
     begin = time.perf_counter()
     handle = ds_memo.attach(model, {"plan": {"enabled": False}})
-    pilot = handle.autopilot
+    pilot = handle.tuner
     pilot.choose("the first pass", model, (), {"input_ids": tokens, "labels": tokens}, handle.calls)
     if tokens.device.type == "cuda":
         torch.cuda.synchronize(tokens.device)

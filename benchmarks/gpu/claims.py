@@ -71,5 +71,5 @@ def claims(point: dict[str, Any]) -> list[dict[str, Any]]:
         if "unplanned_peak" in memory:  # the peak with a plan has the arena in it, however large
             say(over, memory["device_reserved_peak"] / memory["unplanned_peak"], 1.02, at_most=True)
         else:
-            found.append(unmeasured(over, "its homes changed when addresses were planned"))
+            found.append(unmeasured(over, "its placements changed when addresses were planned"))
     return found

@@ -29,7 +29,7 @@ from benchmarks import host as host_memory
 from benchmarks import results
 from benchmarks.rivals import RIVALS, SWAPPING, Budget
 from benchmarks.speed import add_common
-from benchmarks.timing import Trainer, arena, homes, served, timed
+from benchmarks.timing import Trainer, arena, placements, served, timed
 from benchmarks.ways import WAYS, run_apart
 from benchmarks.workloads import NAMES, Shape, batch, build, shapes
 from ds_memo.units import GIB
@@ -99,8 +99,11 @@ def claims(ways: dict[str, dict[str, Any]], where: str) -> list[dict[str, Any]]:
     found.append({"claim": mallocs, "value": calls, "bar": 0, "held": calls == 0})
     if "error" in native:
         return [*found, results.unmeasured(reserved, f"native did not run: {native['error']}")]
-    if homes(native["report"]) != homes(planned["report"]):
-        return [*found, results.unmeasured(reserved, "the two processes chose other homes, so their bytes cannot be compared")]
+    if placements(native["report"]) != placements(planned["report"]):
+        return [
+            *found,
+            results.unmeasured(reserved, "the two processes chose other placements, so their bytes cannot be compared"),
+        ]
     over = planned["device_reserved_peak"] / native["device_peak"]
     return [*found, {"claim": reserved, "value": over, "bar": BAR, "held": over <= BAR}]
 

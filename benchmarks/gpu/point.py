@@ -22,7 +22,7 @@ from benchmarks import results, streams
 from benchmarks.noise import distance, noise
 from benchmarks.predict import hardware_of, in_words, predict
 from benchmarks.rivals import INPUT_OFFLOAD, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, Rival
-from benchmarks.timing import Memory, Trainer, arena, clear, does_not_fit, homes, timed, use_expandable
+from benchmarks.timing import Memory, Trainer, arena, clear, does_not_fit, placements, timed, use_expandable
 from benchmarks.workloads import Shape, batch, step_flops, tokens_of
 from ds_memo.units import GIB
 
@@ -181,7 +181,7 @@ def _visit(trainer: Trainer, installed: Installed, steps: int, row: dict[str, An
         memory = Memory(device)
         trainer.step(installed)
         if first and device.type == "cuda" and not arena(report := installed.report()):
-            unplanned[homes(report)] = memory.read(1, lambda: None)["device_peak"]
+            unplanned[placements(report)] = memory.read(1, lambda: None)["device_peak"]
 
     def warm_up() -> None:
         for _ in range(WARM_UP):
@@ -196,7 +196,7 @@ def _visit(trainer: Trainer, installed: Installed, steps: int, row: dict[str, An
     if not first:
         return
     row["memory"] = block.memory.read(steps, lambda: trainer.step(installed))
-    if arena(block.after) and (needed := unplanned.get(homes(block.after))):
+    if arena(block.after) and (needed := unplanned.get(placements(block.after))):
         row["memory"]["unplanned_peak"] = needed
     if "stall_s" in block.after:
         stalls = {name: seconds - block.before["stall_s"][name] for name, seconds in block.after["stall_s"].items()}

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from benchmarks.rivals import PLANNED, RIVALS, Budget
-from benchmarks.timing import Trainer, does_not_fit, homes
+from benchmarks.timing import Trainer, does_not_fit, placements
 from benchmarks.workloads import Shape, tokens_of
 from ds_memo.estimate import model
 from ds_memo.estimate.hardware import named
 from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS
 from ds_memo.profile.json_file import to_json
-from ds_memo.solve.headroom import RESERVE
+from ds_memo.solve.headroom import HEADROOM
 from ds_memo.units import GIB
 
 SETTLED_AFTER = 4
@@ -63,7 +63,7 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     try:
         with RIVALS[PLANNED].on(trainer.model, replace(budget, ranks=shape.ranks)) as installed:
             reports: list[dict[str, Any]] = []
-            while len(reports) < SETTLED_AFTER and (len(reports) < 2 or homes(reports[-2]) != homes(reports[-1])):
+            while len(reports) < SETTLED_AFTER and (len(reports) < 2 or placements(reports[-2]) != placements(reports[-1])):
                 trainer.step(installed)
                 reports.append(installed.report())
             report, profile = reports[-1], installed.profile()
@@ -88,7 +88,7 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     # What the solver had for layers, and what the estimator takes off for others and leaves alone.
     counted, rows = model.load(str(config_file)), tokens_of(shape, length)
     activations = report["profile"]["device_budget"] + LOGIT_BYTES * counted.vocab * min(rows, TILE_TOKENS)
-    words += ["--device-memory-gib", f"{(STATE_BYTES * counted.parameters + activations / (1 - RESERVE)) / GIB:.9f}"]
+    words += ["--device-memory-gib", f"{(STATE_BYTES * counted.parameters + activations / (1 - HEADROOM)) / GIB:.9f}"]
     words += ["--profile", str(profile_file), "--json"]
     command = [sys.executable, "-m", "ds_memo.cli", "estimate", *words]
     try:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from benchmarks.workloads import attention_through, heads_to_ranks, ranks_to_heads, sdpa
 from ds_memo.config import PlanConfig
 from ds_memo.hf.find_layers import find_layers
-from ds_memo.placement import spread
+from ds_memo.placement import SWAPPED, spread
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.runtime.optimizer_hooks import watch_optimizers
 from ds_memo.shapes import shapes_of
@@ -190,7 +190,7 @@ class PaperMemo:
             return fn(hidden, *others)
         if self.addresses:
             self.addresses.layer_begins(index)
-        frame = self.engine.begin(f"layer {index}", resident=False)
+        frame = self.engine.begin(f"layer {index}", SWAPPED)
         tokens = hidden.shape[1]
         call = Call(index, frame, fn, others, tokens)
         foreign = self._own | {_storage(x) for x in _tensors((fn, others))}

@@ -21,8 +21,8 @@ from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model, load
-from ds_memo.estimate.simulate import simulate
-from ds_memo.placement import Places
+from ds_memo.estimate.simulate import Simulated, simulate
+from ds_memo.placement import ON_DEVICE, Placement, PlacementKind
 from ds_memo.solve.costs import RunCosts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,12 +73,16 @@ def step_times(result: dict[str, Any], machine: Hardware) -> Iterator[Row]:
     run = RunCosts((layer,) * layers, machine.d2h, machine.h2d, 0, 0, head_s=costs.head_s)
     bare = replace(layer, outputs=(), replay_s=0.0, gemm_s=0.0)
     plain, again = (replace(run, layers=(x,) * layers) for x in (bare, replace(bare, replay_s=layer.forward_s)))
-    everyone, last = frozenset(range(layers)), frozenset(range(layers - 2, layers))
+    everyone, last = (ON_DEVICE,) * layers, (ON_DEVICE,) * 2
+
+    def at(alpha: float) -> Simulated:
+        return simulate(run, (Placement(PlacementKind.SWAPPED, alpha),) * (layers - 2) + last)
+
     predicted = {
-        "no checkpointing": simulate(plain, 0.0, Places(residents=everyone)),
-        "torch checkpoint": simulate(again, 0.0, Places(residents=everyone)),
+        "no checkpointing": simulate(plain, everyone),
+        "torch checkpoint": simulate(again, everyone),
     }
-    predicted |= {f"alpha {alpha:g}": simulate(run, alpha, Places(residents=last)) for alpha in (0.0, 0.5, 1.0)}
+    predicted |= {f"alpha {alpha:g}": at(alpha) for alpha in (0.0, 0.5, 1.0)}
     for name, samples in step["samples_s"].items():
         yield Row(f"step, {name}, ms", 1e3 * statistics.median(samples), 1e3 * predicted[name].seconds, TIME_BAR)
 

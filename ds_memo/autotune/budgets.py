@@ -1,7 +1,7 @@
 """Budgets: what host and device have for activations, and what else a step puts on the device. All ranks have the same.
 
 before the first step    half of what the device has free is left alone for what has not been seen
-after it                 what stands beside the layers is known from the pass's request log, or bounded by CUDA's peak
+after it                 non-layer memory is known from the pass's request log, or bounded by CUDA's peak
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ds_memo.autotune.pending_calls import Together
+from ds_memo.autotune.pending_calls import InFlight
 from ds_memo.distributed.agree import from_all_ranks
 from ds_memo.memory.device import UNSEEN, device_budget, lost_bytes, most_beyond, states_to_come
-from ds_memo.planned_alloc.non_layer_memory import Beside, largest
+from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, largest
 from ds_memo.profile.sample import Profile
 from ds_memo.shapes import HiddenShapes
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.headroom import RESERVE
+from ds_memo.solve.headroom import HEADROOM
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.units import GIB
 
@@ -38,37 +38,37 @@ class Budgets:
         self._host = self._told = slab.budget
         """Bytes of this rank: whatever other models have; and beside these, as told last."""
         self.device = 0
-        """Bytes beside parameters, gradients and optimizer states."""
+        """Bytes beyond parameters, gradients and optimizer states."""
         self.device_limit = 0
         """The same with nothing left alone for what is only guessed: optimizer states, head, workspaces of kernels."""
         self._given = device_memory_gib
         self._slab = slab
         self._device = device
-        self._beside: Beside | None = None
-        """What stands beside the layers; None: not seen."""
+        self._non_layer: NonLayerMemory | None = None
+        """None: not seen."""
         self._head_bytes_per_token = 0.0
 
-    def look(self, model: nn.Module, has_engine: bool, stepped: bool) -> None:
-        """See what there is now. All ranks call this together.
+    def measure(self, model: nn.Module, has_engine: bool, stepped: bool) -> None:
+        """Measure what there is now. All ranks call this together.
 
         Args:
             has_engine: an engine holds optimizer states already.
             stepped: an optimizer step has been made.
         """
         lost = lost_bytes(self._device) if stepped else 0
-        gc.collect()  # what the profile, or another setting than the next, has left behind
+        gc.collect()  # what the profile, or a pass with another solution, has left behind
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
         to_come, gradients = (0, 0) if stepped else (states_to_come(model, engine) for engine in (has_engine, True))
-        reserve = UNSEEN if self._beside is None else RESERVE
-        careful = device_budget(self._device, self._given, to_come, reserve, lost)
+        headroom = UNSEEN if self._non_layer is None else HEADROOM
+        careful = device_budget(self._device, self._given, to_come, headroom, lost)
         most = device_budget(self._device, self._given, gradients, 0.0)  # Adam's states are a guess, and refuse no run
         budgets = from_all_ranks((min(self._host, self._slab.budget), careful, most))
         self._host, self.device, self.device_limit = map(min, zip(*budgets, strict=True))
 
-    def see(self, logged: Beside | None, tokens: int, bytes_of_layers: int) -> bool:
-        """What stood beside the layers in a pass; the rank, and the pass, that needs most counts. All ranks call this together.
+    def see(self, logged: NonLayerMemory | None, tokens: int, bytes_of_layers: int) -> bool:
+        """Learn the non-layer memory of a pass; the rank, and the pass, that needs most counts. All ranks call this together.
 
         Args:
             logged: None: not known; then CUDA's peak tells what it was at most, unless an earlier pass has told.
@@ -81,16 +81,16 @@ class Budgets:
         mine = None
         if tokens and logged:
             mine = logged.head / tokens, logged
-        elif tokens and self._beside is None and (most := most_beyond(self._device, bytes_of_layers)) is not None:
-            mine = most / tokens, Beside(most)
+        elif tokens and self._non_layer is None and (most := most_beyond(self._device, bytes_of_layers)) is not None:
+            mine = most / tokens, NonLayerMemory(most)
         everybodys = from_all_ranks(mine)
         if None in everybodys:
             return False
-        before = self._head_bytes_per_token, self._beside
-        per_token, besides = zip(*everybodys, strict=True)
-        known = [self._beside] if self._beside else []
-        self._head_bytes_per_token, self._beside = max(before[0], *per_token), largest([*known, *besides])
-        return (self._head_bytes_per_token, self._beside) != before
+        before = self._head_bytes_per_token, self._non_layer
+        per_token, seen = zip(*everybodys, strict=True)
+        known = [self._non_layer] if self._non_layer else []
+        self._head_bytes_per_token, self._non_layer = max(before[0], *per_token), largest([*known, *seen])
+        return (self._head_bytes_per_token, self._non_layer) != before
 
     @property
     def host(self) -> int:
@@ -115,24 +115,29 @@ class Budgets:
         """Of the host's bytes, what the pass that begins may have."""
         return min(self._host, self._slab.claim())
 
-    def costs(self, profile: Profile, shapes: HiddenShapes, together: Together, host: int) -> RunCosts:
+    @property
+    def host_left(self) -> int:
+        """Bytes that can still be taken of the host now."""
+        return self._slab.left
+
+    def costs(self, profile: Profile, shapes: HiddenShapes, in_flight: InFlight, host: int) -> RunCosts:
         """What comes before a backward, of layers whose hidden states have these shapes, within these budgets.
 
         Args:
             host: bytes, of those that the pass may have.
         """
         at = [shape and (shape.batch, shape.length, shape.source) for shape in shapes]
-        tokens = math.prod(profile.last(at)[:2]) * together.forwards
+        tokens = math.prod(profile.last(at)[:2]) * in_flight.forwards
         run = profile.costs(at, host, self.device)
-        beside, calls = self._beside or Beside(0), together.calls
-        backward, most = beside.backward, max(beside.backward)
+        other, calls = self._non_layer or NonLayerMemory(0), in_flight.calls
+        backward, most = other.backward, max(other.backward)
         if len(backward) != len(run.layers):  # some are not called
             backward = (most,) * len(run.layers)
         return replace(
             run,
             layers=run.layers * calls,
-            working_bytes=beside.elsewhere,
-            forward_bytes=beside.forward,
-            head_bytes=math.ceil(self._head_bytes_per_token * tokens) + beside.staying,
+            working_bytes=other.elsewhere,
+            forward_bytes=other.forward,
+            head_bytes=math.ceil(self._head_bytes_per_token * tokens) + other.staying,
             backward_bytes=(most,) * (len(backward) * (calls - 1)) + backward,  # what a layer's last call has added stays
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.schedule import Schedule
-from ds_memo.solve.solver import Homes
+from ds_memo.solve.solver import Solution
 from ds_memo.swap.stream_protocol import Streams
 
 SETTLING = 3
@@ -27,11 +27,11 @@ class Window:
     mixed: bool
     """Passes were of several kinds, which cannot be compared with one prediction."""
 
-    def share(self, run: RunCosts, homes: Homes) -> float:
+    def share(self, run: RunCosts, solution: Solution) -> float:
         """Of the profiled bandwidth, what the copies reached, as far as it can be told: 1 if they are as predicted."""
-        if self.mixed or self.passes <= 0 or homes.plain:
+        if self.mixed or self.passes <= 0 or solution.no_recompute:
             return 1.0
-        return slowdown(run, homes, self.stalled_s / self.passes, self.seconds / self.passes)
+        return slowdown(run, solution, self.stalled_s / self.passes, self.seconds / self.passes)
 
 
 class StallWatch:
@@ -52,7 +52,7 @@ class StallWatch:
         self._mixed = False
 
     def another_kind(self) -> None:
-        """The next pass is of another kind than the last, or differently set."""
+        """The next pass is of another kind than the last, or has another solution."""
         self._mixed = True
 
     def stepped(self, passes: int, now: float) -> Window | None:
@@ -85,18 +85,18 @@ def slower(run: RunCosts, share: float) -> RunCosts:
     return replace(run, d2h_bytes_per_s=run.d2h_bytes_per_s * share, h2d_bytes_per_s=run.h2d_bytes_per_s * share)
 
 
-def slowdown(run: RunCosts, homes: Homes, stalled_s: float, pass_s: float) -> float:
+def slowdown(run: RunCosts, solution: Solution, stalled_s: float, pass_s: float) -> float:
     """The share of the profiled bandwidth at which the schedule would stall as much as was measured; 1 if it is as predicted.
 
     Args:
         stalled_s, pass_s: measured seconds of one pass.
     """
-    if stalled_s <= homes.d2h_stall_s + homes.h2d_stall_s + TOLERATED * pass_s:
+    if stalled_s <= solution.d2h_stall_s + solution.h2d_stall_s + TOLERATED * pass_s:
         return 1.0
     low, high = 0.01, 1.0
     for _ in range(20):
         middle = (low + high) / 2
-        step = Schedule(slower(run, middle), homes.places).at(homes.alpha)
+        step = Schedule(slower(run, middle), solution.kinds).at(solution.alpha)
         if step.d2h_stall_s + step.h2d_stall_s > stalled_s:
             low = middle
         else:

@@ -39,30 +39,29 @@ class Profiling:
     """Of one model.
 
     Args:
-        layers: in the order of the model.
         slab: its budget is this rank's.
         warn: says something once and shows it in the report.
     """
 
-    def __init__(
-        self, config: MemoConfig, layers: Sequence[Layer], slab: HostSlab, device: torch.device, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: MemoConfig, slab: HostSlab, device: torch.device, warn: Callable[[str], None]) -> None:
         self.profile: Profile | None = None
         self.from_cache = False
         self.kinds: list[int] = []
         """Those in the profile, in its order; numbers as in `of_layers`."""
         self._config = config
-        self._layers = layers
+        self._layers: Sequence[Layer] = ()
+        self._of_layers: Sequence[int] = ()
         self._slab = slab
         self._device = device
         self._warn = warn
         self._tries: Counter[int] = Counter()
         """Of kinds, later."""
 
-    def first(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall]) -> None:
+    def first(self, layers: Sequence[Layer], of_layers: Sequence[int], calls: Mapping[int, LayerCall]) -> None:
         """Of the first pass. All ranks call this together.
 
         Args:
+            layers: in the order of the model.
             of_layers: of each layer its kind.
             calls: one of each kind that this rank calls.
 
@@ -70,9 +69,10 @@ class Profiling:
             Failed: nothing can be measured; all ranks know.
             MemoError: ranks are configured differently.
         """
+        self._layers, self._of_layers = layers, of_layers
         refuse_differences('the "memo" section', from_all_ranks(_configured(self._config)))
         refuse_differences("the model", from_all_ranks({"layers": len(self._layers), "layer": layer_in_words(self._layers[0])}))
-        asked = self._asked(of_layers, worth_measuring(self._layers, of_layers, calls), from_all_ranks)
+        asked = self._asked(worth_measuring(layers, of_layers, calls), from_all_ranks)
         if not asked.calls:
             raise Failed(["no layer wants a gradient, or none that all ranks call"])
         folder, key = self._cache(), asked.key()
@@ -107,7 +107,7 @@ class Profiling:
         short = any(seen < SHORTEST and now > 2 * seen for seen, now in both)
         return short and self._tries[kind] < _TRIES
 
-    def later(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], with_others: bool) -> list[str]:
+    def later(self, calls: Mapping[int, LayerCall], with_others: bool) -> list[str]:
         """Of a pass with kinds that the profile lacks, or knows of shorter batches; what can be learned is in it then.
 
         Args:
@@ -117,14 +117,15 @@ class Profiling:
             What was measured, in words.
         """
         everybody, do = (from_all_ranks, together) if with_others else (_only_me, alone)
-        unknown = {kind for kind in of_layers if kind not in self.kinds and self._tries[kind] < _TRIES}
+        unknown = {kind for kind in self._of_layers if kind not in self.kinds and self._tries[kind] < _TRIES}
         known = ((kind, calls[kind]) for kind in self.kinds if kind in calls)
         outgrown = {kind for kind, call in known if self._outgrown(kind, call.length, call.source)}
         grown = set().union(*everybody(outgrown))
         if not unknown | grown:  # on all ranks: they have learned the same
             return []
-        new = {k: call for k, call in worth_measuring(self._layers, of_layers, calls).items() if k in unknown | grown}
-        asked, learned, again = self._asked(of_layers, new, everybody), [], []
+        worth = worth_measuring(self._layers, self._of_layers, calls)
+        new = {kind: call for kind, call in worth.items() if kind in unknown | grown}
+        asked, learned, again = self._asked(new, everybody), [], []
         for kind, call in asked.calls.items():
             name, full, source = type(call.layer.module()).__name__, asked.full[kind], asked.sources[kind]
             if kind in grown and not self._outgrown(kind, full, source):  # of all ranks together
@@ -144,13 +145,13 @@ class Profiling:
                 beside = f" beside {source:,}" if source else ""
                 again.append(f"measured {name} again, with {full:,} tokens{beside}: the first batches told too little")
             else:
-                self.profile = self.profile.beside(careful)
+                self.profile = self.profile.with_kinds(careful)
                 self.kinds.append(kind)
                 learned.append(name)
         self._tries.update(grown | asked.calls.keys())
         return [*([f"profiled {', '.join(learned)}, which no pass before has called"] if learned else []), *again]
 
-    def _asked(self, of_layers: Sequence[int], calls: Mapping[int, LayerCall], everybody: Callable[[Any], list[Any]]) -> Asked:
+    def _asked(self, calls: Mapping[int, LayerCall], everybody: Callable[[Any], list[Any]]) -> Asked:
         """What all of them call."""
         everybodys = everybody({kind: (call.length, call.can_shorten(), call.source) for kind, call in calls.items()})
         calls = {kind: call for kind, call in calls.items() if all(kind in theirs for theirs in everybodys)}
@@ -163,7 +164,7 @@ class Profiling:
             sources[kind] = lengths_of(method, min(beside), call.width, True)[-1] if min(beside) and all(can_shorten) else 0
         return Asked(
             layers=self._layers,
-            kinds=of_layers,
+            kinds=self._of_layers,
             calls=calls,
             method=method,
             lengths=lengths,

@@ -1,4 +1,4 @@
-"""Calls: how often each layer is called before its backward begins.
+"""Calls in flight: how often each layer is called before its backward begins.
 
 Once, in most models. A layer that is used many times in one forward (ALBERT), and several forwards before one backward (a query
 and its documents), leave as many frames at the same time, and each takes memory.
@@ -18,7 +18,7 @@ _REMEMBERED = 8
 """Optimizer steps for which the most calls count."""
 
 
-class Together(NamedTuple):
+class InFlight(NamedTuple):
     """What there is at the same time, before a backward begins."""
 
     calls: int = 1
@@ -40,28 +40,28 @@ class _Forward:
         self.waits = False
 
 
-class Calls:
-    """Of one model's layers."""
+class CallsInFlight:
+    """Counts the calls of one model's layers."""
 
     def __init__(self) -> None:
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
         self._here: Counter[int] = Counter()
         """In the running forward, by the layer's index."""
-        self._lately: deque[Together] = deque([Together()], maxlen=_REMEMBERED)
+        self._lately: deque[InFlight] = deque([InFlight()], maxlen=_REMEMBERED)
         """The most in each of the latest optimizer steps; the last item is of the running one."""
         self.earlier = 0
         """Calls of one layer in forwards before the running one that wait for their backward."""
 
     @property
-    def most(self) -> Together:
+    def most(self) -> InFlight:
         """Lately."""
-        return Together(*map(max, zip(*self._lately, strict=True)))
+        return InFlight(*map(max, zip(*self._lately, strict=True)))
 
     def forward_begins(self) -> None:
         waiting = [forward.calls for forward in self._forwards if forward.waits]
         self._here.clear()
         self.earlier = sum(waiting)
-        self._see(Together(self.earlier + 1, len(waiting) + 1))
+        self._see(InFlight(self.earlier + 1, len(waiting) + 1))
 
     def number(self, layer: int) -> int:
         """A layer is called, by its index: the how-manieth call that waits for its backward this one is, from 0."""
@@ -71,7 +71,7 @@ class Calls:
 
     def forward_ended(self, output: Any) -> None:
         calls = max(self._here.values(), default=0)
-        self._see(Together(self.earlier + calls))
+        self._see(InFlight(self.earlier + calls))
         if tensors := [tensor for tensor in tensors_in(output) if tensor.grad_fn]:  # a parameter would keep the hook for good
             forward = _Forward(calls)
             self._forwards.add(forward)
@@ -79,7 +79,7 @@ class Calls:
 
     def stepped(self) -> None:
         """An optimizer step is over."""
-        self._lately.append(Together())
+        self._lately.append(InFlight())
 
-    def _see(self, seen: Together) -> None:
-        self._lately[-1] = Together(*map(max, self._lately[-1], seen))
+    def _see(self, seen: InFlight) -> None:
+        self._lately[-1] = InFlight(*map(max, self._lately[-1], seen))

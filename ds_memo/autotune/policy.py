@@ -1,7 +1,7 @@
-"""Decisions: what is done with each layer in the running pass. The policy that remat asks.
+"""The policy that remat asks: the placement of each layer call in the running pass.
 
 configured       alpha and resident layers as they are given, or one of the ablations
-chosen           what is left open, by the autopilot's profile
+solved           what is left open, by the tuner's solution of the pass
 without profile  where none can be made: two resident layers, and as much alpha as the host holds
 """
 
@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ds_memo.autotune.layer_settings import Chosen
-from ds_memo.autotune.pending_calls import Calls
+from ds_memo.autotune.pass_solution import PassSolution
+from ds_memo.autotune.pending_calls import CallsInFlight
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
-from ds_memo.placement import Places, spread
-from ds_memo.remat.checkpoint import FULL_RECOMPUTE, Layer, Setting
+from ds_memo.placement import FULL_RECOMPUTE, ON_DEVICE, SWAPPED, Placement, PlacementKind, spread
+from ds_memo.remat.checkpoint import Layer
 from ds_memo.solve.solver import alpha_for_host
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.units import GIB
@@ -31,29 +31,32 @@ WITHOUT_ALPHA = (
 )
 
 
-class Decisions:
-    """Of one attached model. See :class:`ds_memo.remat.checkpoint.Policy`.
+class PlacementPolicy:
+    """Places the layer calls of one attached model. See :class:`ds_memo.remat.checkpoint.Policy`.
 
     Args:
         config: what it gives is obeyed.
-        layers: in the order of the model; grows where a model calls ``ds_memo.checkpoint`` itself.
+        layers: in the order of the model; none for a model that calls ``ds_memo.checkpoint`` itself.
         slab: its budget bounds alpha.
-        calls: of the layers.
         warn: says something once and shows it in the report.
     """
 
-    def __init__(
-        self, config: MemoConfig, layers: Sequence[Layer], slab: HostSlab, calls: Calls, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: MemoConfig, layers: Sequence[Layer], slab: HostSlab, warn: Callable[[str], None]) -> None:
         self._config = config
-        self._layers = layers
+        self._layers = list(layers)
         self._slab = slab
-        self._calls = calls
         self._warn = warn
+        self.in_flight = CallsInFlight()
+        """Counts the calls that are placed by a solution."""
         self.layers_known = bool(layers)
-        self.chosen: Chosen | None = None
-        """By the autopilot, for the running pass."""
-        self.places = self._place()
+        self.fixed = config.ablation is not None or (config.alpha is not None and config.resident_layers is not None)
+        """True if nothing is left open."""
+        if self.fixed:
+            slab.needs = 0
+        self.pass_solution: PassSolution | None = None
+        """The tuner's, for the running pass."""
+        self.kinds = self._configured()
+        """Kinds of placements by the number of the layer call; the calls that are missing are swapped, or were not solved for."""
         self.alpha_used = config.alpha
         self.binding = "not known before the first forward"
         self._needs: dict[type, int] = {}
@@ -67,63 +70,71 @@ class Decisions:
             self.binding = "as configured: full recomputation, inputs stay on the device"
 
     @property
-    def plain(self) -> bool:
-        """Everything fits, and no layer is checkpointed."""
-        return self.chosen is not None and self.chosen.homes.plain
+    def no_recompute(self) -> bool:
+        """True if everything fits, and no layer is checkpointed."""
+        return self.pass_solution is not None and self.pass_solution.solution.no_recompute
 
-    def is_plain(self, layer: Layer) -> bool:
-        """No call of this layer is checkpointed."""
-        if self.chosen is None or layer.index >= self.chosen.layers:
+    def is_without_recompute(self, layer: Layer) -> bool:
+        """True if no call of this layer is checkpointed."""
+        if self.pass_solution is None or layer.index >= self.pass_solution.layers:
             return False
-        calls = range(layer.index, len(self.chosen.settings), self.chosen.layers)
-        return all(number in self.places.plain for number in calls)
+        calls = range(layer.index, len(self.pass_solution.placements), self.pass_solution.layers)
+        return all(self.kinds.get(number) is PlacementKind.NO_RECOMPUTE for number in calls)
 
-    def follow(self, chosen: Chosen | None) -> None:
-        """For the pass that begins; None: what needs no profile."""
-        self.chosen = chosen
+    def calls(self, *kinds: PlacementKind) -> list[int]:
+        """Numbers of the layer calls whose placement is of one of these kinds."""
+        return sorted(number for number, kind in self.kinds.items() if kind in kinds)
+
+    def follow(self, solution: PassSolution | None) -> None:
+        """Place the calls of the pass that begins by this; None: by what needs no profile."""
+        self.pass_solution = solution
         self._refused = None
-        if chosen is not None:
-            homes = chosen.homes
-            self.places, self.alpha_used, self.binding = chosen.places, homes.alpha, homes.binding
+        if solution is not None:
+            self.kinds, self.alpha_used, self.binding = solution.kinds, solution.solution.alpha, solution.solution.binding
+
+    def add_layer(self, layer: Layer) -> None:
+        """Know one more layer of a model that calls ``ds_memo.checkpoint`` itself."""
+        self._layers.append(layer)
 
     def know_layers(self) -> None:
         """All layers of a model that calls ``ds_memo.checkpoint`` itself were seen."""
         self.layers_known = True
-        self.places = self._place()
+        self.kinds = self._configured()
 
-    def settings_by_requests(self) -> tuple[Setting, ...] | None:
-        """Of all layers, with one alpha for all that ask the device for the same memory: how many rows are stored changes
-        nothing, only whether none, some or all are."""
-        if self.chosen is None:
+    def placements_by_requests(self) -> tuple[Placement, ...] | None:
+        """Placements of the pass, with one alpha for all that ask the device for the same memory: how many rows are stored
+        changes nothing, only whether none, some or all are."""
+        if self.pass_solution is None:
             return None
-        settings = self.chosen.settings[self._calls.earlier * self.chosen.layers :]
-        return tuple(s if s.alpha in (None, 0.0, 1.0) else replace(s, alpha=0.5) for s in settings)
+        placements = self.pass_solution.placements[self.in_flight.earlier * self.pass_solution.layers :]
+        return tuple(p if p.alpha in (0.0, 1.0) else replace(p, alpha=0.5) for p in placements)
 
-    def setting(self, layer: Layer) -> Setting:
-        if self.chosen is not None:
-            return self._chosen_setting(self.chosen, layer)
+    def placement(self, layer: Layer) -> Placement:
+        if self.pass_solution is not None:
+            return self._solved(self.pass_solution, layer)
         if self._config.ablation == "full_recompute":
             return FULL_RECOMPUTE
-        return Setting(resident=layer.index in self.places.residents)
+        return ON_DEVICE if self._is_resident(layer) else SWAPPED
 
-    def _chosen_setting(self, chosen: Chosen, layer: Layer) -> Setting:
-        if layer.index >= chosen.layers:
-            self._warn(f"{layer.name} is checkpointed beside the {chosen.layers} layers that were solved for: fully recomputed")
+    def _solved(self, solution: PassSolution, layer: Layer) -> Placement:
+        if layer.index >= solution.layers:
+            self._warn(f"{layer.name} is not among the {solution.layers} layers that were solved for: fully recomputed")
             return FULL_RECOMPUTE
-        number = self._calls.number(layer.index) * chosen.layers + layer.index
+        number = self.in_flight.number(layer.index) * solution.layers + layer.index
         # More calls than ever before: the next pass is solved for so many, and this one takes no more than it must.
-        setting = chosen.settings[number] if number < len(chosen.settings) else FULL_RECOMPUTE
-        if setting is FULL_RECOMPUTE and layer.index not in chosen.solved and any(p.requires_grad for p in layer.parameters):
+        placement = solution.placements[number] if number < len(solution.placements) else FULL_RECOMPUTE
+        unknown = placement.kind is PlacementKind.FULL_RECOMPUTE and layer.index not in solution.solved
+        if unknown and any(parameter.requires_grad for parameter in layer.parameters):
             self._warn(
                 f"{type(layer.module()).__name__} trains, and none was called, or trained, in the first pass, which was "
                 "profiled: it is fully recomputed. Begin with a batch that calls all, or set memo.alpha and memo.resident_layers"
             )
-        return setting
+        return placement
 
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         alpha, reason = self._config.alpha, "as configured"
         budget = self._slab.part if self._slab.fixed else self._slab.claim()  # though others may hold it now: see has_room()
-        others = [other for other in self._layers if other.index not in self.places.residents]
+        others = [other for other in self._layers if not self._is_resident(other)]
         if alpha is not None:  # layers of another class keep something else; the slab has the last word on all of them
             others = [other for other in others if type(other.module()) is type(layer.module())]
         swapped = max(1, len(others))
@@ -163,6 +174,9 @@ class Decisions:
         self._warn(WITHOUT_ALPHA.format(self._config.alpha))
         return False
 
-    def _place(self) -> Places:
+    def _is_resident(self, layer: Layer) -> bool:
+        return self.kinds.get(layer.index) is PlacementKind.ON_DEVICE
+
+    def _configured(self) -> dict[int, PlacementKind]:
         wanted = 0 if self._config.ablation == "full_recompute" else self._config.resident_layers
-        return Places(residents=spread(len(self._layers), RESIDENTS if wanted is None else wanted))
+        return dict.fromkeys(spread(len(self._layers), RESIDENTS if wanted is None else wanted), PlacementKind.ON_DEVICE)

@@ -1,12 +1,12 @@
-"""Looks into forwards: which kinds of layers a pass calls, and with hidden states of which shapes.
+"""Probe forwards: which kinds of layers a pass calls, and with hidden states of which shapes.
 
-One before the profile, which catches a call of each kind; later ones only where a pass' inputs do not tell.
+One probe before the profile catches a call of each kind; later ones are run only where a pass' inputs do not tell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -22,41 +22,50 @@ REMEMBERED = 64
 """Kinds of passes."""
 
 
-class Looks:
-    """Into the forwards of one model.
+class TrainingPass(NamedTuple):
+    """A training forward that is about to begin."""
+
+    kind: Shapes
+    """Shapes of the inputs: passes of one kind have hidden states of one shape."""
+    model: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+class Probe:
+    """Runs forwards of one model up to the layer calls that it wants to see.
 
     Args:
         remat: runs its layers.
-        layers: in the order of the model.
-        measured: the kinds that are in the profile; grows.
     """
 
-    def __init__(self, remat: Remat, layers: Sequence[Layer], measured: Sequence[int]) -> None:
+    def __init__(self, remat: Remat) -> None:
         self.kinds: list[int] = []
-        """Of each layer its kind; known from the first look on."""
+        """Of each layer its kind; known from the first probe on."""
         self.before: Callable[[], None] = lambda: None
-        """Called before each look: an engine has something to see to."""
+        """Called before each probe: an engine has something to see to."""
         self._remat = remat
-        self._layers = layers
-        self._measured = measured
         self._last = 0
         """The kind that comes last in a forward."""
         self._first: tuple[Shapes, dict[int, HiddenShape]] = ((), {})
         """Of the pass that was profiled, hidden states by the kind of layer."""
         self._seen: dict[Shapes, dict[int, HiddenShape]] = {}
-        """What only a look could tell."""
+        """What only a probe could tell."""
 
-    def first(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[int, LayerCall]:
+    def first(self, training_pass: TrainingPass, layers: Sequence[Layer]) -> dict[int, LayerCall]:
         """A call of each kind that the forward calls, in the order in which they come.
+
+        Args:
+            layers: in the order of the model.
 
         Raises:
             MemoError: it calls none, or all without a token. Anything else that the forward raises, too.
         """
-        self.kinds = kinds_of(self._layers)
+        self.kinds = kinds_of(layers)
         number = max(self.kinds) + 1
         # Ranks that each have some of the experts trade tokens in layers: where some have calls that others lack, all go on.
-        to_the_end = number > 1 and world_size() > 1 and any(map(is_experts, model.parameters()))
-        calls = self._look(model, args, kwargs, lambda calls: len(calls) == number and not to_the_end)
+        to_the_end = number > 1 and world_size() > 1 and any(map(is_experts, training_pass.model.parameters()))
+        calls = self._run(training_pass, lambda calls: len(calls) == number and not to_the_end)
         if not any(call.tokens for call in calls.values()):
             raise MemoError("the first batches have no tokens")
         return calls
@@ -70,25 +79,29 @@ class Looks:
         self._last = list(calls)[-1]
         self._first = kind, self.saw(kind, calls)
 
-    def shapes(self, kind: Shapes) -> HiddenShapes | None:
-        """What a pass of this kind comes with; None: only a look can tell."""
+    def shapes(self, kind: Shapes, measured: Sequence[int]) -> HiddenShapes | None:
+        """Hidden states of a pass of this kind; None: only a probe can tell.
+
+        Args:
+            measured: the kinds of layers in the profile, in its order.
+        """
         if not kind:  # no tensor was seen among the inputs: every pass looks like this
             return None
         if kind in self._seen:
-            return self.as_measured(self._seen[kind])
+            return in_order(self._seen[kind], measured)
         first, shapes = self._first
-        found = {number: hidden_shape(first, shapes[number], kind) for number in self._measured if number in shapes}
-        return self.as_measured(found) if all(found.values()) else None
+        found = {number: hidden_shape(first, shapes[number], kind) for number in measured if number in shapes}
+        return in_order(found, measured) if all(found.values()) else None
 
-    def look(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[int, LayerCall]:
+    def later(self, training_pass: TrainingPass, measured: Sequence[int]) -> dict[int, LayerCall]:
         """A call of each kind that a forward calls: as far as the one that has come last so far, or to the end, where one may
         come that no pass before has called."""
-        known = {*self._measured, *self._first[1]}
+        known = {*measured, *self._first[1]}
 
         def enough(calls: dict[int, LayerCall]) -> bool:
             return self._last in calls and known | calls.keys() == set(self.kinds)
 
-        calls = self._look(model, args, kwargs, enough)
+        calls = self._run(training_pass, enough)
         if calls.keys() - known:
             self._last = list(calls)[-1]
         return calls
@@ -100,12 +113,12 @@ class Looks:
         self._seen[kind] = {number: call.shape for number, call in calls.items()}
         return self._seen[kind]
 
-    def as_measured(self, shapes: Mapping[int, HiddenShape]) -> HiddenShapes:
-        """In the order of the profile."""
-        return tuple(map(shapes.get, self._measured))
-
-    def _look(
-        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], enough: Callable[[dict[int, LayerCall]], bool]
-    ) -> dict[int, LayerCall]:
+    def _run(self, training_pass: TrainingPass, enough: Callable[[dict[int, LayerCall]], bool]) -> dict[int, LayerCall]:
         self.before()
+        _, model, args, kwargs = training_pass
         return layer_calls(self._remat, model, args, kwargs, self.kinds, enough)
+
+
+def in_order(shapes: Mapping[int, HiddenShape], measured: Sequence[int]) -> HiddenShapes:
+    """The shapes by the kinds of the profile, in its order; None for a kind that is not called."""
+    return tuple(map(shapes.get, measured))

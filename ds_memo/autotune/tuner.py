@@ -1,11 +1,11 @@
-"""Autopilot: what the configuration leaves open is measured and solved for, per kind of training pass.
+"""The tuner: measure, and solve for, what the configuration leaves open, per kind of training pass.
 
 first pass        the first call of each kind of layer is caught before the forward runs; ds_memo.autotune.model_profile has the
                   profile; solved; NothingFits comes out here, before the first step
 other passes      solved from the same profile, which grows where a kind of layer comes later than others; ranks that hold
                   parameters in pieces (ZeRO-3) or each some of the experts agree in each pass on whether they checkpoint, the
                   others need not talk
-between steps     budgets are looked at again once the first optimizer step has shown what else needs memory, head and loss
+between steps     budgets are measured again once the first optimizer step has shown what else needs memory, head and loss
                   above all; copies that take longer than profiled lower alpha
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,19 +22,21 @@ from torch import nn
 
 from ds_memo.autotune.budgets import Budgets
 from ds_memo.autotune.copy_stalls import StallWatch, slower
-from ds_memo.autotune.layer_settings import Chosen
 from ds_memo.autotune.model_profile import Profiling
-from ds_memo.autotune.pending_calls import Calls, Together
+from ds_memo.autotune.pass_solution import PassSolution
+from ds_memo.autotune.pending_calls import InFlight
 from ds_memo.autotune.policy import WITHOUT_ALPHA
-from ds_memo.autotune.probe_forward import REMEMBERED, Looks
+from ds_memo.autotune.probe_forward import REMEMBERED, Probe, TrainingPass, in_order
 from ds_memo.config import MemoConfig
 from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, together
 from ds_memo.distributed.topology import meet_in_layers, talk_in_layers
+from ds_memo.placement import PlacementKind
+from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat
-from ds_memo.shapes import HiddenShapes, Shapes
+from ds_memo.shapes import HiddenShapes
 from ds_memo.solve.headroom import solve_within
 from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits
@@ -48,14 +50,13 @@ _SETTLED = 4
 """Steps until ZeRO-3 has seen twice in which order layers come, and so keeps and gathers ahead what it will."""
 
 
-class Autopilot:
-    """Chooses the settings of one model's training passes.
+class Tuner:
+    """Solves for one model's training passes.
 
     Args:
-        config: what is given in it is obeyed, what is absent is chosen.
-        layers: in the order of the model.
-        remat: runs them, with the slab and the streams of training.
-        addresses: know, where they are planned, what stood beside the layers.
+        config: what is given in it is obeyed, what is absent is solved for.
+        remat: runs the layers, with the slab and the streams of training.
+        addresses: know, where they are planned, the non-layer memory of a pass.
         warn: says something once and shows it in the report.
         has_engine: an engine holds optimizer states already.
     """
@@ -63,7 +64,6 @@ class Autopilot:
     def __init__(
         self,
         config: MemoConfig,
-        layers: Sequence[Layer],
         remat: Remat,
         addresses: Addresses,
         warn: Callable[[str], None],
@@ -72,29 +72,26 @@ class Autopilot:
         self.changes: list[str] = []
         """What was changed while the run went on, in words."""
         self.gave_up = False
-        """No profile could be made: whoever asks falls back on what needs none."""
+        """No profile could be made: the policy falls back on what needs none."""
         self._config = config
-        self._layers = layers
-        self._remat = remat
-        self._slab = remat.engine.slab
         self._device = remat.engine.device
         self._addresses = addresses
         self._warn = warn
         self._has_engine = has_engine
-        self._chosen: dict[tuple[HiddenShapes, Together, int, bool], Chosen] = {}
-        """By the shapes of the hidden states, what there is together, the host's bytes, and whether the pass may do without
+        self._solutions: dict[tuple[HiddenShapes, InFlight, int, bool], PassSolution] = {}
+        """By the shapes of the hidden states, the calls in flight, the host's bytes, and whether the pass may do without
         checkpointing."""
-        self._profiling = Profiling(config, layers, self._slab, self._device, warn)
-        self._looks = Looks(remat, layers, self._profiling.kinds)
-        self._together = Together()
+        self._profiling = Profiling(config, remat.engine.slab, self._device, warn)
+        self._probe = Probe(remat)
+        self._in_flight = InFlight()
         self._earlier = 0
         """Calls of a layer in forwards that wait for their backward, before the pass that begins."""
         self._meets_in_layers = False
         """See ds_memo.distributed.topology."""
         self._learns = False
         """A kind of layer that comes later can be profiled then."""
-        self._latest: Chosen | None = None
-        self._budgets = Budgets(config.device_memory_gib, self._slab, self._device)
+        self._latest: PassSolution | None = None
+        self._budgets = Budgets(config.device_memory_gib, remat.engine.slab, self._device)
         self._copies_at = 1.0
         """The share of the profiled bandwidth that copies were seen to reach."""
         self._steps = 0
@@ -106,86 +103,89 @@ class Autopilot:
     def profile(self) -> Profile | None:
         return self._profiling.profile
 
-    def before_looks(self, see_to: Callable[[], None]) -> None:
-        """Call this before a forward is run to be looked into, and its layers by themselves."""
-        self._looks.before = see_to
+    def before_probes(self, see_to: Callable[[], None]) -> None:
+        """Call this before a forward is probed, and its layers are run by themselves."""
+        self._probe.before = see_to
 
     # ---- before each training pass
 
-    def choose(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any], calls: Calls) -> Chosen | None:
-        """The setting of a pass that is about to begin; None: no profile could be made, or none of its layers is in it.
+    def solve(
+        self, training_pass: TrainingPass, layers: Sequence[Layer], in_flight: InFlight, earlier: int
+    ) -> PassSolution | None:
+        """The solution of a pass that is about to begin; None: no profile could be made, or none of its layers is in it.
 
         Args:
-            kind: passes of one kind have hidden states of one shape.
-            args, kwargs: what the model is called with.
-            calls: of its layers.
+            layers: of the model, in order.
+            in_flight: the most calls of a layer, and forwards, before a backward.
+            earlier: calls of a layer in forwards that wait for their backward, before this pass.
 
         Raises:
             MemoError: ranks are configured differently.
-            NothingFits: no setting keeps the budgets.
+            NothingFits: no solution keeps the budgets.
         """
         if (why := self._budgets.host_changed()) is not None:
             self.changes.append(why)
-        if self.gave_up or (self.profile is None and not self._start(kind, model, args, kwargs)):
+        if self.gave_up or (self.profile is None and not self._start(training_pass, layers)):
             return None
-        self._expect(calls)
-        choose = self._choose_together if self._meets_in_layers else self._choose_alone
-        chosen = choose(self._looks.shapes(kind), functools.partial(self._look, kind, model, args, kwargs))
-        if chosen is not self._latest:
-            self._latest = chosen
+        self._expect(in_flight, earlier)
+        solve = self._solve_together if self._meets_in_layers else self._solve_alone
+        shapes = self._probe.shapes(training_pass.kind, self._profiling.kinds)
+        solution = solve(shapes, functools.partial(self._probed, training_pass))
+        if solution is not self._latest:
+            self._latest = solution
             self._stalls.another_kind()
-        return chosen
+        return solution
 
-    def _expect(self, calls: Calls) -> None:
-        self._earlier = calls.earlier
-        if calls.earlier:
-            self._stalls.another_kind()  # what is predicted is of all forwards that wait for a backward together
-        if calls.most != self._together:
-            self._together = calls.most
-            forwards = f", in {self._together.forwards} forwards" if self._together.forwards > 1 else ""
-            self.changes.append(f"solved for {self._together.calls} calls of each layer before its backward{forwards}")
+    def _expect(self, in_flight: InFlight, earlier: int) -> None:
+        self._earlier = earlier
+        if earlier:
+            self._stalls.another_kind()  # what is predicted is of all forwards that wait for a backward
+        if in_flight != self._in_flight:
+            self._in_flight = in_flight
+            forwards = f", in {in_flight.forwards} forwards" if in_flight.forwards > 1 else ""
+            self.changes.append(f"solved for {in_flight.calls} calls of each layer before its backward{forwards}")
 
-    def _look(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> HiddenShapes:
-        look = functools.partial(self._looks.look, model, args, kwargs)
-        calls = together(look) if self._meets_in_layers else look()
-        shapes = self._looks.saw(kind, calls)
+    def _probed(self, training_pass: TrainingPass) -> HiddenShapes:
+        probe = functools.partial(self._probe.later, training_pass, self._profiling.kinds)
+        calls = together(probe) if self._meets_in_layers else probe()
+        shapes = self._probe.saw(training_pass.kind, calls)
         self._learn(calls)
-        return self._looks.as_measured(shapes)
+        return in_order(shapes, self._profiling.kinds)
 
     def _learn(self, calls: dict[int, LayerCall]) -> None:
         """Profile the layers among these that no pass before has called, or only with far fewer tokens."""
-        if self._learns and (learned := self._profiling.later(self._looks.kinds, calls, with_others=self._meets_in_layers)):
+        if self._learns and (learned := self._profiling.later(calls, with_others=self._meets_in_layers)):
             self.changes += learned
             self._latest = None  # it knows nothing of them
-            self._chosen.clear()
+            self._solutions.clear()
 
-    def _choose_alone(self, shapes: HiddenShapes | None, look: Callable[[], HiddenShapes]) -> Chosen | None:
-        shapes = look() if self._must_look(shapes) else shapes
-        return self._solved(shapes, self._may_be_plain) if any(shapes) else None
+    def _solve_alone(self, shapes: HiddenShapes | None, probe: Callable[[], HiddenShapes]) -> PassSolution | None:
+        shapes = probe() if self._must_probe(shapes) else shapes
+        return self._solved(shapes, self._may_skip_recompute) if any(shapes) else None
 
-    def _must_look(self, shapes: HiddenShapes | None) -> bool:
+    def _must_probe(self, shapes: HiddenShapes | None) -> bool:
         return not shapes or (self._learns and self._profiling.outgrown(shapes))
 
-    def _choose_together(
-        self, shapes: HiddenShapes | None, look: Callable[[], HiddenShapes], looked: bool = False
-    ) -> Chosen | None:
+    def _solve_together(
+        self, shapes: HiddenShapes | None, probe: Callable[[], HiddenShapes], probed: bool = False
+    ) -> PassSolution | None:
         """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer; where each has other
-        experts, they trade tokens there. So, whatever lengths they have, a rank must not look into a forward alone, and they
-        replay the same layers: all, unless they agree on which are plain."""
-        plain, nothing_fits = 0, None
-        looks = not looked and self._must_look(shapes)
-        if not looks and any(shapes):
+        experts, they trade tokens there. So, whatever lengths they have, a rank must not probe a forward alone, and they replay
+        the same layers: all, unless they agree on those without recompute."""
+        no_recompute, nothing_fits = 0, None
+        must_probe = not probed and self._must_probe(shapes)
+        if not must_probe and any(shapes):
             try:
-                plain = _digest(self._solved(shapes, self._may_be_plain).places.plain)
+                no_recompute = _digest(self._solved(shapes, self._may_skip_recompute))
             except NothingFits as error:
                 nothing_fits = error
-        mine = (looks, plain, -plain, nothing_fits is not None)
-        one_looks, most, minus_least, fails = greatest(mine, self._device)
-        if one_looks:
-            return self._choose_together(look(), look, looked=True)
+        mine = (must_probe, no_recompute, -no_recompute, nothing_fits is not None)
+        one_must_probe, most, minus_least, fails = greatest(mine, self._device)
+        if one_must_probe:
+            return self._solve_together(probe(), probe, probed=True)
         if fails:
             self._refuse_together(nothing_fits)
-        return self._solved(shapes, may_be_plain=self._may_be_plain and most == -minus_least) if any(shapes) else None
+        return self._solved(shapes, self._may_skip_recompute and most == -minus_least) if any(shapes) else None
 
     def _refuse_together(self, mine: NothingFits | None) -> None:
         """Ranks that wait for one that has ended would learn of it much later, and not why."""
@@ -196,85 +196,88 @@ class Autopilot:
         raise NothingFits(f"rank {rank}: {message}", *rest)
 
     @property
-    def _may_be_plain(self) -> bool:
+    def _may_skip_recompute(self) -> bool:
         """The first step is to show what head and loss take, and does so where it checkpoints and addresses are planned."""
         return self._steps > 0 or not self._addresses.planned
 
-    def _solved(self, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
-        """Forwards of before may hold more of the host than is left by what is solved for now: nobody knew that this one comes,
-        or they were longer. Then it does without."""
-        chosen = self._solved_within(self._budgets.claim_host(), shapes, may_be_plain)
+    def _solved(self, shapes: HiddenShapes, may_skip_recompute: bool) -> PassSolution:
+        """Forwards of before may hold more of the host than is left by what is solved for now: this one was not foreseen, or they
+        were longer. Then it does without."""
+        solution = self._solved_within(self._budgets.claim_host(), shapes, may_skip_recompute)
         if self._earlier:
-            end = self._earlier + self._together.calls // self._together.forwards
-            if chosen.host_bytes(self._earlier, end) > self._slab.left:
-                return self._solved_within(0, shapes, may_be_plain)
-        return chosen
+            end = self._earlier + self._in_flight.calls // self._in_flight.forwards
+            if solution.host_bytes(self._earlier, end) > self._budgets.host_left:
+                return self._solved_within(0, shapes, may_skip_recompute)
+        return solution
 
-    def _solved_within(self, host: int, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
-        key = (shapes, self._together, host, may_be_plain)
-        known = self._chosen.get(key)
+    def _solved_within(self, host: int, shapes: HiddenShapes, may_skip_recompute: bool) -> PassSolution:
+        key = (shapes, self._in_flight, host, may_skip_recompute)
+        known = self._solutions.get(key)
         if known is None:
-            while len(self._chosen) >= REMEMBERED:
-                del self._chosen[next(iter(self._chosen))]
-            known = self._chosen[key] = self._solve_as_configured(host, shapes, may_be_plain)
+            while len(self._solutions) >= REMEMBERED:
+                del self._solutions[next(iter(self._solutions))]
+            known = self._solutions[key] = self._solve_as_configured(host, shapes, may_skip_recompute)
         return known
 
-    def _solve_as_configured(self, host: int, shapes: HiddenShapes, may_be_plain: bool) -> Chosen:
+    def _solve_as_configured(self, host: int, shapes: HiddenShapes, may_skip_recompute: bool) -> PassSolution:
         """But for alpha, where it is only now that the host has no room for it."""
         alpha = self._config.alpha
         try:
-            return self._solve(host, shapes, may_be_plain, alpha)
+            return self._solve(host, shapes, may_skip_recompute, alpha)
         except NothingFits as error:
             if alpha is None or error.where != "host" or host >= self._budgets.host:
                 raise
-            chosen = self._solve(host, shapes, may_be_plain, None)
+            solution = self._solve(host, shapes, may_skip_recompute, None)
         self._warn(WITHOUT_ALPHA.format(alpha))
-        return chosen
+        return solution
 
-    def _solve(self, host: int, shapes: HiddenShapes, may_be_plain: bool, alpha: float | None) -> Chosen:
-        run = slower(self._budgets.costs(self.profile, shapes, self._together, host), self._copies_at)
+    def _solve(self, host: int, shapes: HiddenShapes, may_skip_recompute: bool, alpha: float | None) -> PassSolution:
+        run = slower(self._budgets.costs(self.profile, shapes, self._in_flight, host), self._copies_at)
         shape, limit = self.profile.last(shapes), self._budgets.device_limit
-        most = replace(run.without_beside(), device_budget=limit)  # what the head takes no setting changes: is it the layers?
-        run, homes = solve_within(run, most, alpha, self._config.resident_layers, may_be_plain, planned=self._addresses.planned)
+        most = replace(run.layers_alone(), device_budget=limit)  # no solution changes what the head takes: is it the layers?
+        overhead = UNPLANNED_OVERHEAD if self._addresses.planned else 1.0  # a pass without frames is never planned
+        run, solution = solve_within(run, most, alpha, self._config.resident_layers, may_skip_recompute, overhead)
         if run.device_budget > limit:
-            beside = run.beside()
-            needed = beside.pop("always") + max(beside.values())
+            others = run.non_layer_bytes()
+            needed = others.pop("always") + max(others.values())
             self._warn(
                 f"beside the layers {math.prod(shape[:2]):,} tokens take {needed / GIB:.3g} GiB of device memory "
-                f"for head, loss and gradients on their way ({beside['backward'] / GIB:.3g} GiB). With them a step "
+                f"for head, loss and gradients on their way ({others['backward'] / GIB:.3g} GiB). With them a step "
                 f"needs {run.device_budget / GIB:.3g} GiB where {limit / GIB:.3g} are free: it may run out of memory. "
                 "A tiled loss helps, or a smaller zero_optimization.reduce_bucket_size"
             )
-        if homes.places.dropped and run.working_bytes > _WORTH_SAYING * run.device_budget:
+        again = any(kind.recomputes_attention for kind in solution.kinds)
+        if again and run.working_bytes > _WORTH_SAYING * run.device_budget:
             self._warn(
-                "layers compute attention again for want of device memory, of which DeepSpeed holds "
+                "layers recompute attention for want of device memory, of which DeepSpeed holds "
                 f"{run.working_bytes / GIB:.3g} GiB on other streams for what it gathers and reduces. In zero_optimization a "
                 "smaller reduce_bucket_size, and under ZeRO-3 stage3_max_live_parameters and stage3_prefetch_bucket_size, leave "
                 "more to layers"
             )
         called, layers = tuple(self.profile.called(shapes)), len(self.profile.layers)
-        return Chosen(homes, run, called, layers, shapes, shape, paced=self._meets_in_layers)
+        return PassSolution(solution, run, called, layers, shapes, shape, paced=self._meets_in_layers)
 
     # ---- the first pass
 
-    def _start(self, kind: Shapes, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _start(self, training_pass: TrainingPass, layers: Sequence[Layer]) -> bool:
         """Profile. All ranks do this together, at their first training pass."""
+        layers, model = tuple(layers), training_pass.model
         try:
-            calls = together(functools.partial(self._looks.first, model, args, kwargs))
+            calls = together(functools.partial(self._probe.first, training_pass, layers))
         except Failed as failed:  # the forward itself will say what is wrong with it; it may well be right the next time
             self._missed += 1
             return self._missed >= _TRIES and self._give_up(failed)
         try:
-            self._profiling.first(self._looks.kinds, calls)
+            self._profiling.first(layers, self._probe.kinds, calls)
         except Failed as failed:
             return self._give_up(failed)
-        self._looks.profiled(kind, calls)
+        self._probe.profiled(training_pass.kind, calls)
         self._meets_in_layers = meet_in_layers(model)
         self._learns = self._meets_in_layers or not talk_in_layers(model)
         if not self._meets_in_layers:
             self._learn(calls)  # what other ranks do not call
         del calls  # their hidden states are nothing that will be there
-        self._budgets.look(model, self._has_engine, stepped=False)
+        self._budgets.measure(model, self._has_engine, stepped=False)
         return True
 
     def _give_up(self, failed: Failed) -> bool:
@@ -286,7 +289,7 @@ class Autopilot:
         return False
 
     def report(self) -> dict[str, Any] | None:
-        """What the choice rests on; None before the first training pass."""
+        """What the solutions rest on; None before the first training pass."""
         if self.profile is None:
             return None
         return {
@@ -296,7 +299,7 @@ class Autopilot:
             "h2d_bytes_per_s": self.profile.h2d_bytes_per_s * self._copies_at,
             "device_budget": self._budgets.device,
             "host_budget": self._budgets.host,
-            "calls": self._together.calls,
+            "calls": self._in_flight.calls,
             "changes": list(self.changes),
         }
 
@@ -315,48 +318,50 @@ class Autopilot:
         self._steps += 1
         first = self._steps == 1
         if (first or (self._meets_in_layers and self._steps <= _SETTLED)) and self._see(self._latest, calls):
-            self._chosen.clear()
+            self._solutions.clear()
         if first:
-            self._budgets.look(model, self._has_engine, stepped=True)
-            self._chosen.clear()
+            self._budgets.measure(model, self._has_engine, stepped=True)
+            self._solutions.clear()
             return
         if self._config.alpha is None and (window := self._stalls.stepped(passes, now)):
-            chosen = self._latest
-            self._copies_are_slower(min(from_all_ranks(window.share(chosen.run, chosen.homes) if chosen else 1.0)))
+            passed = self._latest
+            self._copies_are_slower(min(from_all_ranks(window.share(passed.run, passed.solution) if passed else 1.0)))
 
-    def _see(self, passed: Chosen | None, calls: int) -> bool:
-        """What stood beside the layers of the latest pass; whether some of it is more than was known."""
+    def _see(self, passed: PassSolution | None, calls: int) -> bool:
+        """Learn the non-layer memory of the latest pass; return whether some of it is more than was known."""
         if passed is None:
             return self._budgets.see(None, 0, 0)
-        arena = self._addresses.arena_bytes  # whoever asks the device what is alive sees all of it
+        arena = self._addresses.arena_bytes  # all of it is alive to the device's counters
         inputs = (output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
         hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
-        forward, between, backward = bytes_of_layers(passed.run, passed.homes.places, passed.homes.alpha)
+        forward, between, backward = bytes_of_layers(passed.run, passed.solution.kinds, passed.solution.alpha)
         if calls == 1 and len(passed.run.layers) == len(passed.solved):
             by_layer = [dict(zip(passed.solved, nbytes.tolist(), strict=True)) for nbytes in (forward, backward)]
         else:  # more than one call of each: it is not known which is which
             by_layer = [{}, {}]
-        logged = self._addresses.beside(hidden_bytes, *by_layer)
+        logged = self._addresses.non_layer_memory(hidden_bytes, *by_layer)
         return self._budgets.see(logged, math.prod(passed.shape[:2]), between - arena)
 
     def _copies_are_slower(self, share: float) -> None:
         if share >= 1:
             return
         self._copies_at *= share
-        self._chosen.clear()
+        self._solutions.clear()
         before = self._latest
         if before is None:
             return
-        after = self._solve(before.run.host_budget, before.shapes, self._may_be_plain, None).homes
-        if after.alpha < before.homes.alpha:
-            change = f"alpha lowered from {before.homes.alpha:.4g} to {after.alpha:.4g}"
-        elif after.places != before.homes.places:
-            change = f"other homes ({after.binding})"
+        after = self._solve(before.run.host_budget, before.shapes, self._may_skip_recompute, None).solution
+        if after.alpha < before.solution.alpha:
+            change = f"alpha lowered from {before.solution.alpha:.4g} to {after.alpha:.4g}"
+        elif after.kinds != before.solution.kinds:
+            change = f"other placements ({after.binding})"
         else:
             return
         self.changes.append(f"{change}: copies reach {self._copies_at:.0%} of the profiled bandwidth")
 
 
-def _digest(calls: Collection[int]) -> int:
-    """Ranks that solve for other layers (a tower that only some call) may have as many plain ones and not the same."""
-    return zlib.crc32(repr(sorted(calls)).encode()) >> 1  # fits int32, with either sign
+def _digest(solution: PassSolution) -> int:
+    """A number for the layers without recompute. Ranks that solve for other layers (a tower that only some call) may have as many
+    of them and not the same."""
+    calls = sorted(number for number, kind in solution.kinds.items() if kind is PlacementKind.NO_RECOMPUTE)
+    return zlib.crc32(repr(calls).encode()) >> 1  # fits int32, with either sign

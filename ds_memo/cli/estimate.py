@@ -152,7 +152,7 @@ def _staying(answer: Estimate) -> int | None:
     """How many layers keep on the device what they keep."""
     if answer.resident_layers is None:
         return None
-    return answer.resident_layers + len(answer.places.lean) + len(answer.places.plain)
+    return answer.resident_layers + answer.placed["without_gemms"] + answer.placed["without_recompute"]
 
 
 def _print(answer: Estimate) -> None:
@@ -165,10 +165,10 @@ def _print(answer: Estimate) -> None:
         print(f"  step       {answer.step_s:,.2f} s: {_shares(answer.seconds, answer.step_s)}")
         print(f"  speed      MFU {answer.mfu:.1%}, {answer.tgs:,.0f} tokens per GPU and second")
     if answer.alpha is not None and answer.status == OK:
-        places = answer.places
-        kinds = (("lean", places.lean), ("plain", places.plain), ("with attention computed again", places.dropped))
-        more = "".join(f", {len(layers)} {kind}" for kind, layers in kinds if layers)
-        print(f"  homes      alpha {answer.alpha:.4g}, {answer.resident_layers} of {q.model.layers} layers resident{more}")
+        others = {"without_gemms": "without GEMMs", "without_recompute": "without recompute"}
+        others["attention_recomputed"] = "with attention recomputed"
+        more = "".join(f", {answer.placed[kind]} {words}" for kind, words in others.items() if answer.placed[kind])
+        print(f"  placement  alpha {answer.alpha:.4g}, {answer.resident_layers} of {q.model.layers} layers resident{more}")
     print(f"  device     {answer.device_total / GIB:.1f} of {q.hardware.device_memory / GIB:.1f} GiB")
     for name, nbytes in answer.device_bytes.items():
         print(f"             {nbytes / GIB:8.1f} {name}")

@@ -187,8 +187,8 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo
     memo.slab.budget = _smallest(memo.slab.budget, engine.device)
     if meet_in_layers(engine.module):
         limit_run_ahead(memo)
-    if memo.autopilot:
-        memo.autopilot.before_looks(functools.partial(_gather_nothing_ahead, weakref.ref(engine)))
+    if memo.tuner:
+        memo.tuner.before_probes(functools.partial(_gather_nothing_ahead, weakref.ref(engine)))
     if _replaced:
         memo.on_first_step(_say_what_moved)
     follow(engine, memo)

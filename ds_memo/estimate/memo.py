@@ -1,4 +1,4 @@
-"""ds_memo's own method: homes by the solver that trains, layers by formula or as measured."""
+"""ds_memo's own method: placements by the solver that trains, layers by formula or as measured."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS, by_part, gathered_bytes, state_bytes, timed
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question
-from ds_memo.placement import Places
+from ds_memo.placement import PlacementKind
+from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import LayerCosts, RunCosts, Working
-from ds_memo.solve.headroom import RESERVE, solve_within
+from ds_memo.solve.headroom import HEADROOM, solve_within
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.solver import Solution
 from ds_memo.units import GIB
 
 
 def memo(question: Question, costs: Costs) -> Estimate:
-    """The homes that a run would have, and their step."""
+    """The placements that a run would have, and their step."""
     model, states = question.model, state_bytes(costs)
     working = {
         "gathered parameters": gathered_bytes(costs),
@@ -28,25 +30,27 @@ def memo(question: Question, costs: Costs) -> Estimate:
     loose = 1.0 if question.planned else question.hardware.fragmentation
     free = question.hardware.usable_device_bytes - sum(states.values())
     most = _run(question, costs, int(free / loose), sum(working.values()))
-    careful = replace(most, device_budget=min(most.device_budget, int(free * (1 - RESERVE))))
+    careful = replace(most, device_budget=min(most.device_budget, int(free * (1 - HEADROOM))))
     try:
-        run, homes = solve_within(careful, most, question.alpha, planned=question.planned)
+        overhead = UNPLANNED_OVERHEAD if question.planned else 1.0  # plain training has no planned addresses
+        run, solution = solve_within(careful, most, question.alpha, unplanned_overhead=overhead)
     except NothingFits as nothing:
         return _refused(question, costs.layout, most, states, working, nothing)
-    kept = _frames(run, homes.places, homes.alpha)
-    name = "resident layers and reload buffers" if homes.places.swapped(model.layers) else "layers that stay"
-    parts = by_part(question, states, working | {"transients": homes.device_bytes - run.working_bytes - kept, name: kept})
+    kept = _frames(run, solution)
+    stay = all(kind.on_device for kind in solution.kinds)
+    name = "layers that stay" if stay else "resident layers and reload buffers"
+    parts = by_part(question, states, working | {"transients": solution.device_bytes - run.working_bytes - kept, name: kept})
     answer = Estimate(
         question,
         costs.layout,
         OK,
-        homes.binding,
+        solution.binding,
         parts,
-        homes.host_bytes * question.ranks_on_node,
-        alpha=homes.alpha,
-        resident_layers=len(homes.places.residents),
+        solution.host_bytes * question.ranks_on_node,
+        alpha=solution.alpha,
+        resident_layers=len(solution.calls(PlacementKind.ON_DEVICE)),
         run=run,
-        places=homes.places,
+        placements=solution.placements,
     )
     return timed(answer, costs)
 
@@ -56,7 +60,7 @@ def _run(question: Question, costs: Costs, device_budget: int, working: float) -
 
     Args:
         device_budget: bytes beside the model's states.
-        working: of these, what a step needs beside the layers.
+        working: of these, non-layer memory.
     """
     hardware, profile = question.hardware, question.profile
     return RunCosts(
@@ -78,7 +82,7 @@ def _refused(
     working: dict[str, float],
     nothing: NothingFits,
 ) -> Estimate:
-    """The answer where no setting fits, with the least that any takes."""
+    """The answer where nothing fits, with the least that any solution takes."""
     status = OOHM if nothing.where == "host" else OOM
     why = str(nothing) if run.device_budget > 0 else _too_large(question, layout, states)
     least = {
@@ -96,10 +100,11 @@ def _too_large(question: Question, layout: Layout, states: dict[str, float]) -> 
     return f"device memory: the model's states alone take {whole:.4g} of {usable:.4g} GiB. What helps: {helps}, a smaller model."
 
 
-def _frames(run: RunCosts, places: Places, alpha: float) -> int:
+def _frames(run: RunCosts, solution: Solution) -> int:
     """Bytes of the device that layers keep and reload: the peak, not counting what comes and goes inside a layer."""
     nothing: dict[str, Any] = dict.fromkeys(("working", "working_at_0", "working_without_attention"), Working())
-    return device_bytes(replace(run.each(lambda layer: replace(layer, **nothing)), working_bytes=0), places, alpha)
+    frames = replace(run.each(lambda layer: replace(layer, **nothing)), working_bytes=0)
+    return device_bytes(frames, solution.kinds, solution.alpha)
 
 
 def _measured(profile: Profile, costs: Costs) -> RunCosts:

@@ -9,7 +9,7 @@ from typing import Any
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.parts import FUSED_LOGIT_BYTES, LOGIT_BYTES, by_part, device_use, gathered_bytes, state_bytes, timed
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question
-from ds_memo.placement import Places
+from ds_memo.placement import ON_DEVICE, Placement, PlacementKind
 from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.solve.paper import paper_alpha
 from ds_memo.units import GIB
@@ -54,8 +54,8 @@ def _without_copies(answer: Estimate, costs: Costs, layers: tuple[LayerCosts, ..
     run = _run(answer.question, costs, layers).each(
         lambda layer: replace(layer, outputs=(), replay_s=again(layer) if recomputes else 0.0, gemm_s=0.0)
     )
-    stay = Places(residents=frozenset(range(len(layers))))
-    return replace(answer, status=OK, run=run, places=stay, resident_layers=0 if recomputes else len(layers))
+    stay = (ON_DEVICE,) * len(layers)
+    return replace(answer, status=OK, run=run, placements=stay, resident_layers=0 if recomputes else len(layers))
 
 
 def _swapping(answer: Estimate, costs: Costs, layers: tuple[LayerCosts, ...]) -> Estimate:
@@ -74,9 +74,9 @@ def _swapping(answer: Estimate, costs: Costs, layers: tuple[LayerCosts, ...]) ->
         binding = use
     elif hides:
         binding = f"link: at alpha {alpha:g} a layer's copy takes as long as its forward"
-    residents = frozenset(range(swapped, n))
-    run, places = _run(question, costs, layers), Places(residents=residents)
-    more: dict[str, Any] = {"alpha": alpha, "resident_layers": len(residents), "run": run, "places": places}
+    run, residents = _run(question, costs, layers), (ON_DEVICE,) * (n - swapped)
+    placements = (Placement(PlacementKind.SWAPPED, alpha),) * swapped + residents
+    more: dict[str, Any] = {"alpha": alpha, "resident_layers": len(residents), "run": run, "placements": placements}
     return replace(answer, status=OK, binding=binding, host_bytes=host, **more)
 
 

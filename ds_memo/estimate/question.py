@@ -21,7 +21,7 @@ from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.memory.host import RESERVE
-from ds_memo.placement import Places
+from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.costs import RunCosts
 from ds_memo.units import GIB
 
@@ -92,7 +92,7 @@ class Estimate:
     resident_layers: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     run: RunCosts | None = field(default=None, repr=False)
-    places: Places = field(default_factory=Places)
+    placements: tuple[Placement, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -118,9 +118,20 @@ class Estimate:
     def device_total(self) -> float:
         return sum(self.device_bytes.values())
 
+    @property
+    def placed(self) -> dict[str, int]:
+        """The number of layers, by placement: those of the report, and those that recompute attention."""
+        kinds = [placement.kind for placement in self.placements]
+        return {
+            "on_device": kinds.count(PlacementKind.ON_DEVICE),
+            "without_gemms": sum(kind.without_gemms for kind in kinds),
+            "without_recompute": kinds.count(PlacementKind.NO_RECOMPUTE),
+            "attention_recomputed": sum(kind.recomputes_attention for kind in kinds),
+        }
+
     def simulated(self) -> Simulated:
         """The schedule of one forward and backward, in virtual time."""
-        return simulate(self.run, self.alpha or 0.0, self.places)
+        return simulate(self.run, self.placements)
 
     def as_json(self) -> dict[str, Any]:
         layout = self.layout
@@ -131,7 +142,7 @@ class Estimate:
             "step_s": self.step_s,
             "alpha": self.alpha,
             "resident_layers": self.resident_layers,
-            "homes": {name: len(layers) for name, layers in self.places._asdict().items()},
+            "placements": self.placed,
             "binding": self.binding,
             "device_gib": self.device_total / GIB,
             "host_gib": self.host_bytes / GIB,

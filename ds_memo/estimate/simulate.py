@@ -6,10 +6,11 @@ its tensors only know their bytes, and this module moves compute's clock on as k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ds_memo.placement import Home, Places
+from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.costs import LayerCosts, Output, RunCosts
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
@@ -143,28 +144,28 @@ class VirtualEngine(SwapEngine):
         return None
 
 
-def simulate(run: RunCosts, alpha: float, places: Places) -> Simulated:
+def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
     """Drive the engine through one forward and backward.
 
     Args:
         run: seconds and bytes of the layers.
-        alpha: share of rows of GEMM outputs that swapped layers send to the host.
-        places: of the layers.
+        placements: by layer.
     """
     streams = VirtualStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
     slab: Any = VirtualSlab()
     engine = VirtualEngine(streams, slab, device=None)
-    homes = places.homes(len(run.layers))
     frames = [
-        _forward(engine, streams, i, layer, home, alpha) for i, (layer, home) in enumerate(zip(run.layers, homes, strict=True))
+        _forward(engine, streams, i, layer, placement)
+        for i, (layer, placement) in enumerate(zip(run.layers, placements, strict=True))
     ]
     streams.compute("head and loss", "head", -1, run.head_s)
     while frames:
         index, frame = len(frames) - 1, frames.pop()
-        layer, home = run.layers[index], homes[index]
+        layer, placement = run.layers[index], placements[index]
         engine.bring_back(frame)
-        if not home.plain:
-            again = layer.replay_s + (1 - home.alpha(alpha)) * layer.gemm_s + (layer.attention_s if home.dropped else 0.0)
+        if placement.kind is not PlacementKind.NO_RECOMPUTE:
+            attention_s = layer.attention_s if placement.kind.recomputes_attention else 0.0
+            again = layer.replay_s + (1 - placement.alpha) * layer.gemm_s + attention_s
             streams.compute(f"replay of layer {index}", "replay", index, again)
         engine.replayed(frame)
         streams.compute(f"backward of layer {index}", "backward", index, layer.backward_s)
@@ -175,26 +176,26 @@ def simulate(run: RunCosts, alpha: float, places: Places) -> Simulated:
     return Simulated(seconds, stalls[D2H], stalls[H2D], tuple(sorted(streams.spans, key=lambda span: span.begin)))
 
 
-def _forward(engine: Any, streams: VirtualStreams, index: int, layer: LayerCosts, home: Home, alpha: float) -> Frame:
+def _forward(engine: Any, streams: VirtualStreams, index: int, layer: LayerCosts, placement: Placement) -> Frame:
     """What the engine is handed has no tensors, only their sizes."""
-    frame = engine.begin(f"layer {index}", home.stays, ahead=not home.dropped)
+    frame = engine.begin(f"layer {index}", placement)
     began = streams.now[COMPUTE]
     kept: list[tuple[Output, VirtualKept]] = []
-    for output in () if home.plain else layer.outputs:
-        nbytes = _stored(output, home.alpha(alpha), home.dropped)
+    for output in () if placement.kind is PlacementKind.NO_RECOMPUTE else layer.outputs:
+        nbytes = _stored(output, placement)
         if nbytes > 0:
             kept.append((output, VirtualKept(len(kept), nbytes, Extent(index, nbytes))))
-    engine.adopt(frame, VirtualLayout([place for _, place in kept], sum(place.stored_bytes for _, place in kept)))
-    for output, place in kept:
+    engine.adopt(frame, VirtualLayout([slot for _, slot in kept], sum(slot.stored_bytes for _, slot in kept)))
+    for output, slot in kept:
         streams.now[COMPUTE] = began + output.born * layer.forward_s
-        engine.keep(frame, place, place.extent)
+        engine.keep(frame, slot, slot.extent)
     streams.now[COMPUTE] = began
     streams.compute(f"forward of layer {index}", "forward", index, layer.forward_s)
     engine.end(frame)
     return frame
 
 
-def _stored(output: Output, alpha: float, drops_attention: bool) -> float:
+def _stored(output: Output, placement: Placement) -> float:
     if output.kind == "gemm":
-        return alpha * output.nbytes
-    return 0.0 if drops_attention and output.kind == "attention" else output.nbytes
+        return placement.alpha * output.nbytes
+    return 0.0 if placement.kind.recomputes_attention and output.kind == "attention" else output.nbytes

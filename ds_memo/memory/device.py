@@ -80,24 +80,24 @@ def _split_segments() -> list[tuple[int, int]]:
     return [(s["address"], s["address"] + s["total_size"]) for s in large if len(s["blocks"]) > 1]
 
 
-def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, reserve: float, lost: int = 0) -> int:
+def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, headroom: float, lost: int = 0) -> int:
     """Bytes that activations may take.
 
     Args:
         device_memory_gib: of the whole device that this process may use; absent: what is free. On a CPU, where parameters and
             activations share what there is, it is what activations may take.
         to_come: bytes of gradients and optimizer states that do not exist yet.
-        reserve: share of the free memory that is left alone: RESERVE, UNSEEN, or 0.
-        lost: see `lost_bytes`. LOSES_MORE times as much is left alone if that is more than the reserve, which must not be 0.
+        headroom: share of the free memory that is left alone: HEADROOM, UNSEEN, or 0.
+        lost: see `lost_bytes`. LOSES_MORE times as much is left alone if that is more than the headroom, which must not be 0.
     """
     left = device_free(device)
     if left is None:
         if device_memory_gib is not None:
             return int(device_memory_gib * GIB)
-        return max(0, int(available_bytes() * (1 - reserve)) // ranks_on_node() - to_come)
+        return max(0, int(available_bytes() * (1 - headroom)) // ranks_on_node() - to_come)
     if device_memory_gib is not None:
         left = min(left, int(device_memory_gib * GIB) - torch.cuda.memory_allocated(device))
-    alone = max(left * reserve, LOSES_MORE * lost) if reserve else 0
+    alone = max(left * headroom, LOSES_MORE * lost) if headroom else 0
     return max(0, int(left - alone) - to_come)
 
 

@@ -1,4 +1,6 @@
-"""What a pass took of the device beside its layers, worked out from its request log. The solver leaves that much free afterwards.
+"""Non-layer memory: device bytes that a pass took for other than its layers, worked out from its request log.
+
+The solver leaves that much free afterwards.
 
 head         logits, loss, their gradients: between the last layer's forward and its backward; grows with the tokens
 forward      parameters that are gathered, masks
@@ -18,7 +20,7 @@ from ds_memo.plan.phases import LayerPass, Part, PhaseName
 from ds_memo.planned_alloc.request_log import Event
 
 
-class Beside(NamedTuple):
+class NonLayerMemory(NamedTuple):
     """Bytes of one pass."""
 
     head: int
@@ -40,14 +42,14 @@ class Most(NamedTuple):
     """Of those still alive at the end of the next phase, without the gradient that is passed on to it."""
 
 
-def beside(
+def non_layer_memory(
     events: Sequence[Event],
     carried: Mapping[int, int],
     hidden_bytes: int,
     forward: Mapping[int, int],
     backward: Mapping[int, int],
-) -> Beside | None:
-    """What a pass took beside its layers; None: it had no head.
+) -> NonLayerMemory | None:
+    """The non-layer memory of a pass; None: it had no head.
 
     Args:
         events: of the pass.
@@ -63,7 +65,7 @@ def beside(
     peaks = _peaks(events, carried)
     ahead = [peaks.get(LayerPass(layer, backward=False), 0) - solved for layer, solved in forward.items()]
     back = [peaks.get(LayerPass(layer, backward=True), 0) - solved for layer, solved in backward.items()]
-    return Beside(
+    return NonLayerMemory(
         head=head.peak - head.staying,
         staying=head.staying,
         forward=max([0, *ahead]),
@@ -72,11 +74,11 @@ def beside(
     )
 
 
-def largest(several: Sequence[Beside]) -> Beside:
+def largest(several: Sequence[NonLayerMemory]) -> NonLayerMemory:
     """The largest of each number over several ranks or passes."""
     heads, staying, forwards, backwards, elsewhere = zip(*several, strict=True)
     backward = tuple(map(max, zip_longest(*backwards, fillvalue=0)))
-    return Beside(max(heads), max(staying), max(forwards), backward, max(elsewhere))
+    return NonLayerMemory(max(heads), max(staying), max(forwards), backward, max(elsewhere))
 
 
 def carry(carried: dict[int, int], events: Iterable[Event]) -> None:

@@ -33,7 +33,7 @@ from ds_memo.memory.device import keep_blocks_whole
 from ds_memo.ops.allocator import MISSES, Allocator, Request
 from ds_memo.plan import Plan
 from ds_memo.plan.phases import LayerPass, Part
-from ds_memo.planned_alloc.non_layer_memory import Beside, beside, carry
+from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, carry, non_layer_memory
 from ds_memo.planned_alloc.plans_by_pass import Known, Plans
 from ds_memo.planned_alloc.request_log import Place, RequestLog, read_log
 from ds_memo.shapes import PassKind, Shapes
@@ -208,7 +208,7 @@ class Addresses:
         self._allocator.phase(Part.EMBED)
 
     @_turning
-    def plain_pass_begins(self) -> None:
+    def unplanned_pass_begins(self) -> None:
         """A training forward begins whose layers run as they are: torch's allocator serves it."""
         if self.claimed:
             self._next_pass()
@@ -258,9 +258,11 @@ class Addresses:
         if self.claimed:
             self._allocator.phase(None)
 
-    def beside(self, hidden_bytes: int, forward: Mapping[int, int], backward: Mapping[int, int]) -> Beside | None:
-        """What the latest pass took beside the layers, or the last one of its kind that was logged; None: none was. The first
-        step may be long in coming: gradients accumulate, or overflow.
+    def non_layer_memory(
+        self, hidden_bytes: int, forward: Mapping[int, int], backward: Mapping[int, int]
+    ) -> NonLayerMemory | None:
+        """The non-layer memory of the latest pass, or of the last one of its kind that was logged; None: none was. The first step
+        may be long in coming: gradients accumulate, or overflow.
 
         Args:
             hidden_bytes: of the last layer's output.
@@ -274,7 +276,7 @@ class Addresses:
             kind, events, carried = self._kind, self._events, self._carried
         if not events or kind != self._kind:
             return None
-        return beside(events, carried, hidden_bytes, forward, backward)
+        return non_layer_memory(events, carried, hidden_bytes, forward, backward)
 
     # ---- what the user says
 

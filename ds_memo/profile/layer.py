@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, NO_RECOMPUTE, ON_DEVICE, Placement
 from ds_memo.profile.call import LayerCall, beside_the_training
 from ds_memo.profile.live import bytes_made
 from ds_memo.profile.sample import LayerSample
 from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
 from ds_memo.remat.call import tensor_leaves
-from ds_memo.remat.checkpoint import Layer, Remat, Setting
+from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.solve.costs import Output, OutputKind
@@ -54,16 +55,16 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
         fn, args, inputs = call.at(length, source)
         bench = _Bench(call.layer, fn, args, [*inputs, *trained], device, attention)
         try:
-            plain = bench.timed(Setting(checkpointed=False))
-            full, none = bench.recipe(Setting(resident=True)), bench.recipe(Setting(resident=True, alpha=0.0))
+            plain = bench.timed(NO_RECOMPUTE)
+            full, none = bench.recipe(ON_DEVICE), bench.recipe(GEMMS_RECOMPUTED)
             if not full.packs:
                 raise MemoError(f"layer {call.layer.name} has nothing to train")
             replay_s = bench.replay_s()
             watch = bench.watched()
             input_bytes = inputs[0].untyped_storage().nbytes()
-            forward_bytes, working_bytes = bench.held(Setting(resident=True))
-            forward_bytes_at_0, working_bytes_at_0 = bench.held(Setting(resident=True, alpha=0.0))
-            _, without_attention = bench.held(Setting(resident=True, alpha=0.0, keeps_attention=False))
+            forward_bytes, working_bytes = bench.held(ON_DEVICE)
+            forward_bytes_at_0, working_bytes_at_0 = bench.held(GEMMS_RECOMPUTED)
+            _, without_attention = bench.held(FULL_RECOMPUTE)
             forward_s, backward_s = plain
             outputs, gemm_s = _outputs(full, none, watch)
             return LayerSample(
@@ -115,12 +116,12 @@ def _own_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 
 class _Fixed:
-    """A policy that always answers `setting_now`. What is measured stays on the device, so it is never asked for an alpha."""
+    """A policy that always answers `now`. What is measured stays on the device, so it is never asked for an alpha."""
 
-    setting_now = Setting()
+    now = ON_DEVICE
 
-    def setting(self, layer: Layer) -> Setting:
-        return self.setting_now
+    def placement(self, layer: Layer) -> Placement:
+        return self.now
 
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         raise AssertionError("no rows are swapped in a profile")
@@ -162,20 +163,20 @@ class _Bench:
     def close(self) -> None:
         self._engine.close()
 
-    def forward(self, setting: Setting) -> list[torch.Tensor]:
-        self._policy.setting_now = setting
+    def forward(self, placement: Placement) -> list[torch.Tensor]:
+        self._policy.now = placement
         out = self._remat.run(self._layer, self._fn, *self._args)
         return [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]
 
     def backward(self, outputs: list[torch.Tensor]) -> None:
         torch.autograd.grad(outputs, self._leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
 
-    def timed(self, setting: Setting) -> tuple[float, float]:
+    def timed(self, placement: Placement) -> tuple[float, float]:
         """Seconds of a forward and of a backward, medians after one run for warming up."""
         forwards, backwards = [], []
         for _ in range(REPEATS + 1):
             start = self._clock()
-            outputs = self.forward(setting)
+            outputs = self.forward(placement)
             between = self._clock()
             self.backward(outputs)
             end = self._clock()
@@ -190,33 +191,33 @@ class _Bench:
         differ by more than a replay takes.
         """
         for _ in range(REPEATS + 1):
-            self.backward(self.forward(Setting(resident=True)))
+            self.backward(self.forward(ON_DEVICE))
         self._clock()
         spans, self._engine.replays = self._engine.replays, []
         return statistics.median(seconds_between(*span) for span in spans[1:])
 
-    def recipe(self, setting: Setting) -> Recipe:
-        self.forward(setting)
+    def recipe(self, placement: Placement) -> Recipe:
+        self.forward(placement)
         return self._layer.latest
 
     def watched(self) -> Stopwatch:
         """Run once and time each GEMM, attention and choice."""
         with Stopwatch(self._device) as watch:
             start = watch.now()
-            outputs = self.forward(Setting(checkpointed=False))
+            outputs = self.forward(NO_RECOMPUTE)
             watch.forward_over(start)
             self.backward(outputs)
         watch.read()
         return watch
 
-    def held(self, setting: Setting) -> tuple[int, int]:
+    def held(self, placement: Placement) -> tuple[int, int]:
         """The most bytes alive at once that a forward made, and that a replay and backward made beside what is kept.
 
         The layer's output, which in a step belongs to the frame above, is alive in both; its input, born before, in none.
         """
-        frame = self.recipe(setting).layout.buffer_bytes
+        frame = self.recipe(placement).layout.buffer_bytes
         with bytes_made(self._device) as count:
-            outputs = self.forward(setting)
+            outputs = self.forward(placement)
             forward = count.peak
             count.reset_peak()
             self.backward(outputs)
@@ -236,7 +237,7 @@ class _Bench:
                 saved[storage.data_ptr()] = storage
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
-            self.forward(Setting(checkpointed=False))
+            self.forward(NO_RECOMPUTE)
         return sum(storage.nbytes() for storage in saved.values())
 
     def _clock(self) -> float:

@@ -5,7 +5,7 @@ direct    one layer at full length
 unified   as direct, but refused where the lines through two short lengths say that the layer does not fit what is free. CUDA
           managed memory, which the paper used there, can hang the card past that, and below it brings nothing
 
-The autopilot and `ds-memo profile` both come here.
+The tuner and `ds-memo profile` both come here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ds_memo.profile.layer import measure
 from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
 from ds_memo.remat.checkpoint import Layer
-from ds_memo.solve.headroom import RESERVE
+from ds_memo.solve.headroom import HEADROOM
 from ds_memo.swap.stream_protocol import D2H, H2D
 from ds_memo.units import GIB
 
@@ -124,7 +124,7 @@ class Asked:
 
     def free(self) -> int:
         """Bytes that are free on the device now."""
-        return device_budget(self.device, self.device_memory_gib, 0, RESERVE)
+        return device_budget(self.device, self.device_memory_gib, 0, HEADROOM)
 
     def key(self) -> dict[str, Any]:
         """Everything that the measurements depend on."""
@@ -222,7 +222,7 @@ def _measure_kind(
     lengths, full, source = asked.lengths[kind], asked.full[kind], asked.sources[kind]
     number = list(asked.calls).index(kind) + 1
     gathered = whole_bytes(module)
-    do(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, RESERVE)))
+    do(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, HEADROOM)))
 
     def measured(lengths: Sequence[int], source: int) -> list[LayerSample]:
         samples: list[LayerSample] = []

@@ -167,7 +167,7 @@ class Profile:
             device_budget=device_budget,
         )
 
-    def beside(self, later: Profile) -> Profile:
+    def with_kinds(self, later: Profile) -> Profile:
         """This, and what was measured later of layers that it lacks."""
         layers = tuple(
             len(self.kinds) + theirs if mine is None and theirs is not None else mine

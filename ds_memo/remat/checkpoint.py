@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _Sto
 
 from ds_memo.errors import MemoError
 from ds_memo.layer_observer import LayerObserver
+from ds_memo.placement import FULL_RECOMPUTE, UNDECIDED, Placement, PlacementKind
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work, tensor_leaves
 from ds_memo.remat.diagnostics import diagnose
@@ -38,35 +38,13 @@ _TIMES_ALIKE = 3
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is done with one layer call. Part of the key of its recipe."""
-
-    checkpointed: bool = True
-    """If not, the layer is simply called, and autograd saves what it likes."""
-    keeps_pace: bool = False
-    """Of a layer that is not checkpointed: it has an (empty) frame all the same, so that the engine moves the frames of swapped
-    layers while this one runs, and the host keeps pace (ds_memo.deepspeed.run_ahead_limit)."""
-    resident: bool = False
-    """What is kept stays on the device."""
-    alpha: float | None = None
-    """The share of each GEMM output's rows that is kept. None: all rows of a resident layer; of others, what `Policy.alpha` says
-    once their sizes are known."""
-    keeps_attention: bool = True
-    """If not, attention is computed again in the replay, and the frame's reload is not issued ahead: the last resort."""
-
-
-FULL_RECOMPUTE = Setting(resident=True, alpha=0.0, keeps_attention=False)
-"""As torch.utils.checkpoint: the input stays on the device, everything else is computed again."""
-
-
 class Policy(Protocol):
-    """Who decides the homes."""
+    """Decides the placement of each layer call."""
 
-    def setting(self, layer: Layer) -> Setting: ...
+    def placement(self, layer: Layer) -> Placement: ...
 
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
-        """Alpha for a layer of these sizes. Raises MemoError when it cannot fit."""
+        """Alpha for a placement that leaves it undecided, once the sizes are known. Raises MemoError when it cannot fit."""
 
     def has_room(self, nbytes: int) -> bool:
         """Whether the host can take so many bytes of one layer call. If not, that call is fully recomputed: only its input is
@@ -97,13 +75,13 @@ class Layer:
     def follows_recipes(self) -> bool:
         return self.times_left < _TIMES_LEFT
 
-    def kind_of_call(self, args: tuple, setting: Setting) -> Any:
+    def kind_of_call(self, args: tuple, placement: Placement) -> Any:
         """The key of a call's recipe: what the recipe depends on and is cheap to look at. A difference that it misses is noticed
         while the recipe is followed, and makes the call leave it."""
         tensors = tuple([(x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor)])
         trained = tuple([parameter.requires_grad for parameter in self.parameters])
         cast = tuple([torch.get_autocast_dtype(device) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)])
-        return tensors, trained, self.module().training, cast, setting
+        return tensors, trained, self.module().training, cast, placement
 
     def remember(self, key: Any, recipe: Recipe) -> None:
         """Keep a recipe for later calls of its kind, up to a number: lengths may never repeat."""
@@ -121,7 +99,7 @@ class Remat:
 
     Args:
         engine: keeps what backwards need.
-        policy: decides the homes.
+        policy: decides the placements.
         warn: warns the user.
         attention: the "memo" section's field. "cudnn" and "flash" are enforced here; flash-attn packages are the model's to call.
     """
@@ -179,16 +157,17 @@ class Remat:
         if self._sdpa is not None:
             fn, again = (functools.partial(self._with_sdpa, layer, run) for run in (lifted.fn, lifted.again))
             lifted = lifted._replace(fn=fn, again=again)
-        setting = self.policy.setting(layer)
-        if not (setting.checkpointed or setting.keeps_pace):
+        placement = self.policy.placement(layer)
+        recomputes = placement.kind is not PlacementKind.NO_RECOMPUTE
+        if not (recomputes or placement.empty_frame):
             return lifted.fn(*lifted.args)
         for observer in self.observers:
             observer.layer_begins(layer.index)
         try:
-            if setting.checkpointed:
-                out = self._run_checkpointed(layer, setting, lifted, preserve_rng_state)
+            if recomputes:
+                out = self._run_checkpointed(layer, placement, lifted, preserve_rng_state)
             else:
-                out = self._run_plain(layer, lifted)
+                out = self._run_with_empty_frame(layer, placement, lifted)
         except BaseException:
             for observer in self.observers:
                 observer.interrupted()
@@ -197,13 +176,12 @@ class Remat:
             observer.layer_ends(layer.index)
         return out
 
-    def _run_checkpointed(self, layer: Layer, setting: Setting, lifted: Lifted, preserve_rng_state: bool) -> Any:
-        key = layer.kind_of_call(lifted.args, setting) if layer.module() is not None else None
+    def _run_checkpointed(self, layer: Layer, placement: Placement, lifted: Lifted, preserve_rng_state: bool) -> Any:
+        key = layer.kind_of_call(lifted.args, placement) if layer.module() is not None else None
         recipe = layer.recipes.get(key) if layer.follows_recipes else None
-        if recipe is not None and not (setting.resident or self.policy.has_room(recipe.layout.host_bytes)):
+        if recipe is not None and not (placement.kind.on_device or self.policy.has_room(recipe.layout.host_bytes)):
             return self._run_checkpointed(layer, FULL_RECOMPUTE, lifted, preserve_rng_state)
-        # Attention is computed again only for want of memory: then nothing is reloaded before it is needed.
-        frame = self.engine.begin(layer.name, setting.resident, ahead=setting.keeps_attention)
+        frame = self.engine.begin(layer.name, placement)
         call = Call(layer.index, self.observers, self.engine, frame, recipe, self.work)
         nested = [value for value in lifted.args if not isinstance(value, torch.Tensor)]
         call.device_inputs = [DeviceInput(layer.name, tensor) for tensor in tensor_leaves((nested, lifted.bound))]
@@ -222,7 +200,7 @@ class Remat:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = _checkpoint(lifted, preserve_rng_state, lambda: (mode, Replay(call)))
             if recipe is None:
-                self._settle(layer, setting, key, call, observed)
+                self._settle(layer, key, call, observed)
             if mode.packs:
                 self.work.gemm_flops += call.recipe.gemm_flops
                 self.engine.end(frame)
@@ -238,9 +216,9 @@ class Remat:
                 call.about_to_change(tensor)
         return out
 
-    def _run_plain(self, layer: Layer, lifted: Lifted) -> Any:
-        """Call a plain layer with an empty frame, so that swapped frames below leave and come back as beside a resident layer."""
-        frame = self.engine.begin(layer.name, True)
+    def _run_with_empty_frame(self, layer: Layer, placement: Placement, lifted: Lifted) -> Any:
+        """Call a layer without recompute, so that swapped frames below leave and come back as below a resident layer."""
+        frame = self.engine.begin(layer.name, placement)
         try:
             out = lifted.fn(*lifted.args)
         except BaseException:
@@ -252,25 +230,25 @@ class Remat:
         return out
 
     def _passes_by(self, layer: int, frame: Frame) -> None:
-        """The backward of a plain layer begins: have the engine reload what comes next."""
+        """The backward of a layer without recompute begins: have the engine reload what comes next."""
         for observer in self.observers:
             observer.layer_replays(layer)
         self.engine.bring_back(frame)
         self.engine.replayed(frame)
 
-    def _settle(self, layer: Layer, setting: Setting, key: Any, call: Call, observed: Observed) -> None:
+    def _settle(self, layer: Layer, key: Any, call: Call, observed: Observed) -> None:
         """A layer was analysed: make its recipe, and keep this call's tensors as it says."""
         frame = call.frame
         observed.note_unseen_writes()
-        alpha = 1.0 if setting.resident and setting.alpha is None else setting.alpha
-        if not setting.keeps_attention:
+        alpha = frame.placement.alpha
+        if frame.placement.kind.recomputes_attention:
             observed.run_attention_again()
         observed.close_over_inputs(all_rows_kept=alpha == 1.0)
-        if alpha is None:
+        if alpha is UNDECIDED:
             alpha = self.policy.alpha(layer, *observed.sizes()) if observed.packs else 1.0
         recipe, tensors = make_recipe(observed, alpha)
         if not (frame.resident or self.policy.has_room(recipe.layout.host_bytes)):
-            frame.resident, key = True, None  # fully recomputed in this call alone: the next one is analysed again
+            frame.placement, key = FULL_RECOMPUTE, None  # fully recomputed in this call alone: the next one is analysed again
             observed.run_attention_again()
             observed.close_over_inputs(all_rows_kept=False)
             recipe, tensors = make_recipe(observed, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ds_memo.autotune.layer_settings import Chosen
+from ds_memo.autotune.pass_solution import PassSolution
 from ds_memo.remat.checkpoint import Layer
 from ds_memo.swap.engine import Traffic
 
@@ -12,7 +12,7 @@ _OFF = 0.25
 """Share by which a layer's kept bytes may differ from the profile's before that is said."""
 
 
-def no_choice(model: str, traffic: Traffic, passes: int) -> Iterator[str]:
+def not_solved(model: str, traffic: Traffic, passes: int) -> Iterator[str]:
     """Of a run that left something open.
 
     Args:
@@ -28,7 +28,7 @@ def no_choice(model: str, traffic: Traffic, passes: int) -> Iterator[str]:
 
 
 def no_effect(traffic: Traffic, layers: int, residents: int | None) -> Iterator[str]:
-    """Of a run whose homes are as configured.
+    """Of a run whose placements are as configured.
 
     Args:
         residents: None: nothing is meant to move.
@@ -45,11 +45,11 @@ def no_effect(traffic: Traffic, layers: int, residents: int | None) -> Iterator[
         )
 
 
-def not_as_profiled(layers: Sequence[Layer], chosen: Chosen) -> Iterator[str]:
+def not_as_profiled(layers: Sequence[Layer], solution: PassSolution) -> Iterator[str]:
     """Of layers that keep much more or less than they did in the profile."""
     known = [
         (layer.name, layer.latest.layout.stored_bytes, nbytes)
-        for layer, nbytes in zip(layers, chosen.stored_bytes[: chosen.layers], strict=False)
+        for layer, nbytes in zip(layers, solution.stored_bytes[: solution.layers], strict=False)
         if layer.latest and nbytes
     ]
     off = [(name, here, there) for name, here, there in known if abs(here - there) > _OFF * there]

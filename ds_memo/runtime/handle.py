@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_memo.autotune.pending_calls import Calls
-from ds_memo.autotune.policy import RESIDENTS, Decisions
-from ds_memo.autotune.tuner import Autopilot
+from ds_memo.autotune.policy import RESIDENTS, PlacementPolicy
+from ds_memo.autotune.probe_forward import TrainingPass
+from ds_memo.autotune.tuner import Tuner
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.hf.attention import keep_unseen_attention
 from ds_memo.memory.device import device_seen
 from ds_memo.memory.host import budget_bytes, ranks_on_node
+from ds_memo.placement import PlacementKind
 from ds_memo.plan import Plan
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.remat.checkpoint import Layer, Remat
@@ -90,13 +91,10 @@ class Memo:
         self._by_module = weakref.WeakKeyDictionary(
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
         )
-        self.calls = Calls()
-        self.decisions = Decisions(config, self.layers, self.slab, self.calls, self.warn)
-        self.remat = Remat(self.engine, self.decisions, self.warn, config.attention)
+        self.policy = PlacementPolicy(config, self.layers, self.slab, self.warn)
+        self.remat = Remat(self.engine, self.policy, self.warn, config.attention)
         self.remat.observers.append(self.addresses)
-        self.autopilot = self._make_autopilot()
-        if self.autopilot is None:
-            self.slab.needs = 0
+        self.tuner = None if self.policy.fixed else Tuner(config, self.remat, self.addresses, self.warn, self.of_engine)
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._takeover.layer(module, functools.partial(self.remat.run, layer))
         self._takeover.model(model, self.run)
@@ -119,6 +117,7 @@ class Memo:
             if layer is None:
                 layer = self._by_module[module] = Layer(len(self.layers), type(module).__name__, module)
                 self.layers.append(layer)
+                self.policy.add_layer(layer)
         return self.remat.run_with(layer, fn, args, kwargs, preserve_rng_state)
 
     def owns(self, module: nn.Module) -> bool:
@@ -142,24 +141,26 @@ class Memo:
                 self.warn(conflicts.OFFLOADED)
             if self._takeover.uncompile() or (not self._passes and has_compiled(module)):
                 self.warn(conflicts.UNCOMPILED)
-            self._choose(module, args, kwargs)
+            self._place(module, args, kwargs)
         if not training:
             self.addresses.leave_phase()
-        elif self.decisions.plain:
-            self.addresses.plain_pass_begins()
+        elif self.policy.no_recompute:
+            self.addresses.unplanned_pass_begins()
         elif self.addresses.claim():  # not at attach: a model that is only evaluated (DPO's reference) leaves them to others
-            settings = self.decisions.settings_by_requests()
-            self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), settings)
+            placements = self.policy.placements_by_requests()
+            self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), placements)
         self._frames_before = self.engine.traffic.frames
 
-    def _choose(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Have the homes for the training pass that begins."""
-        self.decisions.follow(None)
-        if self.autopilot and self.decisions.layers_known:
-            self.calls.forward_begins()
-            if self.autopilot.profile is None and not self.autopilot.gave_up:
+    def _place(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Have the placements for the training pass that begins."""
+        self.policy.follow(None)
+        if self.tuner and self.policy.layers_known:
+            calls = self.policy.in_flight
+            calls.forward_begins()
+            if self.tuner.profile is None and not self.tuner.gave_up:
                 self.addresses.profile_begins()
-            self.decisions.follow(self.autopilot.choose(shapes_of(args, kwargs), model, args, kwargs, self.calls))
+            training_pass = TrainingPass(shapes_of(args, kwargs), model, args, kwargs)
+            self.policy.follow(self.tuner.solve(training_pass, self.layers, calls.most, calls.earlier))
 
     def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
         active_forward.ends(self)
@@ -169,22 +170,22 @@ class Memo:
             self.ran_out()
 
     def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if not self.decisions.layers_known and not self.layers and self.engine.traffic.frames:
+        if not self.policy.layers_known and not self.layers and self.engine.traffic.frames:
             self.warn(
                 "ds_memo.checkpoint was called with functions of no module: such a call is not known again in the next pass, so "
                 "alpha stays 0 and memo.alpha and memo.resident_layers count for nothing. Give it modules, or their bound methods"
             )
-        if not self.decisions.layers_known and self.layers:  # a model that calls ds_memo.checkpoint shows them as it runs
-            self.decisions.know_layers()
+        if not self.policy.layers_known and self.layers:  # a model that calls ds_memo.checkpoint shows them as it runs
+            self.policy.know_layers()
             for layer in self.layers:
                 layer.recipes.clear()
         if not (module.training and torch.is_grad_enabled()):
             return
-        if self.decisions.chosen:
-            self.calls.forward_ended(output)
+        if self.policy.pass_solution:
+            self.policy.in_flight.forward_ended(output)
         self.addresses.forward_ended()
         self._passes += 1
-        if self.engine.traffic.frames > self._frames_before or self.decisions.plain:
+        if self.engine.traffic.frames > self._frames_before or self.policy.no_recompute:
             self._speed.tokens += math.prod(self._hidden_shape()[:-1])
         else:
             self.warn(
@@ -249,19 +250,21 @@ class Memo:
             self._after_first_step(self)
         now = time.perf_counter()
         self._speed.stepped(now)
-        self.calls.stepped()
-        if self.autopilot and applied:
-            self.autopilot.stepped(self._model(), self._passes, self.calls.most.calls, now)
+        self.policy.in_flight.stepped()
+        if self.tuner and applied:
+            self.tuner.stepped(self._model(), self._passes, self.policy.in_flight.most.calls, now)
 
     def _said_of_first_step(self) -> Iterator[str]:
-        chosen, traffic = self.decisions.chosen, self.engine.traffic
-        if chosen is None:
-            if self.autopilot:
-                yield from first_step.no_choice(type(self._model()).__name__, traffic, self._passes)
+        solution, traffic = self.policy.pass_solution, self.engine.traffic
+        if solution is None:
+            if self.tuner:
+                yield from first_step.not_solved(type(self._model()).__name__, traffic, self._passes)
             moves = self.config.ablation != "full_recompute"
-            yield from first_step.no_effect(traffic, len(self.layers), len(self.decisions.places.residents) if moves else None)
-        elif self.calls.most.calls == 1:  # else the next pass is solved for more than this one
-            yield from first_step.not_as_profiled(self.layers, chosen)
+            yield from first_step.no_effect(
+                traffic, len(self.layers), len(self.policy.calls(PlacementKind.ON_DEVICE)) if moves else None
+            )
+        elif self.policy.in_flight.most.calls == 1:  # else the next pass is solved for more than this one
+            yield from first_step.not_as_profiled(self.layers, solution)
 
     # ---- planned addresses
 
@@ -318,12 +321,12 @@ class Memo:
             self.layers,
             self.remat.work,
             self.engine,
-            self.decisions,
+            self.policy,
             self.slab,
             step_s=step_s,
             tokens_per_s=tokens_per_s,
             mfu=model_flops_utilization(self._model(), self._hidden_shape(), tokens_per_s, self.engine.device),
-            profile=self.autopilot.report() if self.autopilot else None,
+            profile=self.tuner.report() if self.tuner else None,
             plan=self.addresses.report(),
             warnings=list(self.warnings),
         )
@@ -343,17 +346,10 @@ class Memo:
             )
         return HostSlab(budget, pool)
 
-    def _make_autopilot(self) -> Autopilot | None:
-        """None where nothing is left open."""
-        config = self.config
-        if config.ablation is not None or (config.alpha is not None and config.resident_layers is not None):
-            return None
-        return Autopilot(config, self.layers, self.remat, self.addresses, self.warn, self.of_engine)
-
     def _hidden_shape(self) -> tuple[int, ...]:
         """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""
-        if self.decisions.chosen is not None:
-            shape = self.decisions.chosen.shape
+        if self.policy.pass_solution is not None:
+            shape = self.policy.pass_solution.shape
             return (shape.batch, shape.length, *shape.rest)
         inputs = (kept for layer in self.layers if layer.latest for kept in layer.latest.inputs if kept)
         kept = next(inputs, None)

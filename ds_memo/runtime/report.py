@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ds_memo.autotune.policy import Decisions
+from ds_memo.autotune.policy import PlacementPolicy
+from ds_memo.placement import PlacementKind
 from ds_memo.remat.call import Work
 from ds_memo.remat.checkpoint import Layer
 from ds_memo.show.report import Report
@@ -14,29 +15,29 @@ from ds_memo.swap.host_slab import HostSlab
 
 
 def report(
-    layers: Sequence[Layer], work: Work, engine: SwapEngine, decisions: Decisions, slab: HostSlab, **others: Any
+    layers: Sequence[Layer], work: Work, engine: SwapEngine, policy: PlacementPolicy, slab: HostSlab, **others: Any
 ) -> Report:
     """What is set and what happened so far.
 
     Args:
         others: entries that are said as they are.
     """
-    traffic, places = engine.traffic, decisions.places
+    traffic, on_device = engine.traffic, policy.calls(PlacementKind.ON_DEVICE)
     return Report(
         active=traffic.bytes_to_host > 0,
-        alpha=decisions.alpha_used,
-        resident_layers=len(places.residents),
-        residents=sorted(places.residents),
-        lean=sorted(places.lean),
-        plain=sorted(places.plain),
-        binding=decisions.binding,
-        checkpointing=not decisions.plain,
+        alpha=policy.alpha_used,
+        resident_layers=len(on_device),
+        layers_on_device=on_device,
+        layers_without_gemms=policy.calls(PlacementKind.GEMMS_RECOMPUTED, PlacementKind.FULL_RECOMPUTE),
+        layers_without_recompute=policy.calls(PlacementKind.NO_RECOMPUTE),
+        binding=policy.binding,
+        checkpointing=not policy.no_recompute,
         layers=len(layers),
         frames=traffic.frames,
         bytes_to_host=traffic.bytes_to_host,
         bytes_from_host=traffic.bytes_from_host,
         stored_bytes_per_layer=[
-            0 if decisions.is_plain(layer) or not layer.latest else layer.latest.layout.stored_bytes for layer in layers
+            0 if policy.is_without_recompute(layer) or not layer.latest else layer.latest.layout.stored_bytes for layer in layers
         ],
         gemm_flops_recomputed_fraction=work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
         attention_recomputed=work.attention_ops_recomputed,
@@ -47,7 +48,7 @@ def report(
             "numa_node": slab.pool.node.number if slab.pool.node else None,
         },
         stall_s=engine.streams.stall_s(),
-        predicted=decisions.chosen.predicted() if decisions.chosen else None,
+        predicted=policy.pass_solution.predicted() if policy.pass_solution else None,
         **others,
     )
 

@@ -21,10 +21,21 @@ from ds_memo.files import read_text
 from ds_memo.units import size
 
 _NEEDED = (
-    *("active", "alpha", "resident_layers", "residents", "binding", "layers", "bytes_to_host", "bytes_from_host"),
-    *("stored_bytes_per_layer", "gemm_flops_recomputed_fraction", "attention_recomputed", "host", "stall_s", "plan", "warnings"),
+    *("active", "alpha", "resident_layers", "layers_on_device", "binding", "layers", "bytes_to_host"),
+    *(
+        "bytes_from_host",
+        "stored_bytes_per_layer",
+        "gemm_flops_recomputed_fraction",
+        "attention_recomputed",
+        "host",
+        "stall_s",
+        "plan",
+        "warnings",
+    ),
 )
-_BESIDE = {"forward": "forward", "head": "head and loss", "backward": "backward", "always": "other streams"}
+_NON_LAYER = {"forward": "forward", "head": "head and loss", "backward": "backward", "always": "other streams"}
+_OTHERS = {"layers_without_gemms": "without GEMMs", "layers_without_recompute": "without recompute"}
+"""Layers on the device that are not resident, by the report's key."""
 _BAR = 30
 MOST_REPORT_BYTES = 1 << 26
 """Of a report, or of the metrics of a run that hold it beside one entry for each step."""
@@ -102,7 +113,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         state = "active" if report["active"] else "moved nothing so far"
         at = "not known yet" if alpha is None else f"{alpha:.4g}"
-        more = "".join(f", {len(report[kind])} {kind}" for kind in ("lean", "plain") if report.get(kind))
+        more = "".join(f", {len(report[key])} {words}" for key, words in _OTHERS.items() if report.get(key))
         yield "ds_memo", f"{state}: {layers}, {residents} of them resident{more}, alpha {at}"
     yield "set by", report["binding"]
     yield from _layers(report)
@@ -121,9 +132,9 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "predicted",
             f"{predicted['layers_s']:.4g} s for the layers of a pass; {size(predicted['host_bytes'])} host, {device} device",
         )
-        beside = predicted.get("beside_bytes", {})  # files of earlier versions do not have it
-        if parts := [f"{size(beside[part])} {name}" for part, name in _BESIDE.items() if beside.get(part)]:
-            yield "beside layers", ", ".join(parts)
+        others = predicted.get("beside_bytes", {})  # files of earlier versions do not have it
+        if parts := [f"{size(others[part])} {name}" for part, name in _NON_LAYER.items() if others.get(part)]:
+            yield "non-layer memory", ", ".join(parts)
     if profile := report.get("profile"):
         rates = (f"{profile[f'{way}_bytes_per_s'] / 1e9:.3g} GB/s {way}" for way in ("d2h", "h2d"))
         source = ", from the cache" if profile["from_cache"] else ""
@@ -136,7 +147,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _layers(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Neighbours that store the same in the same place share a line."""
-    stored, stays = report["stored_bytes_per_layer"], {*report["residents"], *report.get("lean", ()), *report.get("plain", ())}
+    stored = report["stored_bytes_per_layer"]
+    stays = {layer for key in ("layers_on_device", *_OTHERS) for layer in report.get(key, ())}
     most = max(stored, default=0)
     if min(stored, default=0) < 0:
         raise ValueError("negative stored_bytes_per_layer")

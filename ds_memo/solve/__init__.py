@@ -1,1 +1,1 @@
-"""Alpha and the homes, by linear programming over what is known of a run. Nothing here imports torch."""
+"""Alpha and the placement of every layer call, solved from what is known of a run. Nothing here imports torch."""

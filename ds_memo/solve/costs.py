@@ -16,8 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from ds_memo.swap.frame import ALIGN
-from ds_memo.units import round_up
+from ds_memo.units import ALIGN, round_up
 
 PAGE = mmap.PAGESIZE
 """Bytes; a frame's host block is whole pages (ds_memo.swap.host_pool)."""
@@ -69,7 +68,7 @@ class LayerCosts:
     attention_s: float
     """What the replay takes longer when the attention output is not supplied either."""
     plain_bytes: int
-    """What autograd saves of the layer without ds_memo."""
+    """What autograd saves of the layer without recompute."""
     working: Working = Working()
     """When GEMM outputs are kept; resident, or at any alpha above 0."""
     working_at_0: Working = Working()
@@ -139,19 +138,19 @@ class RunCosts:
     device_budget: int
     """Bytes this rank may use on the device beside what is there always: parameters, optimizer, gradients."""
     working_bytes: int = 0
-    """Of the device budget, what a step needs at any time beside the layers."""
+    """Of the device budget, the non-layer memory that a step needs at any time."""
     head_bytes: int = 0
     """Of the device budget, what is needed between the last layer's forward and its backward beside all that the layers keep:
     logits, loss, their gradients."""
     forward_bytes: int = 0
-    """Of the device budget, what is needed in the forward beside the layers: parameters that are gathered."""
+    """Of the device budget, non-layer memory in the forward: parameters that are gathered."""
     backward_bytes: tuple[int, ...] = ()
-    """Of the device budget, what is there beside the layers in each layer's backward: gradients on their way. Empty: nothing."""
+    """Of the device budget, non-layer memory in each layer's backward: gradients on their way. Empty: none."""
     head_s: float = 0.0
     """Between the last layer's forward and its backward: head and loss."""
 
     @cached_property
-    def kinds(self) -> tuple[list[LayerCosts], np.ndarray]:
+    def distinct(self) -> tuple[list[LayerCosts], np.ndarray]:
         """The layers that differ, and of each layer which of them it is."""
         numbers: dict[LayerCosts, int] = {}
         of_layers = [numbers.setdefault(layer, len(numbers)) for layer in self.layers]
@@ -162,8 +161,8 @@ class RunCosts:
         """Bytes of gradients, by layer."""
         return np.array(self.backward_bytes or (0,), np.int64)
 
-    def beside(self) -> dict[str, int]:
-        """What is needed beside the layers, by when or where."""
+    def non_layer_bytes(self) -> dict[str, int]:
+        """Non-layer memory, by when or where it is needed."""
         backward = max(self.backward_bytes, default=0)
         return {"forward": self.forward_bytes, "head": self.head_bytes, "backward": backward, "always": self.working_bytes}
 
@@ -172,8 +171,8 @@ class RunCosts:
         changed = {layer: change(layer) for layer in set(self.layers)}
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
-    def without_beside(self) -> RunCosts:
-        """Of the layers alone."""
+    def layers_alone(self) -> RunCosts:
+        """The run without non-layer memory."""
         return replace(self, working_bytes=0, head_bytes=0, forward_bytes=0, backward_bytes=())
 
 

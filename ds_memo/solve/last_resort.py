@@ -1,10 +1,10 @@
 """The last resort: the host is too small for the inputs and attention outputs of all layers that are not resident.
 
 Every stored byte saves time, on the host as on the device, so both memories are filled with what saves most per byte. Beyond some
-thousand tokens that is attention outputs: no layer is resident then while another has to compute attention again. Layers that are
-not resident keep their input, and their attention output if there is room. As many of them as the device holds are *lean*: they
-keep these there; the others are swapped. So the longest possible sequence is that of both memories together, and with no host
-memory at all this is torch.utils.checkpoint.
+thousand tokens that is attention outputs: no layer is resident then while another has to recompute attention. Layers that are
+not resident keep their input, and their attention output if there is room. As many of them as the device holds keep these on the
+device, without GEMM outputs; the others are swapped. So the longest possible sequence is that of both memories together, and with
+no host memory at all this is torch.utils.checkpoint.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from ds_memo.placement import Places, spread
+from ds_memo.placement import PlacementKind, spread
 from ds_memo.solve.costs import LayerCosts, RunCosts
+from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes, most_that_fit, swapped_bytes
 
 
-def last_resort(run: RunCosts, resident_layers: int | None) -> Places | None:
-    """The places with which the least is computed again; None: nothing fits.
+def last_resort(run: RunCosts, resident_layers: int | None) -> np.ndarray | None:
+    """The kinds of placements with which the least is computed again; None: nothing fits.
 
     Args:
         resident_layers: obeyed if given.
@@ -34,13 +35,13 @@ def last_resort(run: RunCosts, resident_layers: int | None) -> Places | None:
     return _packed(run, residents, keeping) if keeping >= 0 else None
 
 
-def inputs_alone(run: RunCosts, residents: int) -> Places | None:
-    """With all attention computed again: the places with the most lean layers that the device holds; None: not even 0."""
-    return _with_most_lean(run, residents, 0)
+def inputs_alone(run: RunCosts, residents: int) -> np.ndarray | None:
+    """With all attention recomputed: as many layers on the device without GEMM outputs as it holds; None: not even 0."""
+    return _most_without_gemms(run, residents, 0)
 
 
-def fewest_lean(run: RunCosts, residents: int) -> Places:
-    """With all attention computed again: the places with no more lean layers than the host has no room for."""
+def fewest_without_gemms(run: RunCosts, residents: int) -> np.ndarray:
+    """With all attention recomputed: only those layers on the device without GEMM outputs that the host has no room for."""
     others = len(run.layers) - residents
     swapped = most_that_fit(
         others, lambda count: swapped_bytes(run, _split(run, residents, 0, others - count), 0.0) <= run.host_budget
@@ -55,55 +56,54 @@ def _attention_saves_more(run: RunCosts) -> bool:
     return saved_by_attention * gemms > saved_by_gemms * attention
 
 
-def _packed(run: RunCosts, residents: int, keeping: int) -> Places | None:
-    """Places with so many resident layers, and so many others that keep their attention output; None: they do not fit.
+def _packed(run: RunCosts, residents: int, keeping: int) -> np.ndarray | None:
+    """So many resident layers, and so many others that keep their attention output; None: they do not fit.
 
-    Lean layers drop their attention outputs first; if that does not fit, swapped ones, which makes reload buffers smaller.
+    Layers on the device recompute attention first; if that does not fit, swapped ones, which makes reload buffers smaller.
     """
-    both = 0 < keeping < len(run.layers) - residents  # else all or none drop it
+    both = 0 < keeping < len(run.layers) - residents  # else all or none recompute it
     for swapped_first in (False, True) if both else (False,):
-        places = _with_most_lean(run, residents, keeping, swapped_first)
-        if places is not None and swapped_bytes(run, places, 0.0) <= run.host_budget:
-            return places
+        kinds = _most_without_gemms(run, residents, keeping, swapped_first)
+        if kinds is not None and swapped_bytes(run, kinds, 0.0) <= run.host_budget:
+            return kinds
     return None
 
 
-def _with_most_lean(run: RunCosts, residents: int, keeping: int, swapped_first: bool = False) -> Places | None:
-    def fits(lean: int) -> bool:
-        return device_bytes(run, _split(run, residents, keeping, lean, swapped_first), 0.0) <= run.device_budget
+def _most_without_gemms(run: RunCosts, residents: int, keeping: int, swapped_first: bool = False) -> np.ndarray | None:
+    def fits(without_gemms: int) -> bool:
+        return device_bytes(run, _split(run, residents, keeping, without_gemms, swapped_first), 0.0) <= run.device_budget
 
-    lean = most_that_fit(len(run.layers) - residents, fits)
-    return _split(run, residents, keeping, lean, swapped_first) if lean >= 0 else None
+    without_gemms = most_that_fit(len(run.layers) - residents, fits)
+    return _split(run, residents, keeping, without_gemms, swapped_first) if without_gemms >= 0 else None
 
 
-def _split(run: RunCosts, residents: int, keeping: int, lean: int, swapped_first: bool = False) -> Places:
-    """Places with so many layers of each sort. Attention outputs that save the least time per byte are dropped first.
+def _split(run: RunCosts, residents: int, keeping: int, without_gemms: int, swapped_first: bool = False) -> np.ndarray:
+    """So many layers of each kind. The attention outputs that save the least time per byte are recomputed first.
 
     Args:
         keeping: how many layers that are not resident keep their attention output.
-        swapped_first: among like layers, swapped ones drop theirs first: reload buffers get smaller, but compute waits for them.
-            Otherwise lean ones do.
+        without_gemms: how many layers are on the device without GEMM outputs.
+        swapped_first: among like layers, swapped ones recompute attention first: reload buffers get smaller, but compute waits
+            for them. Otherwise those on the device do.
     """
-    n = len(run.layers)
-    whole, others = spread(n, residents), _others(n, residents)
-    stays = others[list(spread(len(others), lean))]
-    cheapest, drop = others, max(0, len(others) - keeping)
-    if 0 < drop < len(others):  # else their order does not matter
-        is_lean = np.zeros(n, bool)
-        is_lean[stays] = True
-        layers, kinds = run.kinds
-        worth = np.array([_seconds_per_byte(layer) for layer in layers])[kinds[others]]
-        cheapest = others[np.lexsort((is_lean[others] == swapped_first, worth))]
-    return Places(whole, frozenset(stays.tolist()), frozenset(cheapest[:drop].tolist()))
+    kinds, others = place(len(run.layers), residents).copy(), _others(len(run.layers), residents)
+    kinds[others[list(spread(len(others), without_gemms))]] = PlacementKind.GEMMS_RECOMPUTED
+    cheapest, again = others, max(0, len(others) - keeping)
+    if 0 < again < len(others):  # else their order does not matter
+        layers, numbers = run.distinct
+        worth = np.array([_seconds_per_byte(layer) for layer in layers])[numbers[others]]
+        on_device = kinds[others] == PlacementKind.GEMMS_RECOMPUTED
+        cheapest = others[np.lexsort((on_device == swapped_first, worth))]
+    kinds[cheapest[:again]] += 1  # the same kind with attention recomputed
+    return kinds
 
 
 @lru_cache(maxsize=1 << 10)
 def _others(layers: int, residents: int) -> np.ndarray:
     """Indices of the layers that are not resident."""
-    whole = spread(layers, residents)
-    return np.array([index for index in range(layers) if index not in whole], np.intp)
+    return np.flatnonzero(place(layers, residents) == PlacementKind.SWAPPED)
 
 
 def _seconds_per_byte(layer: LayerCosts) -> float:
-    """Time saved by storing the attention output. A layer without one gains nothing by dropping it, so it comes last."""
+    """Time saved by storing the attention output. A layer without one has nothing to recompute, so it comes last."""
     return layer.attention_s / layer.attention_bytes if layer.attention_bytes else math.inf

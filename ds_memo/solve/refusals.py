@@ -1,27 +1,29 @@
-"""The errors for runs that fit in no setting: what is missing, and what would help."""
+"""The errors for runs that fit with no placement: what is missing, and what would help."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from ds_memo.errors import MemoError
-from ds_memo.placement import Places
 from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.last_resort import fewest_lean, inputs_alone
+from ds_memo.solve.kinds import WITHOUT_GEMMS, Kinds, count, place, swapped
+from ds_memo.solve.last_resort import fewest_without_gemms, inputs_alone
 from ds_memo.solve.memory import device_bytes, host_cap, swapped_bytes
 from ds_memo.units import GIB
 
 _SHORTER = "a smaller batch or shorter sequences"
-_LESS_BESIDE = f"{_SHORTER}, a higher ZeRO stage, a tiled loss"
+_LESS_NON_LAYER = f"{_SHORTER}, a higher ZeRO stage, a tiled loss"
 _MORE_HOST = "more host memory (memo.host_memory_gib, the container's limit, `ulimit -l`)"
 
 
 class NothingFits(MemoError):
-    """No setting keeps the budgets.
+    """No placement of the layers keeps the budgets.
 
     Attributes:
         where: "host" or "device".
-        needed, budget: bytes; `needed` is the least any setting takes.
+        needed, budget: bytes; `needed` is the least that any solution takes.
         device_needed: bytes; a device budget that would do. None: no more of the device's memory helps.
     """
 
@@ -35,25 +37,25 @@ class NothingFits(MemoError):
 
 def too_little_device_memory(run: RunCosts, alpha: float) -> NothingFits:
     """The error for a configured alpha that the device is too small for."""
-    need, least = (device_bytes(run, Places(), at) for at in (alpha, 0.0))
-    others = _LESS_BESIDE
+    need, least = (device_bytes(run, place(len(run.layers), 0), at) for at in (alpha, 0.0))
+    others = _LESS_NON_LAYER
     if alpha > 0 and least <= run.device_budget:
         others = f"memo.alpha 0, which needs {least / GIB:.3g} GiB, or none, {others}"
     what = f"even with no resident layer a step at alpha {alpha} needs"
     return _refused("device", f"device memory: {_beside_states(run, what, need)}", others, need, run.device_budget, need)
 
 
-def too_little_host_memory(run: RunCosts, alpha: float, places: Places, need: int) -> NothingFits:
+def too_little_host_memory(run: RunCosts, alpha: float, kinds: Kinds, need: int) -> NothingFits:
     """The error for a configured alpha that the host is too small for.
 
     Args:
         need: bytes of all host blocks.
     """
-    swapped = places.swapped(len(run.layers))
-    cap = host_cap([run.layers[index] for index in swapped], run.host_budget)
+    calls = swapped(kinds)
+    cap = host_cap([run.layers[index] for index in calls], run.host_budget)
     fits = f"memo.alpha of at most {cap:.4g} fits" if cap >= 0 else "even memo.alpha 0 does not fit; leave it out"
     return NothingFits(
-        f"host memory: {len(swapped)} swapped layers need {need / GIB:.3g} GiB at alpha {alpha}, "
+        f"host memory: {len(calls)} swapped layers need {need / GIB:.3g} GiB at alpha {alpha}, "
         f"{run.host_budget / GIB:.3g} GiB are available to this rank; {fits}. More memo.resident_layers, a larger "
         "memo.host_memory_gib, a smaller batch or more sequence-parallel ranks help too.",
         "host",
@@ -65,37 +67,37 @@ def too_little_host_memory(run: RunCosts, alpha: float, places: Places, need: in
 
 def nothing_fits(run: RunCosts, residents: int) -> NothingFits:
     """The error where even the inputs alone do not fit, with the resident layers that were asked for."""
-    least = fewest_lean(run, residents)
+    least = fewest_without_gemms(run, residents)
     device_needed = device_bytes(run, least, 0.0)
     on_device = inputs_alone(run, residents)
     if on_device is None:
         what = (
             f"even with {f'the {residents} resident layers asked for' if residents else 'no resident layer'} and alpha 0 a step"
         )
-        if least.lean:
-            what += f", with the inputs of {len(least.lean)} layers that the host has no room for,"
+        if without := count(least, WITHOUT_GEMMS):
+            what += f", with the inputs of {without} layers that the host has no room for,"
         what = f"device memory: {_beside_states(run, f'{what} needs', device_needed)}"
-        return _refused("device", what, _LESS_BESIDE, device_needed, run.device_budget, device_needed)
-    need, swapped = swapped_bytes(run, on_device, 0.0), len(on_device.swapped(len(run.layers)))
-    room = f", and the device has room for those of {len(on_device.lean)} more" if on_device.lean else ""
+        return _refused("device", what, _LESS_NON_LAYER, device_needed, run.device_budget, device_needed)
+    need, more = swapped_bytes(run, on_device, 0.0), np.flatnonzero(WITHOUT_GEMMS[on_device])
+    room = f", and the device has room for those of {len(more)} more" if len(more) else ""
     what = (
-        f"host memory: the inputs of {swapped} swapped layers alone need {need / GIB:.3g} GiB, "
+        f"host memory: the inputs of {len(swapped(on_device))} swapped layers alone need {need / GIB:.3g} GiB, "
         f"{run.host_budget / GIB:.3g} GiB are available to this rank{room}"
     )
-    beside = sum(run.layers[index].smallest_frame_bytes for index in on_device.lean)
-    return _refused("host", what, f"{_SHORTER}, {_MORE_HOST}", need, run.host_budget, device_needed, beside)
+    elsewhere = sum(run.layers[index].smallest_frame_bytes for index in more)
+    return _refused("host", what, f"{_SHORTER}, {_MORE_HOST}", need, run.host_budget, device_needed, elsewhere)
 
 
 def _beside_states(run: RunCosts, what: str, need: int) -> str:
     return f"{what} {need / GIB:.3g} GiB beside the model's states, {run.device_budget / GIB:.3g} GiB are free"
 
 
-def _refused(where: str, what: str, others: str, need: int, budget: int, device_needed: int, beside: int = 0) -> NothingFits:
+def _refused(where: str, what: str, others: str, need: int, budget: int, device_needed: int, elsewhere: int = 0) -> NothingFits:
     """
     Args:
-        beside: bytes of the same kind that have found room elsewhere.
+        elsewhere: bytes of the same kind that have found room elsewhere.
     """
-    times = math.ceil((need + beside) / (budget + beside)) if budget + beside > 0 else 0
+    times = math.ceil((need + elsewhere) / (budget + elsewhere)) if budget + elsewhere > 0 else 0
     ranks = f"{times} times as many sequence-parallel ranks (on as many more nodes)" if times else "more sequence-parallel ranks"
     missing = f"{(need - budget) / GIB:.3g} GiB are missing"
     return NothingFits(f"{what}: {missing}. What helps: {ranks}, {others}.", where, need, budget, device_needed)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_memo.placement import Home, Places
+from ds_memo.placement import PlacementKind
 from ds_memo.solve.costs import LayerCosts, RunCosts
+from ds_memo.solve.kinds import Kinds
 
 LEAVING = 2
 """A layer begins when fewer swapped frames than these are on their way out."""
@@ -35,21 +36,21 @@ class Step:
 
 
 class Schedule:
-    """The steps of a run with given homes, as a function of alpha.
+    """The steps of a run with given kinds of placements, as a function of alpha.
 
     Args:
         run: seconds, bytes, bandwidths.
-        places: of its layers.
+        kinds: by layer.
     """
 
-    def __init__(self, run: RunCosts, places: Places) -> None:
+    def __init__(self, run: RunCosts, kinds: Kinds) -> None:
         self.head_s = run.head_s
-        legs: dict[tuple[LayerCosts, Home], Leg] = {}
+        legs: dict[tuple[LayerCosts, int], Leg] = {}
         self.legs = []
-        for layer, home in zip(run.layers, places.homes(len(run.layers)), strict=True):
-            key = layer, home
+        for layer, kind in zip(run.layers, kinds, strict=True):
+            key = layer, kind
             if key not in legs:
-                legs[key] = Leg.of(layer, run, home)
+                legs[key] = Leg.of(layer, run, PlacementKind(kind))
             self.legs.append(legs[key])
 
     def at(self, alpha: float) -> Step:
@@ -126,11 +127,11 @@ class Leg:
     """The reload is issued while the backward is still at the layer above."""
 
     @classmethod
-    def of(cls, layer: LayerCosts, run: RunCosts, home: Home) -> Leg:
-        replay_s = 0.0 if home.plain else layer.replay_s
-        replay_s += 0.0 if home.plain or home.resident else layer.gemm_s
-        replay_s += layer.attention_s if home.dropped else 0.0
-        if home.stays:
+    def of(cls, layer: LayerCosts, run: RunCosts, kind: PlacementKind) -> Leg:
+        replay_s = 0.0 if kind is PlacementKind.NO_RECOMPUTE else layer.replay_s
+        replay_s += 0.0 if kind >= PlacementKind.ON_DEVICE else layer.gemm_s
+        replay_s += layer.attention_s if kind.recomputes_attention else 0.0
+        if kind.on_device:
             return cls(layer.forward_s, layer.backward_s, replay_s, saved_s=0.0, copies=())
         copies: list[tuple[float, float, float]] = []
         whole = split = 0
@@ -139,7 +140,7 @@ class Leg:
             if output.kind == "gemm":
                 split += output.nbytes
                 copies.append((born_s, 0.0, seconds))
-            elif output.kind != "attention" or not home.dropped:
+            elif output.kind != "attention" or not kind.recomputes_attention:
                 whole += output.nbytes
                 copies.append((born_s, seconds, 0.0))
         return cls(
@@ -150,5 +151,5 @@ class Leg:
             copies=tuple(copies),
             reload_s=whole / run.h2d_bytes_per_s,
             reload_per_alpha=split / run.h2d_bytes_per_s,
-            ahead=not home.dropped,
+            ahead=not kind.recomputes_attention,
         )

@@ -1,15 +1,15 @@
-"""Who lives where: the places of the layers, and the share alpha of the swapped ones' rows that goes to the host.
+"""The placement of every layer call, and the share alpha of the swapped ones' rows that goes to the host.
 
 What is considered, in this order:
 
-plain        no layer is checkpointed, if the device holds everything
-resident     as many layers as the device holds, beside reload buffers for the others
-alpha        of the others: the one with the shortest step among those that the host holds
-some plain   where the copies hide, one more resident layer saves nothing: some layers go without checkpointing instead, which
-             saves their replay
-small        alpha 0, where reload buffers are smaller
-lean         the host is too small even then: layers stay on the device without their GEMM outputs
-last resort  and some compute attention again (see ds_memo.solve.last_resort)
+no recompute         no layer is checkpointed, if the device holds everything
+on device            as many resident layers as the device holds, with reload buffers for the others
+alpha                of the others: the one with the shortest step among those that the host holds
+some no recompute    where the copies hide, one more resident layer saves nothing: some layers go without recompute instead,
+                     which saves their replay
+small                alpha 0, where reload buffers are smaller
+GEMMs recomputed     the host is too small even then: layers stay on the device without their GEMM outputs
+last resort          and some recompute attention (see ds_memo.solve.last_resort)
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ds_memo.placement import Places, place
+from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.alpha import best_alpha
-from ds_memo.solve.costs import RunCosts, host_bytes
+from ds_memo.solve.costs import LayerCosts, RunCosts, host_bytes
+from ds_memo.solve.kinds import RECOMPUTES_ATTENTION, WITHOUT_GEMMS, Kinds, count, place, swapped
 from ds_memo.solve.last_resort import last_resort
 from ds_memo.solve.memory import ALPHA_STEPS, device_bytes, host_cap, most_that_fit, swapped_bytes
 from ds_memo.solve.refusals import host_use, nothing_fits, of_budget, too_little_device_memory, too_little_host_memory
@@ -27,19 +28,18 @@ from ds_memo.solve.schedule import Schedule
 
 _SHORTER = 1e-6
 """Relative: a step counts as shorter only by this much."""
-UNPLANNED = 1.1
-"""What torch's allocator takes for each byte of a pass whose addresses are not planned. With less room than that it asks CUDA for
-memory, and gives some back, in every step."""
 _STALLS = 1e-3
 """Share of a step: if compute waits longer than this for copies, fewer copies are tried."""
 
 
 @dataclass(frozen=True)
-class Homes:
+class Solution:
     """The solver's answer for one rank."""
 
     alpha: float
-    places: Places
+    """Of all swapped layer calls."""
+    placements: tuple[Placement, ...]
+    """By layer call, in the order of the forward."""
     step_s: float
     """Predicted seconds of a forward and backward, with head and loss."""
     d2h_stall_s: float
@@ -47,45 +47,56 @@ class Homes:
     host_bytes: int
     """Predicted bytes of all host blocks."""
     device_bytes: int
-    """Predicted bytes beside parameters, gradients and optimizer states."""
+    """Predicted bytes beyond parameters, gradients and optimizer states."""
     binding: str
     """The constraint that set alpha or the residents, one sentence."""
-    plain: bool
-    """Everything fits: no layer is checkpointed at all."""
+
+    @property
+    def kinds(self) -> tuple[PlacementKind, ...]:
+        return tuple(placement.kind for placement in self.placements)
+
+    @property
+    def no_recompute(self) -> bool:
+        """True if everything fits: no layer is checkpointed at all."""
+        return all(placement.kind is PlacementKind.NO_RECOMPUTE for placement in self.placements)
+
+    def calls(self, *kinds: PlacementKind) -> list[int]:
+        """The layer calls whose placement is of one of these kinds."""
+        return [call for call, placement in enumerate(self.placements) if placement.kind in kinds]
 
 
 def solve(
     run: RunCosts,
     alpha: float | None = None,
     resident_layers: int | None = None,
-    may_be_plain: bool = True,
-    planned: bool = False,
-) -> Homes:
-    """Find the setting with the shortest step.
+    may_skip_recompute: bool = True,
+    unplanned_overhead: float = 1.0,
+) -> Solution:
+    """Find the placements with the shortest step.
 
     Args:
         run: what is known.
         alpha, resident_layers: obeyed if given.
-        may_be_plain: whether leaving layers uncheckpointed is an answer, where neither is given.
-        planned: addresses of passes with frames are planned. Then plain training, whose addresses are not, must leave room for
-            what torch's allocator loses between blocks; one resident layer among plain ones costs next to nothing.
+        may_skip_recompute: whether leaving layers uncheckpointed is an answer, where neither is given.
+        unplanned_overhead: bytes that a pass without any checkpointing takes of the device for each byte that it asks for.
+            Larger than 1 where such a pass alone has no planned addresses; then one resident layer costs next to nothing.
 
     Raises:
         NothingFits: not even inputs alone do.
     """
     if alpha is not None:
         return _at(run, alpha, resident_layers)
-    may_be_plain = may_be_plain and resident_layers is None
-    everyone = place(len(run.layers), residents=0, plain=len(run.layers))
-    if may_be_plain and _fits(run, everyone, 1.0, UNPLANNED if planned else 1.0):
-        used = of_budget(device_bytes(run, everyone, 1.0), run.device_budget)
-        return judged(run, 1.0, everyone, f"everything fits without checkpointing: {used} GiB of device memory")
-    homes = _checkpointed(run, resident_layers)
-    if homes.alpha > 0 and may_be_plain:
-        homes = _with_plain_layers(run, homes)
-    if homes.d2h_stall_s + homes.h2d_stall_s > _STALLS * homes.step_s:
-        homes = _with_fewer_copies(run, resident_layers, homes)
-    return homes
+    may_skip_recompute = may_skip_recompute and resident_layers is None
+    nothing = place(len(run.layers), residents=0, no_recompute=len(run.layers))
+    if may_skip_recompute and _fits(run, nothing, 1.0, unplanned_overhead):
+        used = of_budget(device_bytes(run, nothing, 1.0), run.device_budget)
+        return judged(run, 1.0, nothing, f"everything fits without checkpointing: {used} GiB of device memory")
+    solution = _checkpointed(run, resident_layers)
+    if solution.alpha > 0 and may_skip_recompute:
+        solution = _without_some_recompute(run, solution)
+    if solution.d2h_stall_s + solution.h2d_stall_s > _STALLS * solution.step_s:
+        solution = _with_fewer_copies(run, resident_layers, solution)
+    return solution
 
 
 def alpha_for_host(budget: int, swapped_layers: int, whole_bytes: int, split_bytes: int) -> float:
@@ -102,52 +113,56 @@ def alpha_for_host(budget: int, swapped_layers: int, whole_bytes: int, split_byt
     return min(1.0, (budget / swapped_layers - whole_bytes) / split_bytes)
 
 
-def _fits(run: RunCosts, places: Places, alpha: float, takes: float = 1.0) -> bool:
-    return device_bytes(run, places, alpha) * takes <= run.device_budget
+def _fits(run: RunCosts, kinds: Kinds, alpha: float, overhead: float = 1.0) -> bool:
+    return device_bytes(run, kinds, alpha) * overhead <= run.device_budget
 
 
-def _most_residents(run: RunCosts, alpha: float, asked: int | None, plain: int = 0) -> Places | None:
-    """Places with as many residents as asked for or, if None, as the device holds, beside so many plain layers and while the
-    others are swapped. None: the device does not hold them."""
+def _swapped_layers(run: RunCosts, kinds: Kinds) -> list[LayerCosts]:
+    return [run.layers[index] for index in swapped(kinds)]
+
+
+def _most_residents(run: RunCosts, alpha: float, asked: int | None, no_recompute: int = 0) -> Kinds | None:
+    """As many residents as asked for or, if None, as the device holds with so many layers without recompute and the others
+    swapped. None: the device does not hold them."""
     n = len(run.layers)
     if asked is not None:
-        places = place(n, asked)
-        return places if _fits(run, places, alpha) else None
-    count = most_that_fit(n - plain, lambda count: _fits(run, place(n, count, plain), alpha))
-    return place(n, count, plain) if count >= 0 else None
+        kinds = place(n, asked)
+        return kinds if _fits(run, kinds, alpha) else None
+    residents = most_that_fit(n - no_recompute, lambda residents: _fits(run, place(n, residents, no_recompute), alpha))
+    return place(n, residents, no_recompute) if residents >= 0 else None
 
 
-def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Homes:
+def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Solution:
     """Alpha is configured, and perhaps the residents too."""
-    places = _most_residents(run, alpha, None) if resident_layers is None else place(len(run.layers), resident_layers)
-    if places is None:
+    kinds = _most_residents(run, alpha, None) if resident_layers is None else place(len(run.layers), resident_layers)
+    if kinds is None:
         raise too_little_device_memory(run, alpha)
-    need = swapped_bytes(run, places, alpha)
+    need = swapped_bytes(run, kinds, alpha)
     if need > run.host_budget:
-        raise too_little_host_memory(run, alpha, places, need)
-    return judged(run, alpha, places, f"as configured: {host_use(run, need, alpha)}")
+        raise too_little_host_memory(run, alpha, kinds, need)
+    return judged(run, alpha, kinds, f"as configured: {host_use(run, need, alpha)}")
 
 
-def _swapping(run: RunCosts, resident_layers: int | None, plain: int = 0) -> Homes | None:
+def _swapping(run: RunCosts, resident_layers: int | None, no_recompute: int = 0) -> Solution | None:
     """The best alpha with room for any: reload buffers are counted in full. None: device or host is too small for that."""
-    places = _most_residents(run, 1.0, resident_layers, plain)
-    if places is None or swapped_bytes(run, places, 0.0) > run.host_budget:
+    kinds = _most_residents(run, 1.0, resident_layers, no_recompute)
+    if kinds is None or swapped_bytes(run, kinds, 0.0) > run.host_budget:
         return None
-    swapped = [run.layers[index] for index in places.swapped(len(run.layers))]
-    if not swapped:
-        used = of_budget(device_bytes(run, places, 1.0), run.device_budget)
-        return judged(run, 1.0, places, f"device memory: {_in_words(run, places)} in {used} GiB")
-    cap = host_cap(swapped, run.host_budget)
-    schedule = Schedule(run, places)
+    layers = _swapped_layers(run, kinds)
+    if not layers:
+        used = of_budget(device_bytes(run, kinds, 1.0), run.device_budget)
+        return judged(run, 1.0, kinds, f"device memory: {_in_words(len(kinds), no_recompute)} in {used} GiB")
+    cap = host_cap(layers, run.host_budget)
+    schedule = Schedule(run, kinds)
     alpha = _rounded(best_alpha(schedule, cap))
-    use = host_use(run, swapped_bytes(run, places, alpha), alpha)
+    use = host_use(run, swapped_bytes(run, kinds, alpha), alpha)
     if alpha >= 1:
         sentence = f"all rows fit the host and their copies hide: {use}"
     elif alpha >= cap:
         sentence = use
     else:
         sentence = _link(schedule, alpha)
-    return judged(run, alpha, places, sentence)
+    return judged(run, alpha, kinds, sentence)
 
 
 def _rounded(alpha: float) -> float:
@@ -155,67 +170,67 @@ def _rounded(alpha: float) -> float:
     return math.floor(alpha * ALPHA_STEPS + 1e-3) / ALPHA_STEPS
 
 
-def _checkpointed(run: RunCosts, resident_layers: int | None) -> Homes:
-    homes = _swapping(run, resident_layers)
-    if homes is not None and homes.alpha > 0:
-        return homes
+def _checkpointed(run: RunCosts, resident_layers: int | None) -> Solution:
+    solution = _swapping(run, resident_layers)
+    if solution is not None and solution.alpha > 0:
+        return solution
     small = _most_residents(run, 0.0, resident_layers)
     if small is not None and swapped_bytes(run, small, 0.0) <= run.host_budget:
         return judged(run, 0.0, small, _why_zero(run, small, resident_layers))
-    places = last_resort(run, resident_layers)
-    if places is None:
+    kinds = last_resort(run, resident_layers)
+    if kinds is None:
         raise nothing_fits(run, resident_layers or 0)
-    return _with_rows(run, places, "last resort" if places.dropped else "host memory")
+    return _with_rows(run, kinds, "last resort" if count(kinds, RECOMPUTES_ATTENTION) else "host memory")
 
 
-def _with_fewer_copies(run: RunCosts, resident_layers: int | None, homes: Homes) -> Homes:
+def _with_fewer_copies(run: RunCosts, resident_layers: int | None, solution: Solution) -> Solution:
     """Where compute waits for copies, try to use less of the host: only as much as can hide at best, or nothing."""
     forward_s = sum(layer.forward_s for layer in run.layers)
     backward_s = sum(layer.backward_s + layer.replay_s for layer in run.layers)
     hides = int(min(run.d2h_bytes_per_s * forward_s, run.h2d_bytes_per_s * backward_s))
-    best = homes
+    best = solution
     for host_budget in (min(hides, run.host_budget), 0):
-        places = last_resort(replace(run, host_budget=host_budget), resident_layers)
-        if places is None:
+        kinds = last_resort(replace(run, host_budget=host_budget), resident_layers)
+        if kinds is None:
             break
-        fewer = _with_rows(run, places, "link: compute would wait for more copies")
-        best = min(best, fewer, key=lambda homes: homes.step_s)
-    return best if best.step_s < homes.step_s * (1 - _SHORTER) else homes
+        fewer = _with_rows(run, kinds, "link: compute would wait for more copies")
+        best = min(best, fewer, key=lambda solution: solution.step_s)
+    return best if best.step_s < solution.step_s * (1 - _SHORTER) else solution
 
 
-def _with_plain_layers(run: RunCosts, homes: Homes) -> Homes:
-    """The same with as many plain layers as make the step shortest, found by bisection: the time is nearly convex in their
-    number."""
-    n, tried = len(run.layers), {0: homes}
+def _without_some_recompute(run: RunCosts, solution: Solution) -> Solution:
+    """The same with as many layers without recompute as make the step shortest, found by bisection: the time is nearly convex in
+    their number."""
+    n, tried = len(run.layers), {0: solution}
 
-    def step_s(plain: int) -> float:
-        if plain not in tried:
-            tried[plain] = _swapping(run, None, plain)
-        return tried[plain].step_s if tried[plain] is not None and tried[plain].alpha > 0 else math.inf
+    def step_s(number: int) -> float:
+        if number not in tried:
+            tried[number] = _swapping(run, None, number)
+        return tried[number].step_s if tried[number] is not None and tried[number].alpha > 0 else math.inf
 
-    high = most_that_fit(n - 1, lambda count: _fits(run, place(n, 0, count), 1.0))
-    most_that_fit(high - 1, lambda count: step_s(count + 1) < step_s(count))
+    high = most_that_fit(n - 1, lambda number: _fits(run, place(n, 0, number), 1.0))
+    most_that_fit(high - 1, lambda number: step_s(number + 1) < step_s(number))
     step_s(high)
-    best = min(tried, key=lambda plain: (step_s(plain), plain))
-    return tried[best] if step_s(best) < homes.step_s * (1 - _SHORTER) else homes
+    best = min(tried, key=lambda number: (step_s(number), number))
+    return tried[best] if step_s(best) < solution.step_s * (1 - _SHORTER) else solution
 
 
-def _in_words(run: RunCosts, places: Places) -> str:
-    """Where all layers stay."""
-    n, plain = len(run.layers), len(places.plain)
-    return f"{plain} of {n} layers are plain, the others resident" if plain else f"all {n} layers are resident"
+def _in_words(layers: int, no_recompute: int) -> str:
+    """Say where all layers stay."""
+    some = f"{no_recompute} of {layers} layers run without recompute, the others are resident"
+    return some if no_recompute else f"all {layers} layers are resident"
 
 
-def _why_zero(run: RunCosts, places: Places, resident_layers: int | None) -> str:
+def _why_zero(run: RunCosts, kinds: Kinds, resident_layers: int | None) -> str:
     """What keeps alpha at 0 where the host has room for inputs and attention outputs."""
-    swapped = [run.layers[index] for index in places.swapped(len(run.layers))]
-    use = host_use(run, host_bytes(swapped, 0.0), 0.0)
-    if host_cap(swapped, run.host_budget) <= 0:
+    layers = _swapped_layers(run, kinds)
+    use = host_use(run, host_bytes(layers, 0.0), 0.0)
+    if host_cap(layers, run.host_budget) <= 0:
         return use
-    full = device_bytes(run, places, 1.0)
+    full = device_bytes(run, kinds, 1.0)
     if full > run.device_budget and _most_residents(run, 1.0, resident_layers) is None:
         return f"device memory: reload buffers for more than alpha 0 would take {of_budget(full, run.device_budget)} GiB"
-    return _link(Schedule(run, places), 0.0)
+    return _link(Schedule(run, kinds), 0.0)
 
 
 def _link(schedule: Schedule, alpha: float) -> str:
@@ -230,29 +245,29 @@ def _link(schedule: Schedule, alpha: float) -> str:
     return f"link: copies {way} up to alpha {alpha:.4g}{waits}"
 
 
-def _with_rows(run: RunCosts, places: Places, because: str) -> Homes:
-    """Homes with places that were packed at alpha 0, and the best alpha that still fits."""
+def _with_rows(run: RunCosts, kinds: Kinds, because: str) -> Solution:
+    """Kinds that were packed at alpha 0, and the best alpha that still fits."""
     n, alpha = len(run.layers), 0.0
-    if (swapped := [run.layers[index] for index in places.swapped(n)]) and _fits(run, places, 1.0):
-        alpha = _rounded(best_alpha(Schedule(run, places), max(0.0, host_cap(swapped, run.host_budget))))
-    again = f"{len(places.dropped)} of {n} layers compute attention again; " if places.dropped else ""
-    lean = f"{len(places.lean)} of {n} layers are lean, they stay on the device without GEMM outputs; " if places.lean else ""
-    on_host = f"{of_budget(swapped_bytes(run, places, alpha), run.host_budget)} GiB of host memory at alpha {alpha:.4g}"
-    on_device = f"{of_budget(device_bytes(run, places, alpha), run.device_budget)} GiB of device memory"
-    return judged(run, alpha, places, f"{because}: {again}{lean}{on_host}, {on_device}")
+    if (layers := _swapped_layers(run, kinds)) and _fits(run, kinds, 1.0):
+        alpha = _rounded(best_alpha(Schedule(run, kinds), max(0.0, host_cap(layers, run.host_budget))))
+    attention, gemms = count(kinds, RECOMPUTES_ATTENTION), count(kinds, WITHOUT_GEMMS)
+    again = f"{attention} of {n} layers recompute attention; " if attention else ""
+    without = f"{gemms} of {n} layers stay on the device without GEMM outputs; " if gemms else ""
+    on_host = f"{of_budget(swapped_bytes(run, kinds, alpha), run.host_budget)} GiB of host memory at alpha {alpha:.4g}"
+    on_device = f"{of_budget(device_bytes(run, kinds, alpha), run.device_budget)} GiB of device memory"
+    return judged(run, alpha, kinds, f"{because}: {again}{without}{on_host}, {on_device}")
 
 
-def judged(run: RunCosts, alpha: float, places: Places, binding: str) -> Homes:
-    """These homes with their predicted times and bytes, whether they fit or not."""
-    step = Schedule(run, places).at(alpha)
-    return Homes(
+def judged(run: RunCosts, alpha: float, kinds: Kinds, binding: str) -> Solution:
+    """These placements with their predicted times and bytes, whether they fit or not."""
+    step, by_kind = Schedule(run, kinds).at(alpha), [Placement(kind, alpha) for kind in PlacementKind]
+    return Solution(
         alpha=alpha,
-        places=places,
+        placements=tuple(by_kind[kind] for kind in kinds),
         step_s=step.seconds,
         d2h_stall_s=step.d2h_stall_s,
         h2d_stall_s=step.h2d_stall_s,
-        host_bytes=swapped_bytes(run, places, alpha),
-        device_bytes=device_bytes(run, places, alpha),
+        host_bytes=swapped_bytes(run, kinds, alpha),
+        device_bytes=device_bytes(run, kinds, alpha),
         binding=binding,
-        plain=len(places.plain) == len(run.layers),
     )

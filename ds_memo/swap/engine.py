@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_memo.errors import MemoError
+from ds_memo.placement import Placement
 from ds_memo.swap.frame import Frame, Kept, Layout
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 from ds_memo.units import GIB
@@ -82,14 +83,13 @@ class SwapEngine:
 
     # ---- forward
 
-    def begin(self, name: str, resident: bool, *, ahead: bool = True) -> Frame:
+    def begin(self, name: str, placement: Placement) -> Frame:
         """Open the frame of a layer that is about to run.
 
         Args:
             name: of the layer, for messages.
-            resident: what is kept stays on the device.
-            ahead: the reload may be issued while the backward is still at the frame above. If not, the frame takes no memory
-                before it is wanted, and compute waits for its reload.
+            placement: says whether what is kept stays on the device, and whether its reload may be issued while the backward is
+                still at the frame above. If it may not, compute waits for it.
         """
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
@@ -99,7 +99,7 @@ class SwapEngine:
         while len(self._leaving) >= 2:
             self._let_go(self._leaving.popleft()())
         self.traffic.frames += 1
-        return Frame(name, resident, self.traffic.frames, self._defer, ahead)
+        return Frame(name, placement, self.traffic.frames, self._defer)
 
     def adopt(self, frame: Frame, layout: Layout) -> None:
         """Set what a recording frame will keep, and take its host block."""

@@ -19,15 +19,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ds_memo.errors import MemoError
-from ds_memo.units import round_up
+from ds_memo.placement import Placement
+from ds_memo.units import ALIGN, round_up
 
 if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
     import torch
 
     from ds_memo.swap.host_slab import Block
-
-ALIGN = 256
-"""Bytes; host rows and buffer slots begin on multiples of it, as CUDA allocations do."""
 
 _NEXT = {
     "recording": {"swapping", "done"},
@@ -126,11 +124,9 @@ class Frame:
 
     _defer: Callable[[Frame], None] = staticmethod(lambda frame: None)  # dynamo makes frames without __init__
 
-    def __init__(self, name: str, resident: bool, age: int, defer: Callable[[Frame], None], ahead: bool = True) -> None:
+    def __init__(self, name: str, placement: Placement, age: int, defer: Callable[[Frame], None]) -> None:
         self.name = name
-        self.resident = resident
-        self.ahead = ahead
-        """Its reload may be issued before it is wanted."""
+        self.placement = placement
         self.age = age
         """Serial number in order of begin; a backward usually goes from high to low."""
         self.replays = 0
@@ -152,6 +148,17 @@ class Frame:
         self.back: Any = None
         """Event behind the last copy from the host."""
         self._defer = defer
+
+    @property
+    def resident(self) -> bool:
+        """True if nothing that is kept goes to the host."""
+        return self.placement.kind.on_device
+
+    @property
+    def ahead(self) -> bool:
+        """True if the reload may be issued before it is wanted. Attention is recomputed only for want of memory: such a frame
+        takes none before it is wanted."""
+        return not self.placement.kind.recomputes_attention
 
     def move(self, state: str) -> None:
         if state not in _NEXT[self.state]:

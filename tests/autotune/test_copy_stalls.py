@@ -1,4 +1,4 @@
-"""How slow copies are follows from their stalls. What windows of a real run see is in test_autopilot.py."""
+"""How slow copies are follows from their stalls. What windows of a real run see is in test_tuner.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.solve import runs
 def test_how_slow_copies_are_follows_from_their_stalls(share: float) -> None:
     """Of a schedule on made-up hardware: what is measured here, and how far from a profile, is this machine's business."""
     run = runs.run(runs.layer(16 * 1024), 8, link=50e9)
-    homes = solve(run, may_be_plain=False)
-    assert homes.alpha > 0.5
-    step = Schedule(slower(run, share), homes.places).at(homes.alpha)
-    assert slowdown(run, homes, step.d2h_stall_s + step.h2d_stall_s, step.seconds) == pytest.approx(share, rel=0.01)
-    assert slowdown(run, homes, homes.d2h_stall_s + homes.h2d_stall_s, homes.step_s) == 1.0
+    solution = solve(run, may_skip_recompute=False)
+    assert solution.alpha > 0.5
+    step = Schedule(slower(run, share), solution.kinds).at(solution.alpha)
+    assert slowdown(run, solution, step.d2h_stall_s + step.h2d_stall_s, step.seconds) == pytest.approx(share, rel=0.01)
+    assert slowdown(run, solution, solution.d2h_stall_s + solution.h2d_stall_s, solution.step_s) == 1.0

@@ -45,7 +45,7 @@ def test_bytes_are_as_predicted_at_all_lengths(first: int, tmp_path: Path, monke
     assert again == (
         ["measured BartDecoderLayer again, with 200 tokens beside 90: the first batches told too little"] * (first == 4)
     )
-    encoder, decoder = handle.autopilot.profile.kinds
+    encoder, decoder = handle.tuner.profile.kinds
     assert encoder.half_source is None and decoder.half_source is not None
     handle.detach()
 
@@ -74,7 +74,7 @@ def test_by_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times_by_flop
     for encoder, decoder in [(240, 200), (100, 130), (250, 100)]:
         assert_same(outcome(model, inputs(encoder, decoder)), outcome(stock, inputs(encoder, decoder)))
         assert_as_predicted(handle)
-    decoder = handle.autopilot.profile.kinds[1]
+    decoder = handle.tuner.profile.kinds[1]
     assert [(s.length, s.source) for s in decoder.taken] == [(16, 64), (32, 64), (64, 64)]
     assert (decoder.half_source.length, decoder.half_source.source) == (64, 32)
     handle.detach()

@@ -95,7 +95,7 @@ def test_no_room_is_an_error_before_the_first_layer(tree: Path, version: int) ->
     limit(tree, version, 3 * PAGE)
     with pytest.raises(NothingFits, match=r"the inputs of 4 layers that the host has no room for.* GiB are missing"):
         trained(device_memory_gib=1e-4)
-    assert trained()["lean"] == [0, 1, 2, 3]  # with what the device has to give
+    assert trained()["layers_without_gemms"] == [0, 1, 2, 3]  # with what the device has to give
 
 
 def test_ranks_share_what_the_cgroup_leaves(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
 from ds_memo.autotune import model_profile as profiling
-from ds_memo.autotune import tuner as autopilot
-from ds_memo.autotune.probe_forward import Looks
+from ds_memo.autotune import tuner
+from ds_memo.autotune.probe_forward import Probe
 from ds_memo.units import GIB
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.models import BF16, HIDDEN, VOCAB, Batch, Block, Outcome, Toy, assert_same, build, gradients, step
@@ -88,7 +88,7 @@ def test_each_kind_is_profiled_as_it_is_called(name: str, dropout: float, tmp_pa
     want = outcome(copy.deepcopy(model), inputs)
     handle = attached(model, tmp_path)
     assert_same(outcome(model, inputs), want)
-    profile = handle.autopilot.profile
+    profile = handle.tuner.profile
     assert profile.layers == (0, 0, 0, 1, 1, 1) and len(profile.kinds) == 2
     assert_as_predicted(handle)
     handle.detach()
@@ -122,8 +122,8 @@ def test_a_frozen_tower_keeps_nothing(tmp_path: Path) -> None:
     stock, inputs = copy.deepcopy(model), batch(100, images=2)
     handle = attached(model, tmp_path)
     assert_same(outcome(model, inputs), outcome(stock, inputs))
-    assert handle.autopilot.profile.layers == (None, None, None, 0, 0, 0)
-    assert handle.report()["stored_bytes_per_layer"][:3] == [0, 0, 0] and handle.report()["residents"] == [5]
+    assert handle.tuner.profile.layers == (None, None, None, 0, 0, 0)
+    assert handle.report()["stored_bytes_per_layer"][:3] == [0, 0, 0] and handle.report()["layers_on_device"] == [5]
     assert_as_predicted(handle)
     handle.detach()
 
@@ -135,7 +135,7 @@ def test_a_tower_that_no_batch_calls(tmp_path: Path) -> None:
     for length in (100, 60, 140):
         assert_same(outcome(model, batch(length)), outcome(stock, batch(length)))
         assert_as_predicted(handle)
-    assert handle.autopilot.profile.layers == (None, None, None, 0, 0, 0)
+    assert handle.tuner.profile.layers == (None, None, None, 0, 0, 0)
     handle.detach()
 
 
@@ -155,7 +155,7 @@ def test_batches_with_and_without_images(first: str, tmp_path: Path) -> None:
             stored[tower] = [0, 0, 0]  # of the pass before
         assert predicted == stored
     assert not report["warnings"]
-    assert handle.autopilot.profile.layers == ((1, 1, 1, 0, 0, 0) if first == "a text" else (0, 0, 0, 1, 1, 1))
+    assert handle.tuner.profile.layers == ((1, 1, 1, 0, 0, 0) if first == "a text" else (0, 0, 0, 1, 1, 1))
     assert report["profile"]["changes"] == (
         ["profiled CLIPEncoderLayer, which no pass before has called"] if first == "a text" else []
     )
@@ -173,7 +173,7 @@ def test_a_kind_that_comes_later_and_cannot_be_profiled(why: str, tmp_path: Path
     if why == "it fails":
         monkeypatch.setattr(profiling, "measure_kinds", lambda asked, *_, do: do(lambda: tried.append(asked) or 1 / 0))
     else:
-        monkeypatch.setattr(autopilot, "talk_in_layers", lambda model: True)
+        monkeypatch.setattr(tuner, "talk_in_layers", lambda model: True)
     for images in (0, 1, 2, 3, 4, 5, 1, 0):
         inputs = batch(100, images)
         assert_same(outcome(model, inputs), outcome(stock, inputs))
@@ -183,7 +183,7 @@ def test_a_kind_that_comes_later_and_cannot_be_profiled(why: str, tmp_path: Path
         assert len(tried) == 3
         assert said[0] == "CLIPEncoderLayer: cannot be profiled (ZeroDivisionError: division by zero), and it is fully recomputed"
     assert len(said) == 1 + bool(tried)
-    assert handle.autopilot.profile.layers == (None, None, None, 0, 0, 0)
+    assert handle.tuner.profile.layers == (None, None, None, 0, 0, 0)
     handle.detach()
 
 
@@ -223,7 +223,7 @@ class Stacks(nn.Module):
 
 
 def test_a_kind_behind_all_others_comes_later(tmp_path: Path) -> None:
-    """A look goes on behind the layer that came last so far. What a pass looked like is known again, though it was another's."""
+    """A probe goes on behind the layer that came last so far. What a pass looked like is known again, though it was another's."""
     model = Stacks()
     stock = copy.deepcopy(model)
     handle = attached(model, tmp_path, layers=["one.0", "one.1", "other.0", "other.1"])
@@ -231,19 +231,17 @@ def test_a_kind_behind_all_others_comes_later(tmp_path: Path) -> None:
         assert_same(model.step(length, stacks), stock.step(length, stacks))
         report = handle.report()
         assert report["predicted"]["stored_bytes_per_layer"][: 2 * stacks] == report["stored_bytes_per_layer"][: 2 * stacks]
-    assert handle.autopilot.profile.layers == (0, 0, 1, 1) and not report["warnings"]
+    assert handle.tuner.profile.layers == (0, 0, 1, 1) and not report["warnings"]
     handle.detach()
 
 
 def test_a_pass_is_known_again_when_its_kinds_were_profiled_since() -> None:
     """Seen where a tower was on one rank of experts alone, say, and learned where it was on all."""
     seen = {number: SimpleNamespace(shape=(1, 10 + number, HIDDEN)) for number in (0, 1)}
-    measured = [1]
-    looks = Looks(None, [], measured)
-    looks.saw((((1, 100), torch.int64),), seen)
-    assert looks.shapes((((1, 100), torch.int64),)) == ((1, 11, HIDDEN),)
-    measured.append(0)
-    assert looks.shapes((((1, 100), torch.int64),)) == ((1, 11, HIDDEN), (1, 10, HIDDEN))
+    probe, kind = Probe(None), (((1, 100), torch.int64),)
+    probe.saw(kind, seen)
+    assert probe.shapes(kind, [1]) == ((1, 11, HIDDEN),)
+    assert probe.shapes(kind, [1, 0]) == ((1, 11, HIDDEN), (1, 10, HIDDEN))
 
 
 def test_hooks_of_parameters_do_not_see_the_profile(tmp_path: Path) -> None:
@@ -276,17 +274,17 @@ def test_alpha_and_residents_given(tmp_path: Path) -> None:
 
 
 def test_no_layer_runs_for_nothing(tmp_path: Path) -> None:
-    """A look into a forward runs the first layer of each kind that others come behind, once; of one kind, none."""
+    """A probe of a forward runs the first layer of each kind that others come behind, once; of one kind, none."""
     ran: list[str] = []
     for model, inputs in ((vision_and_text(), batch(100, images=2)), (build("llama"), batch(100))):
         handle = attached(model, tmp_path, profile={"method": "direct"})
         for layer in handle.layers:  # of a part: Transformers from 5.23 on checkpoints inside the layer's own hooks
             part = next(layer.module().children())
             part.register_forward_hook(lambda *args, name=layer.name: ran.append(name))
-        looks = handle.autopilot._looks
-        looks._look = lambda *args, look=looks._look: (look(*args), ran.append("looked"))[0]
+        probe = handle.tuner._probe
+        probe._run = lambda *args, run=probe._run: (run(*args), ran.append("probed"))[0]
         outcome(model, inputs)
-        before = ran[: ran.index("looked")]
+        before = ran[: ran.index("probed")]
         assert before == (["model.vision_tower.encoder.layers.0"] if "pixel_values" in inputs else [])
         ran.clear()
         handle.detach()
@@ -314,7 +312,7 @@ def test_what_is_checkpointed_before_the_last_kind(tmp_path: Path) -> None:
     handle = attached(model, tmp_path)
     for length in (64, 64, 48):
         assert_same(step(model, Batch.random(2, length)), step(stock, Batch.random(2, length)))
-    assert handle.autopilot.profile.layers == (0, 0, 1, 0)
+    assert handle.tuner.profile.layers == (0, 0, 1, 0)
     handle.detach()
 
 
@@ -373,4 +371,4 @@ class TestKindsOnRanks(DistributedTest):
         assert losses[True] == pytest.approx(losses[False], rel=1e-6)
         report = ds_memo.report(engine)
         assert report["bytes_to_host"] and not report["warnings"]
-        assert engine.memo.autopilot.profile.layers == kinds
+        assert engine.memo.tuner.profile.layers == kinds

@@ -1,4 +1,4 @@
-"""Little memory on both sides: whatever is lean or dropped, losses and gradients are stock's, and the bytes are as predicted."""
+"""Little memory on both sides: whatever is recomputed, losses and gradients are stock's, and the bytes are as predicted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.placement import Places
-from ds_memo.solve import headroom as reserve
+from ds_memo.placement import PlacementKind
+from ds_memo.solve import headroom
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.solver import solve
 from tests.models import LAYERS, Batch, assert_same, build, poisoned_memory, step
+from tests.placements import kinds, sets
 from tests.runtime.covering import covering
 
 GIB = 1 << 30
@@ -30,7 +31,7 @@ def profiled(model: Any) -> RunCosts:
     """What the solver is told of a model's pass."""
     told: list[RunCosts] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reserve, "solve", lambda run, *rest, **more: told.append(run) or solve(run, *rest, **more))
+        patch.setattr(headroom, "solve", lambda run, *rest, **more: told.append(run) or solve(run, *rest, **more))
         handle = ds_memo.attach(model, {"plan": {"enabled": False}})
         step(model, BATCH)
         handle.detach()
@@ -41,30 +42,30 @@ def profiled(model: Any) -> RunCosts:
 @pytest.mark.parametrize("memory, name", covering([(LAYERS, 0), (2, 0), (0, 0), (3, 1)]), ids=str)
 def test_gradients_are_stocks(memory: tuple[int, int], name: str) -> None:
     """Inputs stay on the device: all of them without attention outputs, some with, all with, and one on the host."""
-    dropped, host = memory
+    again, host = memory
     model = build(name)
     stock = copy.deepcopy(model)
     run = profiled(model)
-    lean = ALL[host:]
-    device = device_bytes(run, Places(lean=lean, dropped=ALL[:dropped]), 0.0) + run.layers[0].smallest_frame_bytes // 4
+    placed = kinds(LAYERS, without_gemms=ALL[host:], attention_recomputed=ALL[:again])
+    device = device_bytes(run, placed, 0.0) + run.layers[0].smallest_frame_bytes // 4
     on_host = max(NO_HOST, host * run.layers[0].host_bytes(0.0, keeps_attention=False) / GIB)
     memo = {"device_memory_gib": device / GIB, "host_memory_gib": on_host, "plan": {"enabled": False}}
     handle = ds_memo.attach(model, memo)
     for _ in range(2):
         with poisoned_memory():
             assert_same(step(model, BATCH), step(stock, BATCH))
-    report, homes = handle.report(), handle.decisions.chosen.homes
+    report, found = handle.report(), sets(handle.policy.pass_solution.solution)
     handle.detach()
-    assert homes.places.lean and report["resident_layers"] == 0
-    assert report["lean"] == sorted(homes.places.lean) and len(homes.places.dropped) <= dropped
-    assert (report["attention_recomputed"] > 0) == bool(homes.places.dropped)
+    assert found.without_gemms and report["resident_layers"] == 0
+    assert report["layers_without_gemms"] == sorted(found.without_gemms) and len(found.attention_recomputed) <= again
+    assert (report["attention_recomputed"] > 0) == bool(found.attention_recomputed)
     assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
     assert report["host"]["slab"] == report["predicted"]["host_bytes"]
     assert report["warnings"] == []
 
 
 def test_the_predicted_bytes_are_the_arenas() -> None:
-    """With no host memory at all, at a length where activations dominate; without lean layers the sum would be another."""
+    """With no host memory at all, at a length where activations dominate; with all layers swapped the sum would be another."""
     tokens = torch.randint(0, 96, (2, 1400), generator=torch.Generator().manual_seed(3))
     model = build("llama")
     memo = {"host_memory_gib": NO_HOST, "device_memory_gib": 0.025}
@@ -74,8 +75,10 @@ def test_the_predicted_bytes_are_the_arenas() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    report, run = handle.report(), handle.decisions.chosen.run
+    report, run = handle.report(), handle.policy.pass_solution.run
     handle.detach()
-    assert report["lean"] and report["host"]["slab"] == 0, report["binding"]
+    assert report["layers_without_gemms"] and report["host"]["slab"] == 0, report["binding"]
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.01)
-    assert device_bytes(run, Places(dropped=ALL), 0.0) != pytest.approx(report["plan"]["arena"], rel=0.05)
+    assert device_bytes(run, [PlacementKind.SWAPPED_ATTENTION_RECOMPUTED] * LAYERS, 0.0) != pytest.approx(
+        report["plan"]["arena"], rel=0.05
+    )

@@ -1,4 +1,4 @@
-"""Layers that are called several times before their backward: all calls are solved for, each has a home of its own."""
+"""Layers that are called several times before their backward: all calls are solved for, each has a placement of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
-from ds_memo.autotune.pending_calls import Calls
+from ds_memo.autotune.pending_calls import CallsInFlight
 from ds_memo.profile import run
 from ds_memo.profile.live import LiveBytes
 from ds_memo.units import GIB
@@ -143,13 +143,13 @@ def test_calls_that_nobody_expected_are_not_beside_the_layers(tmp_path: Path) ->
     model = shared(3, 2)
     handle = attached(model, tmp_path, device_memory_gib=30 / 1024, plan={"cache_dir": str(tmp_path)})
     steps(model, 2)
-    run = handle.decisions.chosen.run
+    run = handle.policy.pass_solution.run
     handle.detach()
     assert run.forward_bytes == 0 and max(run.backward_bytes) == 0 and run.head_bytes > HEAD
 
 
 def test_fewer_calls_count_after_some_steps() -> None:
-    calls, weight = Calls(), torch.ones((), requires_grad=True)
+    calls, weight = CallsInFlight(), torch.ones((), requires_grad=True)
 
     def forward(count: int) -> torch.Tensor:
         calls.forward_begins()
@@ -191,7 +191,7 @@ def test_what_else_is_checkpointed_beside_the_layers(tmp_path: Path) -> None:
     want = steps(copy.deepcopy(model), 1)[0][1]
     model.checkpoints = True
     handle = attached(model, tmp_path, device_memory_gib=5 / 1024)
-    with pytest.warns(ds_memo.MemoWarning, match="Linear is checkpointed beside the 3 layers that were solved for"):
+    with pytest.warns(ds_memo.MemoWarning, match="Linear is not among the 3 layers that were solved for"):
         seen = steps(model, 3)
     for _, got in seen:
         for name, gradient in got.items():
@@ -222,11 +222,11 @@ def test_batches_that_are_objects(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Taking(layers=4)
     handle = attached(model, tmp_path, device_memory_gib=8 / 1024)
-    homes = []
+    checkpointing = []
     for length in (32, 512, 32, 512):
         model(wrap(Batch.random(2, length))).loss.backward()
-        homes.append(handle.report()["checkpointing"])
-    assert homes == [False, True, False, True]
+        checkpointing.append(handle.report()["checkpointing"])
+    assert checkpointing == [False, True, False, True]
     handle.detach()
 
 
@@ -275,7 +275,7 @@ def test_functions_of_no_module(tmp_path: Path) -> None:
 
 def test_a_parameter_that_is_handed_out() -> None:
     """As CLIP's temperature: it outlives the forward, and so would what hangs on it."""
-    calls, scale = Calls(), nn.Parameter(torch.ones(()))
+    calls, scale = CallsInFlight(), nn.Parameter(torch.ones(()))
     for _ in range(3):
         calls.forward_begins()
         output = torch.ones(2) * scale, scale

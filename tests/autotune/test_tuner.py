@@ -1,4 +1,4 @@
-"""The autopilot: what is left open is found at the first training pass, kept to, cached, and lowered where copies are slow."""
+"""The tuner: what is left open is found at the first training pass, kept to, cached, and lowered where copies are slow."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ import torch
 import ds_memo
 from ds_memo.autotune import copy_stalls as stalls
 from ds_memo.distributed import agree
-from ds_memo.placement import Places, spread
+from ds_memo.placement import PlacementKind, spread
 from ds_memo.profile.layer import measure
-from ds_memo.solve import headroom as reserve
+from ds_memo.solve import headroom
+from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import solve
 from ds_memo.swap import pinned_segments
 from ds_memo.swap.streams import ThreadStreams
 from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
+from tests.placements import kinds, sets
 
 GIB = 1 << 30
 LENGTH = 300
@@ -47,15 +49,16 @@ def costs() -> Any:
         handle = attached(model)
         with pytest.warns(ds_memo.MemoWarning, match="cannot be cached"):
             step(model, BATCH)
-        run = handle.decisions.chosen.run
+        run = handle.policy.pass_solution.run
         handle.detach()
         return run
 
 
 def budgets(run: Any, residents: float, host: float, buffers: str = "frame_bytes") -> dict[str, float]:
     """A device for `residents` frames while the others are swapped, a host for `host` of all rows."""
-    one, dropped = run.layers[0], range(LAYERS) if buffers == "smallest_frame_bytes" else ()
-    device = device_bytes(run, Places(spread(LAYERS, residents), dropped=dropped), 1.0 if buffers == "frame_bytes" else 0.0)
+    one, again = run.layers[0], range(LAYERS) if buffers == "smallest_frame_bytes" else ()
+    placed = kinds(LAYERS, on_device=spread(LAYERS, residents), attention_recomputed=again)
+    device = device_bytes(run, placed, 1.0 if buffers == "frame_bytes" else 0.0)
     # What a step needs is measured anew in each run and must not depend on it to the byte.
     return {
         "device_memory_gib": (device + one.frame_bytes / 3) / GIB,
@@ -103,11 +106,11 @@ def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float
     assert report["predicted"]["device_bytes"] <= report["profile"]["device_budget"]
     assert (report["attention_recomputed"] > 0) == (residents == 0)
     if residents == 0:  # the last resort: of what is swapped, nothing without attention comes back before it is wanted
-        homes, traffic = handle.decisions.chosen.homes, handle.engine.traffic
-        assert homes.places.lean and report["lean"] == sorted(homes.places.lean)
-        swapped = set(range(LAYERS)) - homes.places.lean
-        assert traffic.frames_on_demand == 2 * len(swapped & homes.places.dropped)
-        assert traffic.frames_prefetched == 2 * len(swapped - homes.places.dropped)
+        solution, traffic = handle.policy.pass_solution.solution, handle.engine.traffic
+        assert sets(solution).without_gemms and report["layers_without_gemms"] == sorted(sets(solution).without_gemms)
+        swapped = set(range(LAYERS)) - sets(solution).without_gemms
+        assert traffic.frames_on_demand == 2 * len(swapped & sets(solution).attention_recomputed)
+        assert traffic.frames_prefetched == 2 * len(swapped - sets(solution).attention_recomputed)
     if says:
         assert report["binding"].startswith(says)
     handle.detach()
@@ -140,14 +143,14 @@ def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha:
     tokens = torch.randint(0, VOCAB, (2, 1400), generator=torch.Generator().manual_seed(3))
     length = {"n_positions": 1400} if name == "gpt2" else {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reserve, "solve", lambda *args, **more: solved.append(args[0]) or solve(*args, **more))
+        patch.setattr(headroom, "solve", lambda *args, **more: solved.append(args[0]) or solve(*args, **more))
         solved: list[Any] = []
         probe = build(name, **length)
         handle = attached(probe)
         probe(input_ids=tokens, labels=tokens)
         handle.detach()
     run = solved[0]
-    wanted = device_bytes(run, Places(spread(LAYERS, residents)), 1.0 if alpha is None else alpha)
+    wanted = device_bytes(run, place(LAYERS, residents), 1.0 if alpha is None else alpha)
     model = build(name, **length)
     given = {} if alpha is None else {"alpha": alpha}
     handle = ds_memo.attach(model, {"enabled": True, "device_memory_gib": (wanted * 1.001 + 4096) / GIB, **given})
@@ -156,15 +159,15 @@ def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha:
         model.zero_grad()
     report = handle.report()
     handle.detach()
-    chosen, arena = handle.decisions.chosen, report["plan"]["arena"]
+    solved, arena = handle.policy.pass_solution, report["plan"]["arena"]
     assert report["predicted"]["device_bytes"] == pytest.approx(arena, rel=0.01)
     # The comparison can fail: another alpha, or the sum of frames, two buffers and working bytes, is not what is counted.
     other = 0.5 if alpha == 0.0 else 0.0
-    if chosen.homes.places.residents != frozenset(range(LAYERS)):
-        assert device_bytes(chosen.run, chosen.homes.places, other) != pytest.approx(arena, rel=0.1)
+    if sets(solved.solution).on_device != frozenset(range(LAYERS)):
+        assert device_bytes(solved.run, solved.solution.kinds, other) != pytest.approx(arena, rel=0.1)
     if alpha == 0.0:
-        one = chosen.run.layers[0]
-        naive = one.working.backward + 2 * one.small_frame_bytes + len(chosen.homes.places.residents) * one.frame_bytes
+        one = solved.run.layers[0]
+        naive = one.working.backward + 2 * one.small_frame_bytes + len(sets(solved.solution).on_device) * one.frame_bytes
         assert naive < 0.9 * arena
 
 
@@ -174,11 +177,11 @@ def test_what_is_left_alone_is_there_for_a_pass_that_needs_it(
 ) -> None:
     """As long as the head is not seen, half of the device is left alone, and room for Adam's states, whatever optimizer comes;
     but no pass that fits is refused for that."""
-    least = device_bytes(costs, Places(dropped=range(LAYERS)), 0.0)
+    least = device_bytes(costs, kinds(LAYERS, attention_recomputed=range(LAYERS)), 0.0)
 
-    def budget(device: torch.device, given: float | None, to_come: int, reserve: float, lost: int = 0) -> int:
-        states_alone = reserve and adam
-        return 0 if states_alone else int(share * least * (1 - reserve))
+    def budget(device: torch.device, given: float | None, to_come: int, headroom: float, lost: int = 0) -> int:
+        states_alone = headroom and adam
+        return 0 if states_alone else int(share * least * (1 - headroom))
 
     monkeypatch.setattr("ds_memo.autotune.budgets.device_budget", budget)
     model = build("llama")
@@ -198,7 +201,7 @@ def test_nothing_fits(costs: Any, memory: str, where: str) -> None:
     """An error before any layer ran, with numbers and ways out; the model trains on without memo."""
     model = build("llama")
     stock = copy.deepcopy(model)
-    inputs = device_bytes(costs, Places(dropped=range(LAYERS), lean=range(LAYERS)), 0.0)
+    inputs = device_bytes(costs, [PlacementKind.FULL_RECOMPUTE] * LAYERS, 0.0)
     too_little = {"device_memory_gib": (inputs - costs.layers[0].nbytes("input") // 2) / GIB, "host_memory_gib": NONE}
     handle = attached(model, **{**too_little, memory: NONE})
     for _ in range(2):
@@ -245,12 +248,12 @@ def test_alpha_is_lowered_and_the_report_says_so(costs: Any) -> None:
     """Stalls are made up: the schedule that they stand for is another one's business."""
     model = build("llama")
     handle = attached(model, **budgets(costs, 1, 5))
-    pilot = handle.autopilot
+    pilot = handle.tuner
     step(model, BATCH)
     fast = dataclasses.replace(pilot.profile, d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12)
     gemms = [dataclasses.replace(s, gemm_s=s.forward_s) for s in fast.kinds[0].samples]
     pilot._profiling.profile = dataclasses.replace(fast, kinds=(dataclasses.replace(fast.kinds[0], samples=tuple(gemms)),))
-    pilot._chosen.clear()
+    pilot._solutions.clear()
     step(model, BATCH)
     before = handle.report()["alpha"]
     assert before == 1.0
@@ -355,11 +358,11 @@ def refused(model: Any) -> str:
     pytest.fail("nothing was refused")
 
 
-def test_after_a_refusal_the_autopilot_asks_for_less(costs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_refusal_the_tuner_asks_for_less(costs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     stock = copy.deepcopy(model)
     handle = attached(model, resident_layers=0, **budgets(costs, 0, 5))
-    handle._choose(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
+    handle._place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
     asked = handle.report()["predicted"]["host_bytes"]
     with monkeypatch.context() as patch:
         Refusing(patch, LAYERS - 1)

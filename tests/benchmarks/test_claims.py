@@ -71,14 +71,14 @@ def test_an_arena_that_is_too_large_misses():
         c for n, c in claims_of(ds_memo_planned=1.0, ds_memo_swapping=with_plan(10 * GIB, 15 * GIB)).items() if "reserved" in n
     )
     assert claim["value"] == 1.5 and not claim["held"]
-    report = {"plan": {"arena": 5}, "alpha": 0.5, "residents": [4, 5]}
+    report = {"plan": {"arena": 5}, "alpha": 0.5, "layers_on_device": [4, 5]}
     planned = {"cuda_mallocs_per_step": 0, "cuda_frees_per_step": 0, "device_reserved_peak": 15.0, "device_peak": 15.0}
     native = {"device_peak": 10.0, "report": report}
     calls, over = planner.claims({"native": native, "planned": planned | {"report": report}}, "here")
     assert calls["held"] and over["value"] == 1.5 and not over["held"]
-    other = native | {"report": report | {"residents": [3, 4, 5]}}
+    other = native | {"report": report | {"layers_on_device": [3, 4, 5]}}
     calls, over = planner.claims({"native": other, "planned": planned | {"report": report}}, "here")
-    assert calls["held"] and over["value"] is None and not over["held"] and "other homes" in over["why"]
+    assert calls["held"] and over["value"] is None and not over["held"] and "other placements" in over["why"]
 
 
 OUT = {"samples_s": [], "turns_s": [3.0], "out": "OutOfMemoryError: CUDA out of memory"}
@@ -114,7 +114,7 @@ def test_a_reserved_bar_without_its_measure_is_not_held():
     row = with_plan(5 * GIB, 5 * GIB)
     del row["memory"]["unplanned_peak"]
     claim = claims_of(ds_memo_swapping=row)["reserved / requested without a plan, ds_memo, swapping"]
-    assert claim["value"] is None and not claim["held"] and "homes changed" in claim["why"]
+    assert claim["value"] is None and not claim["held"] and "placements changed" in claim["why"]
 
 
 @pytest.mark.parametrize("ways", [{}, {"planned": {"error": "exit 1: boom"}}])

@@ -301,7 +301,7 @@ def test_the_solver_is_asked_when_its_answer_stays(tmp_path, monkeypatch):
     def install(model, budget):
         def report():
             alpha, residents = answers[len(steps) - 1]
-            return {"alpha": alpha, "resident_layers": residents, "residents": [*range(residents)]} | dict.fromkeys(
+            return {"alpha": alpha, "resident_layers": residents, "layers_on_device": [*range(residents)]} | dict.fromkeys(
                 ("binding", "predicted")
             )
 

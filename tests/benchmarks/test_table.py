@@ -96,10 +96,10 @@ def test_bars_that_only_noise_lets_hold_are_counted_apart():
 def test_bars_that_nothing_was_measured_for_are_named():
     claims = [
         {"held": True, "value": 0.9, "bar": 1.0},
-        results.unmeasured("reserved / requested", "other homes | in two processes"),
+        results.unmeasured("reserved / requested", "other solution | in two processes"),
     ]
     text = table.summary({"verb": "planner", "runs": [{"claims": claims}]})
-    assert text == "no failures, 1 of 2 bars held; not measured: reserved / requested (other homes / in two processes)"
+    assert text == "no failures, 1 of 2 bars held; not measured: reserved / requested (other solution / in two processes)"
 
 
 def test_a_run_that_was_ended_leaves_what_it_had(tmp_path):

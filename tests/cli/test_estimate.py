@@ -8,7 +8,7 @@ import pytest
 
 from ds_memo.cli import main as cli
 from ds_memo.estimate import hardware
-from ds_memo.solve.headroom import RESERVE
+from ds_memo.solve.headroom import HEADROOM
 from tests.command import complaint
 from tests.processes import ROOT, python
 
@@ -48,9 +48,9 @@ def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
     small = answer(capsys, "--seq-length", "2M", "--host-memory-gib", "1")
     assert small["status"] == "oohm" and "4 times as many sequence-parallel ranks" in small["binding"]
     assert answer(capsys, "--seq-length", "4M", "--host-memory-gib", "1")["status"] == "oom"
-    lean = answer(capsys, "--seq-length", "512K", "--host-memory-gib", "1")
-    assert lean["status"] == "ok" and "27 of 32 layers are lean" in lean["binding"]
-    assert lean["homes"] == {"residents": 5, "lean": 27, "dropped": 0, "plain": 0}
+    small = answer(capsys, "--seq-length", "512K", "--host-memory-gib", "1")
+    assert small["status"] == "ok" and "27 of 32 layers stay on the device without GEMM outputs" in small["binding"]
+    assert small["placements"] == {"on_device": 5, "without_gemms": 27, "without_recompute": 0, "attention_recomputed": 0}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_device_budget_is_beside_the_context(capsys):
     words = ("--seq-length", "512K")
     whole, small = answer(capsys, *words), answer(capsys, *words, "--device-memory-gib", "40")
     assert small["status"] == "ok" and small["device_gib"] <= 40 < whole["device_gib"]
-    assert small["homes"] != whole["homes"] and small["step_s"] > whole["step_s"]
+    assert small["placements"] != whole["placements"] and small["step_s"] > whole["step_s"]
     assert "context and communication" not in small["parts"]["device_gib"]
     assert cli.main([*BASE, *words, "--device-memory-gib", "40"]) == 0
     assert "of 40.0 GiB\n" in capsys.readouterr().out
@@ -97,8 +97,8 @@ def test_memo_leaves_alone_what_a_run_does(capsys):
         return (sum(parts.values()) - fixed) / (80 - fixed)
 
     for words in (("--seq-length", "128K"), ("--seq-length", "1M"), ("--seq-length", "512K", "--host-memory-gib", "1")):
-        assert 0.8 < taken(*words) <= 1 - RESERVE
-    assert 1 - RESERVE < taken("--max-length") <= 1
+        assert 0.8 < taken(*words) <= 1 - HEADROOM
+    assert 1 - HEADROOM < taken("--max-length") <= 1
 
 
 def test_ulysses_ends_with_the_heads(capsys):

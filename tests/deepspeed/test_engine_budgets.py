@@ -8,15 +8,16 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.autotune import tuner as autopilot
+from ds_memo.autotune import tuner
 from ds_memo.deepspeed import initialize as integration
 from ds_memo.plan.phases import Part
-from ds_memo.planned_alloc.non_layer_memory import Beside, largest
+from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, largest
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.solve.memory import device_bytes
 from ds_memo.units import MIB
 from tests.deepspeed.engines import ON_ONE_CPU_RANK, deepspeed, ds_config, start
 from tests.models import build
+from tests.placements import sets
 
 pytestmark = [*ON_ONE_CPU_RANK, pytest.mark.usefixtures("own_cache")]
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -39,20 +40,20 @@ def trained(stage: int, accumulate: int = 1, steps: int = 4) -> Any:
 def test_what_an_engine_takes_is_solved_for(stage: int) -> None:
     """The arena is as large as predicted; from ZeRO-1 on it would be larger, were only the layers known."""
     engine = trained(stage)
-    chosen, report = engine.memo.decisions.chosen, engine.memo.report()
+    solved, report = engine.memo.policy.pass_solution, engine.memo.report()
     engine.destroy()
     assert report["plan"]["hits"] > 200 and report["checkpointing"]
     arena, predicted = report["plan"]["arena"], report["predicted"]["device_bytes"]
     assert arena <= predicted <= report["profile"]["device_budget"]
     assert predicted <= (1.12 if stage == 3 else 1.04) * arena  # buckets come at another time where other layers are resident
     if stage in (1, 2):
-        assert device_bytes(chosen.run.without_beside(), chosen.homes.places, chosen.homes.alpha) < 0.96 * arena
+        assert device_bytes(solved.run.layers_alone(), solved.solution.kinds, solved.solution.alpha) < 0.96 * arena
 
 
 def test_gradients_that_accumulate_are_there_in_the_next_forward() -> None:
     """And the step lets them go: when it is over nothing shows that the device has less."""
     engine = trained(stage=1, accumulate=2)
-    weights, run = sum(parameter.numel() for parameter in engine.module.parameters()), engine.memo.decisions.chosen.run
+    weights, run = sum(parameter.numel() for parameter in engine.module.parameters()), engine.memo.policy.pass_solution.run
     engine.destroy()
     assert 4 * weights <= run.forward_bytes <= 1.5 * 4 * weights
 
@@ -62,16 +63,16 @@ def test_zero_3_is_looked_at_until_it_has_settled(stage: int, monkeypatch: pytes
     """It gathers ahead, and keeps what is wanted again soon, only once it has seen in which order layers come: on other streams,
     or where communication does not overlap on the pass's own. Of every number the most that any pass took counts."""
     seen = [
-        Beside(head=3 * MIB, forward=MIB, backward=(MIB, 2 * MIB), elsewhere=2 * MIB),
-        Beside(head=2 * MIB, forward=MIB, backward=(MIB, 3 * MIB), elsewhere=5 * MIB),
-        Beside(head=2 * MIB, forward=4 * MIB, backward=(MIB, MIB), elsewhere=3 * MIB),
-        Beside(head=4 * MIB, forward=MIB, backward=(2 * MIB, MIB), elsewhere=MIB),
+        NonLayerMemory(head=3 * MIB, forward=MIB, backward=(MIB, 2 * MIB), elsewhere=2 * MIB),
+        NonLayerMemory(head=2 * MIB, forward=MIB, backward=(MIB, 3 * MIB), elsewhere=5 * MIB),
+        NonLayerMemory(head=2 * MIB, forward=4 * MIB, backward=(MIB, MIB), elsewhere=3 * MIB),
+        NonLayerMemory(head=4 * MIB, forward=MIB, backward=(2 * MIB, MIB), elsewhere=MIB),
     ]
-    left = iter([*seen, Beside(head=9 * MIB)])
-    monkeypatch.setattr(Addresses, "beside", lambda *_: next(left))
-    monkeypatch.setattr(autopilot, "meet_in_layers", lambda model: stage == 3)  # one rank has nothing to gather
+    left = iter([*seen, NonLayerMemory(head=9 * MIB)])
+    monkeypatch.setattr(Addresses, "non_layer_memory", lambda *_: next(left))
+    monkeypatch.setattr(tuner, "meet_in_layers", lambda model: stage == 3)  # one rank has nothing to gather
     engine = trained(stage, steps=5)
-    run = engine.memo.decisions.chosen.run
+    run = engine.memo.policy.pass_solution.run
     engine.destroy()
     known = largest(seen if stage == 3 else seen[:1])
     assert (run.working_bytes, run.forward_bytes, run.head_bytes) == (known.elsewhere, known.forward, known.head)
@@ -82,11 +83,11 @@ def test_zero_3_is_looked_at_until_it_has_settled(stage: int, monkeypatch: pytes
 def test_what_deepspeed_holds_while_attention_is_computed_again_is_said(
     elsewhere: int, says: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Addresses, "beside", lambda *_: Beside(head=MIB, elsewhere=elsewhere))
+    monkeypatch.setattr(Addresses, "non_layer_memory", lambda *_: NonLayerMemory(head=MIB, elsewhere=elsewhere))
     engine = trained(3)
-    chosen, warnings = engine.memo.decisions.chosen, engine.memo.report()["warnings"]
+    solved, warnings = engine.memo.policy.pass_solution, engine.memo.report()["warnings"]
     engine.destroy()
-    assert bool(chosen.homes.places.dropped) is says
+    assert bool(sets(solved.solution).attention_recomputed) is says
     assert any("GiB on other streams" in warning for warning in warnings) is says
 
 

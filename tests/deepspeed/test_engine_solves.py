@@ -62,21 +62,21 @@ def test_a_profile_once_zero_3_gathers_ahead(before: str, tmp_path: Path, monkey
 
 
 def test_a_step_that_overflowed_shows_no_optimizer_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp16 skips its first steps. What the device has left is looked at again after the first step that was none of those."""
-    looks: list[bool] = []
-    look = Budgets.look
+    """fp16 skips its first steps. What the device has left is measured again after the first step that was none of those."""
+    measured: list[bool] = []
+    measure = Budgets.measure
 
     def noting(budgets: Budgets, model: nn.Module, has_engine: bool, stepped: bool) -> None:
-        looks.append(stepped)
-        look(budgets, model, has_engine, stepped)
+        measured.append(stepped)
+        measure(budgets, model, has_engine, stepped)
 
-    monkeypatch.setattr(Budgets, "look", noting)
+    monkeypatch.setattr(Budgets, "measure", noting)
     engine = start(ds_config(memo={"enabled": True, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}))
     monkeypatch.setattr(engine, "was_step_applied", lambda: False)
     train(engine, steps=2)
-    assert looks == [False]
+    assert measured == [False]
     monkeypatch.undo()
-    monkeypatch.setattr(Budgets, "look", noting)
+    monkeypatch.setattr(Budgets, "measure", noting)
     train(engine, steps=2)
-    assert looks == [False, True]
+    assert measured == [False, True]
     engine.memo.detach()

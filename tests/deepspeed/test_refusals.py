@@ -1,7 +1,7 @@
 """The device refuses memory, at every request of a step in turn: a clean error, nothing is left, training goes on with less.
 
 What is refused: every reload buffer, and the output of every GEMM wherever it is computed: in a layer's forward, in a replay, in
-a backward. (The host's refusals are in test_autopilot.py, what the kernel itself refuses in test_host_limits.py.)
+a backward. (The host's refusals are in test_tuner.py, what the kernel itself refuses in test_host_limits.py.)
 """
 
 from __future__ import annotations

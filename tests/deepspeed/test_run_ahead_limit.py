@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_memo.autotune import tuner as autopilot
+from ds_memo.autotune import tuner
 from ds_memo.deepspeed.run_ahead_limit import AHEAD, RunAheadLimit
 from tests.deepspeed.engines import ON_ONE_CPU_RANK, ds_config, start, train
 
@@ -75,13 +75,13 @@ def test_nobody_waits_for_a_pass_that_was_interrupted() -> None:
 @pytest.mark.parametrize("meets", [True, False])
 def test_layers_that_are_gathered_tell_when_they_run(meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where everything fits and none of them is checkpointed, too."""
-    monkeypatch.setattr(autopilot, "meet_in_layers", lambda model: meets)
+    monkeypatch.setattr(tuner, "meet_in_layers", lambda model: meets)
     engine = start(ds_config(3, memo={"enabled": True}))
     train(engine, steps=1)
     device = Device()
     engine.memo.remat.observers[:] = [device]
     train(engine, steps=1)
-    plain = engine.memo.decisions.plain
+    plain = engine.memo.policy.no_recompute
     engine.destroy()
     forward = [(what, layer) for layer in range(4) for what in ("begins", "ends")]
     backward = [("replays", layer) for layer in reversed(range(4))]

@@ -19,13 +19,14 @@ from ds_memo.autotune import model_profile
 from ds_memo.autotune.copy_stalls import Window
 from ds_memo.deepspeed import initialize as integration
 from ds_memo.distributed import agree
-from ds_memo.placement import place
 from ds_memo.profile import run
-from ds_memo.solve import headroom as reserve
+from ds_memo.solve import headroom
+from ds_memo.solve.kinds import place
 from ds_memo.solve.refusals import NothingFits
-from ds_memo.solve.solver import Homes, judged
+from ds_memo.solve.solver import Solution, judged
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.models import HIDDEN, LAYERS, VOCAB, Batch, Block, Toy, assert_same, build, step
+from tests.placements import sets
 
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="two CPU ranks")
 
@@ -56,17 +57,17 @@ def train(engine: Any, lengths: list[int]) -> list[float]:
     return losses
 
 
-def plain_passes(engine: Any, what: Callable[[Homes], Any] = lambda homes: homes.plain) -> list[Any]:
-    """Has, from here on, whether each pass does without checkpointing, or what else its homes tell."""
+def passes_without_recompute(engine: Any, what: Callable[[Solution], Any] = lambda solution: solution.no_recompute) -> list[Any]:
+    """Has, from here on, whether each pass does without checkpointing, or what else its solution tells."""
     passes = []
-    choose = engine.memo.autopilot.choose
+    solve = engine.memo.tuner.solve
 
     def spy(*args: Any) -> Any:
-        chosen = choose(*args)
-        passes.append(what(chosen.homes))
-        return chosen
+        solved = solve(*args)
+        passes.append(what(solved.solution))
+        return solved
 
-    engine.memo.autopilot.choose = spy
+    engine.memo.tuner.solve = spy
     return passes
 
 
@@ -116,7 +117,7 @@ class TestUnevenRanks(DistributedTest):
         lengths = theirs if dist.get_rank() else ours
         want = train(start(stage), lengths)
         engine = start(stage, device_memory_gib=ONLY_SHORT)
-        passes = plain_passes(engine)
+        passes = passes_without_recompute(engine)
         assert train(engine, lengths) == pytest.approx(want, rel=1e-6)
         assert not passes[0]  # it shows what the head takes
         if stage == 3:
@@ -124,19 +125,19 @@ class TestUnevenRanks(DistributedTest):
         else:
             assert passes[1:] == [length == SHORT for length in lengths][1:]
 
-    def test_plain_layers_are_those_of_all_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_layers_without_recompute_are_those_of_all_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where ranks would have other numbers of them, one would replay, and gather, what the other does not."""
 
-        def decided(run: Any, alpha: Any, residents: Any, may_be_plain: bool, **_: Any) -> Homes:
+        def decided(run: Any, alpha: Any, residents: Any, may_skip_recompute: bool, **_: Any) -> Solution:
             short = run.layers[0].outputs[0].nbytes < 2 * 2 * SHORT * HIDDEN * 4
-            return judged(run, 1.0, place(LAYERS, 0, (2 if short else 1) * may_be_plain), "as the test wants it")
+            return judged(run, 1.0, place(LAYERS, 0, (2 if short else 1) * may_skip_recompute), "as the test wants it")
 
         lengths = [(SHORT, SHORT), (SHORT, SHORT), (SHORT, LONG), (LONG, LONG), (LONG, SHORT), (SHORT, SHORT)]
         mine = [pair[dist.get_rank()] for pair in lengths]
         want = train(start(3), mine)
-        monkeypatch.setattr(reserve, "solve", decided)
+        monkeypatch.setattr(headroom, "solve", decided)
         engine = start(3, enabled=True)
-        passes = plain_passes(engine, lambda homes: len(homes.places.plain))
+        passes = passes_without_recompute(engine, lambda solution: len(sets(solution).no_recompute))
         assert train(engine, mine) == pytest.approx(want, rel=1e-6)
         assert passes == [0, 2, 0, 1, 0, 2]  # the first shows what the head takes
 
@@ -152,7 +153,7 @@ class TestUnevenRanks(DistributedTest):
         assert train(engine, lengths) == pytest.approx(want, rel=1e-6)
 
     def test_inputs_that_do_not_show_their_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A look into the forward, which gathers the embedding, is taken on both ranks if it is on one."""
+        """A forward is probed, which gathers the embedding, on both ranks if it is on one."""
         monkeypatch.setattr("ds_memo.autotune.probe_forward.hidden_shape", lambda shapes, hidden, others: None)
         self.test_a_length_that_is_new_to_one_rank({})
 
@@ -178,12 +179,12 @@ class TestUnevenRanks(DistributedTest):
             assert handle.report()["checkpointing"] is not (ours == theirs == SHORT)
 
     def test_experts_behind_a_tower_that_one_rank_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It solves for other layers than the other rank, which may have as many plain ones, and not the same."""
+        """It solves for other layers than the other rank, which may have as many without recompute, and not the same."""
 
-        def decided(run: Any, alpha: Any, residents: Any, may_be_plain: bool, **_: Any) -> Homes:
-            return judged(run, 1.0, place(len(run.layers), 0, 3 * may_be_plain), "as the test wants it")
+        def decided(run: Any, alpha: Any, residents: Any, may_skip_recompute: bool, **_: Any) -> Solution:
+            return judged(run, 1.0, place(len(run.layers), 0, 3 * may_skip_recompute), "as the test wants it")
 
-        monkeypatch.setattr(reserve, "solve", decided)
+        monkeypatch.setattr(headroom, "solve", decided)
         torch.manual_seed(0)
         model = Towered()
         stock = copy.deepcopy(model)
@@ -199,7 +200,7 @@ class TestUnevenRanks(DistributedTest):
         """After as many optimizer steps on every rank, however many kinds of passes each has seen."""
         mixed = []
 
-        def as_predicted(window: Window, *chosen: Any) -> float:
+        def as_predicted(window: Window, *solved: Any) -> float:
             mixed.append(window.mixed)
             return 1.0
 

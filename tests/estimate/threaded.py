@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from ds_memo.estimate.simulate import Simulated, simulate
-from ds_memo.placement import Places
+from ds_memo.placement import ON_DEVICE, Placement, PlacementKind
 from ds_memo.solve.costs import LayerCosts, Output, RunCosts
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Layout
@@ -109,7 +109,12 @@ class Configuration:
         return cls(RunCosts(layers, *rates, 0, 0, head_s=TICK_S * draw.randint(1, 4)), alpha, residents)
 
     def predicted(self) -> Simulated:
-        return simulate(self.run, self.alpha, Places(residents=self.residents))
+        return simulate(self.run, self.placements)
+
+    @property
+    def placements(self) -> list[Placement]:
+        swapped = Placement(PlacementKind.SWAPPED, self.alpha)
+        return [ON_DEVICE if index in self.residents else swapped for index in range(len(self.run.layers))]
 
 
 def predicted_events(simulated: Simulated) -> list[Event]:
@@ -148,7 +153,7 @@ def measured_events(
         frames = []
         for index, layer in enumerate(run.layers):
             resident = index in configuration.residents
-            frame = engine.begin(f"layer {index}", resident)
+            frame = engine.begin(f"layer {index}", configuration.placements[index])
             layout, kept = Layout(), []
             for output in layer.outputs:
                 rows = int(alpha * output.rows) if output.kind == "gemm" and not resident else output.rows

@@ -16,7 +16,7 @@ from ds_memo.memory.device import (
     lost_bytes,
     states_to_come,
 )
-from ds_memo.solve.headroom import RESERVE
+from ds_memo.solve.headroom import HEADROOM
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -39,15 +39,15 @@ def host(monkeypatch):
 @pytest.mark.parametrize(
     ("configured", "to_come", "reserve", "expected_gib"),
     [
-        (None, 0, RESERVE, 58 * (1 - RESERVE)),  # free, and what the caching allocator holds unused
+        (None, 0, HEADROOM, 58 * (1 - HEADROOM)),  # free, and what the caching allocator holds unused
         (None, 0, 0.0, 58),
         (None, 0, UNSEEN, 58 * (1 - UNSEEN)),
         (None, 10 * GIB, UNSEEN, 58 * (1 - UNSEEN) - 10),
         (None, 90 * GIB, UNSEEN, 0),
-        (40.0, 0, RESERVE, 28 * (1 - RESERVE)),  # of the whole device, less what is in use
-        (75.0, 0, RESERVE, 58 * (1 - RESERVE)),  # more than there is
-        (12.0, 0, RESERVE, 0),
-        (5.0, 0, RESERVE, 0),
+        (40.0, 0, HEADROOM, 28 * (1 - HEADROOM)),  # of the whole device, less what is in use
+        (75.0, 0, HEADROOM, 58 * (1 - HEADROOM)),  # more than there is
+        (12.0, 0, HEADROOM, 0),
+        (5.0, 0, HEADROOM, 0),
     ],
 )
 def test_a_card(card, configured, to_come, reserve, expected_gib):
@@ -59,8 +59,8 @@ def test_what_the_allocator_lost_is_left_alone(card, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: peaks)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": False}])
     assert (lost_bytes(CUDA), lost_bytes(CPU)) == (8 * GIB, 0)
-    assert device_budget(CUDA, None, 0, RESERVE, lost_bytes(CUDA)) == 48 * GIB  # 58 that are free, less 8 and a quarter
-    assert device_budget(CUDA, None, GIB, RESERVE, GIB) == int(58 * GIB * (1 - RESERVE)) - GIB
+    assert device_budget(CUDA, None, 0, HEADROOM, lost_bytes(CUDA)) == 48 * GIB  # 58 that are free, less 8 and a quarter
+    assert device_budget(CUDA, None, GIB, HEADROOM, GIB) == int(58 * GIB * (1 - HEADROOM)) - GIB
     assert device_budget(CUDA, None, 0, 0.0, 8 * GIB) == 58 * GIB  # what could be had at most
 
 
@@ -137,7 +137,7 @@ def test_a_card_for_people(card):
 
 
 def test_a_cpu_shares_the_host_with_the_other_ranks(host):
-    assert device_budget(CPU, None, 0, RESERVE) == int(100 * GIB * (1 - RESERVE)) // 4
+    assert device_budget(CPU, None, 0, HEADROOM) == int(100 * GIB * (1 - HEADROOM)) // 4
     assert device_budget(CPU, None, GIB, UNSEEN) == int(100 * GIB * (1 - UNSEEN)) // 4 - GIB
     assert device_budget(CPU, None, 0, 0.0) == 25 * GIB
     assert device_budget(CPU, None, 500 * GIB, UNSEEN) == 0
@@ -161,8 +161,8 @@ def test_states_that_the_first_step_will_make():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_this_card():
-    before = device_budget(CUDA, None, 0, RESERVE)
+    before = device_budget(CUDA, None, 0, HEADROOM)
     held = torch.empty(GIB, dtype=torch.uint8, device=CUDA)
-    after = device_budget(CUDA, None, 0, RESERVE)
-    assert before - after == pytest.approx(GIB * (1 - RESERVE), rel=0.05)
+    after = device_budget(CUDA, None, 0, HEADROOM)
+    assert before - after == pytest.approx(GIB * (1 - HEADROOM), rel=0.05)
     del held

@@ -1,10 +1,10 @@
-"""Beside: what a pass took that is none of its layers'."""
+"""Non-layer memory: what a pass took that is none of its layers'."""
 
 from __future__ import annotations
 
 from ds_memo.ops.allocator import Request
 from ds_memo.plan.phases import LayerPass, Part
-from ds_memo.planned_alloc.non_layer_memory import Beside, Most, beside, carry, largest, most_in
+from ds_memo.planned_alloc.non_layer_memory import Most, NonLayerMemory, carry, largest, most_in, non_layer_memory
 from tests.planned_alloc.test_request_log import events
 
 SOLVED = {0: 10, 1: 20}, {0: 30, 1: 40}
@@ -27,17 +27,19 @@ def test_the_most_of_one_phase() -> None:
 def test_what_is_beyond_the_layers() -> None:
     """In each phase, the most alive at once less what was solved for it; g is a gradient that stays to the step."""
     pass_ = events("embed +a5 | L0.f +b8 | L1.f +c12 | head +d50 -d +g3 | L1.b +e30 -e -c | L0.b +f50 -f +h6 -a -b | step -g -h")
-    assert beside(pass_, {}, 0, *SOLVED) == Beside(head=47, staying=3, forward=5, backward=(36, 18), elsewhere=0)
-    assert beside(pass_, {}, 0, {}, {}) == Beside(head=47, staying=3, forward=0, backward=(3,), elsewhere=0)
-    assert beside(events("L0.f +a5 | L0.b -a"), {}, 0, *SOLVED) is None
+    assert non_layer_memory(pass_, {}, 0, *SOLVED) == NonLayerMemory(
+        head=47, staying=3, forward=5, backward=(36, 18), elsewhere=0
+    )
+    assert non_layer_memory(pass_, {}, 0, {}, {}) == NonLayerMemory(head=47, staying=3, forward=0, backward=(3,), elsewhere=0)
+    assert non_layer_memory(events("L0.f +a5 | L0.b -a"), {}, 0, *SOLVED) is None
 
 
 def test_what_is_still_there_counts_nowhere() -> None:
     """The optimizer's states: the device has that much less from now on."""
     pass_ = events("L0.f | L1.f | head +d50 -d | L1.b +g100 | L0.b +h100 -h | step -g +s1000")
-    assert beside(pass_, {}, 0, *SOLVED).backward == (170, 60)
+    assert non_layer_memory(pass_, {}, 0, *SOLVED).backward == (170, 60)
     still = events("L0.f | L1.f | head +d50 -d | L1.b +g100 | L0.b +h100 -h | step +s1000")
-    assert beside(still, {}, 0, *SOLVED).backward == (70, 0)
+    assert non_layer_memory(still, {}, 0, *SOLVED).backward == (70, 0)
 
 
 def test_what_earlier_passes_left_behind() -> None:
@@ -46,20 +48,20 @@ def test_what_earlier_passes_left_behind() -> None:
     carry(carried, events("head +a50 -a | L0.b +b7 +c9", first_id=10))
     assert carried == {11: 7, 12: 9}
     pass_ = [*events("L0.f +a8 | L1.f | head | L1.b | L0.b -a | step"), Request("free", None, 11, 0)]
-    assert beside(pass_, carried, 0, {0: 10}, {0: 10}).forward == 5
-    assert beside(pass_, {}, 0, {0: 10}, {0: 10}).forward == 0  # it would not be known
+    assert non_layer_memory(pass_, carried, 0, {0: 10}, {0: 10}).forward == 5
+    assert non_layer_memory(pass_, {}, 0, {0: 10}, {0: 10}).forward == 0  # it would not be known
 
 
 def test_other_streams_have_a_number_of_their_own() -> None:
     pass_ = events("head +a9 -a | L0.b +b20")
     side = [Request("elsewhere", LayerPass(0, backward=True), id_, size) for id_, size in ((7, 100), (8, 30), (9, 1))]
     frees = [Request("free", None, id_, 0) for id_ in (8, 7, 1)]
-    seen = beside([*pass_, *side[:2], *frees, *side[2:]], {}, 0, {}, {0: 15})
-    assert seen == Beside(head=9, staying=0, forward=0, backward=(5,), elsewhere=130)
+    seen = non_layer_memory([*pass_, *side[:2], *frees, *side[2:]], {}, 0, {}, {0: 15})
+    assert seen == NonLayerMemory(head=9, staying=0, forward=0, backward=(5,), elsewhere=130)
     assert side[0] not in pass_ and most_in(Part.HEAD, [*side, *pass_]) == Most(9, 0)
 
 
 def test_the_rank_that_has_most_counts() -> None:
-    one, other = Beside(1, 20, 3, (40, 5), 6), Beside(10, 2, 30, (4, 50, 7), 60)
-    assert largest([one, other]) == Beside(10, 20, 30, (40, 50, 7), 60)
+    one, other = NonLayerMemory(1, 20, 3, (40, 5), 6), NonLayerMemory(10, 2, 30, (4, 50, 7), 60)
+    assert largest([one, other]) == NonLayerMemory(10, 20, 30, (40, 50, 7), 60)
     assert largest([one]) == one

@@ -122,7 +122,7 @@ def test_an_optimizer_and_accumulation(micro: int, late_zero: bool) -> None:
                 missed = sum(after["misses"].values()) - sum(before["misses"].values())
                 assert hits >= 0.99 * (hits + missed), (number, before, after)
         handle.detach()
-        assert handle.decisions.alpha_used == 0.5
+        assert handle.policy.alpha_used == 0.5
     assert losses[0] == losses[1]
 
 
@@ -276,7 +276,7 @@ def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_pat
     monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
     model = build("llama")
     handle = ds_memo.attach(model, {"plan": {"cache_dir": str(tmp_path)}})
-    handle.autopilot.gave_up = True
+    handle.tuner.gave_up = True
     for _ in range(6):
         step(model, BATCH)
     assert handle.report()["profile"] is None and handle.report()["plan"]["hits"] > 0

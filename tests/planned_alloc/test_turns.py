@@ -116,8 +116,8 @@ def test_one_that_comes_later_sees_the_arena_as_free_memory() -> None:
         critic = build("plain")
         seen = []
         handle = ds_memo.attach(critic, {"device_memory_gib": 1})
-        look = handle.autopilot._budgets.look
-        handle.autopilot._budgets.look = lambda *args, **how: (seen.append(CPU.arena_bytes), look(*args, **how))
+        measure = handle.tuner._budgets.measure
+        handle.tuner._budgets.measure = lambda *args, **how: (seen.append(CPU.arena_bytes), measure(*args, **how))
         step(critic, BATCH)
         assert seen[0] == 0
         first.counts()

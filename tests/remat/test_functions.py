@@ -425,7 +425,7 @@ def test_the_profile_knows_it_as_attention() -> None:
     model = toy()
     handle = ds_memo.attach(model, {"host_memory_gib": 1, "device_memory_gib": 1e-3})
     step(model, Batch.random(2, 64))
-    sample = handle.autopilot.profile.kinds[0].samples[-1]
+    sample = handle.tuner.profile.kinds[0].samples[-1]
     assert sample.attention_s > 0 and sample.attention_backward_s > 0
     assert sample.attention_flops == 2 * 2 * HIDDEN * 64 * 64
     assert "attention" in {output.kind for output in sample.outputs}

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.placement import Places, place
-from ds_memo.solve import headroom as reserve
+from ds_memo.solve import headroom
+from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes
-from ds_memo.solve.solver import Homes, judged, solve
+from ds_memo.solve.solver import Solution, judged, solve
 from tests.models import LAYERS, Batch, assert_same, build, poisoned_memory, step
+from tests.placements import kinds
 from tests.runtime.covering import covering
 
 GIB = 1 << 30
@@ -23,13 +24,13 @@ BATCH = Batch.random(2, 60)
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def attached(monkeypatch: pytest.MonkeyPatch, model: Any, alpha: float, **places: set[int]) -> Any:
-    """With these homes, whatever would be best."""
+def attached(monkeypatch: pytest.MonkeyPatch, model: Any, alpha: float, **layers: set[int]) -> Any:
+    """With these placements, whatever would be best."""
 
-    def decided(run: Any, *given: Any, **_: Any) -> Homes:
-        return judged(run, alpha, Places(**places), "as the test wants it")
+    def decided(run: Any, *given: Any, **_: Any) -> Solution:
+        return judged(run, alpha, kinds(LAYERS, **layers), "as the test wants it")
 
-    monkeypatch.setattr(reserve, "solve", decided)
+    monkeypatch.setattr(headroom, "solve", decided)
     return ds_memo.attach(model, {"enabled": True})
 
 
@@ -37,39 +38,40 @@ def attached(monkeypatch: pytest.MonkeyPatch, model: Any, alpha: float, **places
 def test_gradients_are_stocks(monkeypatch: pytest.MonkeyPatch, name: str, plain: set[int]) -> None:
     model = build(name)
     stock = copy.deepcopy(model)
-    handle = attached(monkeypatch, model, 0.5, plain=plain)
+    handle = attached(monkeypatch, model, 0.5, no_recompute=plain)
     for _ in range(5):  # the later ones follow a plan
         with poisoned_memory():
             assert_same(step(model, BATCH), step(stock, BATCH))
     report, traffic = handle.report(), handle.engine.traffic
-    assert report["plain"] == sorted(plain) and report["checkpointing"]
+    assert report["layers_without_recompute"] == sorted(plain) and report["checkpointing"]
     assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
     assert [nbytes == 0 for nbytes in report["stored_bytes_per_layer"]] == [layer in plain for layer in range(LAYERS)]
     assert report["host"]["slab"] == report["predicted"]["host_bytes"]
     assert report["plan"]["hits"] > 0 and sum(report["plan"]["misses"].values()) == 0
-    # A plain layer above has every swapped one come back in time, as a resident one would.
+    # A layer without recompute above has every swapped one come back in time, as a resident one would.
     first = 0 if LAYERS - 1 in plain else 5
     assert (traffic.frames_on_demand, traffic.frames_prefetched) == (first, 5 * (LAYERS - len(plain)) - first)
     handle.detach()
 
 
-def test_beside_residents_lean_and_dropped_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_among_all_other_placements(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     stock = copy.deepcopy(model)
-    handle = attached(monkeypatch, model, 0.5, plain={3}, residents={1}, dropped={0, 2}, lean={2})
+    handle = attached(monkeypatch, model, 0.5, no_recompute={3}, on_device={1}, attention_recomputed={0, 2}, without_gemms={2})
     for _ in range(2):
         assert_same(step(model, BATCH), step(stock, BATCH))
     report = handle.report()
-    assert (report["plain"], report["residents"], report["lean"], report["attention_recomputed"]) == ([3], [1], [2], 4)
+    lists = [report[f"layers_{where}"] for where in ("without_recompute", "on_device", "without_gemms")]
+    assert lists == [[3], [1], [2]] and report["attention_recomputed"] == 4
     assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
-    assert "1 of them resident, 1 lean, 1 plain" in str(report)
+    assert "1 of them resident, 1 without GEMMs, 1 without recompute" in str(report)
     handle.detach()
 
 
 def test_a_second_backward_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     stock = copy.deepcopy(model)
-    handle = attached(monkeypatch, model, 0.5, plain={1, 3})
+    handle = attached(monkeypatch, model, 0.5, no_recompute={1, 3})
     tokens = torch.randint(0, 90, (2, 60), generator=torch.Generator().manual_seed(3))
     for each in (model, stock):
         loss = each(input_ids=tokens, labels=tokens).loss
@@ -94,17 +96,17 @@ def test_a_second_backward_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) 
     handle.detach()
 
 
-def test_the_solver_leaves_layers_plain_and_knows_their_bytes() -> None:
-    """In a device that has room for two plain layers; the planned arena is what was predicted."""
+def test_the_solver_leaves_layers_without_recompute_and_knows_their_bytes() -> None:
+    """In a device that has room for two layers without recompute; the planned arena is what was predicted."""
     tokens = torch.randint(0, 96, (2, 1400), generator=torch.Generator().manual_seed(3))
     told: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reserve, "solve", lambda run, *rest, **more: told.append(run) or solve(run, *rest, **more))
+        patch.setattr(headroom, "solve", lambda run, *rest, **more: told.append(run) or solve(run, *rest, **more))
         probe = build("llama")
         handle = ds_memo.attach(probe, {"enabled": True, "plan": {"enabled": False}})
         probe(input_ids=tokens, labels=tokens).loss.backward()
         handle.detach()
-    room = device_bytes(told[0], place(LAYERS, residents=2, plain=2), 1.0)
+    room = device_bytes(told[0], place(LAYERS, residents=2, no_recompute=2), 1.0)
     model = build("llama")
     handle = ds_memo.attach(model, {"enabled": True, "device_memory_gib": (room * 1.001 + 4096) / GIB})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -112,8 +114,8 @@ def test_the_solver_leaves_layers_plain_and_knows_their_bytes() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    report, chosen = handle.report(), handle.decisions.chosen
+    report, solved = handle.report(), handle.policy.pass_solution
     handle.detach()
-    assert report["plain"] == [2, 3] and report["residents"] == [0, 1], report["binding"]
+    assert report["layers_without_recompute"] == [2, 3] and report["layers_on_device"] == [0, 1], report["binding"]
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.01)
-    assert device_bytes(chosen.run, place(LAYERS, LAYERS), 1.0) != pytest.approx(report["plan"]["arena"], rel=0.05)
+    assert device_bytes(solved.run, place(LAYERS, LAYERS), 1.0) != pytest.approx(report["plan"]["arena"], rel=0.05)

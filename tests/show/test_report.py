@@ -24,7 +24,7 @@ def report() -> dict:
         step(model, Batch.random(4, 96))
     found = ds_memo.report(handle)
     handle.detach()
-    assert isinstance(found, dict) and found["residents"] == [LAYERS - 1]
+    assert isinstance(found, dict) and found["layers_on_device"] == [LAYERS - 1]
     assert str(found) == as_text(found)
     return json.loads(json.dumps(found))
 
@@ -58,11 +58,11 @@ def test_warnings_and_what_was_solved_are_shown(report: dict) -> None:
     text = as_text({**report, **more})
     for words in ("0.125 s for the layers of a pass; 1 MiB host, 3 GiB device", "fit, from the cache; 50 GB/s d2h, 60 GB/s h2d"):
         assert words in text
-    assert "beside layers" not in text  # as an earlier version wrote it
+    assert "non-layer memory" not in text  # as an earlier version wrote it
     beside = {"forward": 0, "head": 2 << 20, "backward": 3 << 20, "always": 5 << 20}
     more["predicted"] = {**more["predicted"], "beside_bytes": beside}
     text = as_text({**report, **more})
-    assert "beside layers    2 MiB head and loss, 3 MiB backward, 5 MiB other streams\n" in text
+    assert "non-layer memory 2 MiB head and loss, 3 MiB backward, 5 MiB other streams\n" in text
     for words in ("changed          alpha lowered", "2 s a step, 4,096 tokens/s of this rank, MFU 50.0%"):
         assert words in text
     assert text.splitlines()[-2:] == ["warning          first", "warning          second"]

@@ -6,10 +6,11 @@ import itertools
 from dataclasses import dataclass
 
 from ds_memo.estimate.simulate import simulate
-from ds_memo.placement import Places
 from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.kinds import Kinds, swapped
 from ds_memo.solve.memory import device_bytes, host_cap
-from ds_memo.solve.solver import Homes
+from ds_memo.solve.solver import Solution
+from tests.placements import placed
 from tests.solve.runs import GPT, LLAMA, layer, run
 
 KI = 1024
@@ -48,17 +49,17 @@ SETTINGS = [
 ]
 
 
-def best_of_a_sweep(costs: RunCosts, places: Places) -> list[float]:
+def best_of_a_sweep(costs: RunCosts, kinds: Kinds) -> list[float]:
     """The alphas of the shortest simulated step: 0, 0.05 … 1 as far as the host holds them, then finer around the best. Only 0
     where the device has no room for reload buffers with rows."""
-    swapped = [costs.layers[index] for index in places.swapped(len(costs.layers))]
-    cap = host_cap(swapped, costs.host_budget) if device_bytes(costs, places, 1.0) <= costs.device_budget else 0.0
+    layers = [costs.layers[index] for index in swapped(kinds)]
+    cap = host_cap(layers, costs.host_budget) if device_bytes(costs, kinds, 1.0) <= costs.device_budget else 0.0
     tried: dict[float, float] = {}
 
     def best_near(alphas: list[float]) -> float:
         for alpha in alphas:
             if 0 <= alpha <= cap and alpha not in tried:
-                tried[alpha] = simulate(costs, alpha, places).seconds
+                tried[alpha] = simulate(costs, placed(kinds, alpha)).seconds
         return min(tried, key=tried.__getitem__)
 
     best = best_near([i / 20 for i in range(21)] + [cap])
@@ -67,6 +68,6 @@ def best_of_a_sweep(costs: RunCosts, places: Places) -> list[float]:
     return [alpha for alpha, seconds in tried.items() if seconds <= least * (1 + 1e-5)]
 
 
-def off_the_best(costs: RunCosts, homes: Homes) -> float:
+def off_the_best(costs: RunCosts, solution: Solution) -> float:
     """|alpha − best of the sweep|, the nearest where several are as good."""
-    return min(abs(homes.alpha - alpha) for alpha in best_of_a_sweep(costs, homes.places))
+    return min(abs(solution.alpha - alpha) for alpha in best_of_a_sweep(costs, solution.kinds))

@@ -27,15 +27,15 @@ def least() -> int:
 
 
 def test_what_fits_is_solved_for_as_ever() -> None:
-    again, homes = solve_within(LAYERS, with_device(2 * LAYERS.device_budget))
-    assert again is LAYERS and homes == solve(LAYERS)
+    again, solution = solve_within(LAYERS, with_device(2 * LAYERS.device_budget))
+    assert again is LAYERS and solution == solve(LAYERS)
 
 
 def test_the_leanest_have_what_was_left_alone() -> None:
     most = with_device(3 * least())
-    solved_for, homes = solve_within(with_device(least() - 1), most)
-    assert solved_for.device_budget == least() >= homes.device_bytes
-    assert homes.device_bytes < solve(most).device_bytes
+    solved_for, solution = solve_within(with_device(least() - 1), most)
+    assert solved_for.device_budget == least() >= solution.device_bytes
+    assert solution.device_bytes < solve(most).device_bytes
 
 
 def test_nobody_has_more_than_there_is() -> None:
@@ -46,5 +46,5 @@ def test_nobody_has_more_than_there_is() -> None:
 
 def test_what_is_only_guessed_refuses_no_run() -> None:
     careful = replace(LAYERS, head_bytes=2 * LAYERS.device_budget)
-    solved_for, homes = solve_within(careful, careful.without_beside())
-    assert solved_for.device_budget >= homes.device_bytes > LAYERS.device_budget
+    solved_for, solution = solve_within(careful, careful.layers_alone())
+    assert solved_for.device_budget >= solution.device_bytes > LAYERS.device_budget

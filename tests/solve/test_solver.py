@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from ds_memo.errors import MemoError
-from ds_memo.placement import Places, place, spread
+from ds_memo.placement import spread
 from ds_memo.solve.alpha import best_alpha
 from ds_memo.solve.costs import ALIGN, PAGE, LayerCosts, RunCosts
+from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import bytes_of_layers, device_bytes
 from ds_memo.solve.paper import paper_alpha
 from ds_memo.solve.refusals import GIB, NothingFits
 from ds_memo.solve.schedule import Schedule
-from ds_memo.solve.solver import UNPLANNED, alpha_for_host, solve
+from ds_memo.solve.solver import alpha_for_host, solve
+from tests.placements import kinds, sets
 from tests.solve.lp import best_alphas
 from tests.solve.runs import GPT, LLAMA, layer, random_run, run
 
@@ -79,33 +81,37 @@ def answer(costs: RunCosts, **how: bool) -> object:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_budgets_are_kept(seed: int) -> None:
     costs = random_run(seed)
-    homes = answer(costs)
-    if isinstance(homes, NothingFits):
-        assert homes.needed > homes.budget
+    solution = answer(costs)
+    if isinstance(solution, NothingFits):
+        assert solution.needed > solution.budget
         return
-    assert 0 <= homes.alpha <= 1
-    assert homes.host_bytes <= costs.host_budget
-    assert homes.device_bytes <= costs.device_budget
-    residents, lean, dropped, plain = homes.places
-    assert not residents & (dropped | lean | plain) and not plain & (dropped | lean)
-    swapped = set(range(len(costs.layers))) - residents - lean - plain
-    assert homes.host_bytes == sum(costs.layers[i].host_bytes(homes.alpha, i not in dropped) for i in swapped)
-    assert homes.device_bytes == device_bytes(costs, homes.places, homes.alpha)
-    assert homes.plain == (len(plain) == len(costs.layers))
+    assert 0 <= solution.alpha <= 1
+    assert solution.host_bytes <= costs.host_budget
+    assert solution.device_bytes <= costs.device_budget
+    on_device, without_gemms, again, no_recompute = sets(solution)
+    swapped = set(range(len(costs.layers))) - on_device - without_gemms - no_recompute
+    assert solution.host_bytes == sum(costs.layers[i].host_bytes(solution.alpha, i not in again) for i in swapped)
+    assert all(solution.placements[i].alpha == solution.alpha for i in swapped)
+    assert solution.device_bytes == device_bytes(costs, solution.kinds, solution.alpha)
+    assert solution.no_recompute == (len(no_recompute) == len(costs.layers))
 
 
 def test_the_seeds_reach_every_kind_of_answer() -> None:
     answers = [answer(random_run(seed)) for seed in SEEDS]
-    found = [homes for homes in answers if not isinstance(homes, NothingFits)]
+    found = [solution for solution in answers if not isinstance(solution, NothingFits)]
     assert len(found) < len(answers)
-    assert any(homes.plain for homes in found)
-    assert any(homes.places.dropped for homes in found)
-    assert any(homes.places.plain and homes.places.residents and homes.host_bytes for homes in found)
-    assert any(homes.places.lean and homes.places.residents for homes in found)
-    assert any(homes.places.lean and not homes.places.dropped for homes in found)
-    assert any(homes.places.lean - homes.places.dropped and homes.places.dropped - homes.places.lean for homes in found)
-    assert any(homes.alpha == 0 and not homes.places.dropped | homes.places.lean for homes in found)
-    assert sum(0 < homes.alpha < 1 for homes in found) > 50
+    assert any(solution.no_recompute for solution in found)
+    by_kind = [sets(solution) for solution in found]
+    assert any(it.attention_recomputed for it in by_kind)
+    assert any(it.no_recompute and it.on_device and solution.host_bytes for it, solution in zip(by_kind, found, strict=True))
+    assert any(it.without_gemms and it.on_device for it in by_kind)
+    assert any(it.without_gemms and not it.attention_recomputed for it in by_kind)
+    assert any(it.without_gemms - it.attention_recomputed and it.attention_recomputed - it.without_gemms for it in by_kind)
+    assert any(
+        solution.alpha == 0 and not it.attention_recomputed | it.without_gemms
+        for it, solution in zip(by_kind, found, strict=True)
+    )
+    assert sum(0 < solution.alpha < 1 for solution in found) > 50
     for start in (
         "everything fits",
         "device memory: all",
@@ -114,7 +120,7 @@ def test_the_seeds_reach_every_kind_of_answer() -> None:
         "link: copies to",
         "all rows",
     ):
-        assert any(homes.binding.startswith(start) for homes in found), start
+        assert any(solution.binding.startswith(start) for solution in found), start
 
 
 @pytest.mark.parametrize("budget", ["host_budget", "device_budget"])
@@ -124,9 +130,9 @@ def test_more_of_a_budget_is_hardly_ever_worse(budget: str) -> None:
     for seed in SEEDS[:50]:
         costs, best, longer = random_run(seed, most_kinds=1), math.inf, 0.0
         for tenths in range(1, 31):
-            homes = answer(replace(costs, **{budget: getattr(costs, budget) * tenths // 10}))
-            assert best == math.inf or not isinstance(homes, NothingFits)
-            step_s = math.inf if isinstance(homes, NothingFits) else homes.step_s
+            solution = answer(replace(costs, **{budget: getattr(costs, budget) * tenths // 10}))
+            assert best == math.inf or not isinstance(solution, NothingFits)
+            step_s = math.inf if isinstance(solution, NothingFits) else solution.step_s
             longer, best = max(longer, step_s / best - 1 if best < math.inf else 0.0), min(best, step_s)
         worst.append(longer)
     assert max(worst) < 0.2
@@ -139,16 +145,16 @@ def test_never_worse_than_the_papers_alpha() -> None:
     for seed in SEEDS:
         costs = random_run(seed)
         n = len(costs.layers)
-        places = Places(spread(n, 2))
+        two_residents = place(n, 2)
         link, host = costs.d2h_bytes_per_s, costs.host_budget
         bounds = [
             paper_alpha(one.nbytes("input", "choice"), one.attention_bytes, one.split_bytes, link, one.forward_s, n, host)
             for one in costs.layers
         ]
-        if None in bounds or device_bytes(costs, places, 1.0) > costs.device_budget:
+        if None in bounds or device_bytes(costs, two_residents, 1.0) > costs.device_budget:
             continue
         compared += 1
-        papers = Schedule(costs, places).at(min(bounds))
+        papers = Schedule(costs, two_residents).at(min(bounds))
         assert solve(costs).step_s <= papers.seconds * (1 + 1e-3), seed
     assert compared > 80
 
@@ -158,7 +164,7 @@ def test_the_search_and_cbc_agree(tmp_path: Path) -> None:
     schedules = []
     for seed in SEEDS[:100]:
         costs = random_run(seed)
-        schedules.append(Schedule(costs, Places(spread(len(costs.layers), seed % 4))))
+        schedules.append(Schedule(costs, place(len(costs.layers), seed % 4)))
     for schedule, by_cbc in zip(schedules, best_alphas([(schedule, 1.0) for schedule in schedules], tmp_path / "a"), strict=True):
         by_search = best_alpha(schedule, 1.0)
         assert schedule.at(by_search).seconds == pytest.approx(schedule.at(by_cbc).seconds, rel=1e-6)
@@ -168,7 +174,8 @@ def test_the_search_and_cbc_agree(tmp_path: Path) -> None:
 def test_slopes_are_slopes() -> None:
     for seed in SEEDS[:50]:
         costs = random_run(seed)
-        schedule = Schedule(costs, Places(spread(len(costs.layers), 1), dropped=frozenset({0})))
+        layers = len(costs.layers)
+        schedule = Schedule(costs, kinds(layers, on_device=spread(layers, 1), attention_recomputed={0}))
         points = [schedule.at(i / 50) for i in range(51)]
         for here, there in itertools.pairwise(points):
             chord = (there.seconds - here.seconds) * 50
@@ -180,105 +187,112 @@ def test_slopes_are_slopes() -> None:
 
 def test_everything_fits() -> None:
     one = layer(1024)
-    homes = solve(run(one, 8, device=8 * one.plain_bytes))
-    assert homes.plain
-    assert homes.host_bytes == 0
-    assert homes.binding.startswith("everything fits without checkpointing")
-    assert not solve(run(one, 8, device=8 * one.plain_bytes), may_be_plain=False).plain
-    assert not solve(run(one, 8, device=8 * one.plain_bytes - 1)).plain
+    solution = solve(run(one, 8, device=8 * one.plain_bytes))
+    assert solution.no_recompute
+    assert solution.host_bytes == 0
+    assert solution.binding.startswith("everything fits without checkpointing")
+    assert not solve(run(one, 8, device=8 * one.plain_bytes), may_skip_recompute=False).no_recompute
+    assert not solve(run(one, 8, device=8 * one.plain_bytes - 1)).no_recompute
 
 
 def test_plain_training_whose_addresses_are_not_planned_needs_more_room() -> None:
     """A step that fits by a hair asks CUDA for memory again and again; with one resident layer it has planned addresses."""
     one = layer(1024)
-    enough = math.ceil(8 * one.plain_bytes * UNPLANNED)
-    assert solve(run(one, 8, device=enough), planned=True).plain
-    homes = solve(run(one, 8, device=enough - 8), planned=True)
-    assert not homes.plain and len(homes.places.plain) == 7 and homes.step_s < 1.02 * solve(run(one, 8, device=enough)).step_s
+    enough = math.ceil(8 * one.plain_bytes * 1.1)
+    assert solve(run(one, 8, device=enough), unplanned_overhead=1.1).no_recompute
+    solution = solve(run(one, 8, device=enough - 8), unplanned_overhead=1.1)
+    assert (
+        not solution.no_recompute
+        and len(sets(solution).no_recompute) == 7
+        and solution.step_s < 1.02 * solve(run(one, 8, device=enough)).step_s
+    )
 
 
 def test_head_and_loss_stand_beside_what_layers_keep() -> None:
     one = layer(1024)
     frame, head = one.frame_bytes, 5 * one.frame_bytes
     with_head = run(one, 8, device=8 * frame, head_bytes=head)
-    assert device_bytes(with_head, Places(frozenset({6, 7})), 1.0) == 3 * frame + head  # two residents and one on its way out
-    places = solve(with_head).places
-    assert bytes_of_layers(with_head, places, 1.0)[1] == device_bytes(with_head, places, 1.0) - head
-    assert len(solve(with_head).places.residents) == 2 < len(solve(run(one, 8, device=8 * frame)).places.residents)
+    assert device_bytes(with_head, place(8, 2), 1.0) == 3 * frame + head  # two residents and one on its way out
+    found = solve(with_head).kinds
+    assert bytes_of_layers(with_head, found, 1.0)[1] == device_bytes(with_head, found, 1.0) - head
+    assert len(sets(solve(with_head)).on_device) == 2 < len(sets(solve(run(one, 8, device=8 * frame))).on_device)
     plain = run(one, 8, device=8 * one.plain_bytes + head, head_bytes=head)
-    assert solve(plain).plain
-    assert not solve(replace(plain, head_bytes=head + 1)).plain
+    assert solve(plain).no_recompute
+    assert not solve(replace(plain, head_bytes=head + 1)).no_recompute
 
 
 def test_other_things_that_stand_beside_the_layers() -> None:
     one = layer(1024)
-    frame, places = one.frame_bytes, Places(frozenset({6, 7}))
+    frame, two_residents = one.frame_bytes, place(8, 2)
     alone = run(one, 8, device=8 * frame)
-    need = device_bytes(alone, places, 1.0)
+    need = device_bytes(alone, two_residents, 1.0)
 
-    def grows(**beside: Any) -> int:
-        return device_bytes(replace(alone, **beside), places, 1.0) - need
+    def grows(**others: Any) -> int:
+        return device_bytes(replace(alone, **others), two_residents, 1.0) - need
 
     assert grows(working_bytes=5) == grows(backward_bytes=(5,) * 8) == 5
     first, last = grows(backward_bytes=(10 * frame, *[0] * 7)), grows(backward_bytes=(*[0] * 7, 10 * frame))
     assert last == first + 2 * frame  # a resident below it, and one on its way back
     assert 0 < grows(forward_bytes=10 * frame) <= 10 * frame
-    beside = replace(alone, working_bytes=5, head_bytes=6, forward_bytes=7, backward_bytes=(8,) * 8)
-    assert beside.beside() == {"forward": 7, "head": 6, "backward": 8, "always": 5}
-    assert beside.without_beside() == alone and set(alone.beside().values()) == {0}
+    others = replace(alone, working_bytes=5, head_bytes=6, forward_bytes=7, backward_bytes=(8,) * 8)
+    assert others.non_layer_bytes() == {"forward": 7, "head": 6, "backward": 8, "always": 5}
+    assert others.layers_alone() == alone and set(alone.non_layer_bytes().values()) == {0}
 
 
 def test_all_resident() -> None:
     one = layer(1024)
-    homes = solve(run(one, 8, device=8 * one.frame_bytes))
-    assert (homes.places.residents, homes.host_bytes) == (frozenset(range(8)), 0)
-    assert homes.binding.startswith("device memory: all 8 layers are resident")
+    solution = solve(run(one, 8, device=8 * one.frame_bytes))
+    assert (sets(solution).on_device, solution.host_bytes) == (frozenset(range(8)), 0)
+    assert solution.binding.startswith("device memory: all 8 layers are resident")
     assert (
-        len(solve(run(one, 8, device=8 * one.frame_bytes - 1)).places.residents) == 6
+        len(sets(solve(run(one, 8, device=8 * one.frame_bytes - 1))).on_device) == 6
     )  # and a buffer, beside which the last one on its way out has gone
 
 
 def test_all_swapped() -> None:
     one = layer(256 * 1024)  # attention is long enough to hide any copy
-    homes = solve(run(one, 16, link=40e9, device=2 * one.frame_bytes))
-    assert (homes.alpha, homes.places.residents) == (1.0, {15})  # the last one needs no more beside a reload than swapped
-    assert homes.binding.startswith("all rows fit the host and their copies hide")
+    solution = solve(run(one, 16, link=40e9, device=2 * one.frame_bytes))
+    assert (solution.alpha, sets(solution).on_device) == (1.0, {15})  # the last one needs no more beside a reload than swapped
+    assert solution.binding.startswith("all rows fit the host and their copies hide")
     # What no schedule can hide: the last frame's way out and back, since no resident layer stands behind it.
-    assert homes.d2h_stall_s + homes.h2d_stall_s < 0.1 * homes.step_s
+    assert solution.d2h_stall_s + solution.h2d_stall_s < 0.1 * solution.step_s
 
 
 def test_host_bound() -> None:
     one = layer(256 * 1024)
     budget = int(30 * (one.whole_bytes + 0.37 * one.split_bytes))
-    homes = solve(run(one, 32, link=40e9, host=budget))
-    assert homes.alpha == pytest.approx(0.37, abs=2e-4)
-    assert homes.binding == f"host memory: {homes.host_bytes / GIB:.4g} of {budget / GIB:.4g} GiB at alpha {homes.alpha:.4g}"
+    solution = solve(run(one, 32, link=40e9, host=budget))
+    assert solution.alpha == pytest.approx(0.37, abs=2e-4)
+    assert (
+        solution.binding
+        == f"host memory: {solution.host_bytes / GIB:.4g} of {budget / GIB:.4g} GiB at alpha {solution.alpha:.4g}"
+    )
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_pcie_bound(shape: tuple) -> None:
     one = layer(16384, shape=shape)
-    homes = solve(run(one, 32, link=25e9))
-    assert 0 < homes.alpha < 1
-    assert homes.binding.startswith("link: copies to the host hide behind the forward up to alpha")
+    solution = solve(run(one, 32, link=25e9))
+    assert 0 < solution.alpha < 1
+    assert solution.binding.startswith("link: copies to the host hide behind the forward up to alpha")
     # In the long run a layer's copies take as long as its forward.
-    copied = (one.whole_bytes + homes.alpha * one.split_bytes) / 25e9
+    copied = (one.whole_bytes + solution.alpha * one.split_bytes) / 25e9
     assert copied == pytest.approx(one.forward_s, rel=0.1)
 
 
 def test_the_way_back_may_be_the_bound() -> None:
     costs = replace(run(layer(16384), 32, link=200e9), h2d_bytes_per_s=8e9)
-    homes = solve(costs)
-    assert 0 < homes.alpha < 1
-    assert homes.binding.startswith("link: copies from the host hide behind the backward")
+    solution = solve(costs)
+    assert 0 < solution.alpha < 1
+    assert solution.binding.startswith("link: copies from the host hide behind the backward")
 
 
 def test_no_rival_that_stores_less_trains_longer() -> None:
     """Input offload with full recomputation keeps the inputs on the host and one layer on the device: so can we."""
     one = layer(512 * 1024)
-    homes = solve(run(one, 32, host=32 * one.nbytes("input"), device=2 * one.nbytes("input")))
-    assert homes.places.dropped == frozenset(range(32))
-    assert not homes.places.residents
+    solution = solve(run(one, 32, host=32 * one.nbytes("input"), device=2 * one.nbytes("input")))
+    assert sets(solution).attention_recomputed == frozenset(range(32))
+    assert not sets(solution).on_device
 
 
 @pytest.mark.parametrize("budget, where", [("host_budget", "host memory"), ("device_budget", "device memory")])
@@ -303,15 +317,15 @@ def test_what_is_configured_is_obeyed() -> None:
     one = layer(16384)
     costs = run(one, 32)
     assert solve(costs, alpha=0.9).alpha == 0.9
-    assert solve(costs, alpha=0.9).places.residents == spread(32, 2)
-    assert len(solve(replace(costs, device_budget=10 * one.frame_bytes), resident_layers=7).places.residents) == 7
+    assert sets(solve(costs, alpha=0.9)).on_device == spread(32, 2)
+    assert len(sets(solve(replace(costs, device_budget=10 * one.frame_bytes), resident_layers=7)).on_device) == 7
     both = solve(costs, alpha=0.25, resident_layers=0)
-    assert (both.alpha, both.places.residents, both.plain) == (0.25, frozenset(), False)
+    assert (both.alpha, sets(both).on_device, both.no_recompute) == (0.25, frozenset(), False)
     assert both.binding.startswith("as configured: host memory")
     plenty = replace(costs, device_budget=1 << 60)
-    assert solve(plenty).plain
-    assert not solve(plenty, alpha=1.0).plain
-    assert not solve(plenty, resident_layers=32).plain
+    assert solve(plenty).no_recompute
+    assert not solve(plenty, alpha=1.0).no_recompute
+    assert not solve(plenty, resident_layers=32).no_recompute
 
 
 def test_beside_configured_residents_alpha_obeys_the_device() -> None:
@@ -321,8 +335,8 @@ def test_beside_configured_residents_alpha_obeys_the_device() -> None:
     for residents in (0, 7):
         least = device_bytes(costs, place(32, residents), 0.0)
         assert least < device_bytes(costs, place(32, residents), 1.0)
-        homes = solve(replace(costs, device_budget=least), resident_layers=residents)
-        assert (homes.alpha, len(homes.places.residents), homes.device_bytes) == (0.0, residents, least)
+        solution = solve(replace(costs, device_budget=least), resident_layers=residents)
+        assert (solution.alpha, len(sets(solution).on_device), solution.device_bytes) == (0.0, residents, least)
         with pytest.raises(NothingFits, match=f"the {residents} resident layers asked for" if residents else "no resident layer"):
             solve(replace(costs, device_budget=least // 4), resident_layers=residents)
 
@@ -345,7 +359,7 @@ def test_a_configured_alpha_for_which_the_device_is_too_small() -> None:
         solve(tight, alpha=0.5)
     assert (no.value.where, no.value.needed) == ("device", 2 * one.frame_bytes)
     assert solve(tight, alpha=0.0).alpha == solve(tight).alpha == 0.0
-    assert solve(replace(tight, device_budget=2 * one.frame_bytes), alpha=0.5).places.residents == {31}
+    assert sets(solve(replace(tight, device_budget=2 * one.frame_bytes), alpha=0.5)).on_device == {31}
     with pytest.raises(NothingFits, match=r"at alpha 0\.0 needs") as no:
         solve(replace(tight, device_budget=1), alpha=0.0)
     assert "memo.alpha" not in str(no.value)
@@ -355,12 +369,12 @@ def test_a_configured_alpha_for_which_the_device_is_too_small() -> None:
 def test_a_configured_alpha_keeps_the_budgets_or_is_refused(seed: int) -> None:
     costs, alpha = random_run(seed), seed % 5 / 4
     try:
-        homes = solve(costs, alpha=alpha)
+        solution = solve(costs, alpha=alpha)
     except NothingFits as nothing:
         assert nothing.needed > nothing.budget
     else:
-        assert homes.alpha == alpha
-        assert homes.device_bytes <= costs.device_budget and homes.host_bytes <= costs.host_budget
+        assert solution.alpha == alpha
+        assert solution.device_bytes <= costs.device_budget and solution.host_bytes <= costs.host_budget
 
 
 @pytest.mark.parametrize("layers", [8, 32, 128])

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from ds_memo.estimate.simulate import simulate
-from ds_memo.placement import HOMES, Places
+from ds_memo.placement import PlacementKind
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solver import solve
+from tests.placements import placed, sets
 from tests.solve.runs import random_run
 from tests.solve.sweep import BAR, KI, SETTINGS, Setting, off_the_best
 
@@ -21,12 +22,10 @@ from tests.solve.sweep import BAR, KI, SETTINGS, Setting, off_the_best
 @pytest.mark.parametrize("seed", range(40))
 def test_the_schedule_is_the_engines(seed: int) -> None:
     costs = random_run(seed)
-    homes = random.Random(seed).choices(HOMES, (8, 2, 2, 2, 2, 2), k=len(costs.layers))  # swapped ones first
-    kinds = ("resident", "lean", "dropped", "plain")  # in the order of Places
-    places = Places(*(frozenset(i for i, home in enumerate(homes) if getattr(home, kind)) for kind in kinds))
-    schedule = Schedule(costs, places)
+    kinds = random.Random(seed).choices(list(PlacementKind), (8, 2, 2, 2, 2, 2), k=len(costs.layers))  # swapped ones first
+    schedule = Schedule(costs, kinds)
     for alpha in (0.0, 0.25, 0.7, 1.0):
-        ours, engine = schedule.at(alpha), simulate(costs, alpha, places)
+        ours, engine = schedule.at(alpha), simulate(costs, placed(kinds, alpha))
         assert ours.seconds == pytest.approx(engine.seconds, rel=1e-9)
         assert ours.d2h_stall_s == pytest.approx(engine.d2h_stall_s, abs=1e-9 * engine.seconds)
         assert ours.h2d_stall_s == pytest.approx(engine.h2d_stall_s, abs=1e-9 * engine.seconds)
@@ -42,9 +41,9 @@ def regime(costs: RunCosts) -> str:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_alpha_is_the_best_of_a_sweep(setting: Setting) -> None:
     costs = setting.costs()
-    homes = solve(costs, may_be_plain=False)
-    assert not homes.places.dropped
-    assert off_the_best(costs, homes) <= BAR, homes
+    solution = solve(costs, may_skip_recompute=False)
+    assert not sets(solution).attention_recomputed
+    assert off_the_best(costs, solution) <= BAR, solution
 
 
 def test_the_settings_cover_the_regimes() -> None:
@@ -55,16 +54,16 @@ def test_the_settings_cover_the_regimes() -> None:
 
 def test_the_other_regimes() -> None:
     all_resident = replace(SETTINGS[0], device=24).costs()
-    homes = solve(all_resident, may_be_plain=False)
-    assert len(homes.places.residents) == 24
-    assert simulate(all_resident, 1.0, homes.places).seconds == pytest.approx(homes.step_s, rel=1e-9)
+    solution = solve(all_resident, may_skip_recompute=False)
+    assert len(sets(solution).on_device) == 24
+    assert simulate(all_resident, solution.placements).seconds == pytest.approx(solution.step_s, rel=1e-9)
     for host, device in ((0.01, 0.5), (2.0, 0.05)):
         with pytest.raises(NothingFits):
             solve(replace(SETTINGS[0], host=host, device=device).costs())
     both = replace(SETTINGS[0], host=0.01).costs()
-    homes = solve(both)
-    assert homes.places.lean
-    assert homes.step_s == pytest.approx(simulate(both, 0.0, homes.places).seconds, rel=1e-9)
+    solution = solve(both)
+    assert sets(solution).without_gemms
+    assert solution.step_s == pytest.approx(simulate(both, solution.placements).seconds, rel=1e-9)
 
 
 def test_a_wrong_bandwidth_shows() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ds_memo.placement import ON_DEVICE, Placement, PlacementKind
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Layout
 from ds_memo.swap.host_pool import HostPool
@@ -32,7 +33,8 @@ class Rig:
     def begin(
         self, tensors: list[torch.Tensor], resident: bool = False, rows: int | None = None, name: str = "x", ahead: bool = True
     ) -> Frame:
-        frame = self.engine.begin(name, resident, ahead=ahead)
+        kind = PlacementKind.SWAPPED if ahead else PlacementKind.SWAPPED_ATTENTION_RECOMPUTED
+        frame = self.engine.begin(name, ON_DEVICE if resident else Placement(kind))
         layout = Layout()
         for tensor in tensors:
             layout.add(tensor, rows)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 
-from ds_memo.swap.frame import ALIGN
 from ds_memo.swap.host_pool import Range
 from ds_memo.swap.host_slab import Block, HostSlab
+from ds_memo.units import ALIGN
 
 
 def crumbled(pieces: list[Range], seed: int) -> list[Range]:

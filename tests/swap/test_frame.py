@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.frame import ALIGN, Frame, Kept, Layout, dense_order
+from ds_memo.placement import ON_DEVICE, SWAPPED
+from ds_memo.swap.frame import Frame, Kept, Layout, dense_order
 from ds_memo.swap.host_pool import Range
 from ds_memo.swap.host_slab import Block
 from ds_memo.swap.pinned_segments import Segment
+from ds_memo.units import ALIGN
 from tests.swap.crumbs import crumbled
 
 LEGAL = {
@@ -30,7 +32,7 @@ STATES = ["recording", "swapping", "away", "returning", "ready", "done"]
 
 
 def frame(name: str = "model.layers.7", resident: bool = False) -> Frame:
-    return Frame(name, resident, 1, lambda _: None)
+    return Frame(name, ON_DEVICE if resident else SWAPPED, 1, lambda _: None)
 
 
 @pytest.mark.parametrize("now", STATES)
@@ -205,6 +207,6 @@ def test_a_change_behind_the_frames_back_raises_with_its_name():
 
 def test_a_dying_frame_reports_itself():
     dead = []
-    one = Frame("x", False, 1, lambda dying: dead.append(dying.name))
+    one = Frame("x", SWAPPED, 1, lambda dying: dead.append(dying.name))
     del one
     assert dead == ["x"]

@@ -8,6 +8,7 @@ import torch
 
 from ds_memo.memory import device as device_memory
 from ds_memo.memory.device import join_split_blocks, keep_blocks_whole
+from ds_memo.placement import SWAPPED
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Layout
 from ds_memo.swap.host_pool import HostPool
@@ -50,7 +51,7 @@ def a_frame_goes_to_the_host_and_back() -> None:
     tensors = [write(torch.empty(4, MIB, dtype=torch.uint8, device=DEVICE), value) for value in (3, 5)]
     layout = Layout()
     kept = [layout.add(tensor, rows) for tensor, rows in zip(tensors, (4, 2), strict=True)]
-    frame = engine.begin("layer 0", resident=False)
+    frame = engine.begin("layer 0", SWAPPED)
     engine.adopt(frame, layout)
     if is_standin():
         assert [(call, size) for call, _, size in standin_calls() if call == "register"] == [("register", layout.host_bytes)]

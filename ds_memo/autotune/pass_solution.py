@@ -1,0 +1,85 @@
+"""The solution of one kind of pass, by the layers of the model.
+
+The solver knows the layer calls that keep something; the model has other layers too. So a call has two numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ds_memo.placement import FULL_RECOMPUTE, NO_RECOMPUTE, Placement, PlacementKind
+from ds_memo.shapes import HiddenShape, HiddenShapes
+from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.solver import Solution
+
+
+@dataclass(frozen=True)
+class PassSolution:
+    """The placements of one kind of pass. A call's number: first one call of each of the model's layers, then the second, …"""
+
+    solution: Solution
+    run: RunCosts
+    solved: tuple[int, ...]
+    """Indices of the layers that it was solved for: those that are called and keep something."""
+    layers: int
+    """Number of the model's layers."""
+    shapes: HiddenShapes
+    shape: HiddenShape
+    """Of what comes into the last layer."""
+    paced: bool = False
+    """Layers tell the engine when they run, also where none of them is checkpointed (ds_memo.deepspeed.run_ahead_limit)."""
+
+    def number(self, call: int) -> int:
+        """The number of a call that was solved for."""
+        return call // len(self.solved) * self.layers + self.solved[call % len(self.solved)]
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """By number, of all layer calls before a backward."""
+        calls = len(self.run.layers) // len(self.solved) * self.layers
+        if self.solution.no_recompute:
+            return (replace(NO_RECOMPUTE, empty_frame=self.paced),) * calls
+        placements = [FULL_RECOMPUTE] * calls
+        for call, placement in enumerate(self.solution.placements):
+            no_recompute = placement.kind is PlacementKind.NO_RECOMPUTE
+            placements[self.number(call)] = replace(placement, empty_frame=no_recompute)
+        return tuple(placements)
+
+    @cached_property
+    def kinds(self) -> dict[int, PlacementKind]:
+        """By number, of the calls that were solved for."""
+        return {self.number(call): kind for call, kind in enumerate(self.solution.kinds)}
+
+    @cached_property
+    def stored_bytes(self) -> tuple[int, ...]:
+        """By number, what each call keeps, wherever."""
+        stored = [0] * len(self.placements)
+        for call, (layer, placement) in enumerate(zip(self.run.layers, self.solution.placements, strict=True)):
+            if placement.kind is not PlacementKind.NO_RECOMPUTE:
+                keeps_attention = not placement.kind.recomputes_attention
+                stored[self.number(call)] = layer.stored_bytes(placement.alpha, keeps_attention)
+        return tuple(stored)
+
+    def host_bytes(self, first: int, end: int) -> int:
+        """Bytes of the host blocks of every layer's calls from `first` to before `end`."""
+        calls = slice(first * len(self.solved), end * len(self.solved))
+        return sum(
+            layer.host_bytes(placement.alpha, keeps_attention=not placement.kind.recomputes_attention)
+            for layer, placement in zip(self.run.layers[calls], self.solution.placements[calls], strict=True)
+            if not placement.kind.on_device
+        )
+
+    def predicted(self) -> dict[str, Any]:
+        """What the solver expects of a pass; bytes and seconds of this rank."""
+        solution = self.solution
+        return {
+            "layers_s": solution.step_s,
+            "d2h_stall_s": solution.d2h_stall_s,
+            "h2d_stall_s": solution.h2d_stall_s,
+            "host_bytes": solution.host_bytes,
+            "device_bytes": solution.device_bytes,
+            "beside_bytes": self.run.non_layer_bytes(),
+            "stored_bytes_per_layer": list(self.stored_bytes),
+        }

@@ -1,0 +1,38 @@
+"""A placement: the kind says which rows stay on the device; alpha is the swapped ones' alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ds_memo.placement import UNDECIDED, Placement, PlacementKind
+
+SHARE = {
+    PlacementKind.GEMMS_RECOMPUTED: 0.0,
+    PlacementKind.FULL_RECOMPUTE: 0.0,
+    PlacementKind.ON_DEVICE: 1.0,
+    PlacementKind.NO_RECOMPUTE: 1.0,
+}
+
+
+@pytest.mark.parametrize("kind", PlacementKind)
+def test_alpha_is_undecided_for_swapped_calls_alone(kind: PlacementKind) -> None:
+    assert Placement(kind).alpha == SHARE.get(kind, UNDECIDED)
+    assert Placement(kind, 0.3).alpha == SHARE.get(kind, 0.3)
+    assert kind.on_device is (kind in SHARE)
+
+
+@pytest.mark.parametrize("kind", [PlacementKind.SWAPPED, PlacementKind.GEMMS_RECOMPUTED])
+def test_the_next_kind_is_the_same_with_attention_recomputed(kind: PlacementKind) -> None:
+    """The solver adds 1 to what it keeps in arrays."""
+    again = PlacementKind(kind + 1)
+    assert (kind.recomputes_attention, again.recomputes_attention) == (False, True)
+    assert (again.on_device, again.without_gemms) == (kind.on_device, kind.without_gemms)
+
+
+def test_a_copy_with_another_alpha_stays_what_it_is() -> None:
+    """The policy makes such copies to tell passes by what they ask the device for."""
+    swapped, resident = Placement(PlacementKind.SWAPPED, 0.2), Placement(PlacementKind.ON_DEVICE)
+    assert dataclasses.replace(swapped, alpha=0.5) == Placement(PlacementKind.SWAPPED, 0.5)
+    assert dataclasses.replace(resident, empty_frame=False) == resident
