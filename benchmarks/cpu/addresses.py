@@ -34,12 +34,12 @@ from ds_memo.plan.phases import LayerPass
 from ds_memo.plan.simulate import simulate
 from ds_memo.plan.trace import Phase, Trace, rounded
 from ds_memo.planned_alloc.request_log import RequestLog
-from ds_memo.runtime.handle import Memo
+from ds_memo.runtime.handle import MemoHandle
 
 BAR, ITERATIONS, TOKENS = 0.99, 6, (2, 512)
 
 
-def train(model: nn.Module, handle: Memo) -> list[dict[str, Any]]:
+def train(model: nn.Module, handle: MemoHandle) -> list[dict[str, Any]]:
     """Loss, gradients and counts of every iteration."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rows = []
@@ -91,9 +91,9 @@ def measure(name: str, model: nn.Module, alpha: float) -> dict[str, Any]:
         handle = ds_memo.attach(twin, {**config, "plan": {"enabled": planned}})
         runs[planned] = train(twin, handle)
         if planned:
-            report, addresses = handle.report()["plan"], handle.addresses
+            report, addresses = handle.report()["plan"], handle._session.addresses
             trace = addresses.log.trace()
-            fixed = with_fixed_regions(addresses.log, trace, handle.layers)
+            fixed = with_fixed_regions(addresses.log, trace, handle._session.layers)
         handle.detach()
     failures = []
     print(f"{name}: alpha {alpha}, {len(trace.requests)} requests a pass")

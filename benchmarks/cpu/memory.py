@@ -149,23 +149,23 @@ class Bench:
     def measure(self, alpha: float, resident_layers: int, step: int = 2) -> Measured:
         """One configuration; the first step analyses the layers, later ones follow what it found."""
         config = {"enabled": True, "alpha": alpha, "resident_layers": resident_layers, "host_memory_gib": 4.0}
-        memo = ds_memo.attach(self.model, config)
+        handle = ds_memo.attach(self.model, config)
         try:
             for _ in range(step - 1):
                 self._loss().backward()
             count = LiveBytes(self.device)
             live: list[int] = []
-            buffers = _count_reload_buffers(memo.engine)
-            frames = _watch_frames(memo.engine, count, live)
-            sent = memo.engine.traffic.bytes_to_host
+            buffers = _count_reload_buffers(handle._session.engine)
+            frames = _watch_frames(handle._session.engine, count, live)
+            sent = handle._session.engine.traffic.bytes_to_host
             with count:
                 loss = self._loss()
                 live.append(count.live)
-                sent = memo.engine.traffic.bytes_to_host - sent
+                sent = handle._session.engine.traffic.bytes_to_host - sent
                 count.reset_peak()
                 loss.backward()
         finally:
-            memo.detach()
+            handle.detach()
         swapped = [size for resident, size in frames if not resident]
         bound = sum(size for resident, size in frames if resident) + sum(sorted(swapped)[-2:])
         rest = self.checkpointed.after_forward - self.layers  # neither layer inputs nor frames

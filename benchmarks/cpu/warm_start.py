@@ -32,7 +32,7 @@ def start(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[float, bool]:
     """Seconds, and whether the profile was read."""
     begin = time.perf_counter()
     handle = ds_memo.attach(model, {"plan": {"enabled": False}})
-    pilot = handle.tuner
+    pilot = handle._session.tuner
     pilot.choose("the first pass", model, (), {"input_ids": tokens, "labels": tokens}, handle.calls)
     if tokens.device.type == "cuda":
         torch.cuda.synchronize(tokens.device)

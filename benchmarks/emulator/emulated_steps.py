@@ -11,7 +11,7 @@ from benchmarks.timing import Memory, served
 from ds_memo.units import GIB
 
 if TYPE_CHECKING:
-    from ds_memo.runtime.handle import Memo
+    from ds_memo.runtime.handle import MemoHandle
 
 HEADER = "step       ms  requested   reserved      arena  predicted  cudaMalloc   hits  residents  alpha  missed      (GiB)"
 _NO_REPORT = {"plan": None, "predicted": None, "profile": None, "resident_layers": 0, "alpha": 0.0, "warnings": []}
@@ -24,7 +24,7 @@ class Step:
         handle: None: it is not under ds_memo.
     """
 
-    def __init__(self, clock: Clock, handle: Memo | None) -> None:
+    def __init__(self, clock: Clock, handle: MemoHandle | None) -> None:
         self._clock, self._handle = clock, handle
         self._memory = Memory(torch.device("cuda", 0))
         self._plan = (handle and handle.report()["plan"]) or {}

@@ -44,14 +44,14 @@ from benchmarks.speed import show
 from benchmarks.timing import Trainer
 from benchmarks.workloads import batch, build, loss_of, shapes
 from ds_memo.estimate import hardware
-from ds_memo.runtime.handle import Memo
+from ds_memo.runtime.handle import MemoHandle
 from ds_memo.units import GIB
 
 STEPS = 9
 SLOW_AFTER = 7
 """Steps that --slow-link leaves alone; as many as STEPS come after."""
 
-Run = tuple[Memo | None, Callable[[], Any]]
+Run = tuple[MemoHandle | None, Callable[[], Any]]
 """The handle, if it is under ds_memo, and what trains a step."""
 
 

@@ -140,9 +140,9 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
             if unlike := _different(again, want):
                 failures.append(f"seed {seed} {config}: undelayed runs differ by themselves: {unlike}")
             if device.type == "cuda":
-                handle.engine.streams.close()
-                handle.engine.streams = DelayedCudaStreams(device, seed)
-            let_go = handle.engine._let_go
+                handle._session.engine.streams.close()
+                handle._session.engine.streams = DelayedCudaStreams(device, seed)
+            let_go = handle._session.engine._let_go
 
             def poison_and_let_go(frame: Any, let_go: Callable = let_go) -> None:
                 nonlocal poisoned
@@ -155,7 +155,7 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
                         tensor.fill_(float("nan"))  # on compute, as a later op that was handed this memory would
                         poisoned += 1
 
-            handle.engine._let_go = poison_and_let_go
+            handle._session.engine._let_go = poison_and_let_go
             for _ in range(2):
                 got = models.step(model, batch)
                 if different := _different(got, want):

@@ -157,7 +157,7 @@ def memo(model: nn.Module, budget: Budget, planned: bool = False, **config: Any)
         config["device_memory_gib"] = budget.device_bytes / GIB
     handle = ds_memo.attach(model, config)
     try:
-        yield Installed(report=handle.report, profile=lambda: handle.tuner.profile if handle.tuner else None)
+        yield Installed(report=handle.report, profile=lambda: handle._session.tuner.profile if handle._session.tuner else None)
     finally:
         handle.detach()
 

@@ -39,11 +39,10 @@ class Probe:
         remat: runs its layers.
     """
 
-    def __init__(self, remat: Remat) -> None:
+    def __init__(self, remat: Remat, before: Callable[[], None]) -> None:
         self.kinds: list[int] = []
         """Of each layer its kind; known from the first probe on."""
-        self.before: Callable[[], None] = lambda: None
-        """Called before each probe: an engine has something to see to."""
+        self._before = before
         self._remat = remat
         self._last = 0
         """The kind that comes last in a forward."""
@@ -114,7 +113,7 @@ class Probe:
         return self._seen[kind]
 
     def _run(self, training_pass: TrainingPass, enough: Callable[[dict[int, LayerCall]], bool]) -> dict[int, LayerCall]:
-        self.before()
+        self._before()
         _, model, args, kwargs = training_pass
         return layer_calls(self._remat, model, args, kwargs, self.kinds, enough)
 

@@ -59,6 +59,7 @@ class Tuner:
         addresses: know, where they are planned, the non-layer memory of a pass.
         warn: says something once and shows it in the report.
         has_engine: an engine holds optimizer states already.
+        before_probe: called before a forward is probed, and its layers are run by themselves.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Tuner:
         addresses: Addresses,
         warn: Callable[[str], None],
         has_engine: bool,
+        before_probe: Callable[[], None],
     ) -> None:
         self.changes: list[str] = []
         """What was changed while the run went on, in words."""
@@ -82,7 +84,7 @@ class Tuner:
         """By the shapes of the hidden states, the calls in flight, the host's bytes, and whether the pass may do without
         checkpointing."""
         self._profiling = Profiling(config, remat.engine.slab, self._device, warn)
-        self._probe = Probe(remat)
+        self._probe = Probe(remat, before_probe)
         self._in_flight = InFlight()
         self._earlier = 0
         """Calls of a layer in forwards that wait for their backward, before the pass that begins."""
@@ -102,10 +104,6 @@ class Tuner:
     @property
     def profile(self) -> Profile | None:
         return self._profiling.profile
-
-    def before_probes(self, see_to: Callable[[], None]) -> None:
-        """Call this before a forward is probed, and its layers are run by themselves."""
-        self._probe.before = see_to
 
     # ---- before each training pass
 

@@ -15,10 +15,10 @@ from torch import nn
 from ds_memo.deepspeed.rebind import replace_in_modules
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime.active_forward import in_forward
-from ds_memo.runtime.handle import Memo, module_of
+from ds_memo.runtime.session import Session, module_of
 
 _NAMES = ("checkpoint", "non_reentrant_checkpoint")
-_hold_layers: weakref.WeakKeyDictionary[Memo, dict[CodeType, bool]] = weakref.WeakKeyDictionary()
+_hold_layers: weakref.WeakKeyDictionary[Session, dict[CodeType, bool]] = weakref.WeakKeyDictionary()
 """Of functions that were checkpointed, whether layers that memo runs anyway were called inside."""
 
 
@@ -49,7 +49,7 @@ def _checkpoint(stock: Callable[..., Any], fn: Callable[..., Any], /, *args: Any
     return _as_deepspeed_does(_run(memo, fn, args, kwargs))
 
 
-def _run(memo: Memo, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(memo: Session, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """A function around layers, such as Megatron's over a chunk of them, is simply called: its layers come through memo."""
     code = getattr(fn, "__code__", None)
     if code is None or module_of(fn) is not None or not torch.is_grad_enabled():

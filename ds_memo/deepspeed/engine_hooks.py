@@ -1,5 +1,7 @@
-"""Following a DeepSpeed engine: memo is told of its steps, of gradients that it reduces, of memory that the device refuses in a
-backward, and of its end. Methods of the engine, and its optimizer's step, are replaced by ones that tell."""
+"""Hooks on a DeepSpeed engine: methods of the engine, and its optimizer's step, are replaced by ones that tell the session.
+
+They tell of steps, of gradients that are reduced, of memory that the device refuses in a backward, and of the engine's end.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +15,30 @@ from typing import Any
 import deepspeed
 import torch
 
-from ds_memo.runtime.handle import Memo
+from ds_memo.runtime.session import Session
 
 
-def follow(engine: deepspeed.DeepSpeedEngine, memo: Memo) -> None:
-    """Until its model is detached. Attached models must keep no engine alive, so memo has weak references to it alone."""
-    memo.expect_steps(_weakly(engine.is_gradient_accumulation_boundary))
-    follower = _Follower(engine, memo)
+def hook_engine(engine: deepspeed.DeepSpeedEngine, session: Session) -> None:
+    """Hook an engine until its model is detached. The session has weak references to the engine alone and keeps none alive."""
+    hooks = _EngineHooks(engine, session)
     replaced = {
-        "_take_model_step": follower.take_step,
-        "backward": follower.backward,
-        "_backward_epilogue": follower.reduce,
-        "destroy": follower.destroy,
+        "_take_model_step": hooks.take_step,
+        "backward": hooks.backward,
+        "_backward_epilogue": hooks.reduce,
+        "destroy": hooks.destroy,
     }
     for name, tell in replaced.items():
         vars(engine)[name] = _around(getattr(engine, name), tell)
-    memo.on_detach(functools.partial(_give_methods_back, weakref.ref(engine), tuple(replaced)))
-    memo.on_detach(_follow_optimizer(engine.optimizer, follower))
+    session.on_detach(functools.partial(_give_methods_back, weakref.ref(engine), tuple(replaced)))
+    session.on_detach(_hook_optimizer(engine.optimizer, hooks))
 
 
-class _Follower:
+class _EngineHooks:
     """What is done around an engine's methods; `stock` is the engine's own."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, memo: Memo) -> None:
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, session: Session) -> None:
         self._engine = weakref.ref(engine)
-        self._memo = memo
+        self._session = session
         self._in_step = False
 
     def take_step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -45,23 +46,23 @@ class _Follower:
         with self.step(engine.was_step_applied):
             result = stock(*args, **kwargs)
         if engine.monitor.enabled and engine.global_rank == 0:
-            engine.monitor.write_events(self._memo.events(engine.global_samples))
+            engine.monitor.write_events(self._session.events(engine.global_samples))
         return result
 
     def backward(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return stock(*args, **kwargs)
         except torch.OutOfMemoryError:
-            self._memo.ran_out()
+            self._session.ran_out()
             raise
 
     def reduce(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._memo.reduction():
+        with self._session.reduction():
             return stock(*args, **kwargs)
 
     def destroy(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._engine() is not None:  # who calls has the engine; when it is collected, on whatever thread, stock's part is done
-            self._memo.detach()
+            self._session.detach()
         return stock(*args, **kwargs)
 
     @contextmanager
@@ -70,13 +71,13 @@ class _Follower:
         if self._in_step:
             yield
             return
-        self._memo.step_begins()
+        self._session.step_begins()
         self._in_step = True
         try:
             yield
         finally:
             self._in_step = False
-        self._memo.stepped(is_applied())
+        self._session.stepped(is_applied())
 
 
 def _around(stock: Callable[..., Any], tell: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +94,7 @@ def _give_methods_back(engine: weakref.ref, names: tuple[str, ...]) -> None:
             vars(target).pop(name, None)
 
 
-def _weakly(boundary: Callable[[], bool]) -> Callable[[], bool]:
+def weakly(boundary: Callable[[], bool]) -> Callable[[], bool]:
     method = weakref.WeakMethod(boundary)
 
     def ask() -> bool:
@@ -103,7 +104,7 @@ def _weakly(boundary: Callable[[], bool]) -> Callable[[], bool]:
     return ask
 
 
-def _follow_optimizer(optimizer: Any, follower: _Follower) -> Callable[[], None]:
+def _hook_optimizer(optimizer: Any, hooks: _EngineHooks) -> Callable[[], None]:
     """Tell of its steps, too: Lightning's Fabric steps an engine's optimizer and leaves the engine out.
 
     Returns:
@@ -113,7 +114,7 @@ def _follow_optimizer(optimizer: Any, follower: _Follower) -> Callable[[], None]
 
     @functools.wraps(stock)
     def take_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with follower.step(lambda: not getattr(self, "overflow", False)):
+        with hooks.step(lambda: not getattr(self, "overflow", False)):
             return stock(*args, **kwargs)
 
     vars(optimizer)["step"] = MethodType(take_step, optimizer)  # torch's schedulers ask for its __func__

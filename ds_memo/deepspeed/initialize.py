@@ -23,18 +23,19 @@ from torch import nn
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.deepspeed import checkpoint_api, launched_by, ulysses
-from ds_memo.deepspeed.engine_hooks import follow
+from ds_memo.deepspeed.engine_hooks import hook_engine, weakly
 from ds_memo.deepspeed.rebind import Taken, other_holders, replace_in_modules, restore
 from ds_memo.deepspeed.run_ahead_limit import limit_run_ahead
 from ds_memo.distributed import agree
-from ds_memo.distributed.topology import meet_in_layers
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.hf import kernels
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.memory.device import join_split_blocks, keep_blocks_whole
 from ds_memo.runtime import conflicts
 from ds_memo.runtime.attach import attach_model, check_residents, refuse_attached, take_from_engine
-from ds_memo.runtime.handle import Memo
+from ds_memo.runtime.handle import MemoHandle
+from ds_memo.runtime.module_patches import nothing
+from ds_memo.runtime.session import EngineTies, Session
 from ds_memo.units import MIB
 
 NO_SECTION = (
@@ -115,9 +116,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             asked["mpu"] = ulysses.set_up(asked["model"], ranks)
         make = functools.partial(stock, *call.args, **call.kwargs)
         with _words_for_mpi():
-            returned = _made_and_attached(make, asked["model"], config) if config.enabled else make()
-        if config.enabled:
-            returned[0].memo.on_detach(undo.pop_all().close, last=True)
+            if not config.enabled:
+                return make()
+            returned, session = _made_and_attached(make, asked["model"], config)
+        session.on_detach(undo.pop_all().close, last=True)
         return returned
 
 
@@ -156,10 +158,13 @@ def _words_for_mpi() -> Iterator[None]:
         raise
 
 
-def _made_and_attached(make: Callable[[], tuple], model: nn.Module, config: MemoConfig) -> tuple:
-    """What `make` returns, its engine attached. DeepSpeed flattens and copies: what that leaves behind would be split for good,
-    and torch's allocator could not be told any more to keep blocks whole while passes are profiled. Nor can it where the model
-    was made in pieces (deepspeed.zero.Init), until these lie elsewhere."""
+def _made_and_attached(make: Callable[[], tuple], model: nn.Module, config: MemoConfig) -> tuple[tuple, Session]:
+    """Return what `make` returns, and the session of its engine's model.
+
+    DeepSpeed flattens and copies. What that leaves behind would be split for good, and torch's allocator could no longer be told
+    to keep blocks whole while passes are profiled. The same holds for a model made in pieces (deepspeed.zero.Init), until these
+    lie elsewhere.
+    """
     device = torch.device(get_accelerator().current_device_name())
     planned = False
     if config.plan.enabled:
@@ -169,31 +174,34 @@ def _made_and_attached(make: Callable[[], tuple], model: nn.Module, config: Memo
     try:
         returned = make()
         get_accelerator().empty_cache()  # whole blocks are of little use to other sizes
-        planned = attach_engine(returned[0], config).addresses.planned
+        session = attach_engine(returned[0], config)
+        planned = session.addresses.planned
     finally:
         if not planned:
             keep_blocks_whole(device, False)
-    return returned
+    return returned, session
 
 
-def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Memo:
-    """Attach the model of a ready engine and follow the engine's steps."""
+def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Session:
+    """Attach the model of a ready engine and hook the engine's steps."""
     _refuse_pipelines(engine)
     if late := agree.late():
         warnings.warn(LATE.format(torch.distributed.get_rank(), late, agree.ARRIVAL_S), MemoWarning, stacklevel=3)
     checkpoint_api.redirect()
     take_from_engine(engine.module)
-    memo = attach_model(engine.module, config, config.layers, device=engine.device, of_engine=True)
-    memo.slab.budget = _smallest(memo.slab.budget, engine.device)
-    if meet_in_layers(engine.module):
-        limit_run_ahead(memo)
-    if memo.tuner:
-        memo.tuner.before_probes(functools.partial(_gather_nothing_ahead, weakref.ref(engine)))
-    if _replaced:
-        memo.on_first_step(_say_what_moved)
-    follow(engine, memo)
-    engine.memo = memo
-    return memo
+    limit = limit_run_ahead(engine.module, engine.device)
+    ties = EngineTies(
+        of_engine=True,
+        agree_on_host=functools.partial(_smallest, device=engine.device),
+        observers=() if limit is None else (limit,),  # first: the phase of planned addresses begins after its wait
+        before_probe=functools.partial(_gather_nothing_ahead, weakref.ref(engine)),
+        on_last_micro_batch=weakly(engine.is_gradient_accumulation_boundary),
+        after_first_step=_say_what_moved if _replaced else nothing,
+    )
+    session = attach_model(engine.module, config, config.layers, engine.device, ties)
+    hook_engine(engine, session)
+    engine.memo = MemoHandle(session)
+    return session
 
 
 def _gather_nothing_ahead(engine: weakref.ref[deepspeed.DeepSpeedEngine]) -> None:
@@ -205,9 +213,9 @@ def _gather_nothing_ahead(engine: weakref.ref[deepspeed.DeepSpeedEngine]) -> Non
         order._invalidate_trace()
 
 
-def _say_what_moved(memo: Memo) -> None:
-    """Who changed nothing in the script wants to know that it had an effect."""
-    report = memo.report()
+def _say_what_moved(session: Session) -> None:
+    """Print what memo did: the script was not changed, and its user wants to see an effect."""
+    report = session.report()
     if report["active"]:
         line = (
             f"is active: {report['bytes_to_host'] / MIB:.1f} MiB went to the host in the first step "

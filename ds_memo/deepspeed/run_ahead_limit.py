@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import nn
 
-from ds_memo.runtime.handle import Memo
+from ds_memo.distributed.topology import meet_in_layers
 
 AHEAD = 2
 """Layers. The device has at least a whole one to do while the host waits for it to pass the one before."""
@@ -51,10 +52,9 @@ class RunAheadLimit:
         self._begun.clear()
 
 
-def limit_run_ahead(memo: Memo) -> None:
-    """Limit how far the host runs ahead of the device: layers' parameters are gathered."""
-    if memo.engine.device.type == "cuda":
-        memo.remat.observers.insert(0, RunAheadLimit(mark_now))  # the phase of planned addresses begins after the wait
+def limit_run_ahead(model: nn.Module, device: torch.device) -> RunAheadLimit | None:
+    """Return the limit for a model whose ranks gather parameters in layers on a CUDA device; None: another one needs none."""
+    return RunAheadLimit(mark_now) if device.type == "cuda" and meet_in_layers(model) else None
 
 
 def mark_now() -> torch.cuda.Event:

@@ -106,9 +106,10 @@ class Addresses:
         device: where the layers run.
         config: the "plan" section.
         warn: says something once and shows it in the report.
+        steps_happen: step_ends() is sure to be called; else the first call shows it.
     """
 
-    def __init__(self, device: torch.device, config: PlanConfig, warn: Callable[[str], None]) -> None:
+    def __init__(self, device: torch.device, config: PlanConfig, warn: Callable[[str], None], steps_happen: bool = False) -> None:
         self._warn = warn
         self._allocator = self._built(device) if config.enabled else None
         self.planned = self._allocator is not None
@@ -126,8 +127,7 @@ class Addresses:
         self._escaped: dict[int, Place] = {}
         """Blocks of the last profiled pass that outlived it."""
         self._escaped_from: PassKind | None = None
-        self.steps_happen = False
-        """Whether step_ends() is called; not known before the first time, unless somebody who knows sets it."""
+        self.steps_happen = steps_happen
         self._stepped = True
         self.claimed = False
         self._counts = dict.fromkeys(("hit", "gave_way", *MISSES), 0)

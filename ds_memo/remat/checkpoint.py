@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -102,15 +102,22 @@ class Remat:
         policy: decides the placements.
         warn: warns the user.
         attention: the "memo" section's field. "cudnn" and "flash" are enforced here; flash-attn packages are the model's to call.
+        observers: told which layer runs, in this order.
     """
 
-    def __init__(self, engine: SwapEngine, policy: Policy, warn: Callable[[str], None], attention: str | None) -> None:
+    def __init__(
+        self,
+        engine: SwapEngine,
+        policy: Policy,
+        warn: Callable[[str], None],
+        attention: str | None,
+        observers: Sequence[LayerObserver] = (),
+    ) -> None:
         self.engine = engine
         self.policy = policy
         self.warn = warn
         self.work = Work()
-        self.observers: list[LayerObserver] = []
-        """Are told which layer runs, in this order."""
+        self.observers = observers
         keep_dynamo_out()
         self._sdpa = SDPA.get(attention)
         self._attention = attention

@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ds_memo.runtime.handle import Memo
+    from ds_memo.runtime.session import Session
 
 
 class _Running(threading.local):
@@ -15,25 +15,25 @@ class _Running(threading.local):
     one around it, is over."""
 
     def __init__(self) -> None:
-        self.memos: list[weakref.ref[Memo]] = []
+        self.memos: list[weakref.ref[Session]] = []
 
 
 _running = _Running()
 
 
-def begins(memo: Memo) -> None:
+def begins(memo: Session) -> None:
     """A forward of its model begins in this thread."""
     ends(memo)
     _running.memos.append(weakref.ref(memo))
 
 
-def ends(memo: Memo) -> None:
+def ends(memo: Session) -> None:
     """It is over, with those inside it."""
     known = [ref() for ref in _running.memos]
     if memo in known:
         del _running.memos[known.index(memo) :]
 
 
-def in_forward() -> Memo | None:
+def in_forward() -> Session | None:
     """Whose model's forward runs in this thread: the innermost; None: none does."""
     return next((memo for ref in reversed(_running.memos) if (memo := ref()) is not None), None)

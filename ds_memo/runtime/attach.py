@@ -19,9 +19,10 @@ from ds_memo.hf.find_layers import find_layers
 from ds_memo.hf.kernels import use_kernels
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime.active_forward import in_forward
-from ds_memo.runtime.handle import Memo, module_of
+from ds_memo.runtime.handle import MemoHandle
+from ds_memo.runtime.session import EngineTies, Session, module_of
 
-_attached: weakref.WeakKeyDictionary[nn.Module, Memo] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
 OUTSIDE = (
     "ds_memo.checkpoint was called outside any attached model, so torch.utils.checkpoint does it. For memo: "
@@ -34,7 +35,7 @@ def attach(
     config: Mapping[str, Any] | MemoConfig,
     layers: Iterable[str | nn.Module] | None = None,
     device: torch.device | None = None,
-) -> Memo:
+) -> MemoHandle:
     """Put the layers of a plain module under ds_memo; no engine needed.
 
     Args:
@@ -44,7 +45,7 @@ def attach(
         device: where the layers compute, "cuda" being the current one; absent: where the first parameter is.
 
     Returns:
-        A handle with ``.detach()``, ``.report()`` and ``.config``.
+        A handle with ``.detach()``, ``.report()``, ``.plan``, ``.release_arena()`` and ``.config``.
 
     Raises:
         MemoConfigError: a value is refused.
@@ -56,9 +57,9 @@ def attach(
         raise MemoConfigError(
             "memo.kernels.adam: the optimizer is DeepSpeed's to make; use ds_memo.initialize, or make it yourself"
         )
-    memo = attach_model(model, config, config.layers if layers is None else layers, device)
-    memo.watch_optimizers()
-    return memo
+    session = attach_model(model, config, config.layers if layers is None else layers, device)
+    session.watch_optimizers()
+    return MemoHandle(session)
 
 
 def attach_model(
@@ -66,9 +67,13 @@ def attach_model(
     config: Mapping[str, Any] | MemoConfig,
     layers: Iterable[str | nn.Module] | None = None,
     device: torch.device | None = None,
-    of_engine: bool = False,
-) -> Memo:
-    """As attach; the caller says when optimizer steps begin and end. An engine has given its model the kernels already."""
+    ties: EngineTies | None = None,
+) -> Session:
+    """As attach; the caller says when optimizer steps begin and end.
+
+    Args:
+        ties: what an engine brings, which has given its model the kernels already; None: there is no engine.
+    """
     config = memo_config(config)
     if not isinstance(model, nn.Module):
         raise MemoError(f"model: got {quoted(model)}, expected a torch.nn.Module")
@@ -77,7 +82,7 @@ def attach_model(
     refuse_attached(model)
     found = find_layers(model, layers)
     for name, module in found:
-        if any(memo.owns(module) for memo in _attached.values()):
+        if any(session.owns(module) for session in _attached.values()):
             raise MemoError(
                 f"layer {name} is already attached with another model that holds it; call .detach() on that handle first"
             )
@@ -86,12 +91,12 @@ def attach_model(
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     device = _usable(device)
     with ExitStack() as undo:
-        if not of_engine:
+        if ties is None:
             undo.enter_context(use_kernels(model, config))  # last: a refusal leaves the model as it was
-        memo = _attached[model] = Memo(model, config, found, device, of_engine)
-        memo.on_detach(undo.pop_all().close, last=True)
-    memo.on_detach(functools.partial(_forget, weakref.ref(model)))
-    return memo
+        session = _attached[model] = Session(model, config, found, device, ties or EngineTies())
+        session.on_detach(undo.pop_all().close, last=True)
+    session.on_detach(functools.partial(_forget, weakref.ref(model)))
+    return session
 
 
 def _usable(device: torch.device | str) -> torch.device:
@@ -113,16 +118,16 @@ def refuse_attached(model: nn.Module, but_by_engines: bool = False) -> None:
     Raises:
         MemoError: it is attached.
     """
-    memo = _attached.get(model)
-    if memo is not None and not (but_by_engines and memo.of_engine):
+    session = _attached.get(model)
+    if session is not None and not (but_by_engines and session.of_engine):
         raise MemoError(f"{type(model).__name__} is already attached; call .detach() on its handle first")
 
 
 def take_from_engine(model: nn.Module) -> None:
     """Another engine is made of the model: the one before, which its hooks keep alive, goes on without memo."""
-    memo = _attached.get(model)
-    if memo is not None and memo.of_engine:
-        memo.detach()
+    session = _attached.get(model)
+    if session is not None and session.of_engine:
+        session.detach()
         warnings.warn(
             f"another engine had this {type(model).__name__}: it runs without memo from now on", MemoWarning, stacklevel=4
         )
@@ -153,9 +158,9 @@ def checkpoint(
     Raises:
         MemoError: several models are attached, none of them is in its forward, and `fn` is no module of one of them.
     """
-    memo = _current(fn)
-    if memo is not None:
-        return memo.run(fn, *args, preserve_rng_state=preserve_rng_state, **kwargs)
+    session = _current(fn)
+    if session is not None:
+        return session.run(fn, *args, preserve_rng_state=preserve_rng_state, **kwargs)
     if inside_a_layer():  # of an attached model, which replays it
         return fn(*args, **kwargs)
     warnings.warn(OUTSIDE, MemoWarning, stacklevel=2)
@@ -163,7 +168,7 @@ def checkpoint(
 
 
 def report(engine_or_handle: Any) -> dict[str, Any]:
-    """What ds_memo is set to and what it did, as a dict; see :meth:`Memo.report`.
+    """Return what ds_memo is set to and what it did, as a dict; printed, it is a table.
 
     Args:
         engine_or_handle: an engine from ``ds_memo.initialize`` or a handle from ``ds_memo.attach``.
@@ -171,25 +176,27 @@ def report(engine_or_handle: Any) -> dict[str, Any]:
     Raises:
         MemoError: it was never put under ds_memo, or is detached.
     """
-    memo = engine_or_handle if isinstance(engine_or_handle, Memo) else getattr(engine_or_handle, "memo", None)
-    if not isinstance(memo, Memo):
+    handle = engine_or_handle if isinstance(engine_or_handle, MemoHandle) else getattr(engine_or_handle, "memo", None)
+    if not isinstance(handle, MemoHandle):
         raise MemoError(
             f"{type(engine_or_handle).__name__} is not under ds_memo: report() takes an engine from ds_memo.initialize whose "
             'config has "memo": {"enabled": true}, or a handle from ds_memo.attach'
         )
-    return memo.report()
+    return handle.report()
 
 
-def attached() -> list[Memo]:
-    """All that are attached now."""
+def attached() -> list[Session]:
+    """Return the sessions of all models that are attached now."""
     return list(_attached.values())
 
 
-def _current(fn: Callable[..., Any]) -> Memo | None:
+def _current(fn: Callable[..., Any]) -> Session | None:
     if (running := in_forward()) is not None:
         return running
     module = module_of(fn)  # of a part of a model that is called by itself
-    holders = [memo for model, memo in _attached.items() if module is None or any(module is part for part in model.modules())]
+    holders = [
+        session for model, session in _attached.items() if module is None or any(module is part for part in model.modules())
+    ]
     if len(holders) > 1:
         raise MemoError(
             f"ds_memo.checkpoint was called with {len(_attached)} models attached and none of them in forward; which of "

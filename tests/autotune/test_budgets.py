@@ -36,7 +36,11 @@ def trained(memory_gib: float, steps: int = 6, accumulate: int = 1, **memo: Any)
 def test_head_and_loss_are_seen_in_the_first_step() -> None:
     """The first step checkpoints, however much there seems to be; from then on the peak is known, within 2 %."""
     handle, plain = trained(0.062)
-    report, run, solution = handle.report(), handle.policy.pass_solution.run, handle.policy.pass_solution.solution
+    report, run, solution = (
+        handle.report(),
+        handle._session.policy.pass_solution.run,
+        handle._session.policy.pass_solution.solution,
+    )
     handle.detach()
     assert plain == [False] * 6
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.02)
@@ -48,10 +52,10 @@ def test_head_and_loss_are_seen_in_the_first_step() -> None:
 def test_a_first_step_that_follows_a_plan() -> None:
     """Many passes come before it, and the plan is there for the last of them: those that were logged are of the same kind."""
     handle, _ = trained(0.062, steps=2)
-    want = handle.policy.pass_solution.run
+    want = handle._session.policy.pass_solution.run
     handle.detach()
     handle, plain = trained(0.062, steps=2, accumulate=4)
-    run, hits = handle.policy.pass_solution.run, handle.report()["plan"]["hits"]
+    run, hits = handle._session.policy.pass_solution.run, handle.report()["plan"]["hits"]
     handle.detach()
     assert plain == [False] * 2 and hits > 100
     assert (run.head_bytes, run.forward_bytes) == (want.head_bytes, want.forward_bytes)
@@ -65,7 +69,11 @@ def test_where_nothing_was_logged_the_arena_is_not_alive(monkeypatch: pytest.Mon
     monkeypatch.setattr(Addresses, "non_layer_memory", lambda *args: None)
     monkeypatch.setattr(budgets, "most_beyond", lambda device, nbytes: known.append(nbytes))
     handle, _ = trained(0.062, steps=1, accumulate=4)
-    run, solution, arena = handle.policy.pass_solution.run, handle.policy.pass_solution.solution, handle.report()["plan"]["arena"]
+    run, solution, arena = (
+        handle._session.policy.pass_solution.run,
+        handle._session.policy.pass_solution.solution,
+        handle.report()["plan"]["arena"],
+    )
     handle.detach()
     assert arena > 0 and known == [bytes_of_layers(run, solution.kinds, solution.alpha)[1] - arena]
 

@@ -45,7 +45,7 @@ def test_bytes_are_as_predicted_at_all_lengths(first: int, tmp_path: Path, monke
     assert again == (
         ["measured BartDecoderLayer again, with 200 tokens beside 90: the first batches told too little"] * (first == 4)
     )
-    encoder, decoder = handle.tuner.profile.kinds
+    encoder, decoder = handle._session.tuner.profile.kinds
     assert encoder.half_source is None and decoder.half_source is not None
     handle.detach()
 
@@ -74,7 +74,7 @@ def test_by_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times_by_flop
     for encoder, decoder in [(240, 200), (100, 130), (250, 100)]:
         assert_same(outcome(model, inputs(encoder, decoder)), outcome(stock, inputs(encoder, decoder)))
         assert_as_predicted(handle)
-    decoder = handle.tuner.profile.kinds[1]
+    decoder = handle._session.tuner.profile.kinds[1]
     assert [(s.length, s.source) for s in decoder.taken] == [(16, 64), (32, 64), (64, 64)]
     assert (decoder.half_source.length, decoder.half_source.source) == (64, 32)
     handle.detach()
@@ -121,7 +121,9 @@ def test_what_the_device_holds_at_once_is_never_said_too_low(encoder: int, decod
     handle = attached(model := encoder_and_decoder(positions=2048), tmp_path)
 
     def called(*lengths: int) -> LayerCall:
-        calls = layer_calls(handle.remat, model, (), inputs(*lengths), kinds_of(handle.layers), lambda calls: len(calls) == 2)
+        calls = layer_calls(
+            handle._session.remat, model, (), inputs(*lengths), kinds_of(handle._session.layers), lambda calls: len(calls) == 2
+        )
         return calls[1]
 
     first, cpu = called(1024, 512), torch.device("cpu")
@@ -143,15 +145,15 @@ def test_what_wants_a_gradient_in_training_wants_one_in_the_profile() -> None:
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": 99}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)).train()
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
-    given, kinds = inputs(12, 8), kinds_of(handle.layers)
-    profiled = layer_calls(handle.remat, model, (), given, kinds, lambda calls: len(calls) == max(kinds) + 1)
+    given, kinds = inputs(12, 8), kinds_of(handle._session.layers)
+    profiled = layer_calls(handle._session.remat, model, (), given, kinds, lambda calls: len(calls) == max(kinds) + 1)
     trained: dict[int, LayerCall] = {}
 
     def note(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
         trained.setdefault(kinds[layer.index], LayerCall(layer, fn, args, kwargs))
         return fn(*args, **kwargs)
 
-    with handle.remat.instead(note):
+    with handle._session.remat.instead(note):
         model(**given)
     handle.detach()
     wants = [[[x.requires_grad for x in call._other_tensors()] for call in calls.values()] for calls in (profiled, trained)]

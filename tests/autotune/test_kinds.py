@@ -88,7 +88,7 @@ def test_each_kind_is_profiled_as_it_is_called(name: str, dropout: float, tmp_pa
     want = outcome(copy.deepcopy(model), inputs)
     handle = attached(model, tmp_path)
     assert_same(outcome(model, inputs), want)
-    profile = handle.tuner.profile
+    profile = handle._session.tuner.profile
     assert profile.layers == (0, 0, 0, 1, 1, 1) and len(profile.kinds) == 2
     assert_as_predicted(handle)
     handle.detach()
@@ -122,7 +122,7 @@ def test_a_frozen_tower_keeps_nothing(tmp_path: Path) -> None:
     stock, inputs = copy.deepcopy(model), batch(100, images=2)
     handle = attached(model, tmp_path)
     assert_same(outcome(model, inputs), outcome(stock, inputs))
-    assert handle.tuner.profile.layers == (None, None, None, 0, 0, 0)
+    assert handle._session.tuner.profile.layers == (None, None, None, 0, 0, 0)
     assert handle.report()["stored_bytes_per_layer"][:3] == [0, 0, 0] and handle.report()["layers_on_device"] == [5]
     assert_as_predicted(handle)
     handle.detach()
@@ -135,7 +135,7 @@ def test_a_tower_that_no_batch_calls(tmp_path: Path) -> None:
     for length in (100, 60, 140):
         assert_same(outcome(model, batch(length)), outcome(stock, batch(length)))
         assert_as_predicted(handle)
-    assert handle.tuner.profile.layers == (None, None, None, 0, 0, 0)
+    assert handle._session.tuner.profile.layers == (None, None, None, 0, 0, 0)
     handle.detach()
 
 
@@ -155,7 +155,7 @@ def test_batches_with_and_without_images(first: str, tmp_path: Path) -> None:
             stored[tower] = [0, 0, 0]  # of the pass before
         assert predicted == stored
     assert not report["warnings"]
-    assert handle.tuner.profile.layers == ((1, 1, 1, 0, 0, 0) if first == "a text" else (0, 0, 0, 1, 1, 1))
+    assert handle._session.tuner.profile.layers == ((1, 1, 1, 0, 0, 0) if first == "a text" else (0, 0, 0, 1, 1, 1))
     assert report["profile"]["changes"] == (
         ["profiled CLIPEncoderLayer, which no pass before has called"] if first == "a text" else []
     )
@@ -183,7 +183,7 @@ def test_a_kind_that_comes_later_and_cannot_be_profiled(why: str, tmp_path: Path
         assert len(tried) == 3
         assert said[0] == "CLIPEncoderLayer: cannot be profiled (ZeroDivisionError: division by zero), and it is fully recomputed"
     assert len(said) == 1 + bool(tried)
-    assert handle.tuner.profile.layers == (None, None, None, 0, 0, 0)
+    assert handle._session.tuner.profile.layers == (None, None, None, 0, 0, 0)
     handle.detach()
 
 
@@ -231,7 +231,7 @@ def test_a_kind_behind_all_others_comes_later(tmp_path: Path) -> None:
         assert_same(model.step(length, stacks), stock.step(length, stacks))
         report = handle.report()
         assert report["predicted"]["stored_bytes_per_layer"][: 2 * stacks] == report["stored_bytes_per_layer"][: 2 * stacks]
-    assert handle.tuner.profile.layers == (0, 0, 1, 1) and not report["warnings"]
+    assert handle._session.tuner.profile.layers == (0, 0, 1, 1) and not report["warnings"]
     handle.detach()
 
 
@@ -278,10 +278,10 @@ def test_no_layer_runs_for_nothing(tmp_path: Path) -> None:
     ran: list[str] = []
     for model, inputs in ((vision_and_text(), batch(100, images=2)), (build("llama"), batch(100))):
         handle = attached(model, tmp_path, profile={"method": "direct"})
-        for layer in handle.layers:  # of a part: Transformers from 5.23 on checkpoints inside the layer's own hooks
+        for layer in handle._session.layers:  # of a part: Transformers from 5.23 on checkpoints inside the layer's own hooks
             part = next(layer.module().children())
             part.register_forward_hook(lambda *args, name=layer.name: ran.append(name))
-        probe = handle.tuner._probe
+        probe = handle._session.tuner._probe
         probe._run = lambda *args, run=probe._run: (run(*args), ran.append("probed"))[0]
         outcome(model, inputs)
         before = ran[: ran.index("probed")]
@@ -312,7 +312,7 @@ def test_what_is_checkpointed_before_the_last_kind(tmp_path: Path) -> None:
     handle = attached(model, tmp_path)
     for length in (64, 64, 48):
         assert_same(step(model, Batch.random(2, length)), step(stock, Batch.random(2, length)))
-    assert handle.tuner.profile.layers == (0, 0, 1, 0)
+    assert handle._session.tuner.profile.layers == (0, 0, 1, 0)
     handle.detach()
 
 
@@ -371,4 +371,4 @@ class TestKindsOnRanks(DistributedTest):
         assert losses[True] == pytest.approx(losses[False], rel=1e-6)
         report = ds_memo.report(engine)
         assert report["bytes_to_host"] and not report["warnings"]
-        assert engine.memo.tuner.profile.layers == kinds
+        assert engine.memo._session.tuner.profile.layers == kinds

@@ -54,7 +54,7 @@ def test_gradients_are_stocks(memory: tuple[int, int], name: str) -> None:
     for _ in range(2):
         with poisoned_memory():
             assert_same(step(model, BATCH), step(stock, BATCH))
-    report, found = handle.report(), sets(handle.policy.pass_solution.solution)
+    report, found = handle.report(), sets(handle._session.policy.pass_solution.solution)
     handle.detach()
     assert found.without_gemms and report["resident_layers"] == 0
     assert report["layers_without_gemms"] == sorted(found.without_gemms) and len(found.attention_recomputed) <= again
@@ -75,7 +75,7 @@ def test_the_predicted_bytes_are_the_arenas() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    report, run = handle.report(), handle.policy.pass_solution.run
+    report, run = handle.report(), handle._session.policy.pass_solution.run
     handle.detach()
     assert report["layers_without_gemms"] and report["host"]["slab"] == 0, report["binding"]
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.01)

@@ -143,7 +143,7 @@ def test_calls_that_nobody_expected_are_not_beside_the_layers(tmp_path: Path) ->
     model = shared(3, 2)
     handle = attached(model, tmp_path, device_memory_gib=30 / 1024, plan={"cache_dir": str(tmp_path)})
     steps(model, 2)
-    run = handle.policy.pass_solution.run
+    run = handle._session.policy.pass_solution.run
     handle.detach()
     assert run.forward_bytes == 0 and max(run.backward_bytes) == 0 and run.head_bytes > HEAD
 

@@ -91,9 +91,9 @@ def test_nothing_is_left_of_the_measuring() -> None:
     handle = attached(model)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    handle._place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
+    handle._session._place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert handle.policy.pass_solution is not None
-    assert (handle.slab.used, handle.engine.traffic.frames) == (0, 0)
+    assert handle._session.policy.pass_solution is not None
+    assert (handle._session.slab.used, handle._session.engine.traffic.frames) == (0, 0)
     handle.detach()

@@ -30,7 +30,7 @@ def attached(model: Any, folder: Path, **memo: Any) -> ds_memo.Memo:
 
 def working(handle: ds_memo.Memo) -> float:
     """Bytes that a replay and backward of a long batch are thought to need."""
-    return handle.tuner.profile.kinds[0].costs(1, 512).working.backward
+    return handle._session.tuner.profile.kinds[0].costs(1, 512).working.backward
 
 
 def measured_again(handle: ds_memo.Memo) -> list[str]:
@@ -95,5 +95,5 @@ def test_first_batches_without_tokens(tmp_path: Path, nothing: tuple[int, int]) 
         else:  # the loss is a mean of nothing
             model(batch.embeds, batch.labels).logits.sum().backward()
             model.zero_grad()
-    assert handle.tuner.profile is not None and not handle.tuner.gave_up
+    assert handle._session.tuner.profile is not None and not handle._session.tuner.gave_up
     handle.detach()

@@ -49,7 +49,7 @@ def costs() -> Any:
         handle = attached(model)
         with pytest.warns(ds_memo.MemoWarning, match="cannot be cached"):
             step(model, BATCH)
-        run = handle.policy.pass_solution.run
+        run = handle._session.policy.pass_solution.run
         handle.detach()
         return run
 
@@ -106,7 +106,7 @@ def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float
     assert report["predicted"]["device_bytes"] <= report["profile"]["device_budget"]
     assert (report["attention_recomputed"] > 0) == (residents == 0)
     if residents == 0:  # the last resort: of what is swapped, nothing without attention comes back before it is wanted
-        solution, traffic = handle.policy.pass_solution.solution, handle.engine.traffic
+        solution, traffic = handle._session.policy.pass_solution.solution, handle._session.engine.traffic
         assert sets(solution).without_gemms and report["layers_without_gemms"] == sorted(sets(solution).without_gemms)
         swapped = set(range(LAYERS)) - sets(solution).without_gemms
         assert traffic.frames_on_demand == 2 * len(swapped & sets(solution).attention_recomputed)
@@ -159,7 +159,7 @@ def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha:
         model.zero_grad()
     report = handle.report()
     handle.detach()
-    solved, arena = handle.policy.pass_solution, report["plan"]["arena"]
+    solved, arena = handle._session.policy.pass_solution, report["plan"]["arena"]
     assert report["predicted"]["device_bytes"] == pytest.approx(arena, rel=0.01)
     # The comparison can fail: another alpha, or the sum of frames, two buffers and working bytes, is not what is counted.
     other = 0.5 if alpha == 0.0 else 0.0
@@ -248,7 +248,7 @@ def test_alpha_is_lowered_and_the_report_says_so(costs: Any) -> None:
     """Stalls are made up: the schedule that they stand for is another one's business."""
     model = build("llama")
     handle = attached(model, **budgets(costs, 1, 5))
-    pilot = handle.tuner
+    pilot = handle._session.tuner
     step(model, BATCH)
     fast = dataclasses.replace(pilot.profile, d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12)
     gemms = [dataclasses.replace(s, gemm_s=s.forward_s) for s in fast.kinds[0].samples]
@@ -285,7 +285,7 @@ def test_copies_that_are_slower_than_profiled(costs: Any, link: float, slow: boo
     """Real steps, copies and stalls. A busy test machine stalls too, so only half of a step counts as slow here."""
     monkeypatch.setattr(stalls, "TOLERATED", 0.5)
     monkeypatch.setattr(stalls, "WINDOW", 2)
-    monkeypatch.setattr("ds_memo.runtime.handle.streams_for", lambda device: Throttled(link))
+    monkeypatch.setattr("ds_memo.runtime.session.streams_for", lambda device: Throttled(link))
     monkeypatch.setattr("ds_memo.profile.bandwidth.streams_for", lambda device: Throttled(1e9))  # so that 1 % of it is slow
     model = build("llama")
     stock = copy.deepcopy(model)
@@ -333,18 +333,21 @@ def test_a_failure_at_every_slab_request(monkeypatch: pytest.MonkeyPatch, nth: i
     handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 0, "plan": {"enabled": False}})
     if analysed:
         step(model, BATCH)
-        handle.engine._drain()
-        handle.slab.pool.release()  # or its blocks are used again
+        handle._session.engine._drain()
+        handle._session.slab.pool.release()  # or its blocks are used again
     with monkeypatch.context() as patch:
         Refusing(patch, nth)
         assert re.search(r"host memory: frame .* needs .* the system refused", refused(model))
-    handle.engine._drain()
-    assert (handle.slab.used, handle.slab.size) == (0, sum(free.nbytes for free in handle.slab.pool._free_ranges))
-    assert len(handle.slab.pool._free_ranges) == nth
+    handle._session.engine._drain()
+    assert (handle._session.slab.used, handle._session.slab.size) == (
+        0,
+        sum(free.nbytes for free in handle._session.slab.pool._free_ranges),
+    )
+    assert len(handle._session.slab.pool._free_ranges) == nth
     model.zero_grad()
     assert_same(step(model, BATCH), step(stock, BATCH))
     handle.detach()
-    assert handle.slab.size == 0
+    assert handle._session.slab.size == 0
 
 
 def refused(model: Any) -> str:
@@ -362,7 +365,7 @@ def test_after_a_refusal_the_tuner_asks_for_less(costs: Any, monkeypatch: pytest
     model = build("llama")
     stock = copy.deepcopy(model)
     handle = attached(model, resident_layers=0, **budgets(costs, 0, 5))
-    handle._place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
+    handle._session._place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
     asked = handle.report()["predicted"]["host_bytes"]
     with monkeypatch.context() as patch:
         Refusing(patch, LAYERS - 1)

@@ -111,12 +111,12 @@ def test_one_of_eight_ranks_trains_where_memory_is_tight(gathers: str, tmp_path:
 @pytest.mark.parametrize(
     "left_out",
     ["ds_memo.deepspeed.initialize.limit_run_ahead", "ds_memo.deepspeed.initialize.join_split_blocks"],
-    ids=["pace", "join"],
+    ids=["run-ahead limit", "join"],
 )
 def test_what_it_takes_to_train_so(left_out: str, tmp_path: Path) -> None:
     """A host that runs ahead asks CUDA for memory in every step; blocks that stay split are left alone for good."""
     last = rehearsed(tmp_path, 80, left_out)[-1]
-    assert last["mallocs"] > 20 if "pace" in left_out else last["predicted"] < 0.6 * 80 * GIB
+    assert last["mallocs"] > 20 if "run_ahead" in left_out else last["predicted"] < 0.6 * 80 * GIB
 
 
 LLAMA = Path(__file__).parents[2] / "ds_configs" / "models" / "llama3-8b.json"
@@ -153,7 +153,7 @@ def test_flex_attention(whole: bool, tmp_path: Path, capfd: pytest.CaptureFixtur
     given = json.loads((LLAMA.parents[1] / "zero2_bf16_memo.json").read_text())
     config.write_text(json.dumps(given | {"memo": {"enabled": True, "alpha": 0.0, "resident_layers": 0}}))
     script, train = tmp_path / "script.py", LLAMA.parents[2] / "launch" / "train.py"
-    name = "ds_memo.runtime.handle.keep_unseen_attention"
+    name = "ds_memo.runtime.session.keep_unseen_attention"
     nothing = "" if whole else f"from unittest import mock\nmock.patch({name!r}).start()\n"
     as_main = f"sys.path.insert(0, {str(train.parent)!r})\nrunpy.run_path({str(train)!r}, run_name='__main__')\n"
     script.write_text("import runpy, sys\n" + nothing + as_main)

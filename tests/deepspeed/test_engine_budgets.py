@@ -40,7 +40,7 @@ def trained(stage: int, accumulate: int = 1, steps: int = 4) -> Any:
 def test_what_an_engine_takes_is_solved_for(stage: int) -> None:
     """The arena is as large as predicted; from ZeRO-1 on it would be larger, were only the layers known."""
     engine = trained(stage)
-    solved, report = engine.memo.policy.pass_solution, engine.memo.report()
+    solved, report = engine.memo._session.policy.pass_solution, engine.memo.report()
     engine.destroy()
     assert report["plan"]["hits"] > 200 and report["checkpointing"]
     arena, predicted = report["plan"]["arena"], report["predicted"]["device_bytes"]
@@ -53,7 +53,10 @@ def test_what_an_engine_takes_is_solved_for(stage: int) -> None:
 def test_gradients_that_accumulate_are_there_in_the_next_forward() -> None:
     """And the step lets them go: when it is over nothing shows that the device has less."""
     engine = trained(stage=1, accumulate=2)
-    weights, run = sum(parameter.numel() for parameter in engine.module.parameters()), engine.memo.policy.pass_solution.run
+    weights, run = (
+        sum(parameter.numel() for parameter in engine.module.parameters()),
+        engine.memo._session.policy.pass_solution.run,
+    )
     engine.destroy()
     assert 4 * weights <= run.forward_bytes <= 1.5 * 4 * weights
 
@@ -72,7 +75,7 @@ def test_zero_3_is_looked_at_until_it_has_settled(stage: int, monkeypatch: pytes
     monkeypatch.setattr(Addresses, "non_layer_memory", lambda *_: next(left))
     monkeypatch.setattr(tuner, "meet_in_layers", lambda model: stage == 3)  # one rank has nothing to gather
     engine = trained(stage, steps=5)
-    run = engine.memo.policy.pass_solution.run
+    run = engine.memo._session.policy.pass_solution.run
     engine.destroy()
     known = largest(seen if stage == 3 else seen[:1])
     assert (run.working_bytes, run.forward_bytes, run.head_bytes) == (known.elsewhere, known.forward, known.head)
@@ -85,7 +88,7 @@ def test_what_deepspeed_holds_while_attention_is_computed_again_is_said(
 ) -> None:
     monkeypatch.setattr(Addresses, "non_layer_memory", lambda *_: NonLayerMemory(head=MIB, elsewhere=elsewhere))
     engine = trained(3)
-    solved, warnings = engine.memo.policy.pass_solution, engine.memo.report()["warnings"]
+    solved, warnings = engine.memo._session.policy.pass_solution, engine.memo.report()["warnings"]
     engine.destroy()
     assert bool(sets(solved.solution).attention_recomputed) is says
     assert any("GiB on other streams" in warning for warning in warnings) is says
@@ -94,7 +97,7 @@ def test_what_deepspeed_holds_while_attention_is_computed_again_is_said(
 def test_what_comes_behind_the_backward_is_planned() -> None:
     """ZeRO-1 copies all gradients into one flat tensor there."""
     engine = trained(stage=1)
-    log, plan = engine.memo.addresses.log, engine.memo.plan
+    log, plan = engine.memo._session.addresses.log, engine.memo.plan
     weights = sum(parameter.numel() for parameter in engine.module.parameters())
     engine.destroy()
     (number,) = [number for number, visit in enumerate(log.visits) if visit.phase is Part.REDUCE]

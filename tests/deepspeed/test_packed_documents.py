@@ -322,7 +322,7 @@ class TestUlysses(DistributedTest):
             assert_as_apart(Packed((lengths,), step).in_parts(model), Packed((lengths,), step).apart(build("llama")))
             recomputed.append(handle.report()["attention_recomputed"])
         assert recomputed[0] == 0 < recomputed[6] == recomputed[-1], "three times left, then never again"
-        assert all(layer.follows_recipes and layer.recipes for layer in handle.layers)
+        assert all(layer.follows_recipes and layer.recipes for layer in handle._session.layers)
 
     def test_position_ids_of_one_row_for_all_and_a_model_without_its_head(self):
         """Seen in the layers, by what they are given themselves."""

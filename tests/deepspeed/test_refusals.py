@@ -90,7 +90,7 @@ def requests(alpha: float, residents: int, analysed: bool, buffers_only: bool, t
 
 def assert_clean(handle: Any, model: nn.Module, before: tuple[int, int]) -> None:
     gc.collect()
-    engine, slab = handle.engine, handle.slab
+    engine, slab = handle._session.engine, handle._session.slab
     engine.settle()  # as the next forward does
     assert not [found for found in gc.get_objects() if isinstance(found, Frame)], "frames"
     engine._drain()
@@ -121,7 +121,7 @@ def check(
     assert_clean(handle, model, before)
     assert_same(step(model, BATCH), stock)
     handle.detach()
-    assert handle.slab.size == 0 and (threading.active_count(), hooks(model)) == (threads, plain)
+    assert handle._session.slab.size == 0 and (threading.active_count(), hooks(model)) == (threads, plain)
     less = attached(model, alpha / 2, residents)
     assert_same(step(model, BATCH), stock)
     less.detach()
@@ -163,7 +163,7 @@ def test_the_host_is_free_for_the_next_step_after_a_failed_backward(stock: Outco
     """Also where it holds one step and no more; autograd keeps graphs that raised for a while."""
     handle = attached(model := build("llama"), 1.0)
     step(model, BATCH)
-    handle.slab.budget = handle.slab.size
+    handle._session.slab.budget = handle._session.slab.size
     backward = range(requests(1.0, 0, analysed=True, buffers_only=False))[LAYERS * 7 :: 3]
     for nth in backward:
         refused(model, nth, buffers_only=False)

@@ -79,9 +79,9 @@ def test_layers_that_are_gathered_tell_when_they_run(meets: bool, monkeypatch: p
     engine = start(ds_config(3, memo={"enabled": True}))
     train(engine, steps=1)
     device = Device()
-    engine.memo.remat.observers[:] = [device]
+    engine.memo._session.remat.observers[:] = [device]
     train(engine, steps=1)
-    plain = engine.memo.policy.no_recompute
+    plain = engine.memo._session.policy.no_recompute
     engine.destroy()
     forward = [(what, layer) for layer in range(4) for what in ("begins", "ends")]
     backward = [("replays", layer) for layer in reversed(range(4))]

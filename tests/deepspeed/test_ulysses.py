@@ -79,7 +79,7 @@ class TestGradients(DistributedTest):
         handle = ds_memo.attach(parallel, MEMO | {"alpha": 0.25 + 0.5 * dist.get_rank()})
         for step in range(6):
             if step % 3 == dist.get_rank():
-                for layer in handle.layers:
+                for layer in handle._session.layers:
                     layer.recipes.clear()
             assert_same_grads(gradients_of_parts(parallel, step), whole_gradients(build("llama"), step), FP32)
 
@@ -124,7 +124,7 @@ class TestGradients(DistributedTest):
     def test_a_lean_rank_sets_everyones_alpha(self, monkeypatch):
         """Through the engine, with alpha left out: the host of rank 1 has less room."""
         room = 200_000 - 30_000 * dist.get_rank()
-        monkeypatch.setattr("ds_memo.runtime.handle.budget_bytes", lambda *args, **kwargs: room)
+        monkeypatch.setattr("ds_memo.runtime.session.budget_bytes", lambda *args, **kwargs: room)
         model = build("llama")
         config = {
             "train_micro_batch_size_per_gpu": 2,

@@ -60,14 +60,14 @@ def train(engine: Any, lengths: list[int]) -> list[float]:
 def passes_without_recompute(engine: Any, what: Callable[[Solution], Any] = lambda solution: solution.no_recompute) -> list[Any]:
     """Has, from here on, whether each pass does without checkpointing, or what else its solution tells."""
     passes = []
-    solve = engine.memo.tuner.solve
+    solve = engine.memo._session.tuner.solve
 
     def spy(*args: Any) -> Any:
         solved = solve(*args)
         passes.append(what(solved.solution))
         return solved
 
-    engine.memo.tuner.solve = spy
+    engine.memo._session.tuner.solve = spy
     return passes
 
 

@@ -183,14 +183,14 @@ class TestTwoRanks(DistributedTest):
 
         run.CopyBench.rate = rate  # of this process, which ends with the test
         handle = ds_memo.attach(model := Toy(), HERE)
-        handle.slab.budget = handle.tuner._budgets._host = 10**9 - dist.get_rank()
+        handle._session.slab.budget = handle._session.tuner._budgets._host = 10**9 - dist.get_rank()
         model(**batch()).loss.backward()
         report = handle.report()["profile"]
         everybodys = agree.from_all_ranks(rates)
         assert report["d2h_bytes_per_s"] == min(rates[0] for rates in everybodys)
         assert report["h2d_bytes_per_s"] == min(rates[1] for rates in everybodys)
         assert report["host_budget"] == 10**9 - 1
-        assert len({repr(seen) for seen in agree.from_all_ranks(handle.tuner.profile)}) == 1
+        assert len({repr(seen) for seen in agree.from_all_ranks(handle._session.tuner.profile)}) == 1
         handle.detach()
 
     @pytest.mark.parametrize("stage", [0, 3])
@@ -241,7 +241,7 @@ class TestTwoRanks(DistributedTest):
         assert meet_in_layers(trainer.module)
         module = trainer.module.blocks[0]
         assert gathered_params.whole_bytes(module) == 4 * sum(p.ds_numel for p in module.parameters())
-        samples = trainer.memo.tuner.profile.kinds[0].samples
+        samples = trainer.memo._session.tuner.profile.kinds[0].samples
         assert all(sample.working_bytes > gathered_params.whole_bytes(module) for sample in samples)
 
     def test_a_profile_knows_how_many_ranks_share_a_sequence(self, tmp_path) -> None:
@@ -251,7 +251,7 @@ class TestTwoRanks(DistributedTest):
         parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=2)
         _, shared = trained(Block, 0, HERE, steps=1)
         assert talk_in_layers(shared.module) and not meet_in_layers(shared.module)
-        profiles = [trainer.memo.tuner.profile for trainer in (alone, shared)]
+        profiles = [trainer.memo._session.tuner.profile for trainer in (alone, shared)]
         assert [profile.ranks_per_sequence for profile in profiles] == [1, 2]
         assert not shared.memo.report()["profile"]["from_cache"]  # another run's
 

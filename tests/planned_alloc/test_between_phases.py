@@ -130,7 +130,7 @@ def test_a_model_that_is_only_evaluated_leaves_them_to_the_one_that_trains() -> 
 def test_switched_off() -> None:
     model = build("plain")
     handle = ds_memo.attach(model, BARE)
-    assert not handle.addresses.planned and not CPU.installed
+    assert not handle._session.addresses.planned and not CPU.installed
     step(model, BATCH)
     assert handle.report()["plan"] is None and handle.release_arena() == 0
     handle.detach()

@@ -111,4 +111,4 @@ def test_few_kinds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
             counting.counts()
             step(model, Batch.random(4, length))
         counting.assert_followed()
-        assert len(counting.handle.addresses._plans.known) == 2
+        assert len(counting.handle._session.addresses._plans.known) == 2

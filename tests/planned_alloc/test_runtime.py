@@ -122,7 +122,7 @@ def test_an_optimizer_and_accumulation(micro: int, late_zero: bool) -> None:
                 missed = sum(after["misses"].values()) - sum(before["misses"].values())
                 assert hits >= 0.99 * (hits + missed), (number, before, after)
         handle.detach()
-        assert handle.policy.alpha_used == 0.5
+        assert handle._session.policy.alpha_used == 0.5
     assert losses[0] == losses[1]
 
 
@@ -136,7 +136,7 @@ def test_kept_outputs_leave_from_where_they_were_born_and_come_back_to_planned_a
     with Counting(model, config) as counting:
         for _ in range(3):
             step(model, BATCH)
-        streams, seen = counting.handle.engine.streams, {"d2h": [], "h2d": []}
+        streams, seen = counting.handle._session.engine.streams, {"d2h": [], "h2d": []}
         copy_ = streams.copy
 
         def watch(stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -276,7 +276,7 @@ def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_pat
     monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
     model = build("llama")
     handle = ds_memo.attach(model, {"plan": {"cache_dir": str(tmp_path)}})
-    handle.tuner.gave_up = True
+    handle._session.tuner.gave_up = True
     for _ in range(6):
         step(model, BATCH)
     assert handle.report()["profile"] is None and handle.report()["plan"]["hits"] > 0

@@ -116,8 +116,8 @@ def test_one_that_comes_later_sees_the_arena_as_free_memory() -> None:
         critic = build("plain")
         seen = []
         handle = ds_memo.attach(critic, {"device_memory_gib": 1})
-        measure = handle.tuner._budgets.measure
-        handle.tuner._budgets.measure = lambda *args, **how: (seen.append(CPU.arena_bytes), measure(*args, **how))
+        measure = handle._session.tuner._budgets.measure
+        handle._session.tuner._budgets.measure = lambda *args, **how: (seen.append(CPU.arena_bytes), measure(*args, **how))
         step(critic, BATCH)
         assert seen[0] == 0
         first.counts()

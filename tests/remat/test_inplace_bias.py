@@ -53,10 +53,10 @@ def test_same_gradients_and_no_copy_set_aside(alpha, residents, monkeypatch):
         storage = tensor.untyped_storage().data_ptr()
         hits.extend(source for source in frame.device.values() if source.untyped_storage().data_ptr() == storage)
 
-    monkeypatch.setattr(handle.engine, "about_to_change", about_to_change)
+    monkeypatch.setattr(handle._session.engine, "about_to_change", about_to_change)
     for got, want in zip(gradients(model, x), expected, strict=True):
         assert (got - want).norm() <= 2e-6 * want.norm()
-    gemms = [op for op in handle.layers[0].latest.ops if isinstance(op, Gemm)]
+    gemms = [op for op in handle._session.layers[0].latest.ops if isinstance(op, Gemm)]
     assert [gemm.biased for gemm in gemms] == [True, True, True]
     assert not hits  # no kept tensor was about to change, so none was set aside
     handle.detach()
@@ -115,5 +115,5 @@ def test_a_bias_that_was_read_before_is_no_part_of_the_gemm():
         for _ in range(3):
             for got, want in zip(gradients(model, x), expected, strict=True):
                 assert (got - want).norm() <= 2e-6 * want.norm() + 1e-12
-    assert not any(op.biased for op in handle.layers[0].latest.ops)
+    assert not any(op.biased for op in handle._session.layers[0].latest.ops)
     handle.detach()

@@ -366,7 +366,7 @@ def test_what_chooses_is_kept_whole(block: type[Lines]) -> None:
     compare_with_stock(model, drive, {"alpha": 0.5, "resident_layers": 0})
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
     drive(model, 0)
-    hidden, router, *_ = [op for op in handle.layers[0].latest.ops if isinstance(op, Gemm)]
+    hidden, router, *_ = [op for op in handle._session.layers[0].latest.ops if isinstance(op, Gemm)]
     if router.wanted:  # else nobody reads it, as the choice is supplied
         assert router.rows == router.shape[0] and hidden.rows == hidden.shape[0] // 2
     handle.detach()

@@ -50,7 +50,7 @@ def rows(model: nn.Module, alpha: float) -> list[tuple[tuple[int, ...], int]]:
     """Shape and kept rows of each GEMM of the first layer that the replay needs."""
     handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": 0})
     step(model, BATCH)
-    found = [(op.shape, op.rows) for op in handle.layers[-1].latest.ops if isinstance(op, Gemm) and op.wanted]
+    found = [(op.shape, op.rows) for op in handle._session.layers[-1].latest.ops if isinstance(op, Gemm) and op.wanted]
     handle.detach()
     return found
 

@@ -33,7 +33,7 @@ def outcomes(name: str, steps: int = 3) -> Iterator[tuple[Outcome, Outcome]]:
                 got = step(model, batch)
             yield got, step(stock, batch)
     finally:
-        handle.engine.streams.__dict__.pop("wait", None)
+        handle._session.engine.streams.__dict__.pop("wait", None)
         handle.detach()
 
 

@@ -339,11 +339,11 @@ def test_a_graph_dropped_without_a_backward(config: dict, frames: Any) -> None:
     handle = ds_memo.attach(model, config)
     for _ in range(5):
         loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
-        assert handle.slab.used > 0
+        assert handle._session.slab.used > 0
         del loss
     assert_nothing_leaked(handle, frames)
-    assert handle.slab.size == handle.slab.peak_used  # later steps took the blocks of the first
-    assert len(handle.engine._stack) <= 2 * LAYERS
+    assert handle._session.slab.size == handle._session.slab.peak_used  # later steps took the blocks of the first
+    assert len(handle._session.engine._stack) <= 2 * LAYERS
     handle.detach()
 
 
@@ -353,7 +353,7 @@ def test_nothing_grows_with_the_steps(frames: Any) -> None:
     sizes = []
     for _ in range(8):
         step(model, BATCH)
-        sizes.append((handle.slab.size, len(handle.engine._stack)))
+        sizes.append((handle._session.slab.size, len(handle._session.engine._stack)))
     assert len(set(sizes[1:])) == 1
     assert_nothing_leaked(handle, frames)
     handle.detach()

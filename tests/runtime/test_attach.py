@@ -52,8 +52,8 @@ def test_a_device_is_that_of_a_tensor_there() -> None:
     """On CUDA: without an index the current one. A CPU's index says nothing, and is left out."""
     models = build("llama"), build("plain")
     handles = ds_memo.attach(models[0], {}), ds_memo.attach(models[1], {}, device=torch.device("cpu", 0))
-    assert [handle.engine.device for handle in handles] == [torch.device("cpu")] * 2
-    assert handles[0].slab.pool is handles[1].slab.pool, "models of one device share the host"
+    assert [handle._session.engine.device for handle in handles] == [torch.device("cpu")] * 2
+    assert handles[0]._session.slab.pool is handles[1]._session.slab.pool, "models of one device share the host"
     for handle in handles:
         handle.detach()
 

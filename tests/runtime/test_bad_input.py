@@ -283,7 +283,7 @@ def test_host_budget_too_small() -> None:
     with pytest.raises(ds_memo.MemoError, match=r"need [0-9.e-]+ GiB at alpha 1\.0, 0\.0001 GiB are available"):
         step(model, BATCH)
         optimizer.step()
-    assert handle.slab.used == 0
+    assert handle._session.slab.used == 0
     gradients(model)
     handle.detach()
     assert fingerprint(model) == before

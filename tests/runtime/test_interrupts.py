@@ -47,7 +47,7 @@ class Rig:
             self.loss().backward()
         self.model.zero_grad()
         self.ops = count.ops
-        self.slab = self.handle.slab
+        self.slab = self.handle._session.slab
         self.slab.budget = self.slab.peak_used
 
     def loss(self) -> torch.Tensor:
@@ -95,9 +95,9 @@ def test_while_a_reload_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_while_a_dead_frame_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     rig.loss()  # its graph is dropped while copies are under way
-    assert rig.handle.engine._pending
+    assert rig.handle._session.engine._pending
     with monkeypatch.context() as patch:
-        patch.setattr(type(rig.handle.engine.streams), "wait", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(type(rig.handle._session.engine.streams), "wait", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             rig.loss()
     rig.goes_on()
@@ -115,7 +115,7 @@ def test_when_a_frame_dies(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> No
     if goes_on:
         rig.goes_on()
     rig.ends()
-    assert rig.handle.engine.traffic.blocks_lost == LAYERS - 1
+    assert rig.handle._session.engine.traffic.blocks_lost == LAYERS - 1
 
 
 class Checkpoints(nn.Module):

@@ -56,7 +56,7 @@ def test_models_that_take_turns_each_have_the_whole_host(models):
         assert report["host"]["budget"] == HOST and report["profile"]["changes"] == [] and report["warnings"] == []
         assert HOST / 2 < report["host"]["peak_used"] <= HOST
         assert report["alpha"] > 0
-    assert handles[0].slab.size == max(handle.slab.peak_used for handle in handles)
+    assert handles[0]._session.slab.size == max(handle._session.slab.peak_used for handle in handles)
 
 
 def test_passes_that_wait_together_have_a_part_each(models):
@@ -64,7 +64,7 @@ def test_passes_that_wait_together_have_a_part_each(models):
     held = []
     for _ in range(4):
         (loss_of(actors[0]) + loss_of(actors[1])).backward()
-        held.append([handle.slab.peak_used for handle in handles])
+        held.append([handle._session.slab.peak_used for handle in handles])
         for model, stock in zip(actors, stocks, strict=True):
             loss_of(stock).backward()
             assert_same_grads(gradients(model), gradients(stock))
@@ -74,7 +74,7 @@ def test_passes_that_wait_together_have_a_part_each(models):
         assert report["host"]["budget"] == HOST // 2
         assert any("other models' passes wait for their backward at the same time" in c for c in report["profile"]["changes"])
         assert report["predicted"]["host_bytes"] <= HOST // 2
-    assert 0 < handles[1].slab.peak_used <= HOST // 2 and handles[0].slab.size <= HOST
+    assert 0 < handles[1]._session.slab.peak_used <= HOST // 2 and handles[0]._session.slab.size <= HOST
 
 
 def test_two_threads_that_train_a_model_each(models) -> None:
@@ -110,8 +110,8 @@ def test_two_threads_that_train_a_model_each(models) -> None:
         assert_same_grads(gradients(model), gradients(stock))
         assert 0 < handle.report()["predicted"]["host_bytes"] <= HOST // 2
         assert handle.report()["warnings"] == []
-    assert HOST / 2 < handles[0].slab.peak_used <= HOST and 0 < handles[1].slab.peak_used <= HOST // 2
-    assert handles[0].slab.size <= HOST
+    assert HOST / 2 < handles[0]._session.slab.peak_used <= HOST and 0 < handles[1]._session.slab.peak_used <= HOST // 2
+    assert handles[0]._session.slab.size <= HOST
 
 
 @pytest.mark.parametrize("end", ["detached", "garbage"])
@@ -136,7 +136,7 @@ def test_who_is_left_has_the_whole_host_again(models, end: str) -> None:
     assert (before["host"]["budget"], after["host"]["budget"]) == (HOST // 2, HOST)
     assert (before["profile"]["host_budget"], after["profile"]["host_budget"]) == (HOST // 2, HOST)
     assert after["alpha"] > before["alpha"] and after["predicted"]["host_bytes"] > HOST // 2
-    assert handle.slab.used == 0 and handle.slab.peak_used > HOST // 2
+    assert handle._session.slab.used == 0 and handle._session.slab.peak_used > HOST // 2
     assert after["profile"]["changes"][-1].startswith("host budget raised to")
 
 
@@ -153,7 +153,7 @@ def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None
             sum(losses).backward()
         for model, stock in zip(models, stocks, strict=True):
             assert_same_grads(gradients(model), gradients(stock))
-    assert handles[0].slab.peak_used > HOST * 3.5 / 3 / 2
+    assert handles[0]._session.slab.peak_used > HOST * 3.5 / 3 / 2
     for handle in handles:
         handle.detach()
 
@@ -161,7 +161,7 @@ def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None
 def wait_together(models: list[nn.Module], stocks: list[nn.Module], second: Any, warned: bool) -> int:
     """Both forwards, then both backwards, with gradients as stock has them; the host's bytes that the second had meanwhile."""
     losses = loss_of(models[0]), warned_loss_of(models[1]) if warned else loss_of(models[1])
-    held = second.slab.used
+    held = second._session.slab.used
     sum(losses).backward()
     for model, stock in zip(models, stocks, strict=True):
         loss_of(stock).backward()
@@ -188,7 +188,7 @@ def test_a_given_alpha_waits_while_another_model_holds_the_host(
     for number in range(3):
         wait_together(models, stocks, handles[1], warned=not number)
         alphas.append(handles[1].report()["alpha"])
-    assert alphas == [0.0, 0.05, 0.05] and handles[1].slab.peak_used > 0
+    assert alphas == [0.0, 0.05, 0.05] and handles[1]._session.slab.peak_used > 0
     assert len(handles[1].report()["warnings"]) == 1
     for handle in handles:
         handle.detach()
@@ -206,7 +206,7 @@ def test_a_configured_model_waits_while_another_one_holds_the_host(
     held = [wait_together(models, stocks, handles[1], warned=not number) for number in range(4)]
     assert held[0] < held[1] == held[2] == held[3], held
     assert len(handles[1].report()["warnings"]) == 1 and handles[0].report()["warnings"] == []
-    third = HostSlab(HOST, handles[1].slab.pool)
+    third = HostSlab(HOST, handles[1]._session.slab.pool)
     block = third.allocate(HOST - PAGE, "a third")  # recipes are known by now
     collected: list[int] = []
     collect = gc.collect
@@ -230,8 +230,8 @@ def warned_loss_of(model: nn.Module) -> torch.Tensor:
 def test_a_budget_that_ranks_have_agreed_on_is_no_change(own_cache: Any) -> None:
     """The engine takes the least of all ranks', after the model is attached."""
     handle = ds_memo.attach(model := build("llama"), {"resident_layers": 0, "plan": {"enabled": False}})
-    handle.slab.budget //= 2
+    handle._session.slab.budget //= 2
     loss_of(model).backward()
     assert handle.report()["profile"]["changes"] == []
-    assert handle.report()["profile"]["host_budget"] == handle.slab.budget
+    assert handle.report()["profile"]["host_budget"] == handle._session.slab.budget
     handle.detach()

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import ds_memo.runtime.handle as memo_module
+import ds_memo.runtime.session as session_module
 from ds_memo.runtime.attach import attach
-from ds_memo.runtime.handle import Memo
+from ds_memo.runtime.session import Session
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_slab import HostSlab
 
@@ -91,7 +91,7 @@ def attached(
     config: dict[str, Any],
     engine: type[SwapEngine] = SwapEngine,
     slab: type[HostSlab] = HostSlab,
-) -> Iterator[Memo]:
+) -> Iterator[Session]:
     """Attach with `streams` in place of the device's own; a checker or poisoner also watches the slab."""
 
     def make_slab(*args: Any) -> HostSlab:
@@ -99,11 +99,11 @@ def attached(
         return streams.watch(made) if hasattr(streams, "watch") else made
 
     with (
-        mock.patch.object(memo_module, "streams_for", lambda device: streams),
-        mock.patch.object(memo_module, "SwapEngine", engine),
-        mock.patch.object(memo_module, "HostSlab", make_slab),
+        mock.patch.object(session_module, "streams_for", lambda device: streams),
+        mock.patch.object(session_module, "SwapEngine", engine),
+        mock.patch.object(session_module, "HostSlab", make_slab),
     ):
-        memo = attach(model, HOST | config)
+        memo = attach(model, HOST | config)._session
     try:
         yield memo
     except BaseException:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ds_memo.runtime.handle import Memo
+from ds_memo.runtime.session import Session
 from tests.swap.rig import Block, Stack, gradients
 
-Story = Callable[[Memo, torch.nn.Module, list[torch.Tensor]], dict[str, torch.Tensor]]
+Story = Callable[[Session, torch.nn.Module, list[torch.Tensor]], dict[str, torch.Tensor]]
 LENGTH, HIDDEN = 24, 16
 
 
@@ -22,13 +22,13 @@ def batches() -> list[torch.Tensor]:
     return [torch.randn(2, LENGTH, HIDDEN, generator=made) for _ in range(6)]
 
 
-def train(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def train(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     for batch in x[:3]:
         model(batch).backward()
     return gradients(model)
 
 
-def raise_in_a_layer(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def raise_in_a_layer(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """A layer raises when its first copies are under way; training goes on."""
     model(x[0]).backward()
 
@@ -43,7 +43,7 @@ def raise_in_a_layer(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) 
     return gradients(model)
 
 
-def drop_on_the_way_out(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def drop_on_the_way_out(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """A graph dies right after its forward; the next one gets its host blocks."""
     model(x[0]).backward()
     model(x[1])
@@ -51,7 +51,7 @@ def drop_on_the_way_out(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor
     return gradients(model)
 
 
-def drop_on_the_way_back(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def drop_on_the_way_back(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """A graph dies with a reload issued ahead; the next one gets its host blocks."""
     model(x[0]).backward()
     loss = model(x[1])
@@ -62,7 +62,7 @@ def drop_on_the_way_back(memo: Memo, model: torch.nn.Module, x: list[torch.Tenso
     return gradients(model)
 
 
-def change_in_place(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def change_in_place(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """A layer, and then its caller, write to tensors that are kept and whose copies may be under way."""
     for batch in x[:3]:
         total = torch.zeros(())
@@ -74,7 +74,7 @@ def change_in_place(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -
     return gradients(model)
 
 
-def detach_with_copies_under_way(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def detach_with_copies_under_way(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     model(x[0]).backward()
     loss = model(x[1])
     memo.detach()
@@ -82,7 +82,7 @@ def detach_with_copies_under_way(memo: Memo, model: torch.nn.Module, x: list[tor
     return gradients(model)
 
 
-def detach_with_a_reload_under_way(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def detach_with_a_reload_under_way(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     model(x[0]).backward()
     loss = model(x[1])
     torch.autograd.grad(loss, model.blocks[-1].up.weight)
@@ -91,7 +91,7 @@ def detach_with_a_reload_under_way(memo: Memo, model: torch.nn.Module, x: list[t
     return gradients(model)
 
 
-def abandon_reloads(memo: Memo, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def abandon_reloads(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Backward goes a step into each of several graphs: the frames reloaded ahead are not the ones wanted next."""
     losses = [model(batch) for batch in x[:3]]
     for loss in losses:
