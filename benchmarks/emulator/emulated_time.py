@@ -144,7 +144,7 @@ def _bytes(x: Any) -> int:
 def keeping_time(machine: hardware.Hardware) -> Iterator[Clock]:
     """Within the block, kernels and copies take the time that this machine would need, also for what ds_memo measures."""
     from ds_memo.profile import bandwidth, layer
-    from ds_memo.runtime import handle as memo
+    from ds_memo.runtime import session as memo
 
     clock, modules = Clock(machine), (bandwidth, layer, memo)
     theirs = [module.time for module in modules]

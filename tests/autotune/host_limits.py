@@ -17,7 +17,7 @@ import torch
 
 import ds_memo
 from ds_memo.memory import host as host_memory
-from ds_memo.runtime import handle as memos
+from ds_memo.runtime import session as sessions
 from ds_memo.swap import host_pool as pool
 from ds_memo.swap import pinned_segments
 from tests.models import Batch, build, step
@@ -63,7 +63,7 @@ def lock_as_cuda_would(look: bool) -> None:
     pool.HostPool.__init__ = locked
     torch.cuda.current_stream = lambda *args: None
     budget = host_memory.budget_bytes
-    memos.budget_bytes = lambda gib, ranks, _, *rest: budget(gib, ranks, look and pinned_segments.memlock_binds(), *rest)
+    sessions.budget_bytes = lambda gib, ranks, _, *rest: budget(gib, ranks, look and pinned_segments.memlock_binds(), *rest)
 
 
 def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> None:

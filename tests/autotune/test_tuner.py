@@ -47,7 +47,7 @@ def costs() -> Any:
         patch.setenv("XDG_CACHE_HOME", "/dev/null")
         model = build("llama")
         handle = attached(model)
-        with pytest.warns(ds_memo.MemoWarning, match="cannot be cached"):
+        with pytest.warns(ds_memo.MemoWarning, match="are not cached"):
             step(model, BATCH)
         run = handle._session.policy.pass_solution.run
         handle.detach()

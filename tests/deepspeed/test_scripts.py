@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import ds_memo.run
+from ds_memo.cli import run_script
 from ds_memo.runtime.attach import attached
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.launch.launcher import cpu_environment, free_port
@@ -84,7 +84,7 @@ def run_here(script: str, words: list[str]) -> list[Any]:
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     ds_memo.install()
     try:
-        ds_memo.run.run_script(str(SCRIPTS / script), words)
+        run_script.run_script(str(SCRIPTS / script), words)
     finally:
         deepspeed.DeepSpeedEngine._take_model_step = take_step
         for memo in memos:  # DeepSpeed keeps engines alive

@@ -81,7 +81,7 @@ def test_a_refused_layer_of_one_that_has_gone_is_no_phase_of_the_other() -> None
 
         def intrude(*_: Any) -> None:
             with pytest.raises(ds_memo.MemoError, match="was run after ds_memo was detached"):
-                gone.remat.run(gone.layers[0], torch.neg, BATCH.embeds)
+                gone._session.remat.run(gone._session.layers[0], torch.neg, BATCH.embeds)
 
         for _ in range(4):
             step(actor, BATCH)
