@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import ds_memo
 from ds_memo.cli import run_script
 from ds_memo.runtime.attach import attached
 from tests.distributed_harness.common import ON_CPU, DistributedTest
