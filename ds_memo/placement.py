@@ -56,6 +56,12 @@ class Placement:
         if self.kind.on_device:
             object.__setattr__(self, "alpha", 0.0 if self.kind.without_gemms else 1.0)
 
+    @property
+    def decided_alpha(self) -> float:
+        """Alpha of a placement by the solver, which leaves none open."""
+        assert self.alpha is not UNDECIDED
+        return self.alpha
+
 
 SWAPPED = Placement(PlacementKind.SWAPPED, UNDECIDED)
 GEMMS_RECOMPUTED = Placement(PlacementKind.GEMMS_RECOMPUTED)

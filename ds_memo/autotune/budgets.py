@@ -21,8 +21,7 @@ from ds_memo.profile.sample import Profile
 from ds_memo.shapes import HiddenShapes
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.headroom import HEADROOM
-from ds_memo.swap.host_slab import HostSlab
-from ds_memo.units import GIB
+from ds_memo.swap.host_budget import HostBudget
 
 
 class Budgets:
@@ -30,19 +29,17 @@ class Budgets:
 
     Args:
         device_memory_gib: as configured.
-        slab: has the host's bytes.
+        host: the bytes of the host.
         device: where layers compute.
     """
 
-    def __init__(self, device_memory_gib: float | None, slab: HostSlab, device: torch.device) -> None:
-        self._host = self._told = slab.budget
-        """Bytes of this rank: whatever other models have; and beside these, as told last."""
+    def __init__(self, device_memory_gib: float | None, host: HostBudget, device: torch.device) -> None:
         self.device = 0
         """Bytes beyond parameters, gradients and optimizer states."""
         self.device_limit = 0
         """The same with nothing left alone for what is only guessed: optimizer states, head, workspaces of kernels."""
         self._given = device_memory_gib
-        self._slab = slab
+        self.host = host
         self._device = device
         self._non_layer: NonLayerMemory | None = None
         """None: not seen."""
@@ -64,8 +61,9 @@ class Budgets:
         headroom = UNSEEN if self._non_layer is None else HEADROOM
         careful = device_budget(self._device, self._given, to_come, headroom, lost)
         most = device_budget(self._device, self._given, gradients, 0.0)  # Adam's states are a guess, and refuse no run
-        budgets = from_all_ranks((min(self._host, self._slab.budget), careful, most))
-        self._host, self.device, self.device_limit = map(min, zip(*budgets, strict=True))
+        budgets = from_all_ranks((self.host.agreed, careful, most))
+        host, self.device, self.device_limit = map(min, zip(*budgets, strict=True))
+        self.host.agree(host)
 
     def see(self, logged: NonLayerMemory | None, tokens: int, bytes_of_layers: int) -> bool:
         """Learn the non-layer memory of a pass; the rank, and the pass, that needs most counts. All ranks call this together.
@@ -91,34 +89,6 @@ class Budgets:
         known = [self._non_layer] if self._non_layer else []
         self._head_bytes_per_token, self._non_layer = max(before[0], *per_token), largest([*known, *seen])
         return (self._head_bytes_per_token, self._non_layer) != before
-
-    @property
-    def host(self) -> int:
-        """Bytes of this rank."""
-        return min(self._host, self._slab.part)
-
-    def host_changed(self) -> str | None:
-        """Since this was asked last, in words: the system refused memory, other models have their part, or are gone."""
-        before, held, self._slab.refused = min(self._told, self._host, self._slab.budget), self._slab.refused, None
-        why = "other models' passes wait for their backward at the same time"
-        if held is not None and held < self._host:
-            why = "the system refused more" if held < self.host else why
-            self._host = held
-        now = self._told = self.host
-        if now == before:
-            return None
-        if now > before:
-            return f"host budget raised to {now / GIB:.4g} GiB: models that had a part of it are gone"
-        return f"host budget lowered to {now / GIB:.4g} GiB: {why}"
-
-    def claim_host(self) -> int:
-        """Of the host's bytes, what the pass that begins may have."""
-        return min(self._host, self._slab.claim())
-
-    @property
-    def host_left(self) -> int:
-        """Bytes that can still be taken of the host now."""
-        return self._slab.left
 
     def costs(self, profile: Profile, shapes: HiddenShapes, in_flight: InFlight, host: int) -> RunCosts:
         """What comes before a backward, of layers whose hidden states have these shapes, within these budgets.

@@ -29,7 +29,7 @@ from ds_memo.profile.run import SHORTEST, Asked, lengths_of, measure_kinds, take
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer
 from ds_memo.shapes import HiddenShapes
-from ds_memo.swap.host_slab import HostSlab
+from ds_memo.swap.host_budget import HostBudget
 
 _TRIES = 8
 """To measure a kind later: the device may be full at the moment, and another rank's batch short."""
@@ -39,11 +39,11 @@ class Profiling:
     """Of one model.
 
     Args:
-        slab: its budget is this rank's.
+        host: this rank's.
         warn: says something once and shows it in the report.
     """
 
-    def __init__(self, config: MemoConfig, slab: HostSlab, device: torch.device, warn: Callable[[str], None]) -> None:
+    def __init__(self, config: MemoConfig, host: HostBudget, device: torch.device, warn: Callable[[str], None]) -> None:
         self.profile: Profile | None = None
         self.from_cache = False
         self.kinds: list[int] = []
@@ -51,7 +51,7 @@ class Profiling:
         self._config = config
         self._layers: Sequence[Layer] = ()
         self._of_layers: Sequence[int] = ()
-        self._slab = slab
+        self._host = host
         self._device = device
         self._warn = warn
         self._tries: Counter[int] = Counter()
@@ -171,7 +171,7 @@ class Profiling:
             full=full,
             sources=sources,
             device=self._device,
-            host_budget=self._slab.budget,
+            host_budget=self._host.budget,
             attention=self._config.attention,
             device_memory_gib=self._config.device_memory_gib,
             ranks_per_sequence=ranks_per_sequence(),

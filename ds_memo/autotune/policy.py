@@ -17,8 +17,9 @@ from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, ON_DEVICE, SWAPPED, Placement, PlacementKind, spread
 from ds_memo.remat.checkpoint import Layer
+from ds_memo.solve.refusals import host_too_small
 from ds_memo.solve.solver import alpha_for_host
-from ds_memo.swap.host_slab import HostSlab
+from ds_memo.swap.host_budget import HostBudget
 from ds_memo.units import GIB
 
 RESIDENTS = 2
@@ -37,14 +38,14 @@ class PlacementPolicy:
     Args:
         config: what it gives is obeyed.
         layers: in the order of the model; none for a model that calls ``ds_memo.checkpoint`` itself.
-        slab: its budget bounds alpha.
+        host: its bytes bound alpha.
         warn: says something once and shows it in the report.
     """
 
-    def __init__(self, config: MemoConfig, layers: Sequence[Layer], slab: HostSlab, warn: Callable[[str], None]) -> None:
+    def __init__(self, config: MemoConfig, layers: Sequence[Layer], host: HostBudget, warn: Callable[[str], None]) -> None:
         self._config = config
         self._layers = list(layers)
-        self._slab = slab
+        self._host = host
         self._warn = warn
         self.in_flight = CallsInFlight()
         """Counts the calls that are placed by a solution."""
@@ -52,7 +53,7 @@ class PlacementPolicy:
         self.fixed = config.ablation is not None or (config.alpha is not None and config.resident_layers is not None)
         """True if nothing is left open."""
         if self.fixed:
-            slab.needs = 0
+            host.needs = 0
         self.pass_solution: PassSolution | None = None
         """The tuner's, for the running pass."""
         self.kinds = self._configured()
@@ -133,9 +134,9 @@ class PlacementPolicy:
 
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         alpha, reason = self._config.alpha, "as configured"
-        budget = self._slab.part if self._slab.fixed else self._slab.claim()  # though others may hold it now: see has_room()
+        budget = self._host.share if self._host.fixed else self._host.reserve()  # though others may hold it now: see has_room()
         others = [other for other in self._layers if not self._is_resident(other)]
-        if alpha is not None:  # layers of another class keep something else; the slab has the last word on all of them
+        if alpha is not None:  # layers of another class keep something else; the host budget has the last word on all of them
             others = [other for other in others if type(other.module()) is type(layer.module())]
         swapped = max(1, len(others))
         if alpha is None and not self.layers_known:  # how many will share the host shows in this forward
@@ -145,32 +146,31 @@ class PlacementPolicy:
         least = alpha or 0.0
         if fits < least:
             need = swapped * (whole_bytes + least * split_bytes)
-            way_out = f"memo.alpha of at most {int(fits * 1000) / 1000} fits" if fits >= 0 else "even memo.alpha 0 does not fit"
-            raise MemoError(
-                f"host memory: {swapped} swapped layers like {layer.name} need {need / GIB:.3g} GiB at alpha {least}, "
-                f"{budget / GIB:.3g} GiB are available to this rank; {way_out}. More memo.resident_layers, a larger "
-                "memo.host_memory_gib, a smaller batch or more sequence-parallel ranks help too."
-            )
+            raise MemoError(host_too_small(f"{swapped} swapped layers like {layer.name}", need, least, budget, fits))
         if alpha is None:
             alpha, reason = fits, "host memory" if fits < 1 else "all rows fit the host"
         used = swapped * (whole_bytes + alpha * split_bytes)
-        if self._slab.fixed:
+        if self._host.fixed:
             of_class, need = type(layer.module()), math.ceil(used) + swapped * _SLACK_PER_FRAME
             self._needs[of_class] = max(need, self._needs.get(of_class, 0))
-            self._slab.needs = sum(self._needs.values())
+            self._host.needs = sum(self._needs.values())
         self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of host memory at alpha {alpha:.3g}"
         self.alpha_used = alpha
         return alpha
 
     def has_room(self, nbytes: int) -> bool:
-        """What is open was promised it for the pass. Where not even an empty host holds what is configured, the slab raises."""
-        if not (nbytes and self._slab.fixed) or self._slab.needs > self._slab.part:
+        """Return True if a layer call may take so many bytes of the host, or if the allocation is to raise.
+
+        A model that is solved for has reserved them for the pass. Where not even an empty host holds what is configured, the
+        allocation raises.
+        """
+        if not (nbytes and self._host.fixed) or self._host.needs > self._host.share:
             return True
-        if self._refused and nbytes >= self._refused[0] and self._slab.pool.used == self._refused[1]:
+        if self._refused and nbytes >= self._refused[0] and self._host.pool.used == self._refused[1]:
             return False  # to ask again takes a collection of garbage, and a pass that goes without has many layers
-        if self._slab.has_room(nbytes):
+        if self._host.has_room(nbytes):
             return True
-        self._refused = nbytes, self._slab.pool.used
+        self._refused = nbytes, self._host.pool.used
         self._warn(WITHOUT_ALPHA.format(self._config.alpha))
         return False
 

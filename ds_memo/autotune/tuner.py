@@ -121,7 +121,7 @@ class Tuner:
             MemoError: ranks are configured differently.
             NothingFits: no solution keeps the budgets.
         """
-        if (why := self._budgets.host_changed()) is not None:
+        if (why := self._budgets.host.changed()) is not None:
             self.changes.append(why)
         if self.gave_up or (self.profile is None and not self._start(training_pass, layers)):
             return None
@@ -201,10 +201,10 @@ class Tuner:
     def _solved(self, shapes: HiddenShapes, may_skip_recompute: bool) -> PassSolution:
         """Forwards of before may hold more of the host than is left by what is solved for now: this one was not foreseen, or they
         were longer. Then it does without."""
-        solution = self._solved_within(self._budgets.claim_host(), shapes, may_skip_recompute)
+        solution = self._solved_within(self._budgets.host.reserve_solvable(), shapes, may_skip_recompute)
         if self._earlier:
             end = self._earlier + self._in_flight.calls // self._in_flight.forwards
-            if solution.host_bytes(self._earlier, end) > self._budgets.host_left:
+            if solution.host_bytes(self._earlier, end) > self._budgets.host.left:
                 return self._solved_within(0, shapes, may_skip_recompute)
         return solution
 
@@ -223,7 +223,7 @@ class Tuner:
         try:
             return self._solve(host, shapes, may_skip_recompute, alpha)
         except NothingFits as error:
-            if alpha is None or error.where != "host" or host >= self._budgets.host:
+            if alpha is None or error.where != "host" or host >= self._budgets.host.solvable:
                 raise
             solution = self._solve(host, shapes, may_skip_recompute, None)
         self._warn(WITHOUT_ALPHA.format(alpha))
@@ -296,7 +296,7 @@ class Tuner:
             "d2h_bytes_per_s": self.profile.d2h_bytes_per_s * self._copies_at,
             "h2d_bytes_per_s": self.profile.h2d_bytes_per_s * self._copies_at,
             "device_budget": self._budgets.device,
-            "host_budget": self._budgets.host,
+            "host_budget": self._budgets.host.solvable,
             "calls": self._in_flight.calls,
             "changes": list(self.changes),
         }

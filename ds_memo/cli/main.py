@@ -89,6 +89,7 @@ def _main(words: list[str], chosen: str | None) -> int:
         _say(f"ds-memo {args.verb}", f"warning: {message}", 0)
 
     warnings.showwarning = warn  # type: ignore[assignment]
+    assert module is not None  # argparse demands a verb
     return module.run(args)
 
 

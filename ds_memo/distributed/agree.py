@@ -76,16 +76,17 @@ def together(what: Callable[[], T]) -> T:
         MemoError: a rank did not answer, so the run cannot go on. So it is if a rank fails in the middle of a collective: the
             others wait for it there. It raises this, and its end ends them.
     """
-    result, error = None, None
+    done: list[T] = []
+    error = None
     try:
-        result = what()
+        done.append(what())
     except Exception as caught:  # whatever it is, the others must hear of it
         error = caught
     said = _say("" if error is None else _in_words(error))
     problems = [f"rank {number}: {problem}" for number, problem in enumerate(said) if problem]
     if problems:
         raise Failed(problems) from error
-    return result
+    return done[0]
 
 
 def alone(what: Callable[[], T]) -> T:

@@ -51,7 +51,7 @@ def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
         EstimateError: a value that is out of range for any number of GPUs.
     """
     check(question)
-    before = None
+    before: Estimate | None = None
     for gpus in _counts(int(question.hardware.gpus_per_node), _MOST_GPUS):
         try:
             tried = estimate(replace(question, gpus=gpus))
@@ -59,8 +59,7 @@ def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
             continue
         if tried.status == OK:
             return tried, before
-        stuck = before is not None and tried.layout.ranks == before.layout.ranks
-        if stuck and _misses(tried) > 0.99 * _misses(before):
+        if before is not None and tried.layout.ranks == before.layout.ranks and _misses(tried) > 0.99 * _misses(before):
             return None, tried
         before = tried
     return None, before

@@ -131,6 +131,7 @@ class Estimate:
 
     def simulated(self) -> Simulated:
         """The schedule of one forward and backward, in virtual time."""
+        assert self.run is not None  # of an answer that fits
         return simulate(self.run, self.placements)
 
     def as_json(self) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
         engine.bring_back(frame)
         if placement.kind is not PlacementKind.NO_RECOMPUTE:
             attention_s = layer.attention_s if placement.kind.recomputes_attention else 0.0
-            again = layer.replay_s + (1 - placement.alpha) * layer.gemm_s + attention_s
+            again = layer.replay_s + (1 - placement.decided_alpha) * layer.gemm_s + attention_s
             streams.compute(f"replay of layer {index}", "replay", index, again)
         engine.replayed(frame)
         streams.compute(f"backward of layer {index}", "backward", index, layer.backward_s)
@@ -197,5 +197,5 @@ def _forward(engine: Any, streams: VirtualStreams, index: int, layer: LayerCosts
 
 def _stored(output: Output, placement: Placement) -> float:
     if output.kind == "gemm":
-        return placement.alpha * output.nbytes
+        return placement.decided_alpha * output.nbytes
     return 0.0 if placement.kind.recomputes_attention and output.kind == "attention" else output.nbytes

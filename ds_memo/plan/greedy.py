@@ -120,7 +120,7 @@ def in_time(buffers: Sequence[Buffer], back: bool = False) -> list[Offset]:
     starts: dict[Offset, Offset] = {}  # end of a gap -> its start
     ends: dict[Offset, Offset] = {}  # start of a gap -> its end
     top = 0
-    dying = next(deaths, None)
+    dying = next(deaths, -1)  # read only while buffers are alive
     for i in births:
         while dead[dying] <= born[i]:
             start = offsets[dying]

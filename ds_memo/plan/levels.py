@@ -109,7 +109,7 @@ class Levels:
         for p, base in zip(blocks, level2.offsets[len(loose) :], strict=True):
             for i, o in zip(self._inside[p], self._solution(p).offsets, strict=True):
                 offsets[i] = base + o
-        notes = [note for s in self._solutions for note in s.notes] + list(level2.notes)
+        notes = [note for s in self._solutions if s for note in s.notes] + list(level2.notes)
         top = peak(self.problem.buffers, offsets)
         method = f"level 2: {level2.method}"
         seconds = time.monotonic() - began
@@ -130,7 +130,9 @@ class Levels:
         return flat
 
     def _solution(self, phase: int) -> Solution:
-        return self._solutions[self._shapes[phase]]
+        solution = self._solutions[self._shapes[phase]]
+        assert solution is not None  # solved, or left out
+        return solution
 
     def _solve_shapes(self, solved: Solved, solver: str, deadline: float, flat: Solution) -> None:
         """Level 1: what is not proven, each in its tensors' share of the time."""

@@ -141,6 +141,7 @@ def _run_child(job: str, deadline: float, progress: Callable[[float, float], Non
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[answer_write],
     )  # fmt: skip
     os.close(answer_write)
+    assert process.stdin and process.stdout  # pipes, as asked for
     answer, log, code = b"", b"", None
     try:
         # The child reads while we write, but a child that hangs must not: it gets its own thread.

@@ -327,6 +327,7 @@ class Search:
                         if best is None or score < best_score:
                             best, best_score = (s, left, right), score
             left = right + 1
+        assert best is not None  # the caller has buffers left, so there is a lowest floor
         return best
 
     def branch(self, first: int, last: int, items: list[int]) -> int | None:

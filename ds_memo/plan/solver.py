@@ -189,11 +189,11 @@ def fit(
         if progress:
             progress("search", peak(scaled.buffers, offsets) * unit, base, time.monotonic() - began, seconds)
         answer = search(scaled.buffers, room, seconds - (time.monotonic() - began))
+        if answer.offsets is None:
+            return None
         offsets, method = answer.offsets, f"search ({answer.engine})"
         if answer.engine == "python":
             notes = (IN_PYTHON,)
-        if offsets is None:
-            return None
     found = [o * unit for o in offsets]
     top = peak(problem.buffers, found)
     verify.require(problem.buffers, found, peak=top, lower_bound=base, capacity=capacity)

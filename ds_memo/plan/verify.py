@@ -18,6 +18,7 @@ returns the name of what is wrong and a sentence, or None; `require` raises it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ds_memo.plan.dsa import Buffer, Offset
 from ds_memo.plan.errors import InvalidPlan
@@ -53,8 +54,8 @@ def check(
 
     by_address = sorted(range(len(buffers)), key=offsets.__getitem__)
     rank = [0] * len(buffers)
-    for r, i in enumerate(by_address):
-        rank[i] = r
+    for place, i in enumerate(by_address):
+        rank[i] = place
     births = sorted(range(len(buffers)), key=lambda i: buffers[i].lifespan.lower)
     deaths = sorted(births, key=lambda i: buffers[i].lifespan.upper)
     alive = _Ranks(len(buffers))  # no two of them overlap
@@ -76,7 +77,7 @@ def check(
     return None
 
 
-def require(buffers: Sequence[Buffer], offsets: Sequence[Offset], **stated: int | None) -> None:
+def require(buffers: Sequence[Buffer], offsets: Sequence[Offset], **stated: Any) -> None:
     """Raises InvalidPlan where `check` finds something."""
     if wrong := check(buffers, offsets, **stated):
         raise InvalidPlan(*wrong)

@@ -42,7 +42,7 @@ def report(
         gemm_flops_recomputed_fraction=work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
         attention_recomputed=work.attention_ops_recomputed,
         host={
-            "budget": slab.part,
+            "budget": slab.share,
             "slab": slab.size,
             "peak_used": slab.peak_used,
             "numa_node": slab.pool.node.number if slab.pool.node else None,

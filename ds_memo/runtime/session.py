@@ -42,9 +42,9 @@ from ds_memo.runtime.throughput import Speed, model_flops_utilization
 from ds_memo.shapes import shapes_of
 from ds_memo.show.report import Report
 from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.host_budget import promised_bytes, shared_pool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import memlock_binds
-from ds_memo.swap.sharing import promised_bytes, shared_pool
 from ds_memo.swap.streams import streams_for
 from ds_memo.units import GIB
 

@@ -28,11 +28,11 @@ def draw_sweep(found: Sequence[Estimate], form: str) -> bytes:
         mine = [answer for answer in found if answer.question.method == method]
         fits = [answer for answer in mine if answer.status == "ok"]
         lengths = [answer.question.seq_length for answer in mine]
-        speed.plot([a.question.seq_length for a in fits], [100 * a.mfu for a in fits], "o-", color=colour, label=method)
+        speed.plot([a.question.seq_length for a in fits], [100 * (a.mfu or 0) for a in fits], "o-", color=colour, label=method)
         memory.plot(lengths, [a.device_total / GIB for a in mine], "o-", color=colour)
         ends = next((answer for answer in mine if answer.status != "ok"), None)
         if ends is not None and fits:
-            speed.plot(fits[-1].question.seq_length, 100 * fits[-1].mfu, "x", color=colour, markersize=12)
+            speed.plot(fits[-1].question.seq_length, 100 * (fits[-1].mfu or 0), "x", color=colour, markersize=12)
     memory.axhline(question.hardware.device_memory / GIB, color="crimson", linewidth=1.2, label="device memory")
     for axes, label in ((speed, "MFU in %"), (memory, "device memory in GiB")):
         axes.set_xscale("log", base=2)

@@ -101,7 +101,7 @@ def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int]:
     ):  # what autograd saves is there from the forward on; a resident layer's replay would make it
         kept, working = layer.plain_bytes, layer.working
         return kept, max(working.forward, kept), max(0, layer.frame_bytes + working.backward - kept)
-    if placement.alpha > 0:
+    if placement.decided_alpha > 0:
         without = layer.small_frame_bytes - layer.smallest_frame_bytes if again else 0
         return layer.frame_bytes - without, layer.working.forward, layer.working.backward
     working = layer.working_without_attention if again else layer.working_at_0

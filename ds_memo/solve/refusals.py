@@ -53,15 +53,23 @@ def too_little_host_memory(run: RunCosts, alpha: float, kinds: Kinds, need: int)
     """
     calls = swapped(kinds)
     cap = host_cap([run.layers[index] for index in calls], run.host_budget)
-    fits = f"memo.alpha of at most {cap:.4g} fits" if cap >= 0 else "even memo.alpha 0 does not fit; leave it out"
-    return NothingFits(
-        f"host memory: {len(calls)} swapped layers need {need / GIB:.3g} GiB at alpha {alpha}, "
-        f"{run.host_budget / GIB:.3g} GiB are available to this rank; {fits}. More memo.resident_layers, a larger "
-        "memo.host_memory_gib, a smaller batch or more sequence-parallel ranks help too.",
-        "host",
-        need,
-        run.host_budget,
-        None,
+    message = host_too_small(f"{len(calls)} swapped layers", need, alpha, run.host_budget, cap)
+    return NothingFits(message, "host", need, run.host_budget, None)
+
+
+def host_too_small(who: str, need: float, alpha: float, budget: int, most: float) -> str:
+    """The message for a configured alpha that the host is too small for.
+
+    Args:
+        who: the layers.
+        need, budget: bytes.
+        most: the alpha that would fit; below 0: none.
+    """
+    fits = f"memo.alpha of at most {math.floor(most * 1000) / 1000} fits" if most >= 0 else "even memo.alpha 0 does not fit"
+    return (
+        f"host memory: {who} need {need / GIB:.3g} GiB at alpha {alpha}, {budget / GIB:.3g} GiB are available to this rank; "
+        f"{fits}. More memo.resident_layers, a larger memo.host_memory_gib, a smaller batch or more sequence-parallel ranks help "
+        "too."
     )
 
 

@@ -201,18 +201,20 @@ def _with_fewer_copies(run: RunCosts, resident_layers: int | None, solution: Sol
 def _without_some_recompute(run: RunCosts, solution: Solution) -> Solution:
     """The same with as many layers without recompute as make the step shortest, found by bisection: the time is nearly convex in
     their number."""
-    n, tried = len(run.layers), {0: solution}
+    n = len(run.layers)
+    tried: dict[int, Solution | None] = {0: solution}
 
     def step_s(number: int) -> float:
         if number not in tried:
             tried[number] = _swapping(run, None, number)
-        return tried[number].step_s if tried[number] is not None and tried[number].alpha > 0 else math.inf
+        found = tried[number]
+        return found.step_s if found is not None and found.alpha > 0 else math.inf
 
     high = most_that_fit(n - 1, lambda number: _fits(run, place(n, 0, number), 1.0))
     most_that_fit(high - 1, lambda number: step_s(number + 1) < step_s(number))
     step_s(high)
-    best = min(tried, key=lambda number: (step_s(number), number))
-    return tried[best] if step_s(best) < solution.step_s * (1 - _SHORTER) else solution
+    best = tried[min(tried, key=lambda number: (step_s(number), number))]
+    return best if best is not None and best.step_s < solution.step_s * (1 - _SHORTER) else solution
 
 
 def _in_words(layers: int, no_recompute: int) -> str:

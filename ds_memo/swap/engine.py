@@ -239,7 +239,7 @@ class SwapEngine:
         frame, kept, source, produced = self._unsent
         self._unsent = None
         self.streams.wait(D2H, produced)
-        rows = frame.rows[kept.index] = kept.rows_in(frame.block)
+        rows = frame.rows[kept.index] = kept.rows_in(frame.block)  # type: ignore[arg-type]  # None where no byte is stored
         for there, here in kept.pairs(rows, source):
             self.streams.copy(D2H, there, here)
         self.traffic.bytes_to_host += kept.stored_bytes

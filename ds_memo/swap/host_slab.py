@@ -9,10 +9,10 @@ from threading import Lock
 import torch
 
 from ds_memo.errors import MemoError
+from ds_memo.swap.host_budget import HostBudget
 from ds_memo.swap.host_pool import HostPool, Range, Refused
 from ds_memo.swap.pinned_segments import PAGE
-from ds_memo.swap.sharing import Sharer
-from ds_memo.units import GIB, round_up
+from ds_memo.units import round_up
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Block:
         return found
 
 
-class HostSlab(Sharer):
+class HostSlab(HostBudget):
     """One model's view of a pool: allocates blocks for its frames, never more than `budget` bytes at a time.
 
     Args:
@@ -67,20 +67,13 @@ class HostSlab(Sharer):
             MemoError: the budget does not allow it beside what is allocated, or the system refuses; names `wanted_by`, needed and
                 available GiB. No block has changed.
         """
-        pages = round_up(nbytes, PAGE)
         if not self.has_room(nbytes):
-            others = self.pool.used - self.used
-            held = f" beside {others / GIB:.3g} GiB that other models hold" if others else ""
-            raise MemoError(
-                f"host memory: {wanted_by} needs {pages / GIB:.3g} GiB, {max(0, self.left) / GIB:.3g} of "
-                f"{self.part / GIB:.3g} GiB are left{held}. Lower memo.alpha, raise memo.resident_layers or "
-                "memo.host_memory_gib, or run fewer forwards before a backward."
-            )
+            raise self.refusal(wanted_by, nbytes)
+        pages = round_up(nbytes, PAGE)
         try:
             block = Block(self.pool.allocate(pages, self.limit, wanted_by))
         except Refused as refusal:
-            for slab in self._sharing():
-                slab.refused = refusal.held
+            self.system_refused(refusal.held)
             raise
         with self._lock:
             self._blocks[block] = block.pieces

@@ -14,7 +14,7 @@ import ds_memo
 from ds_memo.memory import host as host_memory
 from ds_memo.memory.host import RESERVE
 from ds_memo.solve.refusals import NothingFits
-from ds_memo.swap import sharing
+from ds_memo.swap import host_budget
 from ds_memo.swap.pinned_segments import PAGE
 from tests.autotune import host_limits
 from tests.models import Batch, assert_same, build, step
@@ -30,7 +30,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What /proc and /sys are from now on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(host_memory.available_bytes, "__defaults__", (tmp_path, 0))
-    monkeypatch.setattr(sharing, "_open", weakref.WeakSet())  # whatever other tests hold lies elsewhere
+    monkeypatch.setattr(host_budget, "_open", weakref.WeakSet())  # whatever other tests hold lies elsewhere
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {64 * MIB} kB\n")
     return tmp_path

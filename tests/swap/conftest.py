@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap import sharing
+from ds_memo.swap import host_budget
 from tests.swap.by_hand import Rig
 
 
@@ -31,5 +31,5 @@ def rig():
 def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """No slab of another test shares."""
     gc.collect()
-    monkeypatch.setattr(sharing, "_open", weakref.WeakSet())
-    monkeypatch.setattr(sharing, "_pools", weakref.WeakValueDictionary())
+    monkeypatch.setattr(host_budget, "_open", weakref.WeakSet())
+    monkeypatch.setattr(host_budget, "_pools", weakref.WeakValueDictionary())

@@ -16,7 +16,7 @@ from ds_memo.errors import MemoError
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import PAGE
-from tests.swap.sharers import CPU, two
+from tests.swap.budgets import CPU, two
 
 pytestmark = pytest.mark.usefixtures("nobody_else")
 
@@ -32,7 +32,7 @@ def test_passes_of_two_threads_have_a_part_each_before_either_lends(elsewhere: T
     first, second = two()
     elsewhere.submit(first.pass_begins).result(5)
     second.pass_begins()
-    assert [elsewhere.submit(first.claim).result(5), second.claim()] == [5 * PAGE] * 2
+    assert [elsewhere.submit(first.reserve).result(5), second.reserve()] == [5 * PAGE] * 2
     elsewhere.submit(first.allocate, 5 * PAGE, "x").result(5)
     second.allocate(5 * PAGE, "y")
 
@@ -40,16 +40,16 @@ def test_passes_of_two_threads_have_a_part_each_before_either_lends(elsewhere: T
 def test_what_a_pass_was_promised_it_has_though_another_thread_begins_one(elsewhere: ThreadPoolExecutor):
     first, second = two()
     elsewhere.submit(first.pass_begins).result(5)
-    assert elsewhere.submit(first.claim).result(5) == 10 * PAGE
+    assert elsewhere.submit(first.reserve).result(5) == 10 * PAGE
     second.pass_begins()
-    assert second.claim() == 0
+    assert second.reserve() == 0
     with pytest.raises(MemoError, match="GiB are left"):
         second.allocate(PAGE, "y")
     first.free(elsewhere.submit(first.allocate, 10 * PAGE, "x").result(5))
     elsewhere.submit(first.forward_over).result(5)
     for slab in (first, second):
         slab.pass_begins()
-        assert slab.claim() == 5 * PAGE
+        assert slab.reserve() == 5 * PAGE
         slab.forward_over()
 
 
@@ -57,10 +57,10 @@ def test_what_a_pass_was_promised_it_has_though_another_thread_begins_one(elsewh
 def test_a_forward_that_was_interrupted_claims_nothing_of_others(where: str):
     first, second = two()
     with ThreadPoolExecutor(1) as thread:
-        for begin in (first.pass_begins, first.claim):
+        for begin in (first.pass_begins, first.reserve):
             begin() if where == "here" else thread.submit(begin).result(5)
     second.pass_begins()
-    assert second.claim() == 10 * PAGE and not second.has_part
+    assert second.reserve() == 10 * PAGE and not second.has_share
 
 
 def test_threads_that_train_a_model_each_are_never_refused():
@@ -72,7 +72,7 @@ def test_threads_that_train_a_model_each_are_never_refused():
         try:
             for _ in range(300):
                 slab.pass_begins()
-                claim = slab.claim() // PAGE
+                claim = slab.reserve() // PAGE
                 frames = [slab.allocate(PAGE, "x") for _ in range(random.randint(0, claim))]
                 slab.forward_over()
                 most.append(pool.used)
@@ -93,7 +93,7 @@ def test_threads_that_train_a_model_each_are_never_refused():
         sys.setswitchinterval(before)
     assert not failures and not any(thread.is_alive() for thread in threads)
     assert max(most) <= pages * PAGE and pool.used == 0 and [slab.used for slab in slabs] == [0] * 3
-    assert [slab.part for slab in slabs] == [pages // 3 * PAGE] * 3
+    assert [slab.share for slab in slabs] == [pages // 3 * PAGE] * 3
 
 
 def test_blocks_are_counted_whoever_gives_them_back():

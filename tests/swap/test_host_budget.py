@@ -10,11 +10,11 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.swap import streams
+from ds_memo.swap.host_budget import promised_bytes, shared_pool
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import Block, HostSlab
 from ds_memo.swap.pinned_segments import PAGE
-from ds_memo.swap.sharing import promised_bytes, shared_pool
-from tests.swap.sharers import CPU, two
+from tests.swap.budgets import CPU, two
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.usefixtures("nobody_else")
@@ -27,11 +27,11 @@ def test_in_turns_each_has_everything_and_nothing_is_mapped_anew():
         slab.pass_begins()
         block = slab.allocate(10 * PAGE, "x")
         found.append(block.views(0, PAGE)[0].data_ptr())
-        assert slab.claim() == 10 * PAGE
+        assert slab.reserve() == 10 * PAGE
         slab.free(block)
         slab.forward_over()
     assert len(set(found)) == 1 and slabs[0].size == slabs[1].size == 10 * PAGE
-    assert [slab.part for slab in slabs] == [10 * PAGE] * 2
+    assert [slab.share for slab in slabs] == [10 * PAGE] * 2
     assert [slab.peak_used for slab in slabs] == [10 * PAGE] * 2
 
 
@@ -41,15 +41,15 @@ def test_together_each_has_its_part_from_then_on():
     block = first.allocate(8 * PAGE, "x")
     first.forward_over()
     second.pass_begins()
-    assert (first.part, second.part) == (5 * PAGE, 5 * PAGE)
-    assert second.claim() == 2 * PAGE, "the first still holds more than its part"
+    assert (first.share, second.share) == (5 * PAGE, 5 * PAGE)
+    assert second.reserve() == 2 * PAGE, "the first still holds more than its part"
     with pytest.raises(MemoError, match=r"needs .* GiB, .* GiB are left beside .* GiB that other models hold"):
         second.allocate(3 * PAGE, "y")
     first.free(block)
-    assert second.claim() == 2 * PAGE, "of the pass under way"
+    assert second.reserve() == 2 * PAGE, "of the pass under way"
     second.forward_over()
     second.pass_begins()
-    assert second.claim() == 5 * PAGE
+    assert second.reserve() == 5 * PAGE
     blocks = [slab.allocate(5 * PAGE, "x") for slab in (first, second)]
     assert first.size == 10 * PAGE
     for slab, block in zip((first, second), blocks, strict=True):
@@ -64,7 +64,7 @@ def test_one_that_never_lends_has_no_part():
     first, second, _reference = (HostSlab(10 * PAGE, pool) for _ in range(3))
     block = first.allocate(PAGE, "x")
     second.pass_begins()
-    assert [first.part, second.part] == [5 * PAGE] * 2
+    assert [first.share, second.share] == [5 * PAGE] * 2
     assert block.nbytes == PAGE
 
 
@@ -80,7 +80,7 @@ def three_that_wait_together() -> tuple[list[HostSlab], list[Block]]:
 
 def test_a_third_has_its_part_too():
     slabs, _blocks = three_that_wait_together()
-    assert [slab.part for slab in slabs] == [4 * PAGE] * 3
+    assert [slab.share for slab in slabs] == [4 * PAGE] * 3
 
 
 def test_the_limit_is_of_all_together():
@@ -109,7 +109,7 @@ def test_a_refusal_is_told_to_all(monkeypatch):
     monkeypatch.setattr("ds_memo.swap.pinned_segments.map_pages", lambda nbytes: (_ for _ in ()).throw(MemoError("no more")))
     with pytest.raises(MemoError, match="no more"):
         second.allocate(5 * PAGE, "y")
-    assert first.refused == second.refused == 3 * PAGE
+    assert first._refused == second._refused == 3 * PAGE
     assert (first.budget, second.budget) == (10 * PAGE, 10 * PAGE)
 
 
@@ -124,7 +124,7 @@ def test_what_a_model_that_was_let_go_held_is_allocated_again(monkeypatch):
     del first, block
     assert second.pool.used == 10 * PAGE and not finished
     second.pass_begins()
-    assert second.claim() == 10 * PAGE
+    assert second.reserve() == 10 * PAGE
     assert second.allocate(10 * PAGE, "y").nbytes == second.size == second.pool.used and finished == [1]
 
 
@@ -241,8 +241,8 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
     block = slabs[0].allocate(10 * PAGE, "x")
     for slab in slabs[1:]:
         slab.pass_begins()
-        assert slab.claim() == 2 * PAGE
-    assert [slab.part for slab in slabs] == [4 * PAGE] * 3
+        assert slab.reserve() == 2 * PAGE
+    assert [slab.share for slab in slabs] == [4 * PAGE] * 3
     slabs[0].free(block)
     blocks = [slab.allocate(4 * PAGE, "x") for slab in slabs]
     with pytest.raises(MemoError, match="GiB are left"):
@@ -257,10 +257,10 @@ def test_what_is_configured_has_no_part():
     first.needs = 0
     block = first.allocate(7 * PAGE, "x")
     second.pass_begins()
-    assert (first.part, second.part) == (10 * PAGE, 3 * PAGE) and second.claim() == 3 * PAGE
+    assert (first.share, second.share) == (10 * PAGE, 3 * PAGE) and second.reserve() == 3 * PAGE
     beside = second.allocate(2 * PAGE, "y")
     first.pass_begins()
-    assert first.claim() == 8 * PAGE and second.claim() == 3 * PAGE
+    assert first.reserve() == 8 * PAGE and second.reserve() == 3 * PAGE
     for slab, last in ((first, block), (second, beside)):
         slab.free(last)
 
@@ -276,11 +276,11 @@ def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
     later.pass_begins()
     block = later.allocate(8 * PAGE, "x")
     second.pass_begins()
-    assert (later.part, second.part) == (5 * PAGE, 5 * PAGE)
-    assert second.claim() == 2 * PAGE, "the later one holds more than its part"
+    assert (later.share, second.share) == (5 * PAGE, 5 * PAGE)
+    assert second.reserve() == 2 * PAGE, "the later one holds more than its part"
     later.free(block)
     second.pass_begins()
-    assert second.claim() == 5 * PAGE
+    assert second.reserve() == 5 * PAGE
 
 
 @pytest.mark.parametrize("end", ["closed", "garbage"])
@@ -295,7 +295,7 @@ def test_who_is_left_has_the_part_of_one_that_is_gone(end: str):
             gone.free(blocks.pop())
             gone.close()
         del gone
-        assert [slab.part for slab in slabs] == [slab.claim() for slab in slabs] == [12 // left * PAGE] * left
+        assert [slab.share for slab in slabs] == [slab.reserve() for slab in slabs] == [12 // left * PAGE] * left
     slabs[0].pass_begins()
     slabs[0].allocate(11 * PAGE, "all the others had")
     assert slabs[0].size == 12 * PAGE
@@ -306,7 +306,7 @@ def test_who_is_left_has_what_a_configured_one_held():
     first.needs = 0
     block = first.allocate(7 * PAGE, "x")
     second.pass_begins()
-    assert second.part == 3 * PAGE
+    assert second.share == 3 * PAGE
     first.free(block)
     first.close()
-    assert second.part == second.claim() == 10 * PAGE
+    assert second.share == second.reserve() == 10 * PAGE
