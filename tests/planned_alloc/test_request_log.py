@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_memo.ops.allocator import Request
 from ds_memo.plan import plan_trace
 from ds_memo.plan.phases import LayerPass, parse_phase
-from ds_memo.planned_alloc.request_log import NEVER, Place, RequestLog, Visit, read_log
+from ds_memo.planned_alloc.request_log import NEVER, Position, RequestLog, Visit, read_log
 
 
 def events(text: str, first_id: int = 0) -> list[Request]:
@@ -74,7 +74,7 @@ def test_an_escapee_is_left_out_of_the_trace_but_keeps_its_place_among_the_slots
 
 
 def test_an_escapee_that_dies_before_it_is_born_again_wraps_around() -> None:
-    escaped: dict[int, Place] = {}
+    escaped: dict[int, Position] = {}
     first, wrapping = read_log(events("embed +a8 -a | L0.b +g512 +h512"), escaped)
     assert first.deaths[1] == (NEVER, NEVER)
     assert not wrapping and set(escaped.values()) == {(1, 0), (1, 1)}

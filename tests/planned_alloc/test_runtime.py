@@ -291,7 +291,7 @@ def test_addresses_that_cannot_be_had_leave_no_setting(monkeypatch: pytest.Monke
     def fails(self: Any) -> None:
         raise RuntimeError("no such op")
 
-    monkeypatch.setattr(addresses.Addresses, "_claim", fails)
+    monkeypatch.setattr(addresses.Addresses, "_install", fails)
     model = build("llama")
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
     with pytest.warns(ds_memo.MemoWarning, match="memory addresses are not planned: no such op"):

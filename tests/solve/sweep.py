@@ -19,7 +19,7 @@ BAR = 0.02
 
 
 @dataclass
-class Setting:
+class Case:
     """A simulated machine and a length."""
 
     tokens: int
@@ -39,8 +39,8 @@ class Setting:
         return run(one, self.layers, self.link, int(self.host * whole), int(self.device * one.frame_bytes), head_s=one.forward_s)
 
 
-SETTINGS = [
-    Setting(tokens * KI, link * 1e9, host, device, shape)
+CASES = [
+    Case(tokens * KI, link * 1e9, host, device, shape)
     for (tokens, link), (host, device), shape in itertools.product(
         [(4, 12.0), (8, 25.0), (16, 12.0), (16, 50.0), (64, 25.0), (128, 12.0), (256, 50.0)],
         [(2.0, 4.0), (0.5, 4.0), (2.0, 12.5), (0.3, 2.0)],

@@ -378,15 +378,15 @@ def test_a_configured_alpha_keeps_the_budgets_or_is_refused(seed: int) -> None:
 
 
 @pytest.mark.parametrize("layers", [8, 32, 128])
-def test_the_search_looks_at_few_alphas(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_tries_few_alphas(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of layers; what that takes in milliseconds, benchmarks/solver.py prints."""
-    looks, at = [], Schedule.at
-    monkeypatch.setattr(Schedule, "at", lambda schedule, alpha: looks.append(alpha) or at(schedule, alpha))
+    tried, at = [], Schedule.at
+    monkeypatch.setattr(Schedule, "at", lambda schedule, alpha: tried.append(alpha) or at(schedule, alpha))
     most = 0
     for link in (2e9, 5e9, 12e9, 25e9, 50e9, 100e9):
-        looks.clear()
+        tried.clear()
         solve(run(layer(16384), layers, link=link))
-        most = max(most, len(looks))
+        most = max(most, len(tried))
     assert 3 < most <= 16
 
 
