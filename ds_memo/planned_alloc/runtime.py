@@ -41,7 +41,7 @@ from ds_memo.units import GIB
 
 NOT_PLANNED = "memory addresses are not planned: {}"
 _PATIENCE = 4
-"""Iterations without a plan in which torch's allocator keeps blocks whole. Requests that never repeat need new blocks each time."""
+"""Iterations without a plan in which torch's allocator keeps blocks whole: requests that never repeat need new ones each time."""
 
 _installed: weakref.WeakSet[Addresses] = weakref.WeakSet()
 _turns: weakref.WeakValueDictionary[torch.device, Addresses] = weakref.WeakValueDictionary()

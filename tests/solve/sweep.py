@@ -1,4 +1,4 @@
-"""Simulated machines and lengths, and the best alpha of each as a sweep over the simulated engine finds it."""
+"""Simulated machines and lengths, and the best alpha of each by a sweep over the simulated engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.solve.runs import GPT, LLAMA, layer, run
 
 KI = 1024
 BAR = 0.02
-"""How far the solver's alpha may be from the best of the sweep."""
+"""Largest distance of the solver's alpha from the best of the sweep."""
 
 
 @dataclass
@@ -23,13 +23,13 @@ class Case:
     """A simulated machine and a length."""
 
     tokens: int
-    """Of this rank."""
+    """Tokens of this rank."""
     link: float
     """Bytes a second, each way."""
     host: float
-    """Of what all rows of all layers would take."""
+    """Host memory as a share of all rows of all layers."""
     device: float
-    """In layers: frames that it holds beside what a step needs."""
+    """Device memory in frames."""
     shape: tuple = GPT
     layers: int = 24
 
@@ -50,8 +50,8 @@ CASES = [
 
 
 def best_of_a_sweep(costs: RunCosts, kinds: Kinds) -> list[float]:
-    """The alphas of the shortest simulated step: 0, 0.05 … 1 as far as the host holds them, then finer around the best. Only 0
-    where the device has no room for reload buffers with rows."""
+    """Return the alphas of the shortest simulated step: 0, 0.05 … 1 as far as the host holds them, then finer around the best.
+    Only 0 if the device has no room for reload buffers with rows."""
     layers = [costs.layers[index] for index in swapped(kinds)]
     cap = host_cap(layers, costs.host_budget) if device_bytes(costs, kinds, 1.0) <= costs.device_budget else 0.0
     tried: dict[float, float] = {}
@@ -69,5 +69,5 @@ def best_of_a_sweep(costs: RunCosts, kinds: Kinds) -> list[float]:
 
 
 def off_the_best(costs: RunCosts, solution: Solution) -> float:
-    """|alpha − best of the sweep|, the nearest where several are as good."""
+    """Return |alpha − best of the sweep|, for the nearest of several equal ones."""
     return min(abs(solution.alpha - alpha) for alpha in best_of_a_sweep(costs, solution.kinds))

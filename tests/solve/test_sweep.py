@@ -1,4 +1,4 @@
-"""The solver against a simulator that is the engine itself: its step times, and its alpha beside the best of a sweep."""
+"""The solver against a simulator that runs the engine: its step times, and its alpha against the best of a sweep."""
 
 from __future__ import annotations
 
