@@ -152,7 +152,7 @@ class Levels:
         born = np.array([lower[self._inside[p]].min() for p in filled], np.int64)
         dead = np.array([upper[self._inside[p]].max() for p in filled], np.int64)
         height = np.array([self._solution(p).peak for p in filled], np.int64)
-        # Phases follow each other, so no two blocks are alive together: each one's worst moment tells all.
+        # Phases follow each other, so no two blocks are alive together, and each is compared at its own worst moment.
         loose = np.array(self._loose, np.int64)
         skeletal = Profile(lower[loose], upper[loose], size[loose])
         most = skeletal.most(born, dead) + height

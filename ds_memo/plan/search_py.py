@@ -63,7 +63,7 @@ class Search:
                 self.rest[s] += size[i]
                 self.count[s] += 1
                 self.cut[s] += s < last[i]
-        self.weight = [1.0] * sections  # failures at each section
+        self.weight = [1.0] * sections  # grows with the failures at a section
         self.dead: set[tuple] = set()
         self.trail: list[tuple] = []
         self.raised: list[tuple[int, int, int]] = []  # (first, last, floor) since the last propagation

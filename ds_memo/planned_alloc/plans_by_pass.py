@@ -1,6 +1,6 @@
 """Plans by kind of pass, and the logs that they are made from.
 
-from requests    a kind is planned once two passes of it make the same requests
+from requests    a kind is planned once two iterations in a row make the same requests
 from lines       two profiled kinds differ in one length and make the same requests in the same order: every size is a line
                  through their two sizes. The plan for a third length comes from these lines at once (ds_memo/plan/rescale.py),
                  so a run with a new length in every batch is planned too.

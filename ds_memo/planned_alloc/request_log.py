@@ -3,8 +3,8 @@
 A log has the requests of each visit of a phase, and the position at which each block died: the visit, and the number of mallocs
 before it there. Passes with the same requests may free at different positions; then the latest counts. (A gradient survives the
 first micro-batch of an accumulation and dies at once in the others.) A block that outlives its pass is an *escapee* and gets no
-address. A block that always dies in the next pass before it is born again *wraps around* and gets an address of its own. (Such as
-a gradient, where zero_grad() comes after the forward.)
+address. But a block may always die in the next pass before it is born again, such as a gradient if zero_grad() follows the
+forward. It *wraps around* and gets an address of its own.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RequestLog:
         if [visit.phase for visit in self.visits] != [visit.phase for visit in later.visits]:
             return False
         for (_, first), deaths, (_, again) in zip(self.visits, self.deaths, later.visits, strict=True):
-            reached = {0}  # how many of the later mallocs may be accounted for
+            reached = {0}  # possible numbers of later mallocs accounted for
             for size, death in zip(first, deaths, strict=True):
                 on = {k + 1 for k in reached if k < len(again) and again[k] == size}
                 reached = on | reached if death == NEVER else on

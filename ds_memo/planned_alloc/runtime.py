@@ -173,7 +173,7 @@ class Addresses:
 
     @_turning
     def profile_begins(self) -> None:
-        """Keep blocks whole while layers are profiled before the first pass: its cached blocks would be split. Also free the
+        """Keep blocks whole while layers are profiled before the first pass: otherwise its cached blocks are split. Also free the
         other models' arena, so that the profile counts it as free memory."""
         if not self.planned:
             return
@@ -208,7 +208,7 @@ class Addresses:
 
     @_turning
     def unplanned_pass_begins(self) -> None:
-        """Begin a training forward that torch's allocator serves: its layers run unpatched."""
+        """Begin a training forward that torch's allocator serves: its layers run without checkpointing."""
         if self.installed:
             self._next_pass()
             self._kind = None

@@ -65,7 +65,7 @@ class Rig:
         self.net = Net(self.allocator).to(device)
         self.batch = torch.randn(rows, WIDTH, device=device)
         self.requests = 0
-        """Of a pass that follows plan 0."""
+        """Requests of a pass that follows plan 0."""
 
     def forward_and_backward(self, rows: int | None = None) -> list[torch.Tensor]:
         """Return the loss and every gradient; the dropout masks are the same each time."""
