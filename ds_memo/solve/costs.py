@@ -166,7 +166,7 @@ class RunCosts:
         return {"forward": self.forward_bytes, "head": self.head_bytes, "backward": backward, "always": self.working_bytes}
 
     def each(self, change: Callable[[LayerCosts], LayerCosts]) -> RunCosts:
-        """Return the run with `change` applied to every layer. Equal objects stay equal: the solver relies on it."""
+        """Return the run with `change` applied to every layer. Layers that are one object remain one: the solver relies on it."""
         changed = {layer: change(layer) for layer in set(self.layers)}
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 

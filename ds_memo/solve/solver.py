@@ -61,7 +61,7 @@ class Solution:
         return all(placement.kind is PlacementKind.NO_RECOMPUTE for placement in self.placements)
 
     def calls(self, *kinds: PlacementKind) -> list[int]:
-        """The layer calls whose placement is of one of these kinds."""
+        """Return the layer calls whose placement is of one of these kinds."""
         return [call for call, placement in enumerate(self.placements) if placement.kind in kinds]
 
 
