@@ -22,9 +22,9 @@ class PlacementKind(IntEnum):
     FULL_RECOMPUTE = 3
     """As torch.utils.checkpoint: the input stays on the device, GEMM and attention outputs are recomputed."""
     ON_DEVICE = 4
-    """A resident layer: everything that is kept stays on the device."""
+    """A resident layer: every kept tensor stays on the device."""
     NO_RECOMPUTE = 5
-    """Not checkpointed: autograd saves what it likes, nothing is computed again."""
+    """Not checkpointed: autograd saves its own tensors, nothing is computed again."""
 
     @property
     def on_device(self) -> bool:
@@ -43,14 +43,14 @@ class PlacementKind(IntEnum):
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of one layer call. Part of the key of its recipe."""
+    """The placement of one layer call, part of the key of its recipe."""
 
     kind: PlacementKind
     alpha: float | None = UNDECIDED
-    """The share of each GEMM output's rows that is stored. On the device the kind says it, whatever is passed."""
+    """The share of each GEMM output's rows that is stored. On the device the kind sets it and the argument is ignored."""
     empty_frame: bool = False
-    """Without recompute: the call has an (empty) frame all the same. So the engine moves the frames of swapped layers while it
-    runs, and the host stays within the run-ahead limit (ds_memo.deepspeed.run_ahead_limit)."""
+    """True if a call without recompute gets an empty frame, so that the engine moves swapped frames while it runs and the host
+    keeps the run-ahead limit (ds_memo.deepspeed.run_ahead_limit)."""
 
     def __post_init__(self) -> None:
         if self.kind.on_device:
@@ -72,7 +72,7 @@ NO_RECOMPUTE = Placement(PlacementKind.NO_RECOMPUTE)
 
 @lru_cache(maxsize=1 << 12)
 def spread(layers: int, count: int) -> frozenset[int]:
-    """Indices of the layers that stay on the device: the last two first (their backward starts at once), the others evenly."""
+    """Return the indices of `count` layers of `layers`: the last two first (their backward starts at once), the others evenly."""
     last = range(layers - min(count, 2, layers), layers)
     rest, room = max(0, min(count, layers) - len(last)), layers - len(last)
     return frozenset(last) | {(2 * i + 1) * room // (2 * rest) for i in range(rest)}

@@ -35,7 +35,7 @@ class PassKind(NamedTuple):
     """The first micro-batch of an optimizer step: its gradients stay, those of the others are added to them."""
     last: bool
     """Known to be the last one, after which gradients are reduced."""
-    settings: Any = None
+    placements: Any = None
     """What is done with each layer, as far as requests depend on it."""
 
 

@@ -1,4 +1,4 @@
-"""The allocator op as Python sees it: log the requests of a pass, then give each of them its planned address.
+"""The allocator op in Python: log the requests of a pass, then give each request its planned address.
 
     allocator = Allocator(torch.device("cpu"))
     allocator.install()
@@ -12,10 +12,10 @@
     allocator.phase("forward")
 
 Words: a *pass* is one training forward and everything until the next one begins; it *visits* phases; the k-th request of a visit
-gets slot k. A request that does not fit the plan goes to torch's own allocator and is counted, and no wrong plan can make two
+gets slot k. A request that does not fit the plan goes to torch's own allocator and is counted; even a wrong plan never makes two
 live blocks overlap. The state belongs to a device, not to a thread: on CUDA the backward runs on another thread.
 
-C++: csrc/allocator_core.h (what is decided), allocator_cpu.cpp and allocator_cuda.cpp (where it hooks into torch).
+C++: csrc/allocator_core.h has the logic, allocator_cpu.cpp and allocator_cuda.cpp the hooks into torch.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from ds_memo import compiled
 from ds_memo.ops.builder import AllocatorBuilder
 
 MIN_BYTES = {"cpu": 64 << 10, "cuda": 1 << 20}
-"""Smaller requests are left to the native allocator. CUDA's has a pool of its own for them, which fragments nothing."""
+"""Smaller requests go to the native allocator. CUDA's serves them from a separate pool, which fragments nothing."""
 NATIVE = (1 << 64) - 1
 """Offset of a slot that the plan leaves to the native allocator."""
 MISSES = ("native", "overlap", "size", "abandoned", "end", "unplanned", "stream", "pool", "arena")
-"""Why a request inside a phase did not get its planned address; see Outcome in csrc/allocator_core.h."""
+"""Reasons why a request inside a phase got no planned address; see Outcome in csrc/allocator_core.h."""
 
 _MODES = ("off", "profile", "plan")
-"""In the order of csrc/allocator_core.h, and so the next one."""
+"""In the order of csrc/allocator_core.h, like _KINDS."""
 _KINDS = ("enter", "malloc", "free", "elsewhere")
 _names: dict[int, Any] = {}
-"""Of phases, by the op's number."""
+"""Names of phases, by the op's number."""
 _count = itertools.count()
 
 
 class _Numbers(dict[Hashable, int]):
-    """The op's number of each phase, by name; given once per process."""
+    """The op's number of each phase, by name; assigned once per process."""
 
     def __missing__(self, name: Hashable) -> int:
         number = self.setdefault(name, next(_count))  # another thread may ask, too
@@ -60,28 +60,28 @@ class Request(NamedTuple):
     """One event of a profiled pass."""
 
     kind: str
-    """ "enter", "malloc", "free"; or "elsewhere", a malloc on another stream (CPU: thread) than the pass's: no plan serves it."""
+    """ "enter", "malloc", "free"; or "elsewhere", a malloc on another stream (CPU: thread) than the pass's, served by no plan."""
     phase: Any
-    """Its name. Of all but "free"."""
+    """The phase's name; None for "free"."""
     id: int
-    """Of all but "enter"."""
+    """The block's number; unused for "enter"."""
     size: int
-    """Of a malloc: bytes."""
+    """Bytes of a malloc."""
 
 
 Slot = tuple[int, int]
-"""Bytes as requested, and offset from the arena's start (or NATIVE)."""
+"""Requested bytes, and offset in bytes from the arena's start (or NATIVE)."""
 
 
 class Allocator:
     """The op on one device. All instances of a device share its state.
 
     Args:
-        device: where; on CUDA with its index.
-        warn: is told why a compiled op is not taken from the cache, or not kept there.
+        device: the device; on CUDA with its index.
+        warn: called with the reason if the cache of compiled ops cannot be used.
 
     Raises:
-        ds_memo.compiled.Unavailable: the op cannot be built here, with what is missing.
+        ds_memo.compiled.Unavailable: the op cannot be built here; the message says what is missing.
     """
 
     def __init__(self, device: torch.device, warn: Callable[[str], None] = compiled.warn) -> None:
@@ -92,20 +92,18 @@ class Allocator:
         self.min_bytes = MIN_BYTES[device.type]
 
     def install(self) -> None:
-        """Put the op in front of torch's allocator for this kind of device; nothing if it is there already. It changes nothing
-        until a pass begins.
+        """Put the op in front of torch's allocator for this type of device. It changes nothing until a pass begins.
 
         Raises:
-            RuntimeError: another allocator is in the way.
+            RuntimeError: another allocator is installed.
         """
         self._op.install()
         self._op.set_min_bytes(self._device, self.min_bytes)
 
     def uninstall(self) -> None:
-        """End the pass, forget the plans, let the arena go and put torch's allocator back.
+        """End the pass, forget the plans, free the arena and restore torch's allocator.
 
-        Blocks of the arena that are still alive stay valid, and the arena goes with the last of them. Until then the op stays in
-        front, switched off.
+        Live blocks of the arena stay valid, and the last of them frees it. Until then the op stays in front, switched off.
         """
         if self.installed:
             self.reset()
@@ -128,12 +126,12 @@ class Allocator:
         """Begin a pass that follows plan `key`.
 
         Raises:
-            KeyError: it was never loaded.
+            KeyError: the plan was never loaded.
         """
         self._op.begin_pass(self._device, _MODES.index("plan"), key)
 
     def stop(self) -> None:
-        """End the pass: everything goes to the native allocator."""
+        """End the pass: all requests go to the native allocator."""
         self._op.stop(self._device)
 
     def phase(self, name: Hashable | None) -> None:
@@ -141,20 +139,20 @@ class Allocator:
         self._op.enter(self._device, -1 if name is None else _numbers[name])
 
     def requests(self) -> list[Request]:
-        """What was logged since the pass began, or since the last call. A free has the id of its malloc, even if that was in an
-        earlier pass."""
+        """Return the events since the pass began, or since the last call. A free has the id of its malloc, even from an earlier
+        pass."""
         return [
             Request(_KINDS[kind], _names[phase] if phase >= 0 and _KINDS[kind] != "free" else None, id_, size)
             for kind, phase, id_, size in self._op.take_log(self._device)
         ]
 
     def load_plan(self, key: int, visits: Iterable[tuple[Hashable, Sequence[Slot]]], spare: int = 0) -> None:
-        """Make plan `key` known.
+        """Load plan `key`.
 
         Args:
-            key: any number; an earlier plan of this number is replaced.
+            key: any number; replaces an earlier plan of this number.
             visits: the phases in the order of the pass, each with its slots in the order of its requests.
-            spare: a slot matches a request of its own size, or of up to so many bytes less.
+            spare: bytes by which a request may be smaller than its slot.
         """
         self._op.load_plan(self._device, key, [(_numbers[phase], list(slots)) for phase, slots in visits], spare)
 
@@ -168,8 +166,7 @@ class Allocator:
         self._op.set_arena(self._device, 0)
 
     def reserve(self, nbytes: int) -> None:
-        """Replace the arena by one of exactly so many bytes; 0 for none. An old one that is in use lives on until its last block
-        is freed.
+        """Replace the arena by one of exactly `nbytes`; 0: none. The last live block of an old arena frees it.
 
         Raises:
             torch.OutOfMemoryError: (CUDA) the native allocator has no such block; the arena is as before.
@@ -178,11 +175,7 @@ class Allocator:
         self._op.set_arena(self._device, nbytes)
 
     def release(self) -> int:
-        """End the pass and give the arena back to the native allocator, for an evaluation, say.
-
-        Returns:
-            How many bytes that were.
-        """
+        """End the pass and free the arena, for example before an evaluation. Returns the arena's bytes."""
         nbytes = self.arena_bytes
         self._op.stop(self._device)
         self._op.set_arena(self._device, 0)
@@ -190,7 +183,7 @@ class Allocator:
 
     @property
     def arena(self) -> tuple[int, int]:
-        """Address and bytes; zeros without one."""
+        """Address and bytes of the arena; zeros without one."""
         return self._op.arena(self._device)[:2]
 
     @property
@@ -208,16 +201,16 @@ class Allocator:
         return self._op.arena(self._device)[3]
 
     def owns(self, address: int) -> bool:
-        """Whether an address lies in an arena."""
+        """Return True if an address lies in an arena."""
         return self._op.owns(self._device, address)
 
     def stats(self) -> dict[str, int]:
-        """Counts since the process began:
+        """Return counts since the process began:
 
         "hit" and each of MISSES   requests
-        "waits"                    events of other streams that the compute stream had to wait for before it could use a slot
-        "gave_way"                 empty arenas that went back to the native allocator because it had no room (CUDA)
-        "live_bytes", "peak_bytes" in arenas, now and at most
-        "highest_end"              the end of the highest slot that was handed out, in bytes from the arena's start
+        "waits"                    events of other streams that the compute stream waited for before it used a slot
+        "gave_way"                 empty arenas that were freed because the native allocator had no room (CUDA)
+        "live_bytes", "peak_bytes" bytes in arenas, now and at most
+        "highest_end"              end of the highest slot in use so far, in bytes from the arena's start
         """
         return self._op.stats(self._device)

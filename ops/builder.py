@@ -1,10 +1,10 @@
 """AllocatorBuilder: compiles and loads the allocator op, the way DeepSpeed builds its own ops.
 
-    python -m ds_memo.ops.builder                    # DeepSpeed's op report with this op in it; what is missing, if anything
+    python -m ds_memo.ops.builder                    # DeepSpeed's op report with this op; lists missing build tools
     DS_BUILD_MEMO_ALLOCATOR=1 pip install .          # ahead of time; else it is compiled at first use (some 10 s, once)
 
-There are two backends, cpu and cuda, from one core; both need a C++20 compiler and nothing of nvcc but its runtime headers.
-ds_memo/compiled.py keeps what is compiled at first use; an installed op is trusted like any installed package.
+The two backends, cpu and cuda, share one core. Both need a C++20 compiler; cuda needs the CUDA runtime headers too, but no nvcc.
+ds_memo/compiled.py caches an op that was compiled at first use; an installed op is trusted like any installed package.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ds_memo.compiled import Library, Unavailable
 SOURCES = Path(__file__).resolve().parent / "csrc"
 BACKENDS = ("cpu", "cuda")
 TOOLKITS = ("/usr/local/cuda",)
-"""Where torch does not look if an nvcc stands elsewhere on the PATH."""
+"""Folders that torch does not search if another nvcc is on the PATH."""
 
 
 class AllocatorBuilder(OpBuilder):
     """Builds the op for one kind of device.
 
     Args:
-        backend: "cpu" or "cuda"; absent: that of DeepSpeed's accelerator.
-        warn: is told why a compiled op is not taken from the cache, or not kept there.
+        backend: "cpu" or "cuda"; None: that of DeepSpeed's accelerator.
+        warn: called with the reason if the cache of compiled ops cannot be used.
     """
 
     BUILD_VAR = "DS_BUILD_MEMO_ALLOCATOR"
@@ -74,7 +74,7 @@ class AllocatorBuilder(OpBuilder):
         )
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether it can be compiled here. What is missing is in `error_log`, and printed if `verbose`."""
+        """Return True if the op can be compiled here. `error_log` lists missing tools; `verbose` prints them."""
         missing = self.missing()
         self.error_log = "; ".join(missing) or None
         if missing and verbose:
@@ -82,7 +82,7 @@ class AllocatorBuilder(OpBuilder):
         return not missing
 
     def missing(self) -> list[str]:
-        """What a build lacks, in words; empty if nothing."""
+        """Return a message for each missing build tool."""
         if self.backend not in BACKENDS:
             return [f"there is no allocator for {self.backend!r} devices, only for {' and '.join(BACKENDS)}"]
         lacks = []
@@ -103,17 +103,17 @@ class AllocatorBuilder(OpBuilder):
         return lacks
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """Return the op, as installed ahead of time or compiled now.
+        """Return the op, installed ahead of time or compiled now.
 
         Raises:
-            Unavailable: it cannot be compiled here; says what is missing, or what the compiler said.
+            Unavailable: it cannot be compiled here; the message has the missing tools, or the compiler's error.
         """
         if self.name not in OpBuilder._loaded_ops:
             OpBuilder._loaded_ops[self.name] = self._installed() or self._compiled()
         return OpBuilder._loaded_ops[self.name]
 
     def _installed(self) -> ModuleType | None:
-        """DeepSpeed's own table of installed ops cannot know this one, so it is looked for by name."""
+        """Return the op that was built ahead of time, or None. DeepSpeed's table of installed ops does not list it."""
         if importlib.util.find_spec(self.absolute_name()) is None:
             return None
         try:
@@ -128,7 +128,7 @@ class AllocatorBuilder(OpBuilder):
         return compiled.load(self.library(), self._imported, warn=self._warn)
 
     def library(self) -> Library:
-        """Return what is compiled at first use, and how."""
+        """Return the sources and flags of the library that is compiled at first use."""
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
         own = [f"-I{folder}" for folder in self.include_paths()]
         others = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
@@ -151,17 +151,17 @@ class AllocatorBuilder(OpBuilder):
 
 
 def cuda_headers() -> Path | None:
-    """The folder of the CUDA runtime's headers: the toolkit's, or that of the packages which a CUDA build of torch depends on;
-    the first that is of torch's CUDA, else the first. nvidia's own may lack crt/; triton has all of them, of an older CUDA."""
-    places = [Path(home) / "include" for home in (cpp_extension.CUDA_HOME, *TOOLKITS) if home]
+    """Return the folder of the CUDA runtime headers, or None: the toolkit's, or that of a package that torch's CUDA build needs.
+    A folder of torch's CUDA version comes first. nvidia's package may lack crt/; triton has all headers, of an older CUDA."""
+    folders = [Path(home) / "include" for home in (cpp_extension.CUDA_HOME, *TOOLKITS) if home]
     for package, pattern in (("nvidia", "*/include"), ("triton", "backends/nvidia/include")):
         if spec := importlib.util.find_spec(package):
             for folder in spec.submodule_search_locations or ():
-                places += sorted(Path(folder).glob(pattern))
+                folders += sorted(Path(folder).glob(pattern))
     needed = ("cuda_runtime_api.h", "crt/host_defines.h")
-    complete = [place for place in places if all((place / name).is_file() for name in needed)]
+    complete = [folder for folder in folders if all((folder / name).is_file() for name in needed)]
     major = (torch.version.cuda or "").partition(".")[0]
-    return next((place for place in complete if _cuda_major(place) == major), complete[0] if complete else None)
+    return next((folder for folder in complete if _cuda_major(folder) == major), complete[0] if complete else None)
 
 
 def _cuda_major(headers: Path) -> str:
@@ -170,7 +170,7 @@ def _cuda_major(headers: Path) -> str:
 
 
 def register() -> None:
-    """Make the op appear in DeepSpeed's table, and so in its op report."""
+    """Add the op to DeepSpeed's table, and so to its op report."""
     from deepspeed.ops.op_builder import all_ops
 
     builder = AllocatorBuilder()

@@ -60,10 +60,10 @@ def times(runs: int) -> tuple[dict[str, Any], float]:
 def alphas() -> tuple[list[dict[str, Any]], float]:
     """What to keep, and the largest distance of an alpha from the best of its sweep."""
     kept = []
-    for setting in sweep.SETTINGS:
-        costs = setting.costs()
+    for case in sweep.CASES:
+        costs = case.costs()
         solution = solve(costs, may_skip_recompute=False)
-        kept.append({"setting": asdict(setting), "alpha": solution.alpha, "off": sweep.off_the_best(costs, solution)})
+        kept.append({"setting": asdict(case), "alpha": solution.alpha, "off": sweep.off_the_best(costs, solution)})
     return kept, max(one["off"] for one in kept)
 
 

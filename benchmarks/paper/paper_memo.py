@@ -163,7 +163,7 @@ class PaperMemo:
 
     def _plan_addresses(self, model: nn.Module, device: torch.device, last_layer: int) -> None:
         self.addresses = addresses = Addresses(device, PlanConfig(time_limit_s=10.0), warnings.warn)
-        addresses.claim()
+        addresses.install()
         watched = [
             model.register_forward_pre_hook(
                 lambda model, args, kwargs: addresses.pass_begins(shapes_of(args, kwargs), last_layer, last=True),

@@ -1,5 +1,5 @@
-"""The memory planner: from a request trace to an address for every tensor, proven or verified. No torch, and no
-solver, is imported here.
+"""The memory planner: from a request trace to a verified address for every tensor. Importing it loads neither torch nor a
+solver.
 
     from ds_memo.plan import plan_trace, read_trace
     plan = plan_trace(read_trace("trace.txt"))
@@ -7,7 +7,7 @@ solver, is imported here.
 
 | file | subject |
 |---|---|
-| phases.py | the names of phases |
+| phases.py | names of phases |
 | trace.py | requests, phases, tensors |
 | repeat.py | a trace of more layers than were profiled |
 | formats.py, snapshot.py | text traces, MiniMalloc CSV, plan JSON; PyTorch memory snapshots |
@@ -16,10 +16,10 @@ solver, is imported here.
 | greedy.py, search.py, milp.py | three ways to place buffers |
 | solver.py | one problem, all three in order, with a deadline |
 | levels.py | the paper's two levels |
-| bilevel.py | a whole iteration: greedy over everything, the two levels, the flat plan beside them |
+| bilevel.py | a whole iteration: greedy over everything, the two levels, a flat plan |
 | rescale.py | a plan for another sequence length |
 | verify.py | the independent check that every plan passes |
-| simulate.py | what PyTorch's caching allocator would have reserved |
+| simulate.py | PyTorch's caching allocator, for comparison |
 """
 
 from ds_memo.plan.bilevel import Plan, Slot, plan_trace

@@ -1,11 +1,10 @@
-"""From a trace to a plan: greedy over everything, the paper's two levels (levels.py), and a flat plan beside them; the
-smallest is kept.
+"""From a trace to a plan: greedy over everything, the paper's two levels (levels.py) and a flat plan; the smallest wins.
 
-Greedy's sweep through all tensors comes first and is always finished, so that no answer is worse, whatever the trace
-and the time limit. Where it reaches the lower bound, the levels are solved by greedy alone, for the report.
+Greedy's sweep through all tensors comes first and always finishes, so no trace or time limit gives a worse answer. If the
+sweep reaches the lower bound, greedy alone solves the levels, for the report.
 
-Phases whose requests differ between iterations (MoE with uneven experts) cannot be planned: what is born there is
-left to the general allocator, and the plan says so.
+Phases whose requests differ between iterations (MoE with uneven experts) cannot be planned. Their tensors go to the
+general allocator, and the plan lists them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Slot(NamedTuple):
     birth: int  # index of the malloc in the trace
     death: int  # index of the free
     death_phase: int
-    requested: int  # bytes asked for; the slot has them rounded up to UNIT
+    requested: int  # bytes; the slot has them rounded up to UNIT
     offset: int  # bytes from the arena's start, a multiple of UNIT
 
     @property
@@ -59,10 +58,10 @@ class Plan:
     proven: bool  # no plan is smaller
     kind: str  # "bilevel", "flat" or "rescaled"
     method: str
-    block_bound: int  # level 2's lower bound with every pseudo block packed: the best that the paper's form could reach
+    block_bound: int  # level 2's lower bound with every pseudo block packed: the paper's form reaches no less
     unpacked: tuple[str, ...]  # phases whose transient tensors were planned at level 2
     bilevel_peak: int
-    flat_peak: int | None  # None where the bi-level plan was proven and no flat one was needed
+    flat_peak: int | None  # None if the bi-level plan was proven and no flat one was needed
     seconds: float
     left: tuple[tuple[str, int, str], ...] = field(default=())  # (id, bytes, why) of tensors left to the general allocator
     notes: tuple[str, ...] = field(default=())
@@ -76,14 +75,14 @@ def plan_trace(
     min_bytes: int = 0,
     progress: Progress | None = None,
 ) -> Plan:
-    """Plans one iteration.
+    """Plan one iteration.
 
     Args:
-        trace: One iteration, or several of the same run: phases that differ between them are left out.
+        trace: One iteration, or several of the same run; phases that differ between them are left out.
         solver: One of solver.SOLVERS.
-        seconds: Time limit for everything, kept to a tenth and 0.2 s. A plan takes some 15 µs a request at least; where
-            that is more than the limit, a note says so.
-        min_bytes: Smaller tensors are left to the general allocator (its small pool serves them well).
+        seconds: Time limit, kept to a tenth and 0.2 s. A plan takes at least some 15 µs a request; if that is more than the
+            limit, a note says so.
+        min_bytes: Smaller tensors go to the general allocator, whose small pool serves them well.
         progress: See solver.solve.
 
     Raises:
@@ -104,8 +103,7 @@ def plan_trace(
 
     # Greedy first, over everything: no answer is worse than one sweep's, however little time there is.
     flat = solved(problem, "greedy", began)
-    # The sweep tells what the rest takes on this machine: the verifier and the slots one and a half times as long, the
-    # levels' own sweeps two and a half times.
+    # The sweep's time predicts the rest: the verifier and the slots take 1.5 times as long, the levels' own sweeps 2.5 times.
     sweep = flat.seconds
     deadline = began + seconds - 1.5 * sweep
     all_greedy = solver == "greedy" or bool(too_large(problem.buffers))
@@ -114,9 +112,9 @@ def plan_trace(
     if time.monotonic() > levels_end:
         bilevel = levels.leave_out(flat)
     else:
-        # Where the sweep is proven, the levels are for the report alone.
-        part = 0.2 if flat.proven else 1.0 if levels.one else 0.5
-        bilevel = levels.solve(solved, "greedy", share(levels_end, part), flat)
+        # If the sweep is proven, the levels are for the report alone.
+        fraction = 0.2 if flat.proven else 1.0 if levels.one else 0.5
+        bilevel = levels.solve(solved, "greedy", share(levels_end, fraction), flat)
         if not flat.proven and bilevel.peak > bound:
             flat = _least(flat, levels.whole or solved(problem, "greedy", greedy_end, flat))
             late = time.monotonic() > deadline - 2.5 * sweep
@@ -159,7 +157,7 @@ def _least(one: Solution, other: Solution) -> Solution:
 def _sort_out(
     iterations: Sequence[Trace], varying: AbstractSet[int], min_bytes: int
 ) -> tuple[list[Tensor], list[tuple[str, int, str]]]:
-    """The tensors that are planned, and those that are left to the general allocator: see Plan.left."""
+    """Return the tensors to plan, and those left to the general allocator as Plan.left has them."""
     trace = iterations[0]
     deaths = [{(t.birth_phase, t.k): t.death_phase for t in other.tensors()} for other in iterations[1:]]
     why = {p: f"phase {trace.phases[p].name} varies between iterations" for p in varying}
@@ -174,7 +172,7 @@ def _sort_out(
         elif t.size < min_bytes:
             left.append((t.id, t.size, small))
         elif last in varying or last > t.death_phase:
-            # Where in a varying phase it dies, or in another iteration, is not known: it is kept to the phase's end.
+            # Its death inside a varying phase, or in another iteration, is not known: it lives to the phase's end.
             planned.append(t._replace(death=trace.phases[last].end, death_phase=last))
         else:
             planned.append(t)

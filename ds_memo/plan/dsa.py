@@ -1,8 +1,8 @@
-"""Offline dynamic storage allocation: the words every solver here speaks, and the lower bound.
+"""Offline dynamic storage allocation: the types that all solvers share, and the lower bound.
 
-A `Problem` is a list of `Buffer`s, each with a size and a half-open `Lifespan`; a solution is one offset per buffer
-such that no two buffers overlap in both time and address. `peak` is the highest address used, `lower_bound` the most
-units alive at once: no solution has a smaller peak, one that equals it is proven optimal.
+A `Problem` is a list of `Buffer`s, each with a size and a half-open `Lifespan`. A solution is one offset per buffer, such
+that no two buffers overlap in both time and address. `peak` is the highest address used, `lower_bound` the most units
+alive at once. No solution has a smaller peak, so one that equals the bound is proven optimal.
 
 Sizes are in units (a power-of-two number of bytes, or the byte itself), times in any increasing integer.
 After google/minimalloc's `minimalloc.h` (Moffitt, ASPLOS 2023).
@@ -56,20 +56,20 @@ class Problem:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, int, int, int]]) -> Problem:
-        """From (id, lower, upper, size) rows."""
+        """Make a problem from (id, lower, upper, size) rows."""
         return cls(tuple(Buffer(i, Lifespan(lo, up), size) for i, lo, up, size in rows))
 
     def __len__(self) -> int:
         return len(self.buffers)
 
     def scaled(self) -> tuple[Problem, int]:
-        """The same problem in the largest unit that divides all sizes, and that unit."""
+        """Return the same problem in the largest unit that divides all sizes, and that unit."""
         unit = gcd(*(b.size for b in self.buffers)) if self.buffers else 1
         return Problem(tuple(b._replace(size=b.size // unit) for b in self.buffers)), unit
 
 
 def columns(buffers: Sequence[Buffer]) -> tuple[Column, Column, Column]:
-    """Lower ends, upper ends and sizes of the buffers, each of shape (n,), int64."""
+    """Return lower ends, upper ends and sizes of the buffers, each of shape (n,), int64."""
     n = len(buffers)
     lower = np.fromiter((b.lifespan.lower for b in buffers), np.int64, n)
     upper = np.fromiter((b.lifespan.upper for b in buffers), np.int64, n)
@@ -86,7 +86,7 @@ class Profile:
         self.times, self.alive = times, np.cumsum(change)
 
     def most(self, lower: Column, upper: Column) -> Column:
-        """The most units alive at once during each lifespan."""
+        """Return the most units alive at once during each lifespan."""
         table = [np.append(0, self.alive)]  # table[j][k]: the most of the 2^j entries from k; entry 0 is before all times
         while 2 ** len(table) <= len(table[0]):
             half = 2 ** (len(table) - 1)
@@ -102,7 +102,7 @@ class Profile:
 
 
 def worst_moment(buffers: Sequence[Buffer]) -> tuple[TimeValue, int]:
-    """The first time at which most units are alive, and how many. O(n log n)."""
+    """Return the first time at which most units are alive, and their number. O(n log n)."""
     if not buffers:
         return 0, 0
     profile = Profile(*columns(buffers))
@@ -111,20 +111,20 @@ def worst_moment(buffers: Sequence[Buffer]) -> tuple[TimeValue, int]:
 
 
 def lower_bound(buffers: Sequence[Buffer]) -> int:
-    """The most units alive at any one time."""
+    """Return the most units alive at any one time."""
     return worst_moment(buffers)[1]
 
 
 def peak(buffers: Sequence[Buffer], offsets: Sequence[Offset]) -> int:
-    """The highest address in use, in units."""
+    """Return the highest address in use, in units."""
     return max((o + b.size for b, o in zip(buffers, offsets, strict=True)), default=0)
 
 
 def sections(buffers: Sequence[Buffer]) -> tuple[list[int], list[int], int]:
-    """First and last section of each buffer, and the number of sections.
+    """Return the first and last section of each buffer, and the number of sections.
 
     A section is a maximal set of buffers that are alive together: two buffers overlap in time exactly if they share
-    one. Only moments where a death follows a birth open one, so there are usually far fewer sections than events.
+    a section. A section ends only where a death follows a birth, so there are usually far fewer sections than events.
     """
     births = {b.lifespan.lower for b in buffers}
     deaths = {b.lifespan.upper for b in buffers}

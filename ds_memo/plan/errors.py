@@ -1,5 +1,4 @@
-"""Everything that can be wrong with a planner's input, each under its own name. The command line turns them into exit
-code 2."""
+"""Errors of the planner's input, one class each. The command line turns them into exit code 2."""
 
 from __future__ import annotations
 
@@ -7,17 +6,17 @@ from ds_memo.errors import MemoError, quoted
 
 
 class PlanError(MemoError):
-    """Base of all planner errors: the message says what was seen, what was expected and, where it helps, what to do."""
+    """Base of all planner errors."""
 
 
 class MalformedInput(PlanError):
     """A line (or element) of a file that does not parse.
 
     Args:
-        source: File name, or whatever the text came from.
-        line: 1-based line number; 0 where the file as a whole is at fault.
-        seen: What was read.
-        expected: What should have been there.
+        source: File name, or another name for the text.
+        line: 1-based line number; 0 for the file as a whole.
+        seen: The text that was read.
+        expected: The text that belongs there.
     """
 
     def __init__(self, source: str, line: int, seen: str, expected: str):
@@ -32,7 +31,7 @@ class TruncatedInput(MalformedInput):
 
 
 class UnknownPhase(MalformedInput):
-    """A phase name that is none of phases.PHASE_WORDS."""
+    """A phase name that is not among phases.PHASE_WORDS."""
 
 
 class BadSize(MalformedInput):
@@ -52,7 +51,7 @@ class DuplicateMalloc(MalformedInput):
 
 
 class UnsafePickle(PlanError):
-    """A pickle that wants to build something other than plain containers."""
+    """A pickle that builds something other than plain containers."""
 
 
 class TooLarge(PlanError):
@@ -60,7 +59,7 @@ class TooLarge(PlanError):
 
 
 class TracesDiffer(PlanError):
-    """Traces that should tell of the same run (other iterations, other sequence lengths) do not line up."""
+    """Traces of one run (other iterations, other sequence lengths) that do not match."""
 
 
 class InvalidPlan(PlanError):

@@ -44,12 +44,12 @@ from ds_memo.plan.trace import UNIT, Phase, Request, Trace
 SCHEMA = "ds_memo.plan/1"
 MAX_SIZE = 2**63
 MOST_TEXT_BYTES = 1 << 26
-"""Of a trace, a CSV problem or a plan."""
+"""Bytes of a trace, a CSV problem or a plan."""
 MOST_REQUESTS = 1 << 20
 """Requests of a trace, buffers of a problem, slots of a plan."""
 MOST_PHASES = 1 << 16
 MOST_LAYERS = 1 << 16
-"""The highest layer that a phase may name, and one."""
+"""Layer numbers in phase names are below this."""
 
 
 def _size(text: str, source: str, line: int, least: int) -> int:
@@ -64,10 +64,7 @@ def _size(text: str, source: str, line: int, least: int) -> int:
 
 
 def _read(path: str | Path) -> str:
-    """Return text with plain line ends, without the mark that Excel begins it with.
-
-    A file that ends without a line end ends in the middle of a line.
-    """
+    """Return the text with "\\n" as line end and without a byte order mark, which Excel writes."""
     try:
         return read_bounded(path, MOST_TEXT_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as e:
@@ -96,12 +93,12 @@ def _phase(name: str, source: str, line: int) -> PhaseName:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Reads a text trace. Raises a MalformedInput with file and line."""
+    """Read a text trace. Raises MalformedInput with file and line."""
     return parse_trace(_read(path), str(path))
 
 
 def parse_trace(text: str, source: str = "trace") -> Trace:
-    """As read_trace, from a string; `source` is for messages."""
+    """Read a text trace from a string; `source` is for messages."""
     if text and not text.endswith("\n"):
         last = text.count("\n") + 1
         raise TruncatedInput(source, last, brief(text.rsplit("\n", 1)[-1]), "a whole line (the file ends inside this one)")
@@ -142,7 +139,7 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
 
 
 def make_trace(requests: Sequence[Request], marks: Sequence[tuple[PhaseName, int]], notes: Sequence[str] = ()) -> Trace:
-    """A trace from requests and (phase name, index of its first request)."""
+    """Make a trace from requests and marks: (phase name, index of its first request)."""
     marks = list(marks) or [(Part.STEP, 0)]
     ends = [first for _, first in marks[1:]] + [len(requests)]
     phases = tuple(Phase(name, first, end) for (name, first), end in zip(marks, ends, strict=True))
@@ -153,7 +150,7 @@ def make_trace(requests: Sequence[Request], marks: Sequence[tuple[PhaseName, int
 
 
 def read_csv(path: str | Path) -> Problem:
-    """Reads a MiniMalloc problem; further columns are ignored."""
+    """Read a MiniMalloc problem; further columns are ignored. Raises MalformedInput with file and line."""
     return parse_csv(_read(path), str(path))
 
 
@@ -199,7 +196,7 @@ def _problem(rows: Any, source: str) -> Problem:
 
 
 def write_csv(problem: Problem, offsets: Sequence[Offset]) -> str:
-    """MiniMalloc's output: the input's columns and the offset."""
+    """Return MiniMalloc's output: the input's columns and the offset."""
     out = io.StringIO()
     rows = csv.writer(out, lineterminator="\n")
     rows.writerow(("id", "lower", "upper", "size", "offset"))
@@ -211,7 +208,7 @@ def write_csv(problem: Problem, offsets: Sequence[Offset]) -> str:
 
 
 def plan_to_json(plan: Plan) -> str:
-    """The plan as JSON: one line per phase and per slot, so that a person and a diff can read it."""
+    """Return the plan as JSON with one line per phase and per slot, for readers and diffs."""
     whole = {f.name: getattr(plan, f.name) for f in fields(plan)}
     lists = {
         "phases": [asdict(p) for p in whole.pop("phases")],
@@ -231,7 +228,11 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def plan_from_json(text: str, source: str = "plan") -> Plan:
-    """Reads what plan_to_json wrote; the schema must be this version's, and no two tensors may be in each other's way."""
+    """Read a plan that plan_to_json wrote.
+
+    Raises:
+        MalformedInput: Another schema, a wrong field, or two tensors that overlap in time and address.
+    """
     try:
         data = json.loads(text)
     except json.JSONDecodeError as e:
@@ -264,7 +265,7 @@ _TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (int, float), 
 
 
 def _check_fields(plan: Plan) -> None:
-    """Of the plan, its phases and slots, by their annotations. Raises ValueError."""
+    """Check the fields of the plan, its phases and slots by their annotations. Raises ValueError."""
     for row in (plan, *plan.phases, *plan.slots):
         for name, annotation in type(row).__annotations__.items():
             annotation = getattr(annotation, "__forward_arg__", annotation)  # of a NamedTuple

@@ -1,8 +1,8 @@
 """Greedy placement: a portfolio of orders, stopped by the first whose peak equals the lower bound.
 
-Buffers are placed in a given order, each at the lowest (or the tightest) gap among those already placed that live at
-the same time. On real layers one of the first orders reaches the lower bound, within milliseconds. This takes O(n²):
-20,000 buffers in 1 s, so above FIRST_FIT_MOST there are only the two sweeps, through time and back, in O(n log n).
+Buffers are placed in a given order, each at the lowest (or the tightest) gap among the placed buffers of the same time.
+On real layers one of the first orders reaches the lower bound within milliseconds. An order takes O(n²), 1 s for 20,000
+buffers. So above FIRST_FIT_MOST only the two sweeps run, through time and back, in O(n log n).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ds_memo.plan.sorted_keys import SortedKeys
 
 NO_CEILING = 2 * MAX_TOTAL - 1  # the largest address in 64 bits
 FIRST_FIT_MOST = 20_000  # buffers
-SWEEPING = 2e-5  # seconds a buffer, twice what it takes
+SWEEPING = 2e-5  # seconds a buffer, twice the measured time
 IN_TIME = "in time"
 
 
 def portfolio(
     buffers: Sequence[Buffer], deadline: float = float("inf"), target: int | None = None, swept: list[Offset] | None = None
 ) -> tuple[list[Offset], str]:
-    """The best placement the portfolio finds, and the name of the order that found it.
+    """Return the best placement that the portfolio finds, and the name of its order.
 
     Args:
-        deadline: `time.monotonic()` after which no order is begun and an unfinished one is dropped. The first sweep
-            through time is always done, so that there is an answer.
-        target: Stop at this peak; the lower bound where not given.
-        swept: What that sweep, `in_time`, has found before.
+        deadline: `time.monotonic()` after which no order begins and an unfinished one is dropped. The first sweep
+            through time always runs, so that there is an answer.
+        target: Stop at this peak; None: at the lower bound.
+        swept: Offsets that this sweep, `in_time`, has found before.
     """
     if not buffers:
         return [], "empty"
@@ -79,7 +79,7 @@ def _orders(buffers: Sequence[Buffer], deadline: float) -> Iterator[tuple[str, l
 def first_fit(
     buffers: Sequence[Buffer], order: Sequence[int], best: bool = False, deadline: float = float("inf")
 ) -> list[Offset] | None:
-    """Buffers in `order`, each at the lowest gap (`best`: the tightest) among those placed; None past the deadline."""
+    """Place buffers in `order`, each at the lowest gap (`best`: the tightest) among those placed; None past the deadline."""
     n = len(buffers)
     offsets = [0] * n
     start, end = np.empty(n, np.int64), np.empty(n, np.int64)  # addresses of the placed ones, sorted by start
@@ -88,11 +88,11 @@ def first_fit(
         if placed % 64 == 63 and time.monotonic() > deadline:
             return None
         (born, dead), size = buffers[i].lifespan, buffers[i].size
-        together = (lower[:placed] < dead) & (upper[:placed] > born)
-        starts = start[:placed][together]
+        overlapping = (lower[:placed] < dead) & (upper[:placed] > born)
+        starts = start[:placed][overlapping]
         floors = np.empty(len(starts) + 1, np.int64)
         floors[0] = 0
-        np.maximum.accumulate(end[:placed][together], out=floors[1:])
+        np.maximum.accumulate(end[:placed][overlapping], out=floors[1:])
         gaps = np.append(starts, NO_CEILING) - floors  # above the last one there is always room
         fitting = np.flatnonzero(gaps >= size)
         at = offsets[i] = int(floors[fitting[np.argmin(gaps[fitting])] if best else fitting[0]])
@@ -104,7 +104,7 @@ def first_fit(
 
 
 def in_time(buffers: Sequence[Buffer], back: bool = False) -> list[Offset]:
-    """Buffers in order of birth, each into the tightest gap between those alive, the lowest of equal ones. O(n log n).
+    """Place buffers in order of birth, each into the tightest gap between live ones, the lowest of equal gaps. O(n log n).
 
     Args:
         back: In order of death, from the last to the first.

@@ -1,13 +1,12 @@
 """The paper's two levels. Level 1 plans the transient tensors of one phase by themselves, level 2 the whole iteration.
 
 Phases with the same requests have the same level-1 plan, so a model of 32 equal layers costs two solutions: a forward
-and a backward. Level 2 has one pseudo block per phase, as high as the phase's level-1 peak, beside all tensors that
-outlive their phase.
+and a backward. Level 2 has all tensors that outlive their phase, and one pseudo block per phase, as high as the phase's
+level-1 peak.
 
-A pseudo block is as high during its whole phase as the phase's transients are at their worst moment, which need not
-be the moment when most skeletal tensors are alive. Where that alone would raise the peak (the last layer's backward,
-when every layer's skeletal tensors are still there), the block is *unpacked*: its transient tensors enter level 2
-themselves.
+A pseudo block is that high during its whole phase, although transient and skeletal tensors may peak at different times.
+If that would raise the overall peak, the block is *unpacked*: its transient tensors enter level 2 themselves. The last
+layer's backward is such a phase, since every layer's skeletal tensors are still alive.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from ds_memo.plan.dsa import Buffer, Lifespan, Problem, Profile, columns, lower_
 from ds_memo.plan.solver import Solution
 from ds_memo.plan.trace import Tensor, Trace
 
-Solved = Callable[[Problem, str, float, Solution | None], Solution]  # a problem by a solver until a time, from a start
+Solved = Callable[[Problem, str, float, Solution | None], Solution]  # (problem, solver, deadline, start) -> solution
 
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """A phase and its level-1 solution; bytes, seconds."""
+    """A phase and its level-1 solution. Bytes, seconds."""
 
     name: str
     first: int
@@ -38,18 +37,18 @@ class PhaseReport:
     lower_bound: int
     proven: bool
     method: str
-    seconds: float  # 0 where the solution of an earlier phase of this shape was reused
+    seconds: float  # 0 if it reuses the solution of an earlier phase of this shape
     varying: bool = False
 
 
-def share(deadline: float, part: float) -> float:
-    """The time at which this part of the time until `deadline` is over."""
+def share(deadline: float, fraction: float) -> float:
+    """Return the time at which this fraction of the time until `deadline` is over."""
     now = time.monotonic()
-    return now + part * max(0.0, deadline - now)
+    return now + fraction * max(0.0, deadline - now)
 
 
 class Levels:
-    """Both levels of one trace. Solved once more, by another solver, they go on from what they have.
+    """Both levels of one trace. A second solve(), by another solver, goes on from the first one's solutions.
 
     Args:
         planned: The trace's tensors that get an address, in order of birth.
@@ -73,9 +72,9 @@ class Levels:
         self._number_shapes()
         self._solutions: list[Solution | None] = [None] * len(self._problems)
         self._whole = next((k for k, part in enumerate(self._problems) if len(part) == len(problem)), None)
-        self.one = self._whole is not None  # phase that has all tensors
+        self.one = self._whole is not None  # True if one phase has all tensors
         self._level2: tuple[Problem, Solution] | None = None
-        self.notes: list[str] = []  # of what was left out
+        self.notes: list[str] = []  # about stages that were left out
 
     def _number_shapes(self) -> None:
         lower, upper, size = self._columns
@@ -88,14 +87,15 @@ class Levels:
 
     @property
     def whole(self) -> Solution | None:
-        """The level-1 solution of a phase that has all tensors, which is then the flat plan, too."""
+        """The level-1 solution of a phase that has all tensors; it is the flat plan, too."""
         return self._solutions[self._whole] if self._whole is not None else None
 
     def solve(self, solved: Solved, solver: str, deadline: float, flat: Solution) -> Solution:
-        """The whole iteration's plan: level 1 in half of the time, level 2 in the rest; level 1 in all where one phase has all.
+        """Plan the whole iteration: level 1 in half of the time, level 2 in the rest. If one phase has all tensors, level 1
+        gets all the time.
 
         Args:
-            flat: What is known of all tensors together.
+            flat: The best solution so far for all tensors.
         """
         began = time.monotonic()
         self._solve_shapes(solved, solver, deadline if self.one else share(deadline, 0.5), flat)
@@ -116,7 +116,7 @@ class Levels:
         return Solution(offsets, top, self.bound, self.bound, method, seconds, tuple(dict.fromkeys(notes)))
 
     def leave_out(self, flat: Solution) -> Solution:
-        """No time for the levels: the phases are reported as they lie in the flat plan, which is returned."""
+        """Return the flat plan and report the phases as they lie in it: there is no time for the levels."""
         self.notes = ["the two levels were left out: no time"]
         self.block_bound = self.bound
         offsets, size = np.array(flat.offsets, np.int64), self._columns[2]
@@ -135,7 +135,7 @@ class Levels:
         return solution
 
     def _solve_shapes(self, solved: Solved, solver: str, deadline: float, flat: Solution) -> None:
-        """Level 1: what is not proven, each in its tensors' share of the time."""
+        """Solve level 1 for every shape without a proof, each in its tensors' share of the time."""
         unproven = [k for k, s in enumerate(self._solutions) if s is None or not s.proven]
         tensors = sum(len(self._problems[k]) for k in unproven)
         for k in unproven:
@@ -148,13 +148,13 @@ class Levels:
             self._solutions[k] = s if before is None else replace(s, seconds=before.seconds + s.seconds)
 
     def _pack(self) -> tuple[Problem, list[int], list[int]]:
-        """Level 2's problem: the phases that are blocks in it, behind the tensors that are not in a block."""
+        """Return level 2's problem, the phases that are blocks in it, and the tensors outside blocks, which come first."""
         lower, upper, size = self._columns
         filled = [p for p, inside in enumerate(self._inside) if inside]
         born = np.array([lower[self._inside[p]].min() for p in filled], np.int64)
         dead = np.array([upper[self._inside[p]].max() for p in filled], np.int64)
         height = np.array([self._solution(p).peak for p in filled], np.int64)
-        # Phases follow each other, so no two blocks are alive together: each one's worst moment tells all.
+        # Phases follow each other, so no two blocks are alive together, and each is compared at its own worst moment.
         loose = np.array(self._loose, np.int64)
         skeletal = Profile(lower[loose], upper[loose], size[loose])
         most = skeletal.most(born, dead) + height

@@ -5,13 +5,13 @@
                             A_j + S_j <= A_i + (1 - z_ij) * U
                             0 <= A_i,  0 <= M <= U,  z binary
 
-`tight` adds four things: M >= the lower bound; U the best known peak; the largest buffer in the lower half (a solution
-turned upside down stays one); and the best known plan as the start. Both forms run with a gap of zero:
-the default of 1e-4 calls plans optimal that are not.
+`tight` adds four things: M >= the lower bound; U is the best known peak; the largest buffer is in the lower half (a
+solution turned upside down is a solution); and the best known plan is the start. Both forms run with a gap of zero,
+because the default of 1e-4 reports plans as optimal that are not.
 
-The solver runs in a child process, because it does not keep time limits (a limit of 60 s took up to 138 s) and can
-crash. The child is killed at the deadline and dies with its parent. Its values are floats, so only the vertical order
-is taken from them; the offsets are derived again as integers.
+The solver runs in a child process, because it overruns time limits (60 s took up to 138 s) and can crash. The child is
+killed at the deadline and dies with its parent. Its values are floats, so only their vertical order is used, and the
+offsets are derived again as integers.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ MARGIN = 0.25  # seconds for the child to start and to end
 
 
 class MilpFailed(Exception):
-    """The child brought nothing back: the solver is missing, crashed, or ran past its deadline."""
+    """The child gave no answer: the solver is missing, crashed, or ran past its deadline."""
 
 
 class MilpAnswer(NamedTuple):
     offsets: list[Offset] | None  # the best plan found, exact integers
-    bound: int  # no plan has a smaller peak, as far as the solver's floats go
+    bound: int  # no plan has a smaller peak, within the solver's float precision
 
 
 def pairs(buffers: Sequence[Buffer]) -> list[tuple[int, int]]:
-    """All (i, j), i < j, alive at the same time."""
+    """Return all (i, j), i < j, that are alive at the same time."""
     order = sorted(range(len(buffers)), key=lambda i: buffers[i].lifespan.lower)
     alive: list[int] = []
     out = []
@@ -62,14 +62,14 @@ def pairs(buffers: Sequence[Buffer]) -> list[tuple[int, int]]:
 
 
 def count_pairs(buffers: Sequence[Buffer]) -> int:
-    """How many pairs there are, in O(n log n)."""
+    """Return the number of pairs, in O(n log n)."""
     deaths = sorted(b.lifespan.upper for b in buffers)
     births = sorted(b.lifespan.lower for b in buffers)
     return sum(i - bisect_right(deaths, t) for i, t in enumerate(births))
 
 
 def stack(buffers: Sequence[Buffer], order: Sequence[int]) -> list[Offset]:
-    """Offsets with every buffer as low as those before it in `order` allow."""
+    """Return offsets with every buffer as low as those before it in `order` allow."""
     offsets = [-1] * len(buffers)
     for i in order:
         span = buffers[i].lifespan
@@ -87,16 +87,16 @@ def solve_milp(
     tight: bool = True,
     progress: Callable[[float, float], None] | None = None,
 ) -> MilpAnswer:
-    """Solves in a child process that lives at most `seconds`.
+    """Solve in a child process that lives at most `seconds`.
 
     Args:
         solver: "cbc" or "highs".
         start: A known plan; `tight` needs one.
-        tight: False for the paper's program as it stands.
+        tight: False for the paper's program unchanged.
         progress: Called with (best peak, bound) when CBC reports them.
 
     Raises:
-        MilpFailed: Why there is no answer.
+        MilpFailed: There is no answer; the message says why.
     """
     if tight and start is None:
         raise ValueError("tight=True needs a start")
@@ -105,7 +105,7 @@ def solve_milp(
     job = {
         "parent": os.getpid(),
         "solver": SOLVERS[solver],
-        "seconds": max(0.1, 0.8 * seconds - MARGIN),  # CBC overruns, and what a killed child found is lost
+        "seconds": max(0.1, 0.8 * seconds - MARGIN),  # CBC overruns, and a killed child's solution is lost
         "sizes": [b.size for b in buffers],
         "pairs": pairs(buffers),
         "cap": peak(buffers, start) if tight and start is not None else sum(b.size for b in buffers),
@@ -129,7 +129,7 @@ def solve_milp(
 
 
 def child_command() -> list[str]:
-    """Starts `child` with this package importable and the working directory not."""
+    """Return the command that runs `child` with this package on sys.path in place of the working directory."""
     root = str(Path(__file__).resolve().parents[2])
     return [sys.executable, "-c", f"import sys; sys.path[0] = {root!r}; from ds_memo.plan.milp import child; child()"]
 
@@ -144,7 +144,7 @@ def _run_child(job: str, deadline: float, progress: Callable[[float, float], Non
     assert process.stdin and process.stdout  # pipes, as asked for
     answer, log, code = b"", b"", None
     try:
-        # The child reads while we write, but a child that hangs must not: it gets its own thread.
+        # A thread writes the job, so that a child that hangs does not block this one.
         feeder = threading.Thread(target=_feed, args=(process.stdin, job), daemon=True)
         feeder.start()
         open_ends = {answer_read, process.stdout.fileno()}
@@ -164,14 +164,14 @@ def _run_child(job: str, deadline: float, progress: Callable[[float, float], Non
                         progress(float(seen[-1][0]), float(seen[-1][1]))
         code = process.wait(max(0.0, min(1.0, deadline - time.monotonic()))) if answer else process.wait(1.0)
     except subprocess.TimeoutExpired:
-        pass  # it has answered; what it does afterwards does not matter
+        pass  # it has answered; its exit does not matter
     finally:
         process.kill()
         process.wait()
         feeder.join()
         os.close(answer_read)
         process.stdout.close()
-        with suppress(OSError):  # what it did not read
+        with suppress(OSError):  # the rest of the job, unread
             process.stdin.close()
     if not answer:
         last = log.decode(errors="replace").strip().splitlines()
@@ -181,8 +181,8 @@ def _run_child(job: str, deadline: float, progress: Callable[[float, float], Non
 
 
 def _feed(pipe, job: str) -> None:
-    """Writes the job and keeps the pipe open: its end tells the child that the parent is gone."""
-    with suppress(OSError):  # the child is dead already; the reader notices
+    """Write the job and keep the pipe open: its end tells the child that the parent is gone."""
+    with suppress(OSError):  # the child is dead; the reader notices
         pipe.write(job.encode() + b"\n")
         pipe.flush()
 
@@ -191,16 +191,16 @@ def _feed(pipe, job: str) -> None:
 
 
 def child() -> None:
-    """Reads a job from stdin, writes the answer to the descriptor named last on the command line."""
+    """Read a job from stdin, write the answer to the descriptor named last on the command line."""
     job = json.loads(sys.stdin.buffer.readline())
     _die_with_parent(job["parent"])
     try:
         answer = _solve(job)
-    except Exception as e:  # anything at all: the parent falls back and says why
+    except Exception as e:  # any error: the parent falls back and says why
         answer = {"failed": f"{type(e).__name__}: {e}"}
     with os.fdopen(int(sys.argv[-1]), "w") as out:
         json.dump(answer, out)
-    os._exit(0)  # the solver's own clean-up has been seen to hang
+    os._exit(0)  # the solver's own clean-up can hang
 
 
 def _die_with_parent(parent: int) -> None:
@@ -222,7 +222,7 @@ def _solve(job: dict) -> dict:
     sizes, cap = job["sizes"], job["cap"]
     n = len(sizes)
     model = mip.Model(sense=mip.MINIMIZE, solver_name=job["solver"])
-    model.verbose = 1 if job["solver"] == "CBC" else 0  # CBC's log is where progress comes from
+    model.verbose = 1 if job["solver"] == "CBC" else 0  # progress is read from CBC's log
     model.threads = 1
     start = job["start"]
     tallest = max(range(n), key=sizes.__getitem__) if start else -1

@@ -1,6 +1,6 @@
-"""Compiles ops/csrc/dsa_search.cpp at first use (some 3 s; ds_memo/compiled.py) and loads it with ctypes.
+"""Compile ops/csrc/dsa_search.cpp at first use (some 3 s; ds_memo/compiled.py) and load it with ctypes.
 
-`ds_memo.plan.native.load()` does it ahead of time.
+`ds_memo.plan.native.load()` does so ahead of time.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ def source() -> Path:
         Unavailable: it is not installed.
     """
     spec = find_spec("ds_memo.ops")
-    places = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    for place in places:
-        if (file := place / "csrc" / "dsa_search.cpp").is_file():
+    folders = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    for folder in folders:
+        if (file := folder / "csrc" / "dsa_search.cpp").is_file():
             return file
-    raise Unavailable(f"dsa_search.cpp is not installed (looked in {', '.join(map(str, places))})")
+    raise Unavailable(f"dsa_search.cpp is not installed (looked in {', '.join(map(str, folders))})")
 
 
 _loaded: ctypes.CDLL | None = None
 
 
 def load(deadline: float = float("inf")) -> ctypes.CDLL:
-    """Return the library, its argument types set; compiled if need be.
+    """Return the library with its argument types set; compile it if necessary.
 
     Args:
-        deadline: of time.monotonic(), for compiling it.
+        deadline: `time.monotonic()` at which a compilation is stopped.
 
     Raises:
         Unavailable: no source, no compiler, a failed build, or not done before the deadline.

@@ -1,4 +1,4 @@
-"""Phases: the parts of a training pass that memory requests are sorted by, and the words for them in files and messages."""
+"""Phases: the parts of a training pass that memory requests belong to, and their names in files and messages."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ PhaseName: TypeAlias = LayerPass | Part
 
 
 def parse_phase(text: str) -> PhaseName:
-    """Read a name as ``str`` writes it. Raises ValueError."""
+    """Read a name that ``str`` wrote. Raises ValueError."""
     layer_pass = _LAYER_PASS.fullmatch(text)
     return LayerPass(int(layer_pass[1]), layer_pass[2] == "b") if layer_pass else Part(text)

@@ -1,9 +1,9 @@
 """A reader of pickles that builds dicts, lists, tuples, strings, numbers and nothing else.
 
 The standard library's unpickler can be kept from importing, but not from taking all memory and time. The index of one
-LONG_BINPUT, 4 bytes, makes it reserve gigabytes. A dict key of tuples within tuples takes 2^60 steps to hash, or overflows
-the C stack. This one knows the opcodes that Python's pickler writes for plain data (protocol 2 and later). Keys are
-strings alone, whose hashes a file cannot foresee. It counts its steps.
+LONG_BINPUT, 4 bytes, makes it reserve gigabytes. A dict key of nested tuples takes 2^60 steps to hash, or overflows the C
+stack. This reader knows the opcodes that Python's pickler writes for plain data (protocol 2 and later), and counts its
+steps. Keys are strings only, whose hashes a file cannot predict.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ds_memo.errors import brief, quoted
 from ds_memo.plan.errors import MalformedInput, TruncatedInput, UnsafePickle
 
 MOST_STEPS = 1 << 24
-"""Opcodes of a pickle: some 200,000 events with 60 stack frames each. An opcode adds at most 80 bytes, so all add 1.3 GiB."""
+"""Opcodes of a pickle: some 200,000 events with 60 stack frames each. An opcode adds at most 80 bytes, all add 1.3 GiB."""
 
 _U1, _U2, _U4, _U8, _I4, _F8 = (struct.Struct(form) for form in ("<B", "<H", "<I", "<Q", "<i", ">d"))
 _GET, _PUT = {BINGET[0]: _U1, LONG_BINGET[0]: _U4}, {BINPUT[0]: _U1, LONG_BINPUT[0]: _U4}  # opcode: its index
@@ -59,7 +59,7 @@ _NUMBER = {BININT1[0]: _U1, BININT2[0]: _U2, BININT[0]: _I4, BINFLOAT[0]: _F8}
 _TEXT = {SHORT_BINUNICODE[0]: _U1, BINUNICODE[0]: _U4, BINUNICODE8[0]: _U8}  # opcode: its length
 _CONSTANT: dict[int, Any] = {NONE[0]: None, NEWTRUE[0]: True, NEWFALSE[0]: False, EMPTY_TUPLE[0]: ()}
 _TUPLE = {TUPLE1[0]: 1, TUPLE2[0]: 2, TUPLE3[0]: 3}
-_SKIPPED = {PROTO[0]: 1, FRAME[0]: 8}  # opcode: bytes of what it says, which is for streams
+_SKIPPED = {PROTO[0]: 1, FRAME[0]: 8}  # opcode: bytes of its argument, which only streams need
 _APPEND, _APPENDS, _SETITEM, _SETITEMS = APPEND[0], APPENDS[0], SETITEM[0], SETITEMS[0]
 _EMPTY_LIST, _EMPTY_DICT, _MARK, _MEMOIZE, _STOP = EMPTY_LIST[0], EMPTY_DICT[0], MARK[0], MEMOIZE[0], STOP[0]
 _MARKED_TUPLE, _LONG1 = TUPLE[0], LONG1[0]
@@ -70,23 +70,23 @@ def load(data: bytes, source: str) -> Any:
     """Return the object that a pickle holds.
 
     Args:
-        data: the whole pickle; what comes after its end is ignored.
-        source: for messages.
+        data: the whole pickle; bytes after its end are ignored.
+        source: file name for messages.
 
     Raises:
-        UnsafePickle: it wants to import something.
+        UnsafePickle: it imports something.
         TruncatedInput: it ends too early.
         MalformedInput: it is damaged, holds something other than plain containers, or takes more than MOST_STEPS.
     """
     collects = gc.isenabled()
-    gc.disable()  # it would look again and again through millions of containers that all stay
+    gc.disable()  # it would scan millions of live containers again and again
     try:
         return _run(data, source)
     except struct.error:
         raise TruncatedInput(source, 0, "the end of the file", "a whole pickle") from None
     except UnicodeDecodeError:
         raise MalformedInput(source, 0, "a string that is not UTF-8", _WRITTEN_BY) from None
-    except (IndexError, KeyError, TypeError, AttributeError, ValueError) as error:  # of a stack that a damaged pickle left
+    except (IndexError, KeyError, TypeError, AttributeError, ValueError) as error:  # the stack of a damaged pickle
         seen = f"damage ({type(error).__name__}: {error})"
         raise MalformedInput(source, 0, seen, _WRITTEN_BY) from None
     finally:

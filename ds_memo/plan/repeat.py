@@ -1,4 +1,4 @@
-"""A trace of more layers than were profiled: layer 1 is repeated, as the paper profiles one layer and reuses it for all."""
+"""Traces of more layers than were profiled: layer 1 is repeated, as the paper reuses one profiled layer for all."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ds_memo.plan.trace import Phase, Request, Trace
 
 
 class Copy(NamedTuple):
-    """A phase that the longer trace has."""
+    """A phase of the longer trace."""
 
     of: int
     """Number of the profiled phase."""
     name: PhaseName
     shift: int = 0
-    """How much higher the number of its layer is than the profiled one's."""
+    """Its layer's number less the profiled one's."""
 
 
 def repeat_layer(trace: Trace, layers: int) -> Trace:
-    """A trace of `layers` layers, the added ones like layer 1.
+    """Return a trace of `layers` layers, the added ones like layer 1.
 
-    What a pass frees of another layer's tensors (gradients, the hidden state handed on), its copy frees of the layer
-    at the same distance; what a phase outside the layers frees of layer 1, it frees of every copy.
+    A pass may free another layer's tensors (gradients, the hidden state); its copy frees those of the layer at the same
+    distance. A phase outside the layers that frees a tensor of layer 1 frees that tensor of every copy.
 
     Raises:
-        TracesDiffer: Layer 1 is not between two others, or the neighbours it would free from do not match it.
+        TracesDiffer: Layer 1 is not between two others, or the neighbours whose tensors it frees do not match it.
     """
     passes = {p: phase.name for p, phase in enumerate(trace.phases) if isinstance(phase.name, LayerPass)}
     extra = layers - _check(trace, passes, layers)
@@ -37,7 +37,7 @@ def repeat_layer(trace: Trace, layers: int) -> Trace:
 
 
 def _check(trace: Trace, passes: Mapping[int, LayerPass], layers: int) -> int:
-    """How many layers the trace has."""
+    """Return the number of layers of the trace."""
     if len(set(passes.values())) < len(passes):
         raise TracesDiffer("cannot repeat a layer of a trace with several passes over it (gradient accumulation)")
     others = [phase.name for p, phase in enumerate(trace.phases) if p not in passes]
@@ -50,7 +50,7 @@ def _check(trace: Trace, passes: Mapping[int, LayerPass], layers: int) -> int:
 
 
 def _copies(p: int, name: PhaseName, extra: int) -> list[Copy]:
-    """What becomes of a phase, in the order of the longer trace."""
+    """Return the copies of a phase, in the order of the longer trace."""
     if not isinstance(name, LayerPass) or name.layer == 0:
         return [Copy(p, name)]
     shifts = range(extra + 1) if name.layer == 1 else [extra]
@@ -67,13 +67,13 @@ class _Longer:
         self._trace = trace
         self._passes = passes
         self._names: dict[int, list[PhaseName]] = defaultdict(list)
-        """Of its copies, by number of the profiled phase."""
+        """Names of the copies, by number of the profiled phase."""
         for copy in copies:
             self._names[copy.of].append(copy.name)
-        self._homes = trace.homes()
+        self._births = trace.births()
         self._sizes = {tensor.id: tensor.size for tensor in trace.tensors()}
         self._alive: dict[str, int] = {}
-        """Bytes by id."""
+        """Bytes of the live tensors, by id."""
         for copy in copies:
             self._add(copy)
 
@@ -90,21 +90,21 @@ class _Longer:
         self.phases.append(Phase(copy.name, first, len(self.requests)))
 
     def _free(self, id_: str, copy: Copy) -> None:
-        """What a copy frees where the profiled phase freed `id_`."""
-        home, k = self._homes[id_]
-        for source in self._sources(home, copy):
+        """Free in a copy what the profiled phase frees by `id_`."""
+        born_in, k = self._births[id_]
+        for source in self._sources(born_in, copy):
             freed = f"{source}:{k}"
-            if freed not in self._alive and home not in self._passes and copy.shift:
+            if freed not in self._alive and born_in not in self._passes and copy.shift:
                 continue  # another copy has freed it
             if self._alive.pop(freed, None) != self._sizes[id_]:
                 raise TracesDiffer(f"{copy.name} would free tensor {k} of {source}, which does not match the profile's")
             self.requests.append(Request(freed, None))
 
-    def _sources(self, home: int, copy: Copy) -> list[PhaseName]:
-        """The phases of which a copy frees, where the profiled phase freed of `home`."""
-        if home not in self._passes:
-            return [self._trace.phases[home].name]
+    def _sources(self, born_in: int, copy: Copy) -> list[PhaseName]:
+        """Return the phases whose tensors a copy frees if the profiled phase frees a tensor of `born_in`."""
+        if born_in not in self._passes:
+            return [self._trace.phases[born_in].name]
         if copy.of in self._passes:
-            its = self._passes[home]
+            its = self._passes[born_in]
             return [its._replace(layer=its.layer + copy.shift)]
-        return self._names[home]
+        return self._names[born_in]

@@ -1,11 +1,10 @@
-"""A plan for another sequence length, without solving again.
+"""Plans for another sequence length, without solving again.
 
-Tensor sizes of a transformer are affine in the sequence length, `size = a + b·s`, and which tensor lies above which is
-the hard part of a plan. So two profiled lengths give every size (`fit_sizes`), and `rescale` keeps the vertical order
-and stacks anew: each slot as low as the ones below it allow. 6,000 slots take some tens of milliseconds.
+Tensor sizes of a transformer are affine in the sequence length, `size = a + b·s`, so two profiled lengths give every size
+(`fit_sizes`). The vertical order of the tensors is the hard part of a plan. `rescale` keeps that order and stacks the
+slots again, each as low as those below it allow. 6,000 slots take some tens of milliseconds.
 
-The result is verified, and its lower bound is that of the new sizes: it can be above it, where the order is no longer
-the best.
+The result is verified. Its lower bound is that of the new sizes; its peak can be above, if another order is better now.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ds_memo.plan.trace import UNIT, Trace, rounded
 
 
 class Affine(NamedTuple):
-    """Bytes of one tensor as a + b·s; exact fractions."""
+    """Bytes of one tensor as a + b·s, in exact fractions."""
 
     a: Fraction
     b: Fraction
@@ -38,26 +37,26 @@ class Affine(NamedTuple):
 
 @dataclass
 class Lines:
-    """Sizes of a run's requests as functions of the sequence length, and the lengths for which they are known to be right."""
+    """Sizes of a run's requests as functions of the sequence length, and the lengths at which they hold."""
 
     sizes: dict[str, Affine]
     least: int
     most: int
-    """From `least` to `most` tokens passes make these requests."""
+    """Passes of `least` to `most` tokens make these requests."""
     under: float = 0
     over: float = inf
-    """At `under` tokens and below, at `over` and above, they make others."""
+    """Passes of at most `under` tokens, or at least `over`, make others."""
 
     def hold_at(self, length: int) -> bool:
-        """Whether passes of this length are known to make these requests."""
+        """Return True if passes of this length are known to make these requests."""
         return self.least <= length <= self.most
 
     def may_hold_at(self, length: int, min_bytes: int) -> bool:
-        """Whether they may, as far as is known. A request below `min_bytes` would not be seen, so all must be of that or more."""
+        """Return True if they may, as far as is known. A request below `min_bytes` is not logged, so none may be smaller."""
         return self.under < length < self.over and min(line.at(length) for line in self.sizes.values()) >= min_bytes
 
     def learn(self, length: int, fits: bool) -> None:
-        """A pass of this length asked for these, or not."""
+        """Note whether a pass of this length made these requests."""
         if fits:
             self.least, self.most = min(self.least, length), max(self.most, length)
         elif length < self.least:
@@ -67,24 +66,24 @@ class Lines:
 
 
 def fit_sizes(short: Trace, s_short: int, long: Trace, s_long: int) -> dict[str, Affine]:
-    """Size of every tensor of `short` as a function of the sequence length, from two traces of the same run.
+    """Return the size of every tensor of `short` over the sequence length, from two traces of the same run.
 
     Tensors are matched by phase and order (the k-th malloc), not by id.
 
     Raises:
-        TracesDiffer: Other phases, other order of mallocs and frees, or the same length twice.
+        TracesDiffer: The phases or the order of mallocs and frees differ, or the length is the same twice.
     """
     if s_short == s_long:
         raise TracesDiffer(f"two sequence lengths are needed to fit sizes, got {s_short} twice")
     names = [[str(p.name) for p in t.phases] for t in (short, long)]
     if names[0] != names[1]:
         raise TracesDiffer(f"the traces have other phases: {names[0]} and {names[1]}")
-    homes = [t.homes() for t in (short, long)]
+    births = [t.births() for t in (short, long)]
     if len(short.requests) != len(long.requests):
         raise TracesDiffer(f"{len(short.requests)} requests at {s_short} tokens, {len(long.requests)} at {s_long}")
     sizes: dict[str, Affine] = {}
     for at, (x, y) in enumerate(zip(short.requests, long.requests, strict=True)):
-        if homes[0][x.id] != homes[1][y.id] or (x.size is None) != (y.size is None):
+        if births[0][x.id] != births[1][y.id] or (x.size is None) != (y.size is None):
             raise TracesDiffer(f"request {at} is {x} at {s_short} tokens and {y} at {s_long}")
         if x.size is not None and y.size is not None:
             b = Fraction(y.size - x.size, s_long - s_short)
@@ -93,11 +92,11 @@ def fit_sizes(short: Trace, s_short: int, long: Trace, s_long: int) -> dict[str,
 
 
 def sizes_at(plan: Plan, fitted: dict[str, Affine], s: int) -> list[int]:
-    """Requested bytes of the plan's slots at sequence length s.
+    """Return the requested bytes of the plan's slots at sequence length s.
 
     Raises:
-        TracesDiffer: The plan has a slot that the fit does not know.
-        BadSize: A size that would be negative.
+        TracesDiffer: The plan has a slot without a fitted size.
+        BadSize: A size is zero or negative.
     """
     try:
         sizes = [fitted[slot.id].at(s) for slot in plan.slots]
@@ -110,7 +109,10 @@ def sizes_at(plan: Plan, fitted: dict[str, Affine], s: int) -> list[int]:
 
 
 def rescale(plan: Plan, sizes: Sequence[int]) -> Plan:
-    """The plan with other sizes (bytes asked for, one per slot) and the same vertical order.
+    """Return the plan with other sizes and the same vertical order.
+
+    Args:
+        sizes: Requested bytes, one per slot.
 
     Raises:
         TracesDiffer: Not one size per slot.
@@ -138,7 +140,7 @@ def rescale(plan: Plan, sizes: Sequence[int]) -> Plan:
 
 
 def _neighbours(plan: Plan) -> list[list[int]]:
-    """For each slot the slots that at some time lie directly above it. If none of these overlap it, no other slot can."""
+    """Return for each slot the slots that at some time lie directly above it. If none of these overlaps it, no slot does."""
     # At equal times the deaths come first.
     events = sorted([(s.birth, 1, i) for i, s in enumerate(plan.slots)] + [(s.death, 0, i) for i, s in enumerate(plan.slots)])
     keys = [(s.offset, i) for i, s in enumerate(plan.slots)]
@@ -160,7 +162,7 @@ def _neighbours(plan: Plan) -> list[list[int]]:
 
 
 def _phases(plan: Plan, offsets: list[int], buffers: list[Buffer]) -> tuple[PhaseReport, ...]:
-    """The phases with the transient tensors' new bounds and extents. Phases that were equal may differ at another length."""
+    """Return the phases with the transient tensors' new bounds and extents. Equal phases may differ at another length."""
     inside: dict[int, list[int]] = defaultdict(list)
     for i, slot in enumerate(plan.slots):
         if slot.transient:

@@ -1,7 +1,7 @@
 """Exact search: a placement below a capacity, or the proof that there is none.
 
-The work is done by ops/csrc/dsa_search.cpp (compiled at first use), or by search_py.py where there is no compiler:
-about 50 times slower, and the result says so. How it works is told in search_py.py.
+ops/csrc/dsa_search.cpp (compiled at first use) does the work; without a compiler search_py.py does, about 50 times slower,
+and the result says so. search_py.py explains the method.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_COVERED = 10_000_000  # sections covered by all buffers together; 50 bytes 
 
 
 class Answer(NamedTuple):
-    """offsets is None where nothing was found; `proven` then says whether there is nothing to find."""
+    """The search's result. Without offsets, `proven` is True if no placement exists."""
 
     offsets: list[Offset] | None
     proven: bool
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
 
 def too_large(buffers: Sequence[Buffer]) -> str:
-    """Why the search would take too much memory for these buffers (above 1 GiB), or nothing."""
+    """Return why the search would take more than 1 GiB for these buffers, or an empty string."""
     if (n := len(buffers)) > MOST:
         return f"{n} buffers, more than {MOST}"
     first, last, _ = sections(buffers)
@@ -52,27 +52,27 @@ def search(
     max_nodes: int = NO_LIMIT,
     engine: str | None = None,
 ) -> Answer:
-    """Places all buffers below `capacity`, both in the same unit.
+    """Place all buffers below `capacity`, both in the same unit.
 
     Args:
-        seconds: Time limit; kept to within some milliseconds.
-        max_nodes: Limit of the decisions tried; a run is repeatable where this ends it, or nothing does.
-        engine: "c++" or "python"; None takes C++ where it can be had, else warns and takes Python.
+        seconds: Time limit, kept to within some milliseconds.
+        max_nodes: Limit of the decisions tried. A run is repeatable unless the time limit ends it.
+        engine: "c++" or "python"; None: C++ if available, else Python with a warning.
 
     Raises:
-        native.Unavailable: engine="c++" cannot be had.
+        native.Unavailable: engine="c++" is not available.
     """
     if not buffers:
         return Answer([], True, 0, "none")
     capacity = min(capacity, MAX_TOTAL)  # Problem keeps the sizes below it
     first, last, count = sections(buffers)
     size = [b.size for b in buffers]
-    seen: dict[tuple, int] = {}
+    latest: dict[tuple, int] = {}
     twin = []
     for i, key in enumerate(zip(first, last, size, strict=True)):
-        twin.append(seen.get(key, -1))
-        seen[key] = i
-    # What to try first at a corner: the buffer of most sections, of the largest area in time, or in sections.
+        twin.append(latest.get(key, -1))
+        latest[key] = i
+    # Tried first at a corner: the buffer of most sections, of the largest area in time, or in sections.
     preference = [
         [float(hi - lo + 1) for lo, hi in zip(first, last, strict=True)],
         [float(b.area) for b in buffers],
@@ -108,7 +108,7 @@ def search(
 
 
 def _with_deep_stack(work: Callable[[], T]) -> T:
-    """Runs `work` in a thread whose stack holds one frame per decision."""
+    """Run `work` in a thread whose stack holds one frame per decision."""
     out: list = []
 
     def call() -> None:

@@ -1,20 +1,18 @@
-"""Exact search in plain Python: the readable twin of ops/csrc/dsa_search.cpp, and its stand-in where no compiler
-exists.
+"""Exact search in Python: the readable twin of ops/csrc/dsa_search.cpp, and its stand-in without a compiler.
 
-Does every buffer fit below a capacity, and where? The search builds upwards. `floor[s]` is the height below which
-nothing more may be put in section s. A *valley* is a run of sections of equal floor with higher floors on both sides.
+The question: does every buffer fit below a capacity, and where? The search builds upwards. `floor[s]` is the height below which
+nothing more may lie in section s. A *valley* is a run of sections of equal floor with higher floors on both sides.
 At a section of a valley exactly one thing is true: one of the buffers that fit into the valley rests on the floor
 here, or none does (the section is *closed* at this floor and later *lifted* to the lower of the walls around it).
 Branching on that is complete: every solution can be pushed down until each buffer rests on another or on the ground.
 
-Why a dead end is dead is kept as a set of *literals*, the bits of an int: bit i is "buffer i rests at its offset", bit
-n + s is "section s was closed". `cone[s]` holds the literals that imply floor[s] and what lies below it. A decision
-whose literal is not among the reasons for the failure below it cannot repair that failure, and the search jumps over
-it.
+The reasons for a dead end are a set of *literals*, the bits of an int: bit i is "buffer i rests at its offset", bit n + s
+is "section s was closed". `cone[s]` holds the literals that imply floor[s] and the buffers below it. If a decision's
+literal is not among the reasons for the failure below it, changing that decision cannot help: the search jumps over it.
 
 Canonical solutions, sections and decomposition are ideas of MiniMalloc (Moffitt, ASPLOS 2023, doi
-10.1145/3623278.3624752). The two implementations visit the same nodes in the same order (tests/plan/test_search.py),
-this one about 50 times slower.
+10.1145/3623278.3624752). Both implementations visit the same nodes in the same order (tests/plan/test_search.py); this
+one is about 50 times slower.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class OutOfTime(Exception):
 
 
 def mix(x: int) -> int:
-    """splitmix64."""
+    """Return splitmix64 of `x`."""
     x = (x + 0x9E3779B97F4A7C15) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -52,11 +50,11 @@ class Search:
         self.release = [0] * self.n  # a buffer's lowest possible offset: the highest floor it covers
         self.floor = [0] * sections
         self.rest = [0] * sections  # units still to come
-        self.slack = [0] * sections  # capacity that is left over whatever happens below
+        self.slack = [0] * sections  # capacity that is left over in any case
         self.closed = [False] * sections
         self.times_closed = [0] * sections
         self.count = [0] * sections  # unplaced buffers
-        self.cut = [0] * sections  # of those, the ones that go on to s + 1
+        self.cut = [0] * sections  # of those, the buffers that go on to s + 1
         self.cone = [0] * sections
         self.at: list[list[int]] = [[] for _ in range(sections)]
         for i in range(self.n):
@@ -65,15 +63,15 @@ class Search:
                 self.rest[s] += size[i]
                 self.count[s] += 1
                 self.cut[s] += s < last[i]
-        self.weight = [1.0] * sections  # how often a section was where it failed
+        self.weight = [1.0] * sections  # grows with the failures at a section
         self.dead: set[tuple] = set()
         self.trail: list[tuple] = []
         self.raised: list[tuple[int, int, int]] = []  # (first, last, floor) since the last propagation
-        self.dirty: dict[int, None] = dict.fromkeys(range(sections))  # sections whose bound must be looked at again
+        self.dirty: dict[int, None] = dict.fromkeys(range(sections))  # sections whose bound must be computed again
         self.nodes = 0
 
     def run(self, preference: Sequence[Sequence[float]], seconds: float, max_nodes: int) -> int:
-        """1 and `offset` set, 0 where no placement exists, -1 at max_nodes, -2 at the time limit."""
+        """Return 1 with `offset` set, 0 if no placement exists, -1 at max_nodes, -2 at the time limit."""
         self.deadline = time.monotonic() + seconds
         everything = list(range(self.n))
         if self.propagate(0, self.sections - 1, everything) is not None:
@@ -155,7 +153,7 @@ class Search:
     # ---- inference; each returns None, or the literals that make it impossible
 
     def propagate(self, first: int, last: int, items: list[int]) -> int | None:
-        """Lifts closed runs, updates releases, bounds every section that changed."""
+        """Lift closed runs, update releases, bound every section that changed."""
         why = self.lift_closed_runs(first, last, items)
         if why is not None:
             return why
@@ -193,7 +191,7 @@ class Search:
                         why = 0
                         for q in range(max(first, s - 1), min(last, e + 1) + 1):
                             why |= self.cone[q]
-                        # Nothing to rest on, or the gap would hold a buffer that could as well be dropped into it.
+                        # Nothing to rest on, or a buffer could drop into the gap.
                         gap = height - self.floor[s]
                         if height == NO_WALL or any(
                             s <= self.first[i] and self.last[i] <= e and self.size[i] <= gap for i in items
@@ -210,7 +208,7 @@ class Search:
         return self.floor[s] if first <= s <= last and self.count[s] else NO_WALL
 
     def bound(self, s: int) -> int | None:
-        """Stacks what is left of section s, each buffer not below its release: where does it end at the earliest?"""
+        """Stack the unplaced buffers of section s, none below its release, and check their lowest possible end."""
         height = base = self.floor[s]
         late = []
         for i in self.at[s]:
@@ -285,7 +283,7 @@ class Search:
         return why
 
     def components(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Stretches of sections that no unplaced buffer connects."""
+        """Return the stretches of sections that no unplaced buffer connects."""
         parts, start = [], None
         for s in range(first, last + 1):
             if self.count[s]:
@@ -296,11 +294,11 @@ class Search:
         return parts
 
     def twinned(self, i: int) -> bool:
-        """The earlier of two equal buffers is tried first."""
+        """Return True if an equal, earlier buffer is not placed yet: that one is tried first."""
         return self.twin[i] >= 0 and self.offset[self.twin[i]] is None
 
     def choose(self, first: int, last: int, items: list[int]) -> tuple[int, int, int]:
-        """The section of a valley with the fewest options, often-failing sections before others; and the valley."""
+        """Return the section of a valley with the fewest options, often-failing sections before others; and the valley."""
         best, best_score = None, 0.0
         left = first
         while left <= last:
@@ -336,7 +334,7 @@ class Search:
         here = [i for i in self.at[s] if self.offset[i] is None]
         resting = [i for i in here if left <= self.first[i] and self.last[i] <= right and not self.twinned(i)]
         resting.sort(key=lambda i: (-self.prefer[i], i))
-        # Why there are no other options: what lies in this section, and the walls that keep wider buffers out.
+        # The reasons for no other options: the buffers in this section, and the walls that keep wider buffers out.
         reasons = self.cone[s]
         if left > first and any(self.first[i] < left for i in here):
             reasons |= self.cone[left - 1]

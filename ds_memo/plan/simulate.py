@@ -1,10 +1,10 @@
-"""What PyTorch's caching allocator would have reserved for the same trace: the number to compare a plan with.
+"""PyTorch's caching allocator, simulated: the bytes it reserves for a trace, to compare a plan with.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp (pytorch/pytorch at commit eb42ad6), for one stream and default
 settings:
 
 - Sizes are rounded up to 512 bytes. Up to 1 MiB is served by the small pool, the rest by the large one.
-- The smallest free block that holds the request is taken, the lower address among equals. The rest is split off if it
+- The smallest free block that holds the request serves it, the lower address among equals. The rest is split off if it
   is at least 512 bytes (small pool, expandable segments) or more than 1 MiB (large pool, native).
 - native: with no such block, a new segment of 2 MiB (small pool), 20 MiB (requests below 10 MiB), or the request
   rounded up to 2 MiB.
@@ -12,8 +12,7 @@ settings:
   block at the end counts as large as all the address space behind it, so blocks in the middle are preferred.
 - Freed blocks merge with free neighbours of the same segment.
 
-What is not simulated: several streams, record_stream, cudaMalloc's own granularity, a device that is full, garbage
-collection.
+Not simulated: several streams, record_stream, cudaMalloc's own granularity, a full device, garbage collection.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ class Reserved:
 
 
 def simulate(trace: Trace, *, expandable: bool = False, iterations: int = 1, deadline: float = float("inf")) -> Reserved | None:
-    """Replays the trace; several iterations show what is left over from the first.
+    """Replay the trace and return its peaks; several iterations show what is left over from the first.
 
     Tensors that the trace never frees are freed at the end of an iteration. O(n log n), some 5 µs a request.
 
     Args:
-        deadline: `time.monotonic()` after which it is given up; the result is None then.
+        deadline: `time.monotonic()` after which the replay stops and returns None.
     """
     allocator = _Allocator(expandable)
     for _ in range(iterations):
@@ -102,21 +101,21 @@ class _Allocator:
     def free(self, block: _Block) -> None:
         self.allocated -= block.size
         if block.prev is not None and block.prev.free:
-            self._take(block.prev)
+            self._remove(block.prev)
             block = self._merge(block.prev, block)
         if block.next is not None and block.next.free:
-            self._take(block.next)
+            self._remove(block.next)
             block = self._merge(block, block.next)
-        self._give(block)
+        self._add(block)
 
     # ---- the pool of free blocks
 
-    def _give(self, block: _Block) -> None:
+    def _add(self, block: _Block) -> None:
         block.free = True
         self.pools[block.small].add(block.key)
         self.free_blocks[block.key] = block
 
-    def _take(self, block: _Block) -> None:
+    def _remove(self, block: _Block) -> None:
         self.pools[block.small].remove(block.key)
         del self.free_blocks[block.key]
         block.free = False
@@ -126,11 +125,11 @@ class _Allocator:
         key = pool.ceiling((size, -1, -1))
         if key is None:
             return None
-        # The expandable end counts as endless: any other block that fits goes first.
+        # The expandable end counts as endless: any other fitting block goes first.
         if self.expandable and self.free_blocks[key] is self.tails.get(small):
             key = pool.neighbours(key)[1] or key
         block = self.free_blocks[key]
-        self._take(block)
+        self._remove(block)
         return block
 
     def _split(self, block: _Block, size: int) -> None:
@@ -140,7 +139,7 @@ class _Allocator:
         block.next, block.size = rest, size
         if self.tails.get(block.small) is block:
             self.tails[block.small] = rest
-        self._give(rest)
+        self._add(rest)
 
     def _merge(self, low: _Block, high: _Block) -> _Block:
         low.size += high.size
@@ -167,7 +166,7 @@ class _Allocator:
         page = SMALL_BUFFER if small else LARGE_BUFFER
         tail = self.tails.get(small)
         if tail is not None and tail.free:
-            self._take(tail)
+            self._remove(tail)
             more = round_up(size - tail.size, page)
             tail.size += more
             block = tail

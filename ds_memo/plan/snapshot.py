@@ -1,11 +1,10 @@
-"""Traces from PyTorch memory snapshots: anyone can plan a run that they already have.
+"""Traces from PyTorch memory snapshots, to plan an existing run.
 
     torch.cuda.memory._record_memory_history(); ...one training step...; torch.cuda.memory._dump_snapshot("run.pickle")
 
-The pickle is a dict whose `device_traces` holds, per device, the allocator's events in order; `alloc` and
-`free_completed` are the ones that matter here (torch/cuda/_memory_viz.py documents the format). There are no phases
-in it: the trace is one phase called step. Frees of memory that was allocated before the recording began are left out
-and counted.
+The pickle is a dict whose `device_traces` holds, per device, the allocator's events in order. Only `alloc` and
+`free_completed` matter here (torch/cuda/_memory_viz.py documents the format). It has no phases: the trace is one phase
+called step. Frees of memory from before the recording are left out and counted.
 
 Pickles can run code, and few bytes can take all memory. This one is read by plain_pickle, which builds plain containers
 and counts its steps.
@@ -30,7 +29,7 @@ def read_snapshot(path: str | Path) -> Trace:
 
     Raises:
         UnsafePickle, TruncatedInput, MalformedInput, BadSize: See errors.py.
-        TooLong: it has more than MOST_SNAPSHOT_BYTES.
+        TooLong: The file has more than MOST_SNAPSHOT_BYTES.
     """
     source = str(path)
     try:

@@ -1,12 +1,13 @@
-"""One allocation problem, start to end: greedy, exact search, MIP, search again; verified.
+"""Solve one allocation problem: greedy, exact search, MIP, search again; verified.
 
-Each stage ends the work when the peak equals the best lower bound known, which is a proof. `solver` says how far to go:
+The first stage whose peak equals the best known lower bound ends the work, since that is a proof. `solver` sets the
+stages:
 
 | solver | stages |
 |---|---|
 | greedy | the greedy portfolio |
-| search | and the exact search for the whole time limit |
-| cbc, highs | and, between a short and a long search, the MIP |
+| search | greedy, then the exact search for the whole time limit |
+| cbc, highs | greedy, then a short search, the MIP and a long search |
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ds_memo.plan.dsa import Offset, Problem, lower_bound, peak
 from ds_memo.plan.search import search, too_large
 
 SOLVERS = ("greedy", "search", "cbc", "highs")
-VERIFYING = 2e-5  # seconds a buffer, kept back for the verifier: twice what it takes
+VERIFYING = 2e-5  # seconds a buffer, kept for the verifier: twice the measured time
 IN_PYTHON = "exact search ran in Python: no compiler"
 MAX_PAIRS = 4000  # overlapping pairs, one binary each; above it CBC has never improved a plan within minutes
 Progress = Callable[[str, int, int, float, float], None]  # stage, best peak, bound, seconds used, seconds allowed
@@ -37,8 +38,8 @@ class Solution:
         peak: The highest address used.
         lower_bound: The most units alive at once.
         bound: The best proven bound, at least lower_bound: the search can prove that lower_bound cannot be reached.
-        method: What found the offsets, as "greedy (size)", "search (c++)" or "mip (cbc)".
-        notes: Every stage that could not do its part, and why.
+        method: The stage that found the offsets, as "greedy (size)", "search (c++)" or "mip (cbc)".
+        notes: Every stage that was left out or failed, and why.
     """
 
     offsets: list[Offset]
@@ -51,7 +52,7 @@ class Solution:
 
     @property
     def proven(self) -> bool:
-        """No plan is smaller."""
+        """True if no plan is smaller."""
         return self.peak == self.bound
 
 
@@ -102,15 +103,15 @@ class _Run:
 
 
 def solve(problem: Problem, *, solver: str = "cbc", seconds: float = 60.0, progress: Progress | None = None) -> Solution:
-    """The smallest plan that `solver` finds in `seconds`, verified.
+    """Return the smallest plan that `solver` finds in `seconds`, verified.
 
-    The limit is kept to 0.2 s, where there is time for one sweep and the verifier: some 15 µs a buffer.
+    The limit is kept to 0.2 s if it suffices for one sweep and the verifier: some 15 µs a buffer.
 
     Args:
         progress: Called with stage, best peak, bound (the problem's unit), seconds used and allowed, at every change.
 
     Raises:
-        ValueError: No such solver.
+        ValueError: `solver` is not one of SOLVERS.
     """
     found = place(problem, solver=solver, seconds=seconds - VERIFYING * len(problem), progress=progress)
     verify.require(problem.buffers, found.offsets, peak=found.peak, lower_bound=found.lower_bound)
@@ -125,10 +126,10 @@ def place(
     start: Solution | None = None,
     progress: Progress | None = None,
 ) -> Solution:
-    """As solve, but not verified.
+    """Solve like `solve`, but without the verifier.
 
     Args:
-        start: A solution to go on from: greedy is not asked again, or, where this is a sweep's, for the rest.
+        start: A solution to go on from. Greedy does not run again, or only its other orders if this is a sweep's.
     """
     if solver not in SOLVERS:
         raise ValueError(f"solver {solver!r}, expected one of {', '.join(SOLVERS)}")
@@ -137,9 +138,9 @@ def place(
         run.offer(start.offsets, start.method)
     swept = start.offsets if start is not None and start.method == f"greedy ({greedy.IN_TIME})" else None
     if start is None or (swept is not None and not run.done):
-        # Greedy gets a third of a short limit, so that something is left for the rest.
-        share = 0.9 if solver == "greedy" else 0.33
-        offsets, order = greedy.portfolio(run.buffers, run.began + share * seconds, run.bound, swept)
+        # Greedy gets a third of a short limit and leaves the rest to the other stages.
+        fraction = 0.9 if solver == "greedy" else 0.33
+        offsets, order = greedy.portfolio(run.buffers, run.began + fraction * seconds, run.bound, swept)
         run.offer(offsets, f"greedy ({order})")
         if run.peak > run.bound and len(problem) > greedy.FIRST_FIT_MOST:
             run.note(f"first fit left out: {len(problem)} buffers, more than {greedy.FIRST_FIT_MOST}")
@@ -165,10 +166,10 @@ def _exact(run: _Run, solver: str) -> None:
 def fit(
     problem: Problem, capacity: int, *, solver: str = "cbc", seconds: float = 60.0, progress: Progress | None = None
 ) -> Solution | None:
-    """A placement below `capacity`, or None where none was found; any that fits will do.
+    """Return any placement below `capacity`, or None if none was found.
 
-    This is MiniMalloc's question. It is easier than the smallest plan: the search is given the capacity at once, and
-    every solver but "greedy" means the same here.
+    This is MiniMalloc's question. It is easier than the smallest plan, because the search gets the capacity at once.
+    Every solver but "greedy" does the same here.
 
     Args:
         progress: See solve.
@@ -201,7 +202,7 @@ def fit(
 
 
 def _search(run: _Run, seconds: float) -> None:
-    """Exact search at the bound; where that fails, halfway between it and the best plan, in half the time left."""
+    """Search at the bound; if that fails, halfway between it and the best plan, in half of the remaining time."""
     end = time.monotonic() + min(seconds, run.left)
     target = run.bound
     while not run.done and target < run.peak and (left := end - time.monotonic()) > 0.02:

@@ -1,10 +1,10 @@
-"""Request traces: what one iteration asks of the allocator, phase by phase.
+"""Request traces: the memory requests of one iteration, phase by phase.
 
     phase L0.f
     malloc 6 268435456
     free 6
 
-A trace makes tensors (`Tensor`: born at one request, dead at another), and tensors make a plan. Time is the index of
+A trace gives tensors (`Tensor`: born at one request, dead at another), and tensors give a plan. Time is the index of
 the request; a tensor that is never freed lives to the end.
 """
 
@@ -22,7 +22,7 @@ UNIT = 512  # bytes; PyTorch's allocator rounds every request up to this, and so
 
 
 def rounded(size: int) -> int:
-    """Bytes rounded up to whole units."""
+    """Return the bytes rounded up to whole units."""
     return round_up(size, UNIT)
 
 
@@ -43,16 +43,16 @@ class Tensor(NamedTuple):
     """One malloc with its free."""
 
     id: str
-    size: int  # bytes as asked for
+    size: int  # requested bytes
     birth: int  # index of the malloc
     death: int  # index of the free, or the trace's length
     birth_phase: int
-    death_phase: int  # the phase of the free; the last one where there is none
+    death_phase: int  # the phase of the free; the last phase without one
     k: int  # the k-th malloc of its phase: the key of its slot
 
     @property
     def transient(self) -> bool:
-        """Born and dead inside one phase. The others are skeletal: something later needs them."""
+        """True if born and dead inside one phase. The others are skeletal: a later phase needs them."""
         return self.birth_phase == self.death_phase
 
 
@@ -61,9 +61,9 @@ class Trace:
     """One iteration's requests.
 
     Args:
-        requests: In the order of the run, ids unique, every free after its malloc (the readers in formats.py check).
+        requests: In the order of the run, ids unique, every free after its malloc. The readers in formats.py check that.
         phases: Consecutive, covering all requests.
-        notes: What the reader had to leave out, in words.
+        notes: Sentences about events that the reader left out.
     """
 
     requests: tuple[Request, ...]
@@ -71,8 +71,8 @@ class Trace:
     notes: tuple[str, ...] = field(default=())
 
     def tensors(self) -> list[Tensor]:
-        """All tensors in order of birth."""
-        number: dict[str, int] = {}  # id -> place in the order of birth
+        """Return all tensors in order of birth."""
+        number: dict[str, int] = {}  # id -> index in the order of birth
         ids: list[str] = []
         sizes: list[int] = []
         births: list[int] = []
@@ -99,35 +99,35 @@ class Trace:
                     death_phases.append(last)
         return list(map(Tensor, ids, sizes, births, deaths, birth_phases, death_phases, ks))
 
-    def shape(self, phase: int, home: dict[str, tuple[int, int]]) -> tuple:
-        """A phase's requests without run-specific ids: mallocs by size, frees by (phases back, k of the malloc)."""
+    def shape(self, phase: int, births: dict[str, tuple[int, int]]) -> tuple:
+        """Return a phase's requests without ids: mallocs by size, frees by (phases back, k of the malloc)."""
         at = self.phases[phase]
         out: list[int | tuple[int, int]] = []
         for request in self.requests[at.first : at.end]:
             if request.size is not None:
                 out.append(request.size)
             else:
-                p, k = home[request.id]
+                p, k = births[request.id]
                 out.append((phase - p, k))
         return tuple(out)
 
-    def homes(self) -> dict[str, tuple[int, int]]:
-        """id -> (phase, k) of its malloc."""
+    def births(self) -> dict[str, tuple[int, int]]:
+        """Return (phase, k) of each tensor's malloc, by id."""
         return {x.id: (x.birth_phase, x.k) for x in self.tensors()}
 
 
 def varying_phases(iterations: Sequence[Trace]) -> list[int]:
-    """Indices of the phases whose requests are not the same in every iteration (MoE with uneven experts, for one).
+    """Return the indices of the phases whose requests differ between iterations (MoE with uneven experts).
 
     Raises:
-        TracesDiffer: The iterations do not even have the same phases.
+        TracesDiffer: The iterations have different phases.
     """
     if len(iterations) == 1:
         return []
     names = [str(p.name) for p in iterations[0].phases]
     for number, other in enumerate(iterations[1:], 2):
-        seen = [str(p.name) for p in other.phases]
-        if seen != names:
-            raise TracesDiffer(f"iteration {number} has phases {seen}, iteration 1 has {names}")
-    homes = [it.homes() for it in iterations]
-    return [p for p in range(len(names)) if len({it.shape(p, home) for it, home in zip(iterations, homes, strict=True)}) > 1]
+        others = [str(p.name) for p in other.phases]
+        if others != names:
+            raise TracesDiffer(f"iteration {number} has phases {others}, iteration 1 has {names}")
+    born = [it.births() for it in iterations]
+    return [p for p in range(len(names)) if len({it.shape(p, births) for it, births in zip(iterations, born, strict=True)}) > 1]

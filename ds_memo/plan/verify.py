@@ -1,8 +1,8 @@
-"""The verifier: believes no solver. Nothing leaves the planner without passing here.
+"""The verifier: believes no solver. Every plan passes here before it leaves the planner.
 
-It shares no code with the solvers. One sweep through time knows the buffers that are alive by their rank in the order of
-addresses, so that a new one need only be compared with its two neighbours: O(n log n), some 5 µs a buffer. `check`
-returns the name of what is wrong and a sentence, or None; `require` raises it.
+It shares no code with the solvers. One sweep through time keeps the live buffers by their rank in the order of addresses.
+So a new buffer is compared with its two neighbours only: O(n log n), some 5 µs a buffer. `check` returns the error's name
+and a sentence, or None; `require` raises it.
 
 | error | meaning |
 |---|---|
@@ -35,7 +35,7 @@ def check(
     capacity: int | None = None,
     alignment: int = 1,
 ) -> tuple[str, str] | None:
-    """None where the offsets are a solution, else (name, detail). All quantities in the same unit."""
+    """Return None if the offsets are a solution, else (name, detail). All quantities are in the same unit."""
     if len(buffers) != len(offsets):
         return "bad_count", f"{len(offsets)} offsets for {len(buffers)} buffers"
     top = 0
@@ -78,13 +78,13 @@ def check(
 
 
 def require(buffers: Sequence[Buffer], offsets: Sequence[Offset], **stated: Any) -> None:
-    """Raises InvalidPlan where `check` finds something."""
+    """Raise InvalidPlan if `check` finds an error."""
     if wrong := check(buffers, offsets, **stated):
         raise InvalidPlan(*wrong)
 
 
 class _Ranks:
-    """A set of numbers below n, as the bits of words, and of one more that says which words are not zero."""
+    """A set of numbers below n, as the bits of words; `used` has a bit for each word that is not zero."""
 
     WORD = 1024  # bits; a million ranks are a thousand words
 
@@ -104,7 +104,7 @@ class _Ranks:
             self.used ^= 1 << w
 
     def below(self, rank: int) -> int | None:
-        """The largest one below `rank`."""
+        """Return the largest rank in the set below `rank`."""
         w, bit = divmod(rank, self.WORD)
         here = self.words[w] & ((1 << bit) - 1)
         if not here:
@@ -115,7 +115,7 @@ class _Ranks:
         return w * self.WORD + here.bit_length() - 1
 
     def above(self, rank: int) -> int | None:
-        """The smallest one above `rank`."""
+        """Return the smallest rank in the set above `rank`."""
         w, bit = divmod(rank, self.WORD)
         here, skip = self.words[w] >> bit + 1, bit + 1
         if not here:
@@ -127,5 +127,5 @@ class _Ranks:
 
 
 def _lowest(word: int) -> int:
-    """The number of the lowest bit that is set."""
+    """Return the index of the lowest set bit."""
     return (word & -word).bit_length() - 1

@@ -1,13 +1,13 @@
-"""Non-layer memory: device bytes that a pass took for other than its layers, worked out from its request log.
+"""Non-layer memory: device bytes that a pass takes outside its layers, computed from its request log.
 
-The solver leaves that much free afterwards.
+The solver then keeps that much free.
 
 head         logits, loss, their gradients: between the last layer's forward and its backward; grows with the tokens
-forward      parameters that are gathered, masks
-backward     gradients, and the buckets in which they are reduced: more with every layer
-elsewhere    on other streams, where no address is planned: what is gathered and reduced while layers compute
+forward      gathered parameters, masks
+backward     gradients and their reduction buckets: more with every layer
+elsewhere    other streams, where no address is planned: gathering and reducing while layers compute
 
-Blocks that are still alive when the log ends do not count: what the device has free no longer includes them.
+Blocks that are still alive when the log ends do not count: the device's free memory no longer includes them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class NonLayerMemory(NamedTuple):
     """Bytes of one pass."""
 
     head: int
-    """Of head and loss, between the last layer's forward and its backward; without `staying`."""
+    """Head and loss, between the last layer's forward and its backward; without `staying`."""
     staying: int = 0
-    """Of head and loss, and there through the whole backward."""
+    """Head and loss, alive through the whole backward."""
     forward: int = 0
     backward: tuple[int, ...] = (0,)
     """By layer, in the order of the forward."""
@@ -34,12 +34,12 @@ class NonLayerMemory(NamedTuple):
 
 
 class Most(NamedTuple):
-    """What the latest visit of a phase took: bytes of the blocks that were born in it and died before the log ended."""
+    """Bytes of the blocks that were born in the latest visit of a phase and died before the log ended."""
 
     peak: int
     """The most alive at once."""
     staying: int
-    """Of those still alive at the end of the next phase, without the gradient that is passed on to it."""
+    """Those still alive at the end of the next phase, without the gradient that is passed on to it."""
 
 
 def non_layer_memory(
@@ -49,15 +49,14 @@ def non_layer_memory(
     forward: Mapping[int, int],
     backward: Mapping[int, int],
 ) -> NonLayerMemory | None:
-    """The non-layer memory of a pass; None: it had no head.
+    """Return the non-layer memory of a pass, or None if the pass had no head.
 
     Args:
-        events: of the pass.
+        events: the pass's log.
         carried: bytes, by id, of blocks that earlier passes left behind.
-        hidden_bytes: of the last layer's output, and so of its gradient. Autograd may add to that in place all the way down; it
-            is counted in what each layer's backward takes, so it does not count as staying.
-        forward, backward: by layer, in the order of the forward, the bytes that the solver took the layers to need then, with
-            everything that is kept.
+        hidden_bytes: bytes of the last layer's output, and so of its gradient. Autograd may add to that gradient in every layer.
+            Each layer's backward counts it, so it does not count as staying.
+        forward, backward: predicted bytes by layer, in the order of the forward, with all kept tensors.
     """
     head = most_in(Part.HEAD, events, hidden_bytes)
     if head is None:
@@ -75,14 +74,14 @@ def non_layer_memory(
 
 
 def largest(several: Sequence[NonLayerMemory]) -> NonLayerMemory:
-    """The largest of each number over several ranks or passes."""
+    """Return the largest of each number over several ranks or passes."""
     heads, staying, forwards, backwards, elsewhere = zip(*several, strict=True)
     backward = tuple(map(max, zip_longest(*backwards, fillvalue=0)))
     return NonLayerMemory(max(heads), max(staying), max(forwards), backward, max(elsewhere))
 
 
 def carry(carried: dict[int, int], events: Iterable[Event]) -> None:
-    """Update `carried`, the bytes by id of the blocks that are alive, with a pass's events."""
+    """Update `carried` (bytes of the live blocks, by id) with a pass's events."""
     for event in events:
         if event.kind == "malloc":
             carried[event.id] = event.size
@@ -91,14 +90,11 @@ def carry(carried: dict[int, int], events: Iterable[Event]) -> None:
 
 
 def most_in(phase: PhaseName, events: Sequence[Event], passed_on: int = 0) -> Most | None:
-    """What one phase of a pass took.
+    """Return the memory that one phase took, or None if the pass did not visit it.
 
     Args:
-        events: of the pass so far; what dies later counts as outliving it.
-        passed_on: bytes of the gradient that the next phase begins with, which does not count as staying.
-
-    Returns:
-        None if the phase was not visited.
+        events: the pass's log so far. A block without a free in it does not count.
+        passed_on: bytes of the gradient that the next phase begins with. It does not count as staying.
     """
     visits: list[PhaseName | None] = []
     born: dict[int, tuple[int, int]] = {}
@@ -121,7 +117,7 @@ def most_in(phase: PhaseName, events: Sequence[Event], passed_on: int = 0) -> Mo
 
 
 def _peaks(events: Sequence[Event], carried: Mapping[int, int]) -> dict[PhaseName | None, int]:
-    """By phase, the most alive at once on the pass's stream."""
+    """Return the most bytes alive at once on the pass's stream, by phase."""
     peaks: dict[PhaseName | None, int] = {}
     for phase, alive in _alive(events, {**carried, **_sizes(events, "malloc")}, frozenset(carried)):
         peaks[phase] = max(peaks.get(phase, 0), alive)
@@ -135,11 +131,11 @@ def _sizes(events: Iterable[Event], kind: str) -> dict[int, int]:
 def _alive(
     events: Sequence[Event], sizes: Mapping[int, int], before: frozenset[int] = frozenset()
 ) -> Iterator[tuple[PhaseName | None, int]]:
-    """The phase and the bytes alive after each event, counting those of these blocks that die before the log ends.
+    """Yield the phase and the bytes alive after each event.
 
     Args:
-        sizes: bytes of the blocks, by id.
-        before: ids of those that are alive from the start.
+        sizes: bytes of the blocks to count, by id. A block that is not freed does not count.
+        before: ids of the blocks that are alive from the start.
     """
     died = {event.id for event in events if event.kind == "free"} & sizes.keys()
     alive, phase = sum(sizes[id_] for id_ in died & before), None

@@ -1,12 +1,12 @@
-"""Plans: what is known of each kind of pass, and the plan that is made of it.
+"""Plans by kind of pass, and the logs that they are made from.
 
-Of requests     those of a pass that came twice alike
-Of lines        two profiled kinds that differ in one length and ask for the same in the same order are as good as one that was
-                profiled twice, and every size is a line through theirs. The plan for a third length is made from these lines at
-                once (ds_memo/plan/rescale.py), so that a run whose batches have a new length each time is planned too. Requests
-                below the op's limit are not seen, and each kind of tensor passes it at a length of its own: between two lengths
-                that ask for the same all do; beyond them it is tried, up to where it was seen to be otherwise, for lengths that
-                are closest to them.
+from requests    a kind is planned once two iterations in a row make the same requests
+from lines       two profiled kinds differ in one length and make the same requests in the same order: every size is a line
+                 through their two sizes. The plan for a third length comes from these lines at once (ds_memo/plan/rescale.py),
+                 so a run with a new length in every batch is planned too.
+
+The op does not log requests below its limit, and each kind of tensor crosses it at a length of its own. Between two lengths with
+the same requests the lines hold. Beyond them they are tried for the closest lengths, up to the first length that did not fit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds_memo.ops.allocator import MIN_BYTES, NATIVE, Allocator
 from ds_memo.plan import Plan, PlanError, plan_trace
 from ds_memo.plan.rescale import Lines, fit_sizes, rescale
 from ds_memo.plan.trace import UNIT
-from ds_memo.planned_alloc.request_log import NEVER, Place, RequestLog
+from ds_memo.planned_alloc.request_log import NEVER, Position, RequestLog
 from ds_memo.shapes import Length, PassKind, length_between
 
 _TROUBLE = 0.01
@@ -28,51 +28,51 @@ _TROUBLE = 0.01
 _PLANS_PER_KIND = 3
 _KINDS = 64
 _PATTERNS = 4
-"""Kinds, those of the closest lengths, that the plan for another length may be made from."""
+"""Kinds of the closest lengths that a plan for another length may be made from."""
 _MISFITS = 3
-"""Plans made from those of other lengths that may fail, more than do not, until no more are made for a while."""
+"""Failures among plans from other lengths, less the successes, at which such plans pause."""
 _PAUSE = 50
-"""New kinds until one is made again: in a long run even a few misfits come together once."""
+"""New kinds in a pause: in a long run even rare failures coincide once."""
 _numbers = itertools.count()
 """The op's keys of plans, of all models."""
 _SPARE = 2 * UNIT
-"""Bytes that sizes on those lines may be off by: padding inside a tensor to some multiple is no line."""
+"""Bytes that a size may be off its line: a tensor that is padded to a multiple follows no line."""
 
 
 @dataclass
 class Known:
-    """What is known of one kind of pass."""
+    """The logs and the plan of one kind of pass."""
 
     number: int
     """The op's key of its plan."""
     before: RequestLog | None = None
-    """Of the iteration before."""
+    """The log of the iteration before."""
     now: RequestLog | None = None
-    """Of the present iteration, so far."""
-    wrapping: set[Place] = field(default_factory=set)
-    """Mallocs that wrapped around from one such pass to the next."""
+    """The log of the present iteration, so far."""
+    wrapping: set[Position] = field(default_factory=set)
+    """Births of the blocks that wrapped around from one such pass to the next."""
     log: RequestLog | None = None
-    """What was planned."""
+    """The log that was planned."""
     plan: Plan | None = None
     fresh: bool = False
-    """It was planned from its own passes and not followed since: torch's cache has what they took."""
+    """True if it was planned from its own passes and not followed since: torch's cache still holds their memory."""
     plans: int = 0
-    """Made of its own requests so far."""
+    """Plans made from its own requests so far."""
     rescaled: tuple[Lines, int] | None = None
-    """What the plan was made from, and for which length; None: from requests of this kind."""
+    """The lines and the length that the plan was made from; None: from requests of this kind."""
     lines: dict[tuple[tuple[int, int], ...], Lines] = field(default_factory=dict)
-    """By a length that stands in these places of the inputs; of a kind that plans for other lengths are made from."""
+    """Lines for other lengths, by the dimensions of the inputs, as (tensor, dimension), that have the length."""
     trouble: int = 0
-    """Passes in a row that did not fit."""
+    """Passes in a row that did not fit the plan."""
 
     @property
     def pattern(self) -> RequestLog | None:
-        """What passes of this kind were seen to ask for."""
+        """The logged requests of this kind."""
         return None if self.rescaled else self.log or self.before
 
     @property
     def may_be_planned(self) -> bool:
-        """Once more: passes without a plan are worth a profile."""
+        """True if the kind may be profiled and planned once more."""
         return self.plans < _PLANS_PER_KIND
 
     def forget_plan(self) -> None:
@@ -82,18 +82,18 @@ class Known:
         self.trouble = 0
 
     def give_up(self) -> None:
-        """It is left to torch's allocator for good."""
+        """Leave the kind to torch's allocator for good."""
         self.forget_plan()
         self.plans = _PLANS_PER_KIND
 
 
 class Plans:
-    """Of one model's training passes, by their kind; in the op, too.
+    """The plans of one model's training passes, by kind. The op holds the same plans.
 
     Args:
         allocator: the op.
-        device_type: whose requests it sees.
-        warn: says something once and shows it in the report.
+        device_type: "cpu" or "cuda".
+        warn: warns once and shows the text in the report.
     """
 
     def __init__(self, allocator: Allocator, device_type: str, config: PlanConfig, warn: Callable[[str], None]) -> None:
@@ -105,11 +105,11 @@ class Plans:
         self._misfits = self._passed_over = 0
 
     def of(self, kind: PassKind) -> Known:
-        """A kind that comes for the first time has a plan if those of other lengths give one."""
+        """Return the entry of a kind. A new kind gets a plan at once if kinds of other lengths give one."""
         known = self.known.get(kind)
         if known is not None:
             return known
-        while len(self.known) >= _KINDS:  # first those that are made anew in no time
+        while len(self.known) >= _KINDS:  # rescaled plans first: they are made again within milliseconds
             oldest = next((kind for kind, known in self.known.items() if known.rescaled), next(iter(self.known)))
             self._allocator.forget_plan(self.known.pop(oldest).number)
         known = self.known[kind] = Known(next(_numbers))
@@ -117,7 +117,7 @@ class Plans:
         return known
 
     def iteration_ended(self) -> None:
-        """Plan what has come twice alike."""
+        """Plan every kind whose last two iterations made the same requests."""
         for known in self.known.values():
             if known.now is None:
                 continue
@@ -126,10 +126,10 @@ class Plans:
             known.before, known.now = known.now, None
 
     def judge(self, known: Known, counts: dict[str, int]) -> None:
-        """A pass followed its plan to the end.
+        """Keep or drop the plan of a pass that followed it to the end.
 
         Args:
-            counts: of its requests, by what became of them.
+            counts: the pass's requests, by outcome.
         """
         misses = sum(counts[name] for name in ("overlap", "size", "abandoned", "end", "unplanned"))
         fits = misses <= _TROUBLE * (counts["hit"] + counts["native"] + misses)
@@ -152,7 +152,7 @@ class Plans:
                 return
         self._drop(known)
         if not any(other.plan is not None or other.may_be_planned for other in self.known.values()):
-            self._allocator.reserve(0)  # not before: whatever pins the arena would pin it beside the next one
+            self._allocator.reserve(0)  # not before: a block that pins this arena would keep it next to a new one
 
     # ---- inside
 
@@ -162,7 +162,7 @@ class Plans:
 
     def _plan(self, known: Known, log: RequestLog) -> None:
         known.plans += 1
-        # Where the first plan did not last, an address that is taken at the begin of a pass may have been in the way.
+        # A wrapping block holds its address from the begin of a pass. If the first plan did not last, that may be why.
         wrapping = {p for p in known.wrapping if log.deaths[p[0]][p[1]] == NEVER} if known.plans == 1 else set()
         trace = log.trace(wrapping)
         if not trace.requests:
@@ -176,7 +176,7 @@ class Plans:
         known.fresh = True
 
     def _plan_from_others(self, kind: PassKind, known: Known) -> None:
-        """From two kinds with a pattern that differ from this one and from each other in one length only."""
+        """Plan a kind from two logged kinds that differ from it, and from each other, in one length only."""
         if self._misfits >= _MISFITS:
             self._passed_over += 1
             if self._passed_over < _PAUSE:
@@ -198,7 +198,7 @@ class Plans:
         known.rescaled = lines, to.there
 
     def _lines(self, base: PassKind, to: Length, others: list[tuple[PassKind, Length]]) -> Lines | None:
-        """Of a planned kind, every size by the length; None: no other kind asks for the same in the same order."""
+        """Return every size of a kind as a line over the length, or None if no other kind makes the same requests."""
         known = self.known[base]
         if to.places in known.lines:
             return known.lines[to.places]
@@ -209,7 +209,7 @@ class Plans:
             traces = (known.pattern.trace(escapees=True), self.known[other].pattern.trace(escapees=True))
             try:
                 sizes = fit_sizes(traces[0], between.here, traces[1], between.there)
-            except PlanError:  # they do not ask for the same after all
+            except PlanError:  # they do not make the same requests
                 continue
             if known.plan is None:
                 self._plan(known, known.pattern)

@@ -1,10 +1,10 @@
-"""Request logs: what the allocator op saw in a pass, ready to be compared, merged and planned.
+"""Request logs: a pass's requests as the allocator op logged them, to compare, merge and plan.
 
-A log has the requests of each visit of a phase, and for each block where it died: in which visit, and after how many of that
-visit's mallocs. Passes that ask for the same may free at different places (a gradient lives on after the first micro-batch of an
-accumulation and dies at once in the others); then the latest place counts. A block that outlives its pass is an *escapee*: no
-address can be promised to it. An exception is a block that always dies in the next pass before it is born again (a gradient,
-where zero_grad() comes after the forward): it *wraps around*, and gets an address that nothing else uses.
+A log has the requests of each visit of a phase, and the position at which each block died: the visit, and the number of mallocs
+before it there. Passes with the same requests may free at different positions; then the latest counts. (A gradient survives the
+first micro-batch of an accumulation and dies at once in the others.) A block that outlives its pass is an *escapee* and gets no
+address. But a block may always die in the next pass before it is born again, such as a gradient if zero_grad() follows the
+forward. It *wraps around* and gets an address of its own.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Visit(NamedTuple):
     """Bytes of its mallocs, in order."""
 
 
-Place = tuple[int, int]
-"""A visit, and how many of its mallocs came before."""
-NEVER: Place = (1 << 62, 0)
-"""Where an escapee dies."""
+Position = tuple[int, int]
+"""Index of a visit, and the number of its mallocs before this point."""
+NEVER: Position = (1 << 62, 0)
+"""The death of an escapee."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class RequestLog:
     """The requests of one pass."""
 
     visits: tuple[Visit, ...]
-    deaths: tuple[tuple[Place, ...], ...]
+    deaths: tuple[tuple[Position, ...], ...]
     """Per visit and malloc."""
 
     def repeated_by(self, later: RequestLog) -> bool:
-        """Whether a later pass asks for the same, apart from what only the first pass makes and never frees: optimizer states,
-        workspaces, caches."""
+        """Return True if a later pass makes the same requests. Blocks that only the first pass makes and never frees (optimizer
+        states, workspaces, caches) do not count."""
         if [visit.phase for visit in self.visits] != [visit.phase for visit in later.visits]:
             return False
         for (_, first), deaths, (_, again) in zip(self.visits, self.deaths, later.visits, strict=True):
-            reached = {0}  # how many of the later mallocs may be accounted for
+            reached = {0}  # possible numbers of later mallocs accounted for
             for size, death in zip(first, deaths, strict=True):
                 on = {k + 1 for k in reached if k < len(again) and again[k] == size}
                 reached = on | reached if death == NEVER else on
@@ -69,8 +69,8 @@ class RequestLog:
         return True
 
     def merged(self, other: RequestLog) -> RequestLog | None:
-        """Both logs in one: the visits of the longer, and of each block the later death. None where the visits of neither are the
-        beginning of the other's."""
+        """Return one log with the visits of the longer and the later death of each block, or None if neither log begins with the
+        other's visits."""
         long, short = (self, other) if len(self.visits) >= len(other.visits) else (other, self)
         if long.visits[: len(short.visits)] != short.visits:
             return None
@@ -79,18 +79,18 @@ class RequestLog:
         )
         return RequestLog(long.visits, later + long.deaths[len(short.deaths) :])
 
-    def trace(self, wrapping: Collection[Place] = (), escapees: bool = False) -> Trace:
-        """The log as the planner reads it; malloc k of visit v has the id "v:k".
+    def trace(self, wrapping: Collection[Position] = (), escapees: bool = False) -> Trace:
+        """Return the log as a trace for the planner. Malloc k of visit v has the id "v:k".
 
         Args:
-            wrapping: mallocs that wrap around: they live from the first request to the last.
-            escapees: include the other escapees, never freed; they are left out otherwise.
+            wrapping: births of the blocks that wrap around. They live from the first request to the last.
+            escapees: include the other escapees, which are never freed.
         """
-        frees: dict[Place, list[str]] = defaultdict(list)
-        for v, places in enumerate(self.deaths):
-            for k, place in enumerate(places):
-                if place != NEVER:
-                    frees[place].append(f"{v}:{k}")
+        frees: dict[Position, list[str]] = defaultdict(list)
+        for v, deaths in enumerate(self.deaths):
+            for k, death in enumerate(deaths):
+                if death != NEVER:
+                    frees[death].append(f"{v}:{k}")
         requests: list[TraceRequest] = []
         phases = []
         for v, visit in enumerate(self.visits):
@@ -106,18 +106,18 @@ class RequestLog:
         return Trace(tuple(requests), tuple(phases))
 
     def resized(self, sizes: Mapping[str, int]) -> RequestLog:
-        """The same log with other sizes, by the ids that `trace` gives."""
+        """Return the same log with other sizes (bytes, by the ids that `trace` gives)."""
         visits = (
             Visit(visit.phase, tuple(sizes[f"{v}:{k}"] for k in range(len(visit.sizes)))) for v, visit in enumerate(self.visits)
         )
         return RequestLog(tuple(visits), self.deaths)
 
     def slots(self, offsets: Mapping[str, int], left: int) -> list[tuple[PhaseName, list[tuple[int, int]]]]:
-        """Every visit with its mallocs as (bytes, offset), as the allocator op loads a plan.
+        """Return every visit with its mallocs as (bytes, offset), as the allocator op loads a plan.
 
         Args:
-            offsets: by the ids that `trace` gives.
-            left: the offset of those that have none.
+            offsets: bytes from the arena's start, by the ids that `trace` gives.
+            left: offset for a malloc that has none.
         """
         return [
             (visit.phase, [(size, offsets.get(f"{v}:{k}", left)) for k, size in enumerate(visit.sizes)])
@@ -125,21 +125,18 @@ class RequestLog:
         ]
 
 
-def read_log(events: Iterable[Event], escaped: dict[int, Place]) -> tuple[RequestLog, set[Place]]:
-    """Make a log from the allocator op's events of one pass.
+def read_log(events: Iterable[Event], escaped: dict[int, Position]) -> tuple[RequestLog, set[Position]]:
+    """Return the log of one pass, and the births of the blocks in `escaped` that wrapped around.
 
     Args:
-        events: of this pass.
-        escaped: birth, by id, of the blocks that escaped the pass before. Replaced by those that escape this one.
-
-    Returns:
-        The log, and the births of those blocks of `escaped` that wrapped around.
+        events: the allocator op's events of this pass.
+        escaped: births, by id, of the blocks that escaped the pass before. Replaced by those that escape this one.
     """
-    wrapping: set[Place] = set()
+    wrapping: set[Position] = set()
     phases: list[PhaseName] = []
     sizes: list[list[int]] = []
-    deaths: list[list[Place]] = []
-    born: dict[int, Place] = {}
+    deaths: list[list[Position]] = []
+    born: dict[int, Position] = {}
     for event in events:
         if event.kind == "enter":
             phases.append(event.phase)
@@ -149,10 +146,10 @@ def read_log(events: Iterable[Event], escaped: dict[int, Place]) -> tuple[Reques
             born[event.id] = (len(sizes) - 1, len(sizes[-1]))
             sizes[-1].append(event.size)
             deaths[-1].append(NEVER)
-        elif (place := born.pop(event.id, None)) is not None:
-            deaths[place[0]][place[1]] = (len(sizes) - 1, len(sizes[-1]))
-        elif (place := escaped.pop(event.id, None)) is not None and (not sizes or (len(sizes) - 1, len(sizes[-1])) <= place):
-            wrapping.add(place)
+        elif (birth := born.pop(event.id, None)) is not None:
+            deaths[birth[0]][birth[1]] = (len(sizes) - 1, len(sizes[-1]))
+        elif (birth := escaped.pop(event.id, None)) is not None and (not sizes or (len(sizes) - 1, len(sizes[-1])) <= birth):
+            wrapping.add(birth)
     escaped.clear()
     escaped.update(born)
     visits = (Visit(phase, tuple(mallocs)) for phase, mallocs in zip(phases, sizes, strict=True))

@@ -1,17 +1,17 @@
-"""Addresses: profile the requests of a pass, have them planned (plans.py), give them their planned addresses from then on.
+"""Addresses: profile the requests of a pass, plan them (plans_by_pass.py), then serve them from planned addresses.
 
-A *pass* is a training forward with everything until the next one; an *iteration* is the passes up to an optimizer step (one
-pass, where there are no steps). Passes share a plan if the model's inputs have the same shapes and they have the same place in
-the accumulation of gradients. Per such *kind* of pass:
+A *pass* is a training forward with everything until the next one. An *iteration* is the passes up to an optimizer step, or one
+pass in a loop without steps. Passes share a plan if their inputs have the same shapes and they stand at the same point of the
+gradient accumulation. For each such *kind* of pass:
 
     profiled ─► profiled with the same requests as in the iteration before ─► planned ─► followed
        ▲                                                                                   │
        └───────────────────── two passes in a row did not fit the plan ◄───────────────────┘
 
-The third plan is the last: it is followed while it serves most requests, else the kind is left to torch's allocator. While a pass
-is profiled, that one splits no large block: the memory is full, and what splitting loses would be missing.
+The third plan is the last: a kind follows it while it serves most requests, and otherwise goes to torch's allocator. That
+allocator splits no large block in a profiled pass: memory is full then, and splitting loses some of it.
 
-Models on one device take turns, whatever threads run them: a pass of one ends that of another, and they share the arena.
+Models on one device take turns, on any thread: a pass of one model ends that of another, and all share the arena.
 """
 
 from __future__ import annotations
@@ -35,23 +35,22 @@ from ds_memo.plan import Plan
 from ds_memo.plan.phases import LayerPass, Part
 from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, carry, non_layer_memory
 from ds_memo.planned_alloc.plans_by_pass import Known, Plans
-from ds_memo.planned_alloc.request_log import Place, RequestLog, read_log
+from ds_memo.planned_alloc.request_log import Position, RequestLog, read_log
 from ds_memo.shapes import PassKind, Shapes
 from ds_memo.units import GIB
 
 NOT_PLANNED = "memory addresses are not planned: {}"
 _PATIENCE = 4
-"""Iterations without a plan in which torch's allocator keeps blocks whole: for requests that never repeat it would have to ask
-for new ones each time."""
+"""Iterations without a plan in which torch's allocator keeps blocks whole: requests that never repeat need new ones each time."""
 
-_claimed: weakref.WeakSet[Addresses] = weakref.WeakSet()
+_installed: weakref.WeakSet[Addresses] = weakref.WeakSet()
 _turns: weakref.WeakValueDictionary[torch.device, Addresses] = weakref.WeakValueDictionary()
-"""Whose pass runs on each device."""
+"""The model whose pass runs, by device."""
 _lock = threading.RLock()
 
 
 def _forget_who_locked() -> None:
-    """A thread that a child of fork does not have."""
+    """Replace the lock in a child of fork: the thread that holds it does not exist there."""
     global _lock
     _lock = threading.RLock()
 
@@ -60,7 +59,7 @@ os.register_at_fork(after_in_child=_forget_who_locked)
 
 
 def _turning(change: Callable[..., None]) -> Callable[..., None]:
-    """What changes one of these two, and tells the op, does so in one thread at a time."""
+    """Decorate a function that changes `_installed` or `_turns`: one thread at a time."""
 
     @functools.wraps(change)
     def locked(*args: Any, **kwargs: Any) -> None:
@@ -72,19 +71,19 @@ def _turning(change: Callable[..., None]) -> Callable[..., None]:
 
 @_turning
 def _end(allocator: Allocator, device: torch.device, known: dict[PassKind, Known]) -> None:
-    """The last one of a device leaves no arena, the last of a kind of device torch's allocator as it was."""
+    """Forget the plans. The last model of a device also frees the arena; the last of a device type restores torch's allocator."""
     for plan in known.values():
         allocator.forget_plan(plan.number)
-    if not any(other._device == device for other in _claimed):
+    if not any(other._device == device for other in _installed):
         allocator.reset()
-    if not any(other._device.type == device.type for other in _claimed):
+    if not any(other._device.type == device.type for other in _installed):
         allocator.uninstall()
         keep_blocks_whole(device, False)
 
 
 def _make_workspaces(device: torch.device) -> None:
-    """cuBLAS has one of some 32 MiB for this thread and one for autograd's, and keeps them: born among the activations of the
-    first pass, each would hold back a whole segment that the arena should get."""
+    """Make cuBLAS's two workspaces of some 32 MiB, for this thread and for autograd's, before the first pass. cuBLAS keeps them:
+    allocated among activations, each would pin a whole segment that the arena needs."""
     with torch.enable_grad():
         x = torch.ones(16, 16, device=device, requires_grad=True)
         (x @ x).sum().backward()
@@ -92,20 +91,20 @@ def _make_workspaces(device: torch.device) -> None:
 
 @functools.cache
 def _let_backward_end_before_exit() -> None:
-    """Autograd's thread lets go of the callbacks of a backward a moment after that has returned, and needs the interpreter for
-    it. A script whose last line is a training step would be gone by then, and the process abort."""
+    """Wait 50 ms at exit. Autograd's thread frees the callbacks of a backward just after it has returned, and needs the
+    interpreter for that. Otherwise a script whose last line is a training step aborts."""
     atexit.register(time.sleep, 0.05)
 
 
 class Addresses:
     """The addresses of one model's training passes on one device.
 
-    Nothing happens before claim(), and nothing at all where they are not to be planned, or cannot be.
+    Nothing happens before install(), or if the config or a missing compiler rules planning out.
 
     Args:
         device: where the layers run.
         config: the "plan" section.
-        warn: says something once and shows it in the report.
+        warn: warns once and shows the text in the report.
         steps_happen: step_ends() is sure to be called; else the first call shows it.
     """
 
@@ -113,44 +112,44 @@ class Addresses:
         self._warn = warn
         self._allocator = self._built(device) if config.enabled else None
         self.planned = self._allocator is not None
-        """They are, or will be from the first training pass on."""
+        """True if addresses are planned, or will be from the first training pass on."""
         self._device = device
         self._last_layer = -1
         self._plans = Plans(self._allocator, device.type, config, warn)
         self._kind: PassKind | None = None
-        """Of the running pass."""
+        """The running pass's kind."""
         self._waited = 0
-        """Iterations that began without a plan since one that followed one."""
+        """Iterations that began without a plan since the last one with a plan."""
         self._good = False
-        """Whether the running pass got to the end of its forward, and of its backward if it began one."""
+        """True if the running pass got to the end of its forward, and of its backward if it began one."""
         self._in_backward = False
-        self._escaped: dict[int, Place] = {}
-        """Blocks of the last profiled pass that outlived it."""
+        self._escaped: dict[int, Position] = {}
+        """Births, by id, of the blocks that outlived the last profiled pass."""
         self._escaped_from: PassKind | None = None
         self.steps_happen = steps_happen
         self._stepped = True
-        self.claimed = False
+        self.installed = False
         self._counts = dict.fromkeys(("hit", "gave_way", *MISSES), 0)
-        """Of the passes that are over."""
+        """Requests by outcome, in the passes that are over."""
         self._stats = self._counts
-        """The op's when the running pass began."""
+        """The op's counts when the running pass began."""
         self._events: list[Request] = []
-        """Of the running pass, as far as they were looked at."""
+        """Events of the running pass that were read from the op so far."""
         self._carried: dict[int, int] = {}
         """Bytes by id of blocks that logged passes left behind."""
         self._logged: tuple[PassKind | None, list[Request], dict[int, int]] = (None, [], {})
-        """Of the last logged pass that got to its end: its events, and what passes before it had left behind."""
+        """Kind and events of the last complete logged pass, and the bytes by id that earlier passes had left behind."""
 
-    def claim(self) -> bool:
-        """Have the addresses planned from now on. Returns whether they are."""
-        if self.planned and not self.claimed:
+    def install(self) -> bool:
+        """Plan the addresses from now on. Returns True if that is possible."""
+        if self.planned and not self.installed:
             try:
-                self._claim()
+                self._install()
             except RuntimeError as error:
                 self.close()
                 self.planned = False
                 self._warn(NOT_PLANNED.format(error))
-        return self.claimed
+        return self.installed
 
     def _built(self, device: torch.device) -> Allocator | None:
         try:
@@ -159,43 +158,43 @@ class Addresses:
             self._warn(NOT_PLANNED.format(error))
             return None
 
-    def _claim(self) -> None:
+    def _install(self) -> None:
         if self._device.type == "cuda":
             _make_workspaces(self._device)
             _let_backward_end_before_exit()
-        with _lock:  # only now: a backward waits for autograd's thread, which may be in the middle of another model's end
+        with _lock:  # only now: a backward waits for autograd's thread, which may hold the lock to end another model
             self._allocator.install()
-            _claimed.add(self)
+            _installed.add(self)
         self._end = weakref.finalize(self, _end, self._allocator, self._device, self._plans.known)
         self._end.atexit = False
-        self.claimed = True
+        self.installed = True
 
-    # ---- what the run says
+    # ---- called by the run
 
     @_turning
     def profile_begins(self) -> None:
-        """Layers are about to be measured, before the first pass: what that leaves behind would be split. What other models have
-        in the arena is free then, and is seen so."""
+        """Keep blocks whole while layers are profiled before the first pass: otherwise its cached blocks are split. Also free the
+        other models' arena, so that the profile counts it as free memory."""
         if not self.planned:
             return
-        if any(other._device == self._device for other in _claimed):
+        if any(other._device == self._device for other in _installed):
             self._end_turn()
             self._allocator.release()
         keep_blocks_whole(self._device, True)
 
     @_turning
-    def pass_begins(self, shapes: Shapes, last_layer: int, last: bool, settings: Any = None) -> None:
-        """A training forward begins; once claimed.
+    def pass_begins(self, shapes: Shapes, last_layer: int, last: bool, placements: Any = None) -> None:
+        """Begin a training forward. Call install() first.
 
         Args:
-            shapes: of its inputs.
-            last_layer: number of the layer behind which the head begins.
-            last: it is known to be the last micro-batch of an optimizer step.
-            settings: what of each layer's setting the requests depend on.
+            shapes: shapes and dtypes of the model's inputs.
+            last_layer: number of the layer before the head.
+            last: True if this is known to be the last micro-batch of an optimizer step.
+            placements: the layers' placements, as far as requests depend on them.
         """
         first = self._next_pass()
         self._last_layer = last_layer
-        self._kind = kind = PassKind(shapes, first, last, settings)
+        self._kind = kind = PassKind(shapes, first, last, placements)
         known = self._plans.of(kind)
         if known.plan is not None:
             self._have_arena(known)
@@ -209,8 +208,8 @@ class Addresses:
 
     @_turning
     def unplanned_pass_begins(self) -> None:
-        """A training forward begins whose layers run as they are: torch's allocator serves it."""
-        if self.claimed:
+        """Begin a training forward that torch's allocator serves: its layers run without checkpointing."""
+        if self.installed:
             self._next_pass()
             self._kind = None
         if self.planned:
@@ -220,15 +219,15 @@ class Addresses:
         self._good = True
 
     def layer_begins(self, layer: int) -> None:
-        if self.claimed:
+        if self.installed:
             self._allocator.phase(LayerPass(layer, False))
 
     def layer_ends(self, layer: int) -> None:
-        if self.claimed and layer == self._last_layer:
+        if self.installed and layer == self._last_layer:
             self._allocator.phase(Part.HEAD)
 
     def layer_replays(self, layer: int) -> None:
-        if not self.claimed:
+        if not self.installed:
             return
         if not self._in_backward:
             self._in_backward = True
@@ -240,33 +239,33 @@ class Addresses:
         self.leave_phase()
 
     def reduction_begins(self) -> None:
-        """Of gradients, by an engine, behind the backward; leave_phase() is called when it is over."""
-        if self.claimed:
+        """Begin the engine's reduction of gradients after the backward. The caller ends it with leave_phase()."""
+        if self.installed:
             self._allocator.phase(Part.REDUCE)
 
     def step_begins(self) -> None:
-        if self.claimed:
+        if self.installed:
             self._allocator.phase(Part.STEP)
 
     def step_ends(self) -> None:
-        if self.claimed:
+        if self.installed:
             self.steps_happen = self._stepped = True
             self._allocator.phase(None)
 
     def leave_phase(self) -> None:
-        """What follows is none of the plan's business: an evaluation, say."""
-        if self.claimed:
+        """End the phase: what follows, such as an evaluation, is not planned."""
+        if self.installed:
             self._allocator.phase(None)
 
     def non_layer_memory(
         self, hidden_bytes: int, forward: Mapping[int, int], backward: Mapping[int, int]
     ) -> NonLayerMemory | None:
-        """The non-layer memory of the latest pass, or of the last one of its kind that was logged; None: none was. The first step
-        may be long in coming: gradients accumulate, or overflow.
+        """Return the non-layer memory of the running pass, or of the last logged pass of its kind; None: none was logged. No step
+        is needed: gradients may accumulate, or overflow.
 
         Args:
-            hidden_bytes: of the last layer's output.
-            forward, backward: by the number of the layer, in the order of the forward: see non_layer_memory.py.
+            hidden_bytes: bytes of the last layer's output.
+            forward, backward: predicted bytes by layer, in the order of the forward: see non_layer_memory.py.
         """
         if not self._has_turn:
             return None
@@ -278,14 +277,14 @@ class Addresses:
             return None
         return non_layer_memory(events, carried, hidden_bytes, forward, backward)
 
-    # ---- what the user says
+    # ---- called by the user
 
     def release_arena(self) -> int:
-        """Give the arena back to torch's allocator until the next training forward; the bytes that it had."""
-        return self._allocator.release() if self.claimed else 0
+        """Free the arena until the next training forward. Returns its bytes."""
+        return self._allocator.release() if self.installed else 0
 
     def report(self) -> dict[str, Any] | None:
-        """See Memo.report."""
+        """Return the "plan" part of Memo.report(); None if addresses are not planned."""
         if not self.planned:
             return None
         plan, counts = self.plan, self._counts
@@ -305,30 +304,30 @@ class Addresses:
 
     @property
     def arena_bytes(self) -> int:
-        """Of the device, what is set aside for planned addresses."""
-        return self._allocator.arena_bytes if self.claimed else 0
+        """Device bytes set aside for planned addresses."""
+        return self._allocator.arena_bytes if self.installed else 0
 
     @property
     def plan(self) -> Plan | None:
-        """What the running kind of pass follows."""
+        """The plan of the running kind of pass."""
         known = self._plans.known.get(self._kind)
         return known.plan if known else None
 
     @property
     def log(self) -> RequestLog | None:
-        """What was planned for it."""
+        """The log that this plan was made from."""
         known = self._plans.known.get(self._kind)
         return known.log if known else None
 
     @_turning
     def close(self) -> None:
         """End planning. Blocks that are still alive stay valid."""
-        if self.claimed:
+        if self.installed:
             self._finish_pass()
-            _claimed.discard(self)
-            self.claimed = False  # layers that run after this are refused, but not before they have told their observers
+            _installed.discard(self)
+            self.installed = False  # layers that run after this are refused, but not before they have told their observers
             self._end()
-        elif self.planned and not any(other._device.type == self._device.type for other in _claimed):
+        elif self.planned and not any(other._device.type == self._device.type for other in _installed):
             keep_blocks_whole(self._device, False)
 
     # ---- inside
@@ -338,7 +337,7 @@ class Addresses:
         self.leave_phase()
 
     def _next_pass(self) -> bool:
-        """Whether the pass that begins is the first of an iteration."""
+        """Begin a pass. Returns True if it is the first of an iteration."""
         self._end_turn()
         _turns[self._device] = self
         self._stats = self._allocator.stats()
@@ -353,12 +352,12 @@ class Addresses:
         return _turns.get(self._device) is self
 
     def _end_turn(self) -> None:
-        """Whoever has it."""
+        """End the running pass on this device, of any model."""
         if (running := _turns.get(self._device)) is not None:
             running._finish_pass()
 
     def _since(self) -> dict[str, int]:
-        """What became of requests in the running pass."""
+        """Return the running pass's requests, by outcome."""
         now = self._allocator.stats()
         return {name: now[name] - self._stats[name] for name in self._counts}
 
@@ -373,9 +372,9 @@ class Addresses:
         self._good = self._in_backward = False
         counts = self._since()
         self._counts = {name: count + counts[name] for name, count in self._counts.items()}
-        looked_at, self._events = self._events, []
+        logged, self._events = self._events, []
         if mode == "profile":
-            events = [*looked_at, *self._allocator.requests()]
+            events = [*logged, *self._allocator.requests()]
             log, wrapping = read_log(events, self._escaped)
             if complete:
                 self._logged = self._kind, events, dict(self._carried)
@@ -388,7 +387,7 @@ class Addresses:
             self._plans.judge(known, counts)
 
     def _have_arena(self, known: Known) -> None:
-        """An arena that is large enough for the plan. A smaller one goes first, and what torch's cache holds of the profiling."""
+        """Make the arena large enough for the plan. Free a smaller arena and torch's cached blocks first."""
         fits = self._allocator.arena_bytes >= known.plan.peak
         if fits and not known.fresh:
             return

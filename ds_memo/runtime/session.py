@@ -184,7 +184,7 @@ class Session:
             self.addresses.leave_phase()
         elif self.policy.no_recompute:
             self.addresses.unplanned_pass_begins()
-        elif self.addresses.claim():  # not at attach: a model that is only evaluated (DPO's reference) leaves them to others
+        elif self.addresses.install():  # not at attach: a model that is only evaluated (DPO's reference) leaves them to others
             placements = self.policy.placements_by_requests()
             self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), placements)
         self._frames_before = self.engine.traffic.frames

@@ -15,7 +15,7 @@ _EXACT = 1e-9
 
 
 def best_alpha(schedule: Schedule, cap: float) -> float:
-    """The alpha from 0 to `cap` with the shortest step; the smallest at hand if several have it."""
+    """Return the alpha from 0 to `cap` with the shortest step. Of several the search returns the smallest it visited."""
     low, high = schedule.at(0.0), schedule.at(cap)
     while True:
         if low.slope >= 0 or high.alpha - low.alpha < 1e-6:

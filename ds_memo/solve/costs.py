@@ -1,7 +1,7 @@
-"""What the solver knows of a run: seconds, bytes and budgets of one rank. Filled by the profiler, or by formula.
+"""The solver's input: seconds, bytes and budgets of one rank, from the profiler or by formula.
 
 output     a tensor that a layer keeps for its backward, in rows (tokens)
-layer      its outputs, and what its forward, backward and replay take
+layer      its outputs; seconds and bytes of its forward, backward and replay
 run        all layers, both bandwidths, both budgets
 """
 
@@ -28,14 +28,14 @@ OutputKind = Literal["input", "attention", "choice", "gemm"]
 class Output:
     """One tensor that a layer keeps.
 
-    Only a "gemm" is split by alpha. "input" and "choice" (a router's) are stored whole; "attention" too, but in the last resort.
+    Alpha splits only a "gemm". "input" and "choice" (a router's) are stored whole, and "attention" too except in the last resort.
     """
 
     kind: OutputKind
     rows: int
     row_bytes: int
     born: float = 1.0
-    """When it exists, as a share of the layer's forward time: its copy to the host can start then."""
+    """Time of its birth as a share of the layer's forward: its copy to the host can start then."""
 
     @property
     def nbytes(self) -> int:
@@ -44,12 +44,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Working:
-    """The most that a layer holds on the device at once, beside the frames of other layers."""
+    """Peak bytes of a layer on the device, without the frames of other layers."""
 
     forward: int = 0
-    """In its forward: its input, what it keeps, and everything in between."""
+    """In its forward: its input, its kept tensors and everything in between."""
     backward: int = 0
-    """In its replay and backward, beside its own frame."""
+    """In its replay and backward, without its own frame."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,36 +57,36 @@ class LayerCosts:
     """One layer at one length. Layers that are alike are the same object, and none equals another."""
 
     outputs: tuple[Output, ...]
-    """In the order in which they are born."""
+    """In order of birth."""
     forward_s: float
     backward_s: float
-    """Of the backward alone, without the replay before it."""
+    """Seconds of the backward, without the replay before it."""
     replay_s: float
-    """Of the replay when everything is supplied: norms, activations, and so on."""
+    """Seconds of the replay when everything is supplied: norms, activations, and so on."""
     gemm_s: float
-    """What the replay takes longer when no row of a GEMM is supplied."""
+    """Seconds that the replay takes longer when no row of a GEMM is supplied."""
     attention_s: float
-    """What the replay takes longer when the attention output is not supplied either."""
+    """Seconds that the replay takes longer when the attention output is not supplied either."""
     plain_bytes: int
-    """What autograd saves of the layer without recompute."""
+    """Bytes that autograd saves for the layer without recompute."""
     working: Working = Working()
-    """When GEMM outputs are kept; resident, or at any alpha above 0."""
+    """With GEMM outputs kept: resident, or at any alpha above 0."""
     working_at_0: Working = Working()
     """At alpha 0: GEMM outputs are transients of the replay."""
     working_without_attention: Working = Working()
-    """At alpha 0, when the attention output is not kept either."""
+    """At alpha 0, without the attention output."""
 
     def nbytes(self, *kinds: OutputKind) -> int:
         return sum(output.nbytes for output in self.outputs if output.kind in kinds)
 
     @cached_property
     def whole_bytes(self) -> int:
-        """Stored whatever alpha is."""
+        """Bytes stored at any alpha."""
         return self.nbytes("input", "attention", "choice")
 
     @cached_property
     def split_bytes(self) -> int:
-        """Stored in the share alpha."""
+        """Bytes of which the share alpha is stored."""
         return self.nbytes("gemm")
 
     @cached_property
@@ -95,21 +95,21 @@ class LayerCosts:
 
     @cached_property
     def frame_bytes(self) -> int:
-        """On the device, of a resident layer's frame or of a reload buffer."""
+        """Device bytes of a resident layer's frame or of a reload buffer."""
         return sum(round_up(output.nbytes, ALIGN) for output in self.outputs)
 
     @cached_property
     def small_frame_bytes(self) -> int:
-        """On the device, of a reload buffer at alpha 0."""
+        """Device bytes of a reload buffer at alpha 0."""
         return sum(round_up(output.nbytes, ALIGN) for output in self.outputs if output.kind != "gemm")
 
     @cached_property
     def smallest_frame_bytes(self) -> int:
-        """On the device, of a reload buffer at alpha 0 without the attention output."""
+        """Device bytes of a reload buffer at alpha 0 without the attention output."""
         return sum(round_up(output.nbytes, ALIGN) for output in self.outputs if output.kind in ("input", "choice"))
 
     def host_bytes(self, alpha: float, keeps_attention: bool = True) -> int:
-        """Of the frame's host block, to the byte."""
+        """Return the exact bytes of the frame's host block."""
         total = 0
         for output in self.outputs:
             if output.kind == "gemm":
@@ -119,63 +119,62 @@ class LayerCosts:
         return round_up(total, PAGE)
 
     def stored_bytes(self, alpha: float, keeps_attention: bool = True) -> int:
-        """Sent to the host, as report()["stored_bytes_per_layer"] counts."""
+        """Return the bytes sent to the host, as report()["stored_bytes_per_layer"] counts them."""
         split = sum(int(alpha * output.rows) * output.row_bytes for output in self.outputs if output.kind == "gemm")
         return self.whole_bytes - (0 if keeps_attention else self.attention_bytes) + split
 
 
 @dataclass(frozen=True)
 class RunCosts:
-    """A whole run at one length: the solver's input."""
+    """A whole run at one length."""
 
     layers: tuple[LayerCosts, ...]
     """In the order of the forward."""
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
-    """Of this rank while all ranks of the node copy at once."""
+    """Bandwidths of this rank while all ranks of the node copy at once."""
     host_budget: int
     """Bytes this rank may keep on the host."""
     device_budget: int
-    """Bytes this rank may use on the device beside what is there always: parameters, optimizer, gradients."""
+    """Bytes this rank may use on the device beyond parameters, optimizer states and gradients."""
     working_bytes: int = 0
-    """Of the device budget, the non-layer memory that a step needs at any time."""
+    """Non-layer memory, out of the device budget, at any time of a step."""
     head_bytes: int = 0
-    """Of the device budget, what is needed between the last layer's forward and its backward beside all that the layers keep:
-    logits, loss, their gradients."""
+    """Non-layer memory between the last layer's forward and its backward: logits, loss, their gradients."""
     forward_bytes: int = 0
-    """Of the device budget, non-layer memory in the forward: parameters that are gathered."""
+    """Non-layer memory in the forward: gathered parameters."""
     backward_bytes: tuple[int, ...] = ()
-    """Of the device budget, non-layer memory in each layer's backward: gradients on their way. Empty: none."""
+    """Non-layer memory in each layer's backward: gradients until they are reduced. Empty: none."""
     head_s: float = 0.0
-    """Between the last layer's forward and its backward: head and loss."""
+    """Seconds of head and loss, between the last layer's forward and its backward."""
 
     @cached_property
     def distinct(self) -> tuple[list[LayerCosts], np.ndarray]:
-        """The layers that differ, and of each layer which of them it is."""
+        """The distinct layers, and each layer's index among them."""
         numbers: dict[LayerCosts, int] = {}
         of_layers = [numbers.setdefault(layer, len(numbers)) for layer in self.layers]
         return list(numbers), np.array(of_layers)
 
     @cached_property
     def on_their_way(self) -> np.ndarray:
-        """Bytes of gradients, by layer."""
+        """Bytes of unreduced gradients, by layer."""
         return np.array(self.backward_bytes or (0,), np.int64)
 
     def non_layer_bytes(self) -> dict[str, int]:
-        """Non-layer memory, by when or where it is needed."""
+        """Return the non-layer memory in bytes, by the part of the step that needs it."""
         backward = max(self.backward_bytes, default=0)
         return {"forward": self.forward_bytes, "head": self.head_bytes, "backward": backward, "always": self.working_bytes}
 
     def each(self, change: Callable[[LayerCosts], LayerCosts]) -> RunCosts:
-        """With every layer changed. Layers that were the same object are the same object again: the solver counts on it."""
+        """Return the run with `change` applied to every layer. Layers that are one object remain one: the solver relies on it."""
         changed = {layer: change(layer) for layer in set(self.layers)}
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
     def layers_alone(self) -> RunCosts:
-        """The run without non-layer memory."""
+        """Return the run without non-layer memory."""
         return replace(self, working_bytes=0, head_bytes=0, forward_bytes=0, backward_bytes=())
 
 
 def host_bytes(layers: Iterable[LayerCosts], alpha: float) -> int:
-    """Bytes of the host blocks of these swapped layers."""
+    """Return the bytes of the host blocks of swapped layers."""
     return sum(count * layer.host_bytes(alpha) for layer, count in Counter(layers).items())

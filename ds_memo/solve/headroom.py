@@ -1,4 +1,4 @@
-"""Headroom: the device memory that is left alone, and the runs that may have it all the same."""
+"""Headroom: device memory that the solver leaves free unless nothing fits without it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import Solution, solve
 
 HEADROOM = 0.08
-"""Share of the free memory that is left alone at least: for kernels' workspaces, and for what torch's allocator loses between
-blocks until addresses are planned."""
+"""Least share of the free memory to leave: for kernels' workspaces, and for torch's fragmentation until addresses are planned."""
 
 
 def solve_within(
@@ -21,18 +20,18 @@ def solve_within(
     may_skip_recompute: bool = True,
     unplanned_overhead: float = 1.0,
 ) -> tuple[RunCosts, Solution]:
-    """Solve within the device budget or, where nothing fits it, take of the headroom what the smallest solution needs.
+    """Solve within the device budget. If nothing fits, take only as much headroom as the smallest solution needs.
 
     Args:
-        run: its device budget leaves HEADROOM alone, or more.
-        most: the same with nothing left alone, and without non-layer memory that is only guessed.
+        run: costs with a device budget that leaves at least HEADROOM.
+        most: the same run without headroom, and without non-layer memory that is only estimated.
         alpha, resident_layers, may_skip_recompute, unplanned_overhead: see `solve`.
 
     Returns:
         The run with the device budget that was solved for, and the solution.
 
     Raises:
-        NothingFits: not in `most` either.
+        NothingFits: nothing fits `most` either.
     """
     try:
         return run, solve(run, alpha, resident_layers, may_skip_recompute, unplanned_overhead=unplanned_overhead)
@@ -41,5 +40,5 @@ def solve_within(
             raise
         needed = error.device_needed
     solve(most, alpha, resident_layers, may_skip_recompute=False)
-    run = replace(run, device_budget=needed)  # so that nothing is taken beyond what it needs
+    run = replace(run, device_budget=needed)  # no more than it needs
     return run, solve(run, alpha, resident_layers, may_skip_recompute=False)

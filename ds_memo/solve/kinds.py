@@ -14,15 +14,14 @@ Kinds = np.ndarray | Sequence[PlacementKind]
 ON_DEVICE = np.array([kind.on_device for kind in PlacementKind])
 RECOMPUTES_ATTENTION = np.array([kind.recomputes_attention for kind in PlacementKind])
 WITHOUT_GEMMS = np.array([kind.without_gemms for kind in PlacementKind])
-"""These three: true or false by kind."""
+"""Three masks, indexed by kind."""
 
 
 @lru_cache(maxsize=1 << 12)
 def place(layers: int, residents: int, no_recompute: int = 0) -> np.ndarray:
-    """Spread so many residents and layers without recompute; all others are swapped.
+    """Return the kinds with this many residents and layers without recompute, spread evenly; the others are swapped.
 
-    Which layers go without recompute depends on their number alone, not on the residents', so that ranks need only agree on that
-    number.
+    The layers without recompute depend on their number alone, not on the residents', so ranks need only agree on that number.
     """
     kinds = np.full(layers, PlacementKind.SWAPPED)
     kinds[list(spread(layers, no_recompute))] = PlacementKind.NO_RECOMPUTE
@@ -33,10 +32,10 @@ def place(layers: int, residents: int, no_recompute: int = 0) -> np.ndarray:
 
 
 def swapped(kinds: Kinds) -> list[int]:
-    """Indices of the swapped layers."""
+    """Return the indices of the swapped layers."""
     return np.flatnonzero(~ON_DEVICE[np.asarray(kinds)]).tolist()
 
 
-def count(kinds: Kinds, such: np.ndarray) -> int:
-    """The number of layers whose kind is `such`, one of the masks above."""
-    return int(np.count_nonzero(such[np.asarray(kinds)]))
+def count(kinds: Kinds, mask: np.ndarray) -> int:
+    """Return the number of layers whose kind is in one of the masks above."""
+    return int(np.count_nonzero(mask[np.asarray(kinds)]))

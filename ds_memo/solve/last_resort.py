@@ -1,10 +1,10 @@
 """The last resort: the host is too small for the inputs and attention outputs of all layers that are not resident.
 
-Every stored byte saves time, on the host as on the device, so both memories are filled with what saves most per byte. Beyond some
-thousand tokens that is attention outputs: no layer is resident then while another has to recompute attention. Layers that are
-not resident keep their input, and their attention output if there is room. As many of them as the device holds keep these on the
-device, without GEMM outputs; the others are swapped. So the longest possible sequence is that of both memories together, and with
-no host memory at all this is torch.utils.checkpoint.
+Every stored byte saves time, on the host as on the device, so both memories take the tensors that save most per byte. Beyond some
+thousand tokens these are attention outputs: no layer is resident while another has to recompute attention. Layers that are not
+resident keep their input, and their attention output if there is room. As many of them as the device holds keep these on the
+device, without GEMM outputs; the others are swapped. So both memories add up to the longest possible sequence, and without host
+memory this is torch.utils.checkpoint.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ds_memo.solve.memory import device_bytes, most_that_fit, swapped_bytes
 
 
 def last_resort(run: RunCosts, resident_layers: int | None) -> np.ndarray | None:
-    """The kinds of placements with which the least is computed again; None: nothing fits.
+    """Return the kinds of placements that recompute least, or None if nothing fits.
 
     Args:
-        resident_layers: obeyed if given.
+        resident_layers: fixed number of residents; None: solved.
     """
     n = len(run.layers)
     residents = resident_layers
@@ -36,12 +36,12 @@ def last_resort(run: RunCosts, resident_layers: int | None) -> np.ndarray | None
 
 
 def inputs_alone(run: RunCosts, residents: int) -> np.ndarray | None:
-    """With all attention recomputed: as many layers on the device without GEMM outputs as it holds; None: not even 0."""
+    """Return the kinds with all attention recomputed and as many inputs on the device as it holds; None: not even 0."""
     return _most_without_gemms(run, residents, 0)
 
 
 def fewest_without_gemms(run: RunCosts, residents: int) -> np.ndarray:
-    """With all attention recomputed: only those layers on the device without GEMM outputs that the host has no room for."""
+    """Return the kinds with all attention recomputed and only those inputs on the device that the host has no room for."""
     others = len(run.layers) - residents
     swapped = most_that_fit(
         others, lambda count: swapped_bytes(run, _split(run, residents, 0, others - count), 0.0) <= run.host_budget
@@ -50,16 +50,16 @@ def fewest_without_gemms(run: RunCosts, residents: int) -> np.ndarray:
 
 
 def _attention_saves_more(run: RunCosts) -> bool:
-    """Whether storing attention outputs saves more time per byte than storing GEMM outputs."""
+    """Return True if attention outputs save more time per byte than GEMM outputs."""
     attention, gemms = sum(layer.attention_bytes for layer in run.layers), sum(layer.split_bytes for layer in run.layers)
     saved_by_attention, saved_by_gemms = sum(layer.attention_s for layer in run.layers), sum(layer.gemm_s for layer in run.layers)
     return saved_by_attention * gemms > saved_by_gemms * attention
 
 
 def _packed(run: RunCosts, residents: int, keeping: int) -> np.ndarray | None:
-    """So many resident layers, and so many others that keep their attention output; None: they do not fit.
+    """Return kinds with this many resident layers and this many others that keep their attention output; None: they do not fit.
 
-    Layers on the device recompute attention first; if that does not fit, swapped ones, which makes reload buffers smaller.
+    Layers on the device recompute attention first. If that does not fit, swapped ones do: their reload buffers get smaller.
     """
     both = 0 < keeping < len(run.layers) - residents  # else all or none recompute it
     for swapped_first in (False, True) if both else (False,):
@@ -78,13 +78,13 @@ def _most_without_gemms(run: RunCosts, residents: int, keeping: int, swapped_fir
 
 
 def _split(run: RunCosts, residents: int, keeping: int, without_gemms: int, swapped_first: bool = False) -> np.ndarray:
-    """So many layers of each kind. The attention outputs that save the least time per byte are recomputed first.
+    """Return kinds with these numbers of layers. The attention outputs that save the least time per byte are recomputed first.
 
     Args:
-        keeping: how many layers that are not resident keep their attention output.
-        without_gemms: how many layers are on the device without GEMM outputs.
-        swapped_first: among like layers, swapped ones recompute attention first: reload buffers get smaller, but compute waits
-            for them. Otherwise those on the device do.
+        keeping: number of non-resident layers that keep their attention output.
+        without_gemms: number of layers on the device without GEMM outputs.
+        swapped_first: among like layers, swapped ones recompute attention first: their reload buffers get smaller, but compute
+            waits for them. Otherwise those on the device do.
     """
     kinds, others = place(len(run.layers), residents).copy(), _others(len(run.layers), residents)
     kinds[others[list(spread(len(others), without_gemms))]] = PlacementKind.GEMMS_RECOMPUTED
@@ -100,10 +100,10 @@ def _split(run: RunCosts, residents: int, keeping: int, without_gemms: int, swap
 
 @lru_cache(maxsize=1 << 10)
 def _others(layers: int, residents: int) -> np.ndarray:
-    """Indices of the layers that are not resident."""
+    """Return the indices of the layers that are not resident."""
     return np.flatnonzero(place(layers, residents) == PlacementKind.SWAPPED)
 
 
 def _seconds_per_byte(layer: LayerCosts) -> float:
-    """Time saved by storing the attention output. A layer without one has nothing to recompute, so it comes last."""
+    """Return the time that a stored byte of the attention output saves. A layer without one comes last."""
     return layer.attention_s / layer.attention_bytes if layer.attention_bytes else math.inf

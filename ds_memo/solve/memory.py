@@ -1,6 +1,6 @@
-"""Bytes that a pass takes of the device and of the host, as ds_memo.swap.engine moves the frames.
+"""Device and host bytes of a pass, as ds_memo.swap.engine moves the frames.
 
-Every function gets the kinds of the layers' placements, and the one alpha of those that are swapped.
+Every function takes the kinds of the layers' placements, and the one alpha of the swapped layers.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ds_memo.solve.costs import LayerCosts, RunCosts, host_bytes
 from ds_memo.solve.kinds import ON_DEVICE, RECOMPUTES_ATTENTION, Kinds, swapped
 
 ALPHA_STEPS = 10_000
-"""Alpha is rounded down to a multiple of 1 / ALPHA_STEPS: it is read by people, and rounding down keeps every budget."""
+"""Alpha is rounded down to a multiple of 1 / ALPHA_STEPS: that reads better, and rounding down keeps every budget."""
 
 
 def device_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
-    """The most alive at once in a pass.
+    """Return the most bytes alive at once in a pass.
 
-    forward    a layer runs while the frames below it that stay, and one swapped frame on its way out, are alive
+    forward    a layer runs next to the frames below it on the device, and one swapped frame on its way out
     between    the last layer's frame joins them, with head and loss
-    backward   a layer runs while its own frame, the frames below it that stay, the reload of the next swapped one (but one whose
-               attention is recomputed comes back when it is wanted) and gradients on their way are alive
+    backward   a layer runs next to its own frame, the frames below it on the device, the reload of the next swapped one and
+               unreduced gradients. A frame whose attention is recomputed is reloaded only when its own replay begins.
     """
     forward, between, backward = bytes_of_layers(run, kinds, alpha)
     return run.working_bytes + max(
@@ -34,7 +34,7 @@ def device_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
 
 
 def bytes_of_layers(run: RunCosts, kinds: Kinds, alpha: float) -> tuple[np.ndarray, int, np.ndarray]:
-    """Bytes alive in each layer's forward, between forward and backward, and in each layer's backward; of layers alone."""
+    """Return the bytes of the layers alone: in each layer's forward, between forward and backward, in each layer's backward."""
     kinds = np.asarray(kinds)
     frame, forward, backward = _on_device(run, kinds, alpha)
     below, next_swapped = _below(frame, kinds)
@@ -44,23 +44,23 @@ def bytes_of_layers(run: RunCosts, kinds: Kinds, alpha: float) -> tuple[np.ndarr
 
 
 def _below(frame: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each layer: the bytes of the frames below it that stay, and the index of the next swapped layer below it or -1."""
-    stays = ON_DEVICE[kinds]
-    held = np.cumsum(np.where(stays, frame, 0))
-    swapped = np.maximum.accumulate(np.where(stays, -1, np.arange(len(kinds))))
+    """Return for each layer the bytes of the frames below it on the device, and the next swapped layer below it or -1."""
+    on_device = ON_DEVICE[kinds]
+    held = np.cumsum(np.where(on_device, frame, 0))
+    swapped = np.maximum.accumulate(np.where(on_device, -1, np.arange(len(kinds))))
     return np.concatenate(([0], held[:-1])), np.concatenate(([-1], swapped[:-1]))
 
 
 def swapped_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
-    """Bytes of all host blocks."""
+    """Return the bytes of all host blocks."""
     calls = swapped(kinds)
     without = [i for i in calls if RECOMPUTES_ATTENTION[kinds[i]]]
-    whole = (run.layers[i] for i in calls if not RECOMPUTES_ATTENTION[kinds[i]])
-    return sum(run.layers[i].host_bytes(alpha, keeps_attention=False) for i in without) + host_bytes(whole, alpha)
+    others = (run.layers[i] for i in calls if not RECOMPUTES_ATTENTION[kinds[i]])
+    return sum(run.layers[i].host_bytes(alpha, keeps_attention=False) for i in without) + host_bytes(others, alpha)
 
 
 def host_cap(layers: Sequence[LayerCosts], budget: int) -> float:
-    """The largest multiple of 1 / ALPHA_STEPS at which the blocks of these swapped layers fit the host; below 0: none does."""
+    """Return the largest multiple of 1 / ALPHA_STEPS at which these swapped layers fit the host; below 0: none does."""
     kinds = Counter(layers).items()
 
     def fits(steps: int) -> bool:
@@ -70,7 +70,7 @@ def host_cap(layers: Sequence[LayerCosts], budget: int) -> float:
 
 
 def most_that_fit(high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 0 to `high` that fits, or -1. By bisection: if a number fits, all smaller ones must."""
+    """Return the largest number from 0 to `high` that fits, or -1. By bisection: if a number fits, all smaller ones must."""
     low = -1
     while low < high:
         middle = (low + high + 1) // 2
@@ -82,23 +82,22 @@ def most_that_fit(high: int, fits: Callable[[int], bool]) -> int:
 
 
 def _on_device(run: RunCosts, kinds: np.ndarray, alpha: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each layer: the bytes of its frame on the device, and what its forward and its backward need besides."""
+    """Return for each layer the device bytes of its frame, and the further bytes of its forward and of its backward."""
     layers, numbers = run.distinct
     return tuple(_by_kind(tuple(layers), alpha > 0)[:, numbers, kinds])
 
 
 @lru_cache(maxsize=1 << 6)
 def _by_kind(layers: tuple[LayerCosts, ...], splits: bool) -> np.ndarray:
-    """The same three numbers for each of these layers and each kind. Alpha matters only in whether it is above 0 (`splits`)."""
+    """Return the same three numbers by layer and kind. Of alpha only `splits` matters: True above 0."""
     placements = [Placement(kind, float(splits)) for kind in PlacementKind]
     return np.array([[_placed(layer, placement) for placement in placements] for layer in layers], np.int64).transpose(2, 0, 1)
 
 
 def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int]:
     again = placement.kind.recomputes_attention
-    if (
-        placement.kind is PlacementKind.NO_RECOMPUTE
-    ):  # what autograd saves is there from the forward on; a resident layer's replay would make it
+    if placement.kind is PlacementKind.NO_RECOMPUTE:
+        # Autograd's saved tensors are alive from the forward on; a resident layer makes them in its replay.
         kept, working = layer.plain_bytes, layer.working
         return kept, max(working.forward, kept), max(0, layer.frame_bytes + working.backward - kept)
     if placement.decided_alpha > 0:

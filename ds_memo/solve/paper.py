@@ -1,4 +1,4 @@
-"""The paper's program for alpha (MEMO, SIGMOD 2025, section 4.1), as it stands there."""
+"""The paper's program for alpha (MEMO, SIGMOD 2025, section 4.1), unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def paper_alpha(
     layers: int,
     host_bytes: float,
 ) -> float | None:
-    """The largest alpha with which a layer's copy hides behind one layer's forward and all of them fit the host.
+    """Return the largest alpha at which a layer's copy hides behind one layer's forward and all copies fit the host.
 
         maximise alpha  subject to  (S_input + S_attn + alpha · S_others) / B ≤ T_layer
                                     (n - 2) · (S_input + S_attn + alpha · S_others) ≤ M_host
@@ -21,11 +21,11 @@ def paper_alpha(
     One variable, so its optimum is the smallest of the bounds.
 
     Args:
-        input_bytes, attention_bytes, other_bytes: of one layer's skeletal tensors.
-        bandwidth: device to host, bytes a second.
-        layer_forward_s: of one layer, without copies.
+        input_bytes, attention_bytes, other_bytes: bytes of one layer's skeletal tensors.
+        bandwidth: bytes a second, device to host.
+        layer_forward_s: seconds of one layer, without copies.
         layers: n; the last two are not swapped.
-        host_bytes: of this rank.
+        host_bytes: host memory of this rank.
 
     Returns:
         Alpha, or None where not even 0 satisfies both constraints.

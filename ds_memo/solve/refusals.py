@@ -1,4 +1,4 @@
-"""The errors for runs that fit with no placement: what is missing, and what would help."""
+"""Errors for runs that fit with no placement, with the missing bytes and the cure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NothingFits(MemoError):
     Attributes:
         where: "host" or "device".
         needed, budget: bytes; `needed` is the least that any solution takes.
-        device_needed: bytes; a device budget that would do. None: no more of the device's memory helps.
+        device_needed: bytes; a sufficient device budget. None: more device memory does not help.
     """
 
     def __init__(self, message: str, where: str, needed: int, budget: int, device_needed: int | None) -> None:
@@ -36,7 +36,7 @@ class NothingFits(MemoError):
 
 
 def too_little_device_memory(run: RunCosts, alpha: float) -> NothingFits:
-    """The error for a configured alpha that the device is too small for."""
+    """Return the error for a configured alpha that does not fit the device."""
     need, least = (device_bytes(run, place(len(run.layers), 0), at) for at in (alpha, 0.0))
     others = _LESS_NON_LAYER
     if alpha > 0 and least <= run.device_budget:
@@ -46,7 +46,7 @@ def too_little_device_memory(run: RunCosts, alpha: float) -> NothingFits:
 
 
 def too_little_host_memory(run: RunCosts, alpha: float, kinds: Kinds, need: int) -> NothingFits:
-    """The error for a configured alpha that the host is too small for.
+    """Return the error for a configured alpha that does not fit the host.
 
     Args:
         need: bytes of all host blocks.
@@ -74,7 +74,7 @@ def host_too_small(who: str, need: float, alpha: float, budget: int, most: float
 
 
 def nothing_fits(run: RunCosts, residents: int) -> NothingFits:
-    """The error where even the inputs alone do not fit, with the resident layers that were asked for."""
+    """Return the error for a run whose inputs alone do not fit, with the configured resident layers."""
     least = fewest_without_gemms(run, residents)
     device_needed = device_bytes(run, least, 0.0)
     on_device = inputs_alone(run, residents)
@@ -101,9 +101,10 @@ def _beside_states(run: RunCosts, what: str, need: int) -> str:
 
 
 def _refused(where: str, what: str, others: str, need: int, budget: int, device_needed: int, elsewhere: int = 0) -> NothingFits:
-    """
+    """Return the error.
+
     Args:
-        elsewhere: bytes of the same kind that have found room elsewhere.
+        elsewhere: bytes of the same kind that the other memory holds.
     """
     times = math.ceil((need + elsewhere) / (budget + elsewhere)) if budget + elsewhere > 0 else 0
     ranks = f"{times} times as many sequence-parallel ranks (on as many more nodes)" if times else "more sequence-parallel ranks"

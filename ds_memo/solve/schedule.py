@@ -1,12 +1,12 @@
-"""How long a step takes at a given alpha: the schedule of ds_memo.swap.engine, in seconds.
+"""Seconds of a step at a given alpha: the schedule of ds_memo.swap.engine.
 
-Every time is the latest of some earlier ones plus a duration, and every duration is affine in alpha (more rows to copy, fewer to
-compute). So the step is a maximum of affine functions: convex and piecewise linear in alpha, with a slope to go by.
+Every time is the latest of some earlier ones plus a duration. Every duration is affine in alpha: more rows to copy, fewer to
+compute. So the step is a maximum of affine functions: convex and piecewise linear in alpha, with a known slope.
 
-    forward    an output's copy starts when it is born and the ones before it are out; a layer begins when at most one swapped
-               frame below it is not out yet
-    backward   begins when all copies are out; a frame's reload starts when the replay of the layer call above begins, and its own
-               replay when the reload is over
+    forward    an output's copy starts once it is born and the copies before it are done; a layer begins when at most one swapped
+               frame below it is still being copied
+    backward   begins when all copies are done; a frame's reload starts with the replay of the layer call above, its own replay
+               when the reload is done
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.solve.kinds import Kinds
 
 LEAVING = 2
-"""A layer begins when fewer swapped frames than these are on their way out."""
+"""A layer begins when fewer swapped frames than this are being copied to the host."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Step:
     alpha: float
     seconds: float
     slope: float
-    """Of `seconds` over alpha. At a kink, that of one side."""
+    """Derivative of `seconds` by alpha. At a kink, that of one side."""
     d2h_stall_s: float
-    """Compute waited for copies to the host."""
+    """Seconds that compute waited for copies to the host."""
     h2d_stall_s: float
-    """Compute waited for reloads."""
+    """Seconds that compute waited for reloads."""
 
 
 class Schedule:
@@ -40,7 +40,7 @@ class Schedule:
 
     Args:
         run: seconds, bytes, bandwidths.
-        kinds: by layer.
+        kinds: one per layer.
     """
 
     def __init__(self, run: RunCosts, kinds: Kinds) -> None:
@@ -54,10 +54,10 @@ class Schedule:
             self.legs.append(legs[key])
 
     def at(self, alpha: float) -> Step:
-        """The step at one alpha. Times are (seconds, slope over alpha)."""
+        """Return the step at one alpha."""
         legs = self.legs
         now, now_slope = 0.0, 0.0
-        out, out_slope = 0.0, 0.0  # when the d2h stream is through with what it was given
+        out, out_slope = 0.0, 0.0  # when the d2h stream is done with its copies so far
         leaving: list[tuple[float, float]] = []
         d2h_stall = h2d_stall = 0.0
         for leg in legs:
@@ -110,14 +110,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Leg:
-    """What one layer contributes to a schedule."""
+    """One layer's durations in a schedule."""
 
     forward_s: float
     backward_s: float
     replay_s: float
     """At alpha 0."""
     saved_s: float
-    """Of the replay, at alpha 1."""
+    """Seconds of the replay that alpha 1 saves."""
     copies: tuple[tuple[float, float, float], ...]
     """To the host, each (seconds after the layer began, seconds at alpha 0, additional seconds at alpha 1). Empty: the frame
     stays on the device."""

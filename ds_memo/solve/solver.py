@@ -1,6 +1,6 @@
 """The placement of every layer call, and the share alpha of the swapped ones' rows that goes to the host.
 
-What is considered, in this order:
+Tried in this order:
 
 no recompute         no layer is checkpointed, if the device holds everything
 on device            as many resident layers as the device holds, with reload buffers for the others
@@ -27,9 +27,9 @@ from ds_memo.solve.refusals import host_use, nothing_fits, of_budget, too_little
 from ds_memo.solve.schedule import Schedule
 
 _SHORTER = 1e-6
-"""Relative: a step counts as shorter only by this much."""
+"""Least relative gain for a step to count as shorter."""
 _STALLS = 1e-3
-"""Share of a step: if compute waits longer than this for copies, fewer copies are tried."""
+"""Share of a step. If compute waits longer than this for copies, fewer copies are tried."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Solution:
     """The solver's answer for one rank."""
 
     alpha: float
-    """Of all swapped layer calls."""
+    """Share of rows on the host, of all swapped layer calls."""
     placements: tuple[Placement, ...]
     """By layer call, in the order of the forward."""
     step_s: float
@@ -61,7 +61,7 @@ class Solution:
         return all(placement.kind is PlacementKind.NO_RECOMPUTE for placement in self.placements)
 
     def calls(self, *kinds: PlacementKind) -> list[int]:
-        """The layer calls whose placement is of one of these kinds."""
+        """Return the layer calls whose placement is of one of these kinds."""
         return [call for call, placement in enumerate(self.placements) if placement.kind in kinds]
 
 
@@ -75,14 +75,14 @@ def solve(
     """Find the placements with the shortest step.
 
     Args:
-        run: what is known.
-        alpha, resident_layers: obeyed if given.
-        may_skip_recompute: whether leaving layers uncheckpointed is an answer, where neither is given.
-        unplanned_overhead: bytes that a pass without any checkpointing takes of the device for each byte that it asks for.
-            Larger than 1 where such a pass alone has no planned addresses; then one resident layer costs next to nothing.
+        run: seconds, bytes and budgets of this rank.
+        alpha, resident_layers: fixed values; None: solved.
+        may_skip_recompute: True if layers may go without recompute. Ignored if alpha or resident_layers is fixed.
+        unplanned_overhead: device bytes that a pass without any checkpointing takes for each byte that it requests. Above 1 if
+            only such a pass has no planned addresses; then one resident layer costs next to nothing.
 
     Raises:
-        NothingFits: not even inputs alone do.
+        NothingFits: not even the inputs alone fit.
     """
     if alpha is not None:
         return _at(run, alpha, resident_layers)
@@ -100,12 +100,12 @@ def solve(
 
 
 def alpha_for_host(budget: int, swapped_layers: int, whole_bytes: int, split_bytes: int) -> float:
-    """The largest alpha with swapped_layers · (whole_bytes + alpha · split_bytes) ≤ budget, at most 1; below 0: none fits.
+    """Return the largest alpha with swapped_layers · (whole_bytes + alpha · split_bytes) ≤ budget, at most 1; below 0: none fits.
 
     Args:
         budget: bytes this rank may use on the host.
-        swapped_layers: layers that are not resident.
-        whole_bytes: bytes of a layer that go to the host whatever alpha is (input, attention output).
+        swapped_layers: number of layers that are not resident.
+        whole_bytes: bytes of a layer that go to the host at any alpha (input, attention output).
         split_bytes: bytes of the outputs that alpha splits.
     """
     if swapped_layers == 0 or split_bytes == 0:
@@ -122,8 +122,7 @@ def _swapped_layers(run: RunCosts, kinds: Kinds) -> list[LayerCosts]:
 
 
 def _most_residents(run: RunCosts, alpha: float, asked: int | None, no_recompute: int = 0) -> Kinds | None:
-    """As many residents as asked for or, if None, as the device holds with so many layers without recompute and the others
-    swapped. None: the device does not hold them."""
+    """Return the kinds with `asked` residents or, if None, as many as the device holds. None: the device does not hold them."""
     n = len(run.layers)
     if asked is not None:
         kinds = place(n, asked)
@@ -133,7 +132,7 @@ def _most_residents(run: RunCosts, alpha: float, asked: int | None, no_recompute
 
 
 def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Solution:
-    """Alpha is configured, and perhaps the residents too."""
+    """Return the solution at a configured alpha, and perhaps configured residents."""
     kinds = _most_residents(run, alpha, None) if resident_layers is None else place(len(run.layers), resident_layers)
     if kinds is None:
         raise too_little_device_memory(run, alpha)
@@ -144,7 +143,7 @@ def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Solution:
 
 
 def _swapping(run: RunCosts, resident_layers: int | None, no_recompute: int = 0) -> Solution | None:
-    """The best alpha with room for any: reload buffers are counted in full. None: device or host is too small for that."""
+    """Return the solution with the best alpha. Reload buffers count in full; None: device or host is too small for that."""
     kinds = _most_residents(run, 1.0, resident_layers, no_recompute)
     if kinds is None or swapped_bytes(run, kinds, 0.0) > run.host_budget:
         return None
@@ -166,7 +165,7 @@ def _swapping(run: RunCosts, resident_layers: int | None, no_recompute: int = 0)
 
 
 def _rounded(alpha: float) -> float:
-    """Down to a multiple of 1 / ALPHA_STEPS, but up where the next one is only a rounding error away."""
+    """Round down to a multiple of 1 / ALPHA_STEPS, but up if the next one is only a rounding error away."""
     return math.floor(alpha * ALPHA_STEPS + 1e-3) / ALPHA_STEPS
 
 
@@ -184,7 +183,7 @@ def _checkpointed(run: RunCosts, resident_layers: int | None) -> Solution:
 
 
 def _with_fewer_copies(run: RunCosts, resident_layers: int | None, solution: Solution) -> Solution:
-    """Where compute waits for copies, try to use less of the host: only as much as can hide at best, or nothing."""
+    """Try less host memory because compute waits for copies: as much as can hide at best, then none."""
     forward_s = sum(layer.forward_s for layer in run.layers)
     backward_s = sum(layer.backward_s + layer.replay_s for layer in run.layers)
     hides = int(min(run.d2h_bytes_per_s * forward_s, run.h2d_bytes_per_s * backward_s))
@@ -199,8 +198,8 @@ def _with_fewer_copies(run: RunCosts, resident_layers: int | None, solution: Sol
 
 
 def _without_some_recompute(run: RunCosts, solution: Solution) -> Solution:
-    """The same with as many layers without recompute as make the step shortest, found by bisection: the time is nearly convex in
-    their number."""
+    """Return the solution whose number of layers without recompute makes the step shortest, by bisection: the time is nearly
+    convex in that number."""
     n = len(run.layers)
     tried: dict[int, Solution | None] = {0: solution}
 
@@ -218,13 +217,13 @@ def _without_some_recompute(run: RunCosts, solution: Solution) -> Solution:
 
 
 def _in_words(layers: int, no_recompute: int) -> str:
-    """Say where all layers stay."""
+    """Return the words for a solution that swaps nothing."""
     some = f"{no_recompute} of {layers} layers run without recompute, the others are resident"
     return some if no_recompute else f"all {layers} layers are resident"
 
 
 def _why_zero(run: RunCosts, kinds: Kinds, resident_layers: int | None) -> str:
-    """What keeps alpha at 0 where the host has room for inputs and attention outputs."""
+    """Return the sentence that says what keeps alpha at 0."""
     layers = _swapped_layers(run, kinds)
     use = host_use(run, host_bytes(layers, 0.0), 0.0)
     if host_cap(layers, run.host_budget) <= 0:
@@ -236,7 +235,7 @@ def _why_zero(run: RunCosts, kinds: Kinds, resident_layers: int | None) -> str:
 
 
 def _link(schedule: Schedule, alpha: float) -> str:
-    """The sentence that says which copies keep alpha from being larger: those whose stalls grow most beyond it."""
+    """Return the sentence that names the copies that limit alpha: those whose stalls grow most beyond it."""
     here, there = schedule.at(alpha), schedule.at(min(1.0, alpha + 0.01))
     to_host = there.d2h_stall_s - here.d2h_stall_s >= there.h2d_stall_s - here.h2d_stall_s
     stall = here.d2h_stall_s + here.h2d_stall_s
@@ -248,7 +247,7 @@ def _link(schedule: Schedule, alpha: float) -> str:
 
 
 def _with_rows(run: RunCosts, kinds: Kinds, because: str) -> Solution:
-    """Kinds that were packed at alpha 0, and the best alpha that still fits."""
+    """Return the solution for kinds that were packed at alpha 0, with the best alpha that still fits."""
     n, alpha = len(run.layers), 0.0
     if (layers := _swapped_layers(run, kinds)) and _fits(run, kinds, 1.0):
         alpha = _rounded(best_alpha(Schedule(run, kinds), max(0.0, host_cap(layers, run.host_budget))))
@@ -261,7 +260,7 @@ def _with_rows(run: RunCosts, kinds: Kinds, because: str) -> Solution:
 
 
 def judged(run: RunCosts, alpha: float, kinds: Kinds, binding: str) -> Solution:
-    """These placements with their predicted times and bytes, whether they fit or not."""
+    """Return the placements with their predicted times and bytes. Budgets are not checked."""
     step, by_kind = Schedule(run, kinds).at(alpha), [Placement(kind, alpha) for kind in PlacementKind]
     return Solution(
         alpha=alpha,

@@ -5,8 +5,8 @@
 //
 // Invariant: an address is handed out only while no live range overlaps it. A wrong plan costs misses, never data.
 //
-// Threads: whatever is not atomic is called with `mutex` held. The core never calls the native allocator; what has to be
-// given back to it is returned, for the backend to drop once the mutex is free.
+// Threads: hold `mutex` for all calls but the atomic ones. The core never calls the native allocator. It returns arenas that
+// are to be freed, and the backend drops them once the mutex is free.
 #pragma once
 
 #include <algorithm>
@@ -109,8 +109,8 @@ class Arena {
     return true;
   }
 
-  // Frees the live range that begins at `address` and returns its size; 0 where none does. The range stays, for take() to
-  // find its fence, and because the next pass asks for the same one.
+  // Frees the live range that begins at `address` and returns its size; 0 if none does. The entry remains, for
+  // take() to find its fence, and because the next pass requests the same one.
   Bytes give(Address address, Fence fence) {
     const Bytes offset = address - base_;
     const auto range = reaching_past(offset);
@@ -151,7 +151,7 @@ class Core {
 
   // ---- before the mutex is taken
 
-  // Whether a request is any of our business; false is the common case and must stay cheap.
+  // True if the core handles a request of this size; false is the common case and must be cheap.
   bool concerns(Bytes size) const {
     return mode_.load(std::memory_order_relaxed) != Mode::off && phase_.load(std::memory_order_relaxed) != kNoPhase &&
            size >= min_bytes_.load(std::memory_order_relaxed);
@@ -165,7 +165,7 @@ class Core {
   void set_min_bytes(Bytes bytes) { min_bytes_ = bytes; }
 
   // Replacing or forgetting the plan of the running pass ends the pass. A slot matches a request of its size, or of up to
-  // `spare` bytes less: where sizes were worked out and not seen.
+  // `spare` bytes less, for sizes that were computed and not logged.
   void load_plan(int key, Plan plan, Bytes spare = 0) {
     forget_plan(key);
     plans_.emplace(key, Loaded{std::move(plan), spare});
@@ -248,7 +248,7 @@ class Core {
   }
 
   // Puts an arena (or none) in the place of the present one, which is returned if nothing lives in it. If something does,
-  // it stays until its last block is freed.
+  // its last block frees it.
   std::unique_ptr<Arena> replace_arena(std::unique_ptr<Arena> fresh) {
     std::swap(arena_, fresh);
     if (fresh && fresh->live()) {
@@ -298,7 +298,7 @@ class Core {
     if (!visit_) return Outcome::unplanned;
     if (!arena_) return Outcome::arena;
     if (stream != stream_ || (stream != arena_->stream() && arena_->stream() != kAnyStream))
-      return Outcome::stream;  // not in the plan's order: the cursor stays
+      return Outcome::stream;  // not in the plan's order: the cursor does not move
     if (abandoned_) return Outcome::abandoned;
     if (next_ == visit_->size()) return Outcome::end;
     const Slot& slot = (*visit_)[next_];

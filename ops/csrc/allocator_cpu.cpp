@@ -126,7 +126,7 @@ struct Cpu {
     TORCH_CHECK(once == 0, "pthread_atfork failed with ", once);
   }
 
-  // While something lives in an arena we stay in front: raw_deallocate() asks the allocator of that time for the deleter.
+  // While an arena has live blocks the op remains in front: raw_deallocate() asks the allocator of that time for the deleter.
   static void uninstall() {
     if (installed() && !the_core().has_arena()) c10::SetAllocator(c10::kCPU, native, kPriority);
   }

@@ -84,8 +84,8 @@ class PlannedAllocator final : public caching::CUDAAllocator {
  public:
   explicit PlannedAllocator(caching::CUDAAllocator* native) : native_(native), native_free_(native->raw_deleter()) {
     for (int i = 0; i < c10::cuda::device_count(); ++i) devices_.push_back(std::make_unique<Device>());
-    // Frees of profiled blocks are seen here, whoever frees them. We are called under the native allocator's lock: no call
-    // into torch, CUDA or Python from here.
+    // All frees of profiled blocks arrive here, under the native allocator's lock: no call into torch, CUDA or Python from
+    // here.
     native_->attachAllocatorTraceTracker([this](const caching::TraceEntry& entry) {
       if (entry.action_ != caching::TraceEntry::FREE_REQUESTED) return;
       Core& core = devices_[entry.device_]->core;
@@ -163,7 +163,7 @@ class PlannedAllocator final : public caching::CUDAAllocator {
     arena.reset();  // behind those waits on its stream, and outside the lock
   }
 
-  // Whether `data` lies in an arena, and in which: its base address. 0: it does not.
+  // The base address of the arena that `data` lies in; 0: none.
   Address arena_base(const void* data) {
     for (auto& device : devices_) {
       if (!device->core.has_arena()) continue;
@@ -308,8 +308,8 @@ class PlannedAllocator final : public caching::CUDAAllocator {
 #endif
 
  private:
-  // What `ask` gets from the native allocator. Where that has no room, an arena that nothing lives in goes back to it first:
-  // an evaluation, or a batch that no plan is for, does not run out of memory beside an empty arena.
+  // Returns what `ask` gets from the native allocator. If that has no room, an empty arena is freed first: an evaluation, or a
+  // batch without a plan, must not run out of memory next to an empty arena.
   template <class Ask>
   auto with_room(DeviceIndex index, Ask ask) -> decltype(ask()) {
     try {
@@ -385,7 +385,7 @@ struct Cuda {
                 int{kPriority});
   }
 
-  // While something lives in an arena we stay in front: it could come back through the raw interface.
+  // While an arena has live blocks the op remains in front: it could come back through the raw interface.
   static void uninstall() {
     if (installed() && !planned->has_arena()) set(planned->native());
   }

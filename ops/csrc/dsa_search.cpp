@@ -426,7 +426,7 @@ class Search {
       if (!left && !right && !Twinned(i)) resting.push_back({-prefer_[i], i});
     }
     std::sort(resting.begin(), resting.end());
-    // Why there are no other options: what lies in this section, and the walls that keep wider buffers out.
+    // The reasons for no other options: the buffers in this section, and the walls that keep wider buffers out.
     Literals reasons(words_, 0), below(words_, 0);
     AddCone(reasons, s);
     if (wider_left && corner.left > first) AddCone(reasons, corner.left - 1);
@@ -468,7 +468,7 @@ class Search {
   std::vector<u64> cone_, cones_before_;
   std::vector<Change> trail_;
   std::vector<Raise> raised_;                    // since the last Propagate
-  std::vector<int> dirty_;                       // sections whose bound must be looked at again
+  std::vector<int> dirty_;                       // sections whose bound must be computed again
   std::vector<char> is_dirty_;
   std::vector<int> options_;
   std::vector<std::pair<i64, int>> late_;

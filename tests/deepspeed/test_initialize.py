@@ -252,7 +252,7 @@ def test_a_destroyed_engine_gives_everything_back(stage: int) -> None:
             assert first.memo._session.slab.size == 0
         losses += train(second := start(config, model=model), steps=1)
         if hasattr(first, "memo"):
-            assert second.memo._session.addresses.claimed and second.memo.report()["warnings"] == []
+            assert second.memo._session.addresses.installed and second.memo.report()["warnings"] == []
         second.destroy()
         return losses
 
@@ -380,7 +380,7 @@ def test_two_engines_that_take_turns(stage: int) -> None:
     for engine in engines:
         report = engine.memo.report()
         assert report["host"]["budget"] == 1 << 24 and report["active"] and report["warnings"] == []
-        assert engine.memo._session.addresses.claimed
+        assert engine.memo._session.addresses.installed
     assert engines[0].memo._session.slab.size == max(engine.memo._session.slab.peak_used for engine in engines)
     assert losses == pytest.approx(both(ds_config(stage))[0], rel=1e-5)
     for engine in engines:

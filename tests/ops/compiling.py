@@ -15,7 +15,7 @@ __all__ = ["NOT_TRUSTED", "compiler", "lacks", "plant", "stand_in"]
 
 
 def lacks() -> str | None:
-    """Why nothing can be compiled here; None where it can."""
+    """Return why nothing can be compiled here, or None."""
     try:
         compiler()
     except Unavailable as error:
@@ -27,10 +27,10 @@ def stand_in(folder: Path, script: str) -> tuple[str, Path]:
     """Write a compiler that is a shell script.
 
     Args:
-        script: what it does when it is asked to compile or link; ``$out`` is the file, ``$@`` are its arguments.
+        script: its commands for compiling and linking; ``$out`` is the file, ``$@`` are its arguments.
 
     Returns:
-        What CXX is set to, and a file that gets a line each time.
+        The value for CXX, and a file that gets a line at each call.
     """
     place, log = folder / "stand-in", folder / "asked"
     find_out = 'out=; last=; for word in "$@"; do [ "$last" = -o ] && out=$word; last=$word; done'
@@ -41,7 +41,7 @@ def stand_in(folder: Path, script: str) -> tuple[str, Path]:
 
 
 def plant(place: Path, proof: Path) -> None:
-    """Put a library in the place of another, with a checksum that is right; what loads it makes the file `proof`."""
+    """Replace a library by another with a right checksum; loading it creates the file `proof`."""
     source = place.with_name("planted.cpp")
     source.write_text(
         "#include <fcntl.h>\n"
@@ -75,4 +75,4 @@ NOT_TRUSTED = {
     "a file that all may write": (lambda library: library.chmod(0o602), "others may write to it (mode 0602)"),
     "a link": (_link, "is a link"),
 }
-"""How a library becomes one that is not to be trusted, and what is said then."""
+"""Changes that make a library untrusted, each with its warning."""

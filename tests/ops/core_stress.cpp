@@ -2,9 +2,9 @@
 //
 //     core_stress REQUESTS THREADS SEED
 //
-// Three things are checked. The model has an owner for every 64 bytes of an arena, and says beforehand what will become of a
-// request. Every block is filled with a pattern of its own when it is handed out and looked through before it is freed. A
-// block that is freed with a fence is still being read: its pattern must be there until somebody waits for that fence.
+// Three things are checked. The model has an owner for every 64 bytes of an arena, and predicts the outcome of a
+// request. Every block is filled with a pattern of its own when it is handed out and checked before it is freed. A
+// block that is freed with a fence is still being read: its pattern must be there until a stream waits for that fence.
 // Ends with 1 and a line at the first thing that is wrong.
 #include "allocator_core.h"
 
@@ -20,7 +20,7 @@ using namespace ds_memo;
 constexpr Bytes kUnit = 64, kArenaBytes = 256 << 10, kGuard = 8 << 10, kLargest = 32 * kUnit;
 constexpr Stream kCompute = 1, kSide = 2;
 constexpr int kPhases = 8, kVisits = 5, kSlots = 40, kPlans = 3;
-constexpr uint64_t kNobody = 0, kReader = uint64_t{1} << 63;
+constexpr uint64_t kNoOwner = 0, kReader = uint64_t{1} << 63;
 
 [[noreturn]] void wrong(const char* what) {
   std::printf("WRONG: %s\n", what);
@@ -34,10 +34,10 @@ void require(bool condition, const char* what) {
 using Random = std::mt19937;
 uint32_t below(Random& random, uint32_t end) { return random() % end; }
 
-// An arena's memory, with bytes before and behind it that nobody may touch.
+// An arena's memory, with bytes before and behind it that must not change.
 struct Memory {
   std::vector<uint8_t> bytes = std::vector<uint8_t>(kGuard + kArenaBytes + kGuard, 0xee);
-  std::vector<uint64_t> owners = std::vector<uint64_t>(kArenaBytes / kUnit, kNobody);
+  std::vector<uint64_t> owners = std::vector<uint64_t>(kArenaBytes / kUnit, kNoOwner);
   size_t live = 0;
   bool retired = false;
 
@@ -50,10 +50,10 @@ struct Memory {
       owners[unit] = to;
     }
   }
-  bool anyone_lives_in(Bytes offset, Bytes size) const {
+  bool has_live_range(Bytes offset, Bytes size) const {
     const auto [first, last] = units(offset, size);
     for (size_t unit = first; unit < last; ++unit)
-      if (owners[unit] != kNobody && !(owners[unit] & kReader)) return true;
+      if (owners[unit] != kNoOwner && !(owners[unit] & kReader)) return true;
     return false;
   }
   ~Memory() {
@@ -78,7 +78,7 @@ struct Block {
   }
 };
 
-// The core and beside it what it should do. Everything is guarded by core.mutex.
+// The core and the model of it. Everything is guarded by core.mutex.
 struct Model {
   Core core;
   std::map<int, Plan> plans;
@@ -147,7 +147,7 @@ struct Model {
     ++next;
     if (slot.offset == kNative) return Outcome::native;
     if (slot.offset + size > kArenaBytes) return Outcome::arena;
-    return memory->anyone_lives_in(slot.offset, size) ? Outcome::overlap : Outcome::hit;
+    return memory->has_live_range(slot.offset, size) ? Outcome::overlap : Outcome::hit;
   }
 
   std::optional<Block> request(Random& random) {
@@ -166,14 +166,14 @@ struct Model {
     if (!address) return std::nullopt;
     for (Fence fence : fences) {
       const auto reader = readers.find(fence);
-      require(reader != readers.end(), "a fence that nobody made, or for the second time");
+      require(reader != readers.end(), "a fence that was never made, or for the second time");
       require(reader->second.memory == memory, "a fence of another arena");
-      require(reader->second.intact(), "memory was written while somebody still read it");
-      memory->set_owner(reader->second.offset(), reader->second.size, kReader | fence, kNobody, "the model is off");
+      require(reader->second.intact(), "memory was written while a stream still read it");
+      memory->set_owner(reader->second.offset(), reader->second.size, kReader | fence, kNoOwner, "the model is off");
       readers.erase(reader);
     }
     const Block block{next_id++, memory, *address, size};
-    memory->set_owner(block.offset(), size, kNobody, block.id, "a live range was handed out, or one that is still being read");
+    memory->set_owner(block.offset(), size, kNoOwner, block.id, "a live range was handed out, or one that is still being read");
     ++memory->live;
     return block;
   }
@@ -190,7 +190,7 @@ struct Model {
       return nullptr;
     }
     const Fence fence = below(random, 6) ? 0 : next_fence++;
-    block.memory->set_owner(block.offset(), block.size, block.id, fence ? kReader | fence : kNobody, "the model is off");
+    block.memory->set_owner(block.offset(), block.size, block.id, fence ? kReader | fence : kNoOwner, "the model is off");
     --block.memory->live;
     std::unique_ptr<Arena> drained;
     require(core.give(block.address, fence, drained), "a live block is unknown");
@@ -207,7 +207,7 @@ struct Model {
       require(reader != readers.end() && reader->second.memory == of && reader->second.intact(), "a fence of a dropped arena");
       readers.erase(reader);
     }
-    for (const auto& [fence, block] : readers) require(block.memory != of, "an arena was dropped while somebody read it");
+    for (const auto& [fence, block] : readers) require(block.memory != of, "an arena was dropped while a stream read it");
   }
 
   std::unique_ptr<Arena> replace_arena(bool with_a_fresh_one) {

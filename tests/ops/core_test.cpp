@@ -260,7 +260,7 @@ void freed_ranges_can_be_cut_otherwise() {
   CHECK(arena->live() == 5 && fences.empty());
 }
 
-void fences_reach_whoever_writes_next() {
+void fences_reach_the_next_writer() {
   auto arena = arena_of(1000);
   std::vector<Fence> fences;
   for (Bytes offset : {0, 100, 200, 300}) arena->take(offset, 100, fences);
@@ -269,7 +269,7 @@ void fences_reach_whoever_writes_next() {
   CHECK((fences == std::vector<Fence>{11, 12}));
   CHECK((arena->fences() == std::vector<Fence>{14}));
   fences.clear();
-  CHECK(!arena->take(0, 400, fences) && fences.empty());  // refused: nobody will wait, so nothing may be forgotten
+  CHECK(!arena->take(0, 400, fences) && fences.empty());  // refused: no stream will wait, so no fence may be forgotten
   CHECK(arena->take(0, 50, fences) && fences.empty());    // 11 was waited for, on the arena's stream
   CHECK((arena->fences() == std::vector<Fence>{14}));
 }
@@ -327,7 +327,7 @@ void an_arena_in_use_stays_until_its_last_block_is_freed() {
   CHECK(gone && f.core.stats.live_bytes == 0);
 }
 
-void foreign_addresses_are_nobodys() {
+void foreign_addresses_have_no_range() {
   Following f({{kForward, {{{100, 0}}}}});
   CHECK(!f.give(kBase - 1) && !f.give(kBase + 1000) && !f.give(0));
   CHECK(f.core.owner(kBase + 999) == f.core.arena() && !f.core.owner(kBase + 1000) && !f.core.owner(kBase - 1));
@@ -340,7 +340,7 @@ void a_pass_is_logged() {
   core.begin_pass(Mode::profile, 0, kCompute);
   core.enter(kForward);
   core.log_malloc(0x100, 64, kCompute);
-  core.log_malloc(0x200, 32, kSide);  // on another stream: not in order with ours
+  core.log_malloc(0x200, 32, kSide);  // on another stream: not in the order of the compute stream
   core.log_malloc(0x300, 16, kCompute);
   core.enter(kBackward);
   core.log_free(0x100);
@@ -413,12 +413,12 @@ int main() {
       TEST(nothing_of_no_size_or_beyond_the_end),
       TEST(only_the_start_of_a_live_range_can_be_freed),
       TEST(freed_ranges_can_be_cut_otherwise),
-      TEST(fences_reach_whoever_writes_next),
+      TEST(fences_reach_the_next_writer),
       TEST(waits_are_counted),
       TEST(bytes_are_counted),
       TEST(an_empty_arena_is_returned_at_once),
       TEST(an_arena_in_use_stays_until_its_last_block_is_freed),
-      TEST(foreign_addresses_are_nobodys),
+      TEST(foreign_addresses_have_no_range),
       TEST(a_pass_is_logged),
       TEST(logged_blocks_may_die_in_any_mode),
       TEST(nothing_is_logged_unless_profiling),

@@ -65,10 +65,10 @@ class Rig:
         self.net = Net(self.allocator).to(device)
         self.batch = torch.randn(rows, WIDTH, device=device)
         self.requests = 0
-        """Of a pass that follows plan 0."""
+        """Requests of a pass that follows plan 0."""
 
     def forward_and_backward(self, rows: int | None = None) -> list[torch.Tensor]:
-        """The loss and every gradient; the dropout masks are the same each time."""
+        """Return the loss and every gradient; the dropout masks are the same each time."""
         self.net.zero_grad(set_to_none=True)
         torch.manual_seed(1)
         loss = self.net(self.batch[:rows].clone().requires_grad_(True)).square().mean()
@@ -86,7 +86,7 @@ class Rig:
         return log
 
     def plan(self) -> tuple[RequestLog, Plan]:
-        """Profile twice, which must agree, and plan."""
+        """Profile twice, check that both agree, and plan."""
         log, again = self.profile(), self.profile()
         assert log == again, "two equal passes ask for different memory"
         return again, plan_trace(again.trace(), seconds=10)
@@ -101,7 +101,7 @@ class Rig:
         return self
 
     def follow(self, rows: int | None = None) -> list[torch.Tensor]:
-        """A pass that follows plan 0."""
+        """Run a pass that follows plan 0."""
         self.allocator.follow(0)
         try:
             return self.forward_and_backward(rows)
@@ -110,14 +110,14 @@ class Rig:
 
     @contextmanager
     def counting(self) -> Iterator[dict[str, int]]:
-        """Hits and misses of what happens inside, by name, those that are not zero."""
+        """Yield the nonzero hits and misses inside, by name."""
         before, counts = self.allocator.stats(), {}
         yield counts
         after = self.allocator.stats()
         counts |= {name: after[name] - before[name] for name in ("hit", *MISSES) if after[name] > before[name]}
 
     def a_block(self, nbytes: int = 1 << 20) -> torch.Tensor:
-        """A tensor in an arena of its own, as the only block of a plan. The pass goes on: call allocator.stop()."""
+        """Return a tensor in an arena of its own, the only block of a plan. The caller ends the pass with allocator.stop()."""
         self.allocator.load_plan(1, [("embed", [(nbytes, 0), (nbytes, nbytes)])])
         self.allocator.reserve(2 * nbytes)
         self.allocator.follow(1)
@@ -128,5 +128,5 @@ class Rig:
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    """To the bit."""
+    """Compare bitwise."""
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -1,4 +1,4 @@
-"""The op on CPU, in every situation that could end the process, spoil memory or block for ever."""
+"""The op on CPU, in every situation that could end the process, spoil memory or block forever."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def server():
-    """Forks processes that have nothing installed."""
+    """A server that forks processes without the op installed."""
     from ds_memo.ops.builder import AllocatorBuilder
 
     AllocatorBuilder("cpu").load()  # compiled here, so that no scenario's time goes to the compiler

@@ -1,4 +1,4 @@
-"""The op's CUDA backend: compiled where the headers are, run over a stand-in for CUDA where torch is a CUDA build, and on a GPU.
+"""The op's CUDA backend: compiled if the headers exist, run over a stand-in for CUDA if torch is a CUDA build, and on a GPU.
 
 DS_MEMO_CUDA_TORCH: the Python of an environment that has a CUDA build of torch, DeepSpeed, for machines whose own torch is
 built without CUDA.
@@ -25,30 +25,30 @@ from tests.ops.compiling import compiler, lacks
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "ops" / "csrc"
 EXPANDABLE = {"torch's segments": "", "expandable segments": "expandable_segments:True"}
-"""PYTORCH_CUDA_ALLOC_CONF. Whoever sets anything there decides by himself whether blocks are split."""
+"""Values of PYTORCH_CUDA_ALLOC_CONF. If it is set, the user decides whether blocks are split."""
 
 WITHOUT = {
     "waiting for fences": ("device.wait(stream, fences);", ""),
     "noting the streams": ("streams.push_back(stream.stream());", ";"),
-    "a look at the pools": (
+    "checking the pools": (
         "device.core.take(size, stream, device.pools > 0, fences)",
         "device.core.take(size, stream, false, fences)",
     ),
     "giving way": ("if (!give_way(index)) throw;", "throw;"),
-    "a look at what lives in the arena": ("arena = device.core.give_way();", "arena = device.core.replace_arena(nullptr);"),
+    "checking for live blocks in the arena": ("arena = device.core.give_way();", "arena = device.core.replace_arena(nullptr);"),
     "waiting before an arena is dropped": ("device.wait(arena->stream(), arena->fences());", ""),
 }
-"""What is taken out of the backend in the negative controls: the text and what stands in its place."""
+"""Changes to the backend in the negative controls: a text and its replacement."""
 
 
 @cache
 def cuda_python() -> str | None:
-    """A Python whose torch is a CUDA build; None where none is known."""
+    """Return a Python whose torch is a CUDA build, or None."""
     return sys.executable if torch.version.cuda else os.environ.get("DS_MEMO_CUDA_TORCH")
 
 
 def test_it_compiles(tmp_path):
-    """Against the headers of the torch that is installed, which its CPU build has too."""
+    """Against the headers of the installed torch; its CPU build has them, too."""
     torch_headers = Path(torch.__file__).parent / "include"
     if reason := lacks():
         pytest.skip(reason)
@@ -92,7 +92,7 @@ def run(python: str, environment: dict[str, str], *words: str) -> subprocess.Com
 
 
 def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """Of each scenario: nothing, or what went wrong."""
+    """Return for each scenario an empty text, or its error."""
     found: dict[str, str] = {}
     for part in done.stdout.split("run ")[1:]:
         name, _, rest = part.partition("\n")

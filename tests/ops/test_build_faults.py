@@ -1,4 +1,4 @@
-"""Training where the op cannot be built, kept or trusted: it goes on, and says what is so once."""
+"""Training when the op cannot be built, cached or trusted: it goes on and warns once."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ STEPS = 4
 
 
 def train(environment: dict[str, str], folder: Path, file_bytes: int | None = None) -> dict[str, Any]:
-    """Four steps of a model whose addresses are to be planned.
+    """Train a model with planned addresses for four steps.
 
     Args:
-        environment: of the process.
-        folder: its working directory.
-        file_bytes: none may become larger.
+        environment: the process's environment variables.
+        folder: the process's working directory.
+        file_bytes: largest size of a file.
 
     Returns:
-        Losses, what was warned of, and what the report has.
+        Losses, warnings, and the report's part.
     """
     torch.set_num_threads(1)
     os.environ |= environment
@@ -61,7 +61,7 @@ def stock() -> list[float]:
 
 @pytest.fixture
 def run(tmp_path: Path, stock: list[float]) -> Callable[..., dict[str, Any]]:
-    """Trains in a process with a cache of its own; the losses are stock's."""
+    """Train in a process with a cache of its own, and compare the losses with stock."""
 
     def trained(cache: str = "", file_bytes: int | None = None, folder: Path = tmp_path, **environment: str) -> dict[str, Any]:
         there = cache or str(tmp_path / "cache")
@@ -78,13 +78,13 @@ def run(tmp_path: Path, stock: list[float]) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def made() -> Path:
-    """The op, made by the compiler."""
+    """The op, built by the compiler."""
     return Path(os.path.realpath(AllocatorBuilder("cpu").load().__file__))
 
 
 @pytest.fixture
 def quick(tmp_path: Path, made: Path) -> tuple[str, Path]:
-    """A stand-in that knows the outcome, which saves half a minute each time; and the file that knows how often it was asked."""
+    """A stand-in compiler that copies the built op and saves half a minute, and the file that counts its calls."""
     return stand_in(tmp_path, f'cat {made} > "$out"')
 
 

@@ -1,4 +1,4 @@
-"""How the op is built: which backend, what is missing, what other processes and earlier builds leave behind."""
+"""The op's build: its backend, missing tools, other processes and earlier builds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_a_compiler = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
 
 @pytest.fixture
 def not_loaded(monkeypatch):
-    """As in a process that has not loaded the op yet."""
+    """Unload the op, as in a new process."""
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
 
 
@@ -95,7 +95,7 @@ def test_cuda_without_cuda(monkeypatch):
 
 
 def test_cuda_headers_come_complete(monkeypatch, tmp_path):
-    """nvidia's runtime package may lack crt/, and then does not compile."""
+    """nvidia's runtime package may lack crt/ and then does not compile."""
     home = tmp_path / "toolkit"
     (home / "include").mkdir(parents=True)
     (home / "include" / "cuda_runtime_api.h").touch()
@@ -109,7 +109,7 @@ def test_cuda_headers_come_complete(monkeypatch, tmp_path):
 
 
 def test_cuda_headers_are_of_torchs_cuda(monkeypatch, tmp_path):
-    """A newer triton's are not always: 3.6 comes with those of CUDA 12.8, torch 2.11 with CUDA 13."""
+    """Triton's may differ: 3.6 has those of CUDA 12.8, torch 2.11 is built for CUDA 13."""
     homes = [tmp_path / name for name in ("older", "same")]
     for home, version in zip(homes, (12080, 13000), strict=True):
         (home / "include" / "crt").mkdir(parents=True)
@@ -125,7 +125,7 @@ def test_cuda_headers_are_of_torchs_cuda(monkeypatch, tmp_path):
 
 @needs_a_compiler
 def test_ninja_is_not_needed(tmp_path, cached):
-    """And CXX may have several words."""
+    """CXX may have several words, too."""
     cxx, log = stand_in(tmp_path, f'cat {cached} > "$out"')
     done = python(
         "-c", LOAD, PATH="/no/such/folder", CXX=f"/usr/bin/env - PATH=/usr/bin:/bin {cxx}", XDG_CACHE_HOME=str(tmp_path)
@@ -193,7 +193,7 @@ def test_two_processes_build_at_once(tmp_path):
 
 
 def test_other_sources_compilers_and_torches_have_their_own(monkeypatch, tmp_path, cached):
-    """Each in the same cache, under another name."""
+    """Each has a name of its own in the same cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
 

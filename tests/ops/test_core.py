@@ -32,13 +32,13 @@ WITHOUT = {
     "retired arenas": ("if (fresh && fresh->live()) {", "if (fresh && fresh->live() > 8) {"),
     "abandoning a visit": ("abandoned_ = true;", ""),
 }
-"""What is taken out of the core in the negative controls: the text and what stands in its place."""
+"""Changes to the core in the negative controls: a text and its replacement."""
 EVERYDAY = ("the overlap guard", "the fences", "retired arenas")
 
 
 @cache
 def sanitizer_is_missing(name: str, folder: Path) -> str | None:
-    """Why it cannot be used here; None where it can."""
+    """Return why the sanitizer cannot be used here, or None."""
     program = folder / f"empty_{name}"
     source = program.with_suffix(".cpp")
     source.write_text("int main() {}\n")
@@ -51,7 +51,7 @@ def sanitizer_is_missing(name: str, folder: Path) -> str | None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Compiles a program of this folder, once per set of arguments, with another csrc/ if told."""
+    """Return a function that compiles a program of this folder, once per set of arguments, with any csrc/."""
     if reason := lacks():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("core")

@@ -7,7 +7,7 @@ from ds_memo.plan import native
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once(tmp_path_factory):
-    """The exact search is built into a cache of this session's own, once, before any test that keeps a time limit."""
+    """Compile the exact search into this session's own cache, before any test that keeps a time limit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         with suppress(native.Unavailable):  # the Python twin is tested then; test_search.py skips what needs C++

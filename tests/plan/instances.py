@@ -25,21 +25,21 @@ CAPACITY = 1 << 20
 
 @contextmanager
 def a_second_at_most() -> Iterator[None]:
-    """A search with such a limit, which goes on for a minute without one. Seconds of this process and of its children on a
-    processor, which other processes cannot make more of, and with room for what comes before the search and after it."""
+    """Check that a search with a limit of 1 s keeps it; without a limit it takes a minute. Processor seconds of this process and
+    its children count, which other processes do not change, with room for the work before and after the search."""
     before = sum(os.times()[:4])
     yield
     assert sum(os.times()[:4]) - before < 5
 
 
 def dense(n: int, seed: int, *, pinwheels: float = 0.2, trim: float = 0.0, drop: float = 0.0, upright: float = 0.5) -> Problem:
-    """About n buffers that fit exactly below CAPACITY: a rectangle cut again and again, most pieces kept whole.
+    """Return about n buffers that fit exactly below CAPACITY: pieces of a rectangle that is cut again and again.
 
     Args:
-        pinwheels: How often a piece is cut into five that no straight cut separates.
-        trim: The fraction of pieces that lose some of their lifespan, so that there are holes.
-        drop: The fraction of pieces left out.
-        upright: How often a straight cut divides time; the others divide memory.
+        pinwheels: Share of the cuts that make five pieces which no straight cut separates.
+        trim: Share of pieces that lose some of their lifespan, which leaves holes.
+        drop: Share of pieces left out.
+        upright: Share of straight cuts that divide time; the others divide memory.
     """
     rng = random.Random(seed)
     pieces = [(0, 0, 1024, 1024)]  # left, bottom, right, top
@@ -76,13 +76,13 @@ def dense(n: int, seed: int, *, pinwheels: float = 0.2, trim: float = 0.0, drop:
 
 
 def best_peak(buffers: tuple[Buffer, ...]) -> int:
-    """The smallest peak there is, by trying every vertical order: for up to 7 buffers."""
+    """Return the smallest possible peak of up to 7 buffers, by trying every vertical order."""
     orders = permutations(range(len(buffers)))
     return min(max(o + b.size for o, b in zip(stack(buffers, order), buffers, strict=True)) for order in orders)
 
 
 def layered(requests: int, seed: int = 0) -> Trace:
-    """A trace of about so many requests in layers of 250, no two of them alike.
+    """Return a trace of about this many requests in layers of 250, no two of them alike.
 
     A layer makes 25 skeletal tensors and 50 transient ones on the way forward, and 50 transient ones on the way back.
     """
@@ -108,7 +108,7 @@ def layered(requests: int, seed: int = 0) -> Trace:
 
 
 def flat(requests: int, seed: int = 0) -> Trace:
-    """A trace of so many requests in one phase, with lives of all lengths: up to a tenth of the tensors are alive at once."""
+    """Return a trace of this many requests in one phase, with all lifespans: up to a tenth of the tensors are alive at once."""
     rng = random.Random(seed)
     out: list[Request] = []
     due: list[tuple[float, str]] = []
@@ -121,5 +121,5 @@ def flat(requests: int, seed: int = 0) -> Trace:
 
 
 def _size(rng: random.Random) -> int:
-    """Bytes, from a page to 4 MiB, small ones as often as large ones."""
+    """Draw bytes from a page to 4 MiB, small sizes as often as large ones."""
     return int(2 ** rng.uniform(12, 22))

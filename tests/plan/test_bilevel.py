@@ -19,7 +19,7 @@ LONG = [p for p in TRACES if "_L4_" in p.name]
 
 
 def reverify(plan: Plan, trace: Trace) -> None:
-    """From the trace and the slots alone: nothing of the planner's own book-keeping."""
+    """Verify from the trace and the slots alone, without the planner's own records."""
     tensors = {t.id: t for t in trace.tensors()}
     assert {s.id for s in plan.slots} | {i for i, _, _ in plan.left} == set(tensors)
     for s in plan.slots:
@@ -48,7 +48,7 @@ def test_the_plan_of_the_shared_traces_is_the_least(path):
 
 @pytest.mark.parametrize("path", LONG, ids=lambda p: p.stem)
 def test_32_layers_take_as_many_solves_as_4(path, monkeypatch):
-    """How long that takes, benchmarks/plan.py prints."""
+    """benchmarks/plan.py prints the time."""
     solves = []
     monkeypatch.setattr(bilevel, "place", lambda *args, **kwargs: solves.append(args) or place(*args, **kwargs))
     few = read_trace(path)
@@ -103,7 +103,7 @@ def test_repeating_refuses_a_phase_that_comes_twice():
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_tensor_that_dies_later_in_another_iteration(first):
-    """Whichever comes first: in a phase that varies, and in a later one."""
+    """A death in a varying phase, and a death in a later phase."""
     early = "phase L0.f\nmalloc a 1024\nphase L1.f\nmalloc x 512\nfree x\nfree a\nphase head\nmalloc b 1024\nfree b\nphase L1.b\n"
     late = "phase L0.f\nmalloc a 1024\nphase L1.f\nmalloc x 1024\nfree x\nphase head\nmalloc b 1024\nfree b\nphase L1.b\nfree a\n"
     traces = [parse_trace(early), parse_trace(late)]
@@ -156,7 +156,7 @@ def test_small_and_empty_tensors_are_left_out():
 
 @st.composite
 def traces(draw):
-    """Random traces over the usual phases, with frees anywhere later."""
+    """Draw traces over the usual phases, with frees anywhere later."""
     names = ["embed.f", "L0.f", "L1.f", "head.f", "head.b", "L1.b", "L0.b", "end"]
     requests, marks, alive, number = [], [], [], 0
     for name in map(parse_phase, names[: draw(st.integers(1, len(names)))]):

@@ -44,7 +44,7 @@ def test_a_trace_without_phases_is_one_step():
 
 
 def test_the_names_of_phases():
-    """All that a training step has (ds_memo.planned_alloc.runtime), and the halves that a trace from elsewhere may tell apart."""
+    """All phases of a training step (ds_memo.planned_alloc.runtime), and the halves that other tools' traces may have."""
     names = ["embed", "L0.f", "head", "L0.b", "reduce", "step", "end", "embed.f", "head.f", "head.b", "embed.b"]
     trace = parse_trace("".join(f"phase {n}\nmalloc {n} 1\n" for n in names))
     assert [str(phase.name) for phase in trace.phases] == names
@@ -210,8 +210,8 @@ def test_bad_plans(change, error):
         (("slots",), [[]]),
     ],
 )
-def test_a_plan_that_somebody_changed(where, junk):
-    """Its types, and that no two tensors are in each other's way: it is drawn, and believed."""
+def test_a_plan_that_was_edited(where, junk):
+    """Its types are checked, and that no two tensors overlap, because later steps trust it."""
     data = json.loads(plan_to_json(plan_trace(parse_trace("malloc a 5\nmalloc b 5\nfree a\nfree b\n"))))
     owner = data
     for name in where[:-1]:
@@ -312,7 +312,7 @@ def test_bad_snapshots(dump, data, error, words):
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_of_plain_data(protocol):
-    """As Python's pickler writes it: with and without frames, memo by number or by order, long lists in batches."""
+    """Pickles of Python's pickler: with and without frames, memo by number or by order, long lists in batches."""
     shared = {"name": "f", "filename": "é\ud800.py", "line": 7}
     data = [
         shared,

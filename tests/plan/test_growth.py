@@ -24,13 +24,13 @@ from tests.processes import python
 
 
 def swept(trace: Trace) -> int:
-    """The peak of one sweep over everything."""
+    """Return the peak of one sweep over everything."""
     buffers = [Buffer(t.id, Lifespan(t.birth, t.death), rounded(t.size)) for t in trace.tensors() if t.size]
     return peak(buffers, greedy.in_time(buffers))
 
 
 def instructions(work) -> int:
-    """Instructions of the planner's own code that it runs."""
+    """Count the instructions of the planner's own code that a call runs."""
     seen = count()
 
     def tracer(frame, event, _):
@@ -79,7 +79,7 @@ def test_a_problem_in_no_time():
 
 
 def stairs(phases: int) -> Trace:
-    """Skeletal tensors that come late in each phase: every block is unpacked, and each by itself."""
+    """Return a trace whose skeletal tensors come late in each phase: every block is unpacked, each by itself."""
     requests, marks = [], []
     for p in range(phases):
         marks.append((LayerPass(p, False), len(requests)))

@@ -53,7 +53,7 @@ SOLVERS = ["cbc", pytest.param("highs", marks=pytest.mark.skipif(not has_highs()
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_the_papers_program_alone_finds_the_optimum(solver):
-    """No greedy, no tightening, no start: the formulation itself."""
+    """The formulation alone: no greedy, no tightening, no start."""
     for problem, best in ((GAP, GAP_BEST), (read_csv(DATA / "minimalloc" / "input.12.csv"), 12)):
         answer = milp.solve_milp(problem.buffers, 30, solver=solver, tight=False)
         assert peak(problem.buffers, answer.offsets) == best == answer.bound
@@ -96,7 +96,7 @@ def test_pairs():
 
 
 def child(code: str):
-    """A child command that runs `code` in place of the solver."""
+    """Return a child command that runs `code` in place of the solver."""
     return lambda: [sys.executable, "-c", code]
 
 

@@ -1,4 +1,4 @@
-"""The compiled search: from where it is loaded, by which compiler it is made, and what is left of builds that were ended."""
+"""The compiled search: which file is loaded, which compiler builds it, and the remains of stopped builds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ for warning in said:
 
 
 def load(cache: Path | str, **environment: str | None) -> list[str]:
-    """The lines that a process prints which loads the library: how that went, then what it warned of."""
+    """Load the library in a process and return its lines: the result, then the warnings."""
     done = python("-c", LOAD, **{"XDG_CACHE_HOME": str(cache), **environment})
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -38,7 +38,7 @@ def load(cache: Path | str, **environment: str | None) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library, made by the compiler."""
+    """The library, built by the compiler."""
     folder = tmp_path_factory.mktemp("made")
     assert load(folder) == ["loaded True"]
     return library(folder)
@@ -46,13 +46,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(tmp_path: Path, made: Path) -> tuple[str, Path]:
-    """A stand-in that knows the outcome, which saves some seconds each time; and the file that knows how often it was asked."""
+    """A stand-in compiler that copies the built library and saves some seconds, and the file that counts its calls."""
     return stand_in(tmp_path, f'cat {made} > "$out"')
 
 
 @pytest.fixture
 def cache(tmp_path: Path, quick: tuple[str, Path]) -> Path:
-    """A cache that has the library."""
+    """A cache with the library."""
     assert load(tmp_path / "cache", CXX=quick[0]) == ["loaded True"]
     return tmp_path / "cache"
 
@@ -72,7 +72,7 @@ def test_it_is_compiled_once(cache: Path, quick: tuple[str, Path]) -> None:
 
 
 def test_only_this_user_can_write_what_is_kept(tmp_path: Path, quick: tuple[str, Path]) -> None:
-    """Also under a umask that takes nothing away, and then it is still trusted."""
+    """Also under umask 0, and then it is still trusted."""
     before = os.umask(0)
     try:
         for _ in range(2):
@@ -86,7 +86,7 @@ def test_only_this_user_can_write_what_is_kept(tmp_path: Path, quick: tuple[str,
 
 @pytest.mark.parametrize("damage", ["empty", "half", "a byte", "a few bytes fewer", "another library"])
 def test_a_damaged_one_is_built_anew(cache: Path, quick: tuple[str, Path], damage: str) -> None:
-    """A full disk, a machine that went down while it was written. Half a library ends the process that loads it."""
+    """A full disk or a crash leaves half a library, which ends the process that loads it."""
     kept = library(cache)
     whole = kept.read_bytes()
     middle = len(whole) // 2
@@ -113,14 +113,14 @@ def test_what_others_may_have_written_is_not_loaded(cache: Path, quick: tuple[st
 
 
 def test_a_library_of_this_users_is_loaded(cache: Path, quick: tuple[str, Path], tmp_path: Path) -> None:
-    """The control of the tests above: what is planted would work."""
+    """The control of the tests above: the planted library works."""
     plant(library(cache), tmp_path / "it was loaded")
     assert load(cache, CXX=quick[0]) == ["loaded True"]
     assert (tmp_path / "it was loaded").exists() and builds(quick[1]) == 1
 
 
 def test_a_relative_cache_folder_is_ignored(cache: Path, quick: tuple[str, Path], tmp_path: Path) -> None:
-    """It would be one of whatever folder this is."""
+    """It would depend on the working directory."""
     plant(library(cache), tmp_path / "it was loaded")
     done = python("-c", LOAD, cwd=tmp_path, XDG_CACHE_HOME="cache", HOME=str(tmp_path / "home"), CXX=quick[0])
     assert done.stdout.splitlines() == ["loaded True"], done.stderr
@@ -160,7 +160,7 @@ def test_what_the_compiler_says_is_shown_on_one_line(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    """A real one; the compiler's words need no room on it."""
+    """A real full disk; the compiler's message needs no room on it."""
     mounted = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size=64k none {tmp_path} && exec "$@"', "sh"]
     if subprocess.run([*mounted, "true"], capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system")
@@ -174,7 +174,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 
 def started(cxx: str, cache: Path, log: Path, marker: str = "") -> subprocess.Popen[str]:
-    """A process that is compiling."""
+    """Start a process that is compiling."""
     before = builds(log)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache), "CXX": cxx, "MARKER": marker}
     process = subprocess.Popen([sys.executable, "-c", LOAD], env=environment, stdout=subprocess.PIPE, text=True)
@@ -187,7 +187,7 @@ def started(cxx: str, cache: Path, log: Path, marker: str = "") -> subprocess.Po
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT], ids=lambda how: how.name)
 def test_compilers_end_with_the_process(tmp_path: Path, marker: str, how: signal.Signals) -> None:
-    """And their folder goes. A compiler is several processes."""
+    """A compiler is several processes. Their folder is removed, too."""
     cxx, log = stand_in(tmp_path, "sleep 600\nexit 1")
     process = started(cxx, tmp_path / "cache", log, marker)
     process.send_signal(how)

@@ -64,7 +64,7 @@ def test_dense_packings(n, shape):
 
 @needs_compiler
 def test_what_fits_by_construction_is_never_called_impossible():
-    """Jumping back, dead states, dominance: each would show here if it cut off a solution."""
+    """A jump back, a dead state or dominance that cut off a solution would show here."""
     solved = 0
     for seed in range(150):
         shape = {"trim": seed % 4 * 0.1, "drop": seed % 3 * 0.05, "pinwheels": seed % 5 * 0.2}

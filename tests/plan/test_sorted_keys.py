@@ -8,7 +8,7 @@ from ds_memo.plan.sorted_keys import SortedKeys
 
 @given(st.lists(st.integers(0, 30), max_size=200))
 def test_it_does_what_a_sorted_list_does(changes):
-    """Each number is added, or taken out where it is there."""
+    """Each number is added, or removed if it is present."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sorted_keys, "LONGEST", 3)
         keys, plain = SortedKeys(), set()

@@ -1,6 +1,6 @@
-"""What the tests of planned addresses share: an attached model whose hits and misses are counted, and stock to the bit.
+"""Shared by the tests of planned addresses: an attached model whose hits and misses are counted, and bitwise comparison.
 
-Importing it skips the tests of a module where the op cannot be built.
+Importing it skips a module's tests if the op cannot be built.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CPU = Allocator(torch.device("cpu"))
 
 
 class Counting:
-    """An attached model, and the plan's counts since the last look."""
+    """An attached model, and the plan's counts since they were last read."""
 
     def __init__(self, model: nn.Module, config: dict[str, Any] = CONFIG, **options: Any) -> None:
         self.handle = ds_memo.attach(model, config, **options)
@@ -43,7 +43,7 @@ class Counting:
         return now["hits"] - before["hits"], {name: count for name, count in misses.items() if count}
 
     def assert_followed(self) -> None:
-        """At least 99 % of the requests since the last look had their planned address."""
+        """Check that at least 99 % of the requests since the last counts had their planned address."""
         hits, misses = self.counts()
         assert hits > 50 and hits >= 0.99 * (hits + sum(misses.values())), (hits, misses)
 

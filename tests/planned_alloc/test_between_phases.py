@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("nothing_stays_planned")
 
 
 def assert_followed(drive: Callable[[nn.Module, int], Outcome]) -> None:
-    """Passes that a plan is made of, and some that follow it, are stock's to the bit."""
+    """Check that profiled passes, and passes that follow the plan, equal stock bitwise."""
     model = build("llama")
     want = outcomes(model, BARE, drive, 4)
     with Counting(model) as counting:
@@ -112,7 +112,7 @@ def test_a_layer_that_is_frozen_later_is_planned_anew() -> None:
 
 
 def test_a_model_that_is_only_evaluated_leaves_them_to_the_one_that_trains() -> None:
-    """As DPO's reference, which is attached first and whose layers run in between."""
+    """Like DPO's reference, which is attached first and whose layers run in between."""
     reference, trained = build("llama"), build("plain")
     other = ds_memo.attach(reference, CONFIG)
     with Counting(trained) as counting:

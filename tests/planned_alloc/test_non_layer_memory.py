@@ -1,4 +1,4 @@
-"""Non-layer memory: what a pass took that is none of its layers'."""
+"""Non-layer memory: the device bytes that a pass takes outside its layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ds_memo.planned_alloc.non_layer_memory import Most, NonLayerMemory, carry, 
 from tests.planned_alloc.test_request_log import events
 
 SOLVED = {0: 10, 1: 20}, {0: 30, 1: 40}
-"""Bytes of the layers in the forward and in the backward."""
+"""Predicted bytes of the layers in the forward and in the backward."""
 
 
 def test_the_most_of_one_phase() -> None:
@@ -25,7 +25,7 @@ def test_the_most_of_one_phase() -> None:
 
 
 def test_what_is_beyond_the_layers() -> None:
-    """In each phase, the most alive at once less what was solved for it; g is a gradient that stays to the step."""
+    """In each phase, the most alive at once less the predicted bytes; g is a gradient that lives until the step."""
     pass_ = events("embed +a5 | L0.f +b8 | L1.f +c12 | head +d50 -d +g3 | L1.b +e30 -e -c | L0.b +f50 -f +h6 -a -b | step -g -h")
     assert non_layer_memory(pass_, {}, 0, *SOLVED) == NonLayerMemory(
         head=47, staying=3, forward=5, backward=(36, 18), elsewhere=0
@@ -35,7 +35,7 @@ def test_what_is_beyond_the_layers() -> None:
 
 
 def test_what_is_still_there_counts_nowhere() -> None:
-    """The optimizer's states: the device has that much less from now on."""
+    """Optimizer states: the device has that much less free from now on."""
     pass_ = events("L0.f | L1.f | head +d50 -d | L1.b +g100 | L0.b +h100 -h | step -g +s1000")
     assert non_layer_memory(pass_, {}, 0, *SOLVED).backward == (170, 60)
     still = events("L0.f | L1.f | head +d50 -d | L1.b +g100 | L0.b +h100 -h | step +s1000")
@@ -43,13 +43,13 @@ def test_what_is_still_there_counts_nowhere() -> None:
 
 
 def test_what_earlier_passes_left_behind() -> None:
-    """Gradients of the first micro-batch of an accumulation, which the step lets go; but not those that stay."""
+    """Gradients of an accumulation's first micro-batch that the step frees; those that live on do not count."""
     carried: dict[int, int] = {}
     carry(carried, events("head +a50 -a | L0.b +b7 +c9", first_id=10))
     assert carried == {11: 7, 12: 9}
     pass_ = [*events("L0.f +a8 | L1.f | head | L1.b | L0.b -a | step"), Request("free", None, 11, 0)]
     assert non_layer_memory(pass_, carried, 0, {0: 10}, {0: 10}).forward == 5
-    assert non_layer_memory(pass_, {}, 0, {0: 10}, {0: 10}).forward == 0  # it would not be known
+    assert non_layer_memory(pass_, {}, 0, {0: 10}, {0: 10}).forward == 0  # without the carried bytes it is not known
 
 
 def test_other_streams_have_a_number_of_their_own() -> None:

@@ -37,7 +37,7 @@ LENGTHS = [127, 67, 97, 113, 70, 126, 89, 101, 66]  # every tensor is above 64 K
 
 @pytest.mark.parametrize("name, alpha, residents", [("llama", 0.5, 1), ("gpt2", 0.0, 0), ("plain", 1.0, 1)])
 def test_lengths_that_never_repeat(name: str, alpha: float, residents: int) -> None:
-    """Three at most are profiled; every later one is planned in its first pass."""
+    """At most three are profiled; every later length is planned in its first pass."""
     model = build(name)
     batches = [Batch.random(16, length) for length in LENGTHS]
     config = {"alpha": alpha, "resident_layers": residents}
@@ -54,7 +54,7 @@ def test_lengths_that_never_repeat(name: str, alpha: float, residents: int) -> N
 
 @pytest.mark.slow
 def test_lengths_at_which_tensors_come_into_sight() -> None:
-    """Smaller ones are not seen, and at every limit that one of them passes, the requests are others from there on."""
+    """Smaller tensors are not logged, so the requests change at each length where a kind of tensor crosses the limit."""
     model = build("llama")
     draw = random.Random(0)
     batches = [Batch.random(2, draw.randint(100, 300)) for _ in range(40)]
@@ -84,7 +84,7 @@ def test_lengths_whose_requests_are_no_lines(monkeypatch: pytest.MonkeyPatch) ->
             bit_equal(step(model, batch), want[number])
             missed.append(sum(counting.counts()[1].values()))
         assert [bool(misses) for misses in missed] == [False] * 2 + [True] * 3 + [False] * 2 + [True] + [False]
-        for _ in range(3):  # a length that does repeat is planned as ever
+        for _ in range(3):  # a length that repeats is planned as usual
             counting.counts()
             step(model, batches[0])
         counting.assert_followed()

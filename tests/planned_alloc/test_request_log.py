@@ -5,11 +5,11 @@ from __future__ import annotations
 from ds_memo.ops.allocator import Request
 from ds_memo.plan import plan_trace
 from ds_memo.plan.phases import LayerPass, parse_phase
-from ds_memo.planned_alloc.request_log import NEVER, Place, RequestLog, Visit, read_log
+from ds_memo.planned_alloc.request_log import NEVER, Position, RequestLog, Visit, read_log
 
 
 def events(text: str, first_id: int = 0) -> list[Request]:
-    """ "L0.f +a8 +b4 -a | L0.b -b": phases, mallocs of a size, frees; ids are the letters, counted from `first_id`."""
+    """Read events such as "L0.f +a8 +b4 -a | L0.b -b": phases, mallocs of a size, frees; letters are ids from `first_id` on."""
     out = []
     for part in text.split("|"):
         name, *requests = part.split()
@@ -45,7 +45,7 @@ def test_the_same_requests() -> None:
 
 
 def test_what_the_warm_up_leaves_behind_is_not_asked_for_again() -> None:
-    warm_up = log("step +a8 +s8 +t8 +b8 -a -b")  # two optimizer states of the same size as what comes and goes
+    warm_up = log("step +a8 +s8 +t8 +b8 -a -b")  # two optimizer states of the same size as the transient blocks
     assert warm_up.repeated_by(log("step +a8 +b8 -a -b"))
     assert not warm_up.repeated_by(log("step +a8 -a"))
     assert not log("step +a8 +s8 -a -s").repeated_by(log("step +a8 -a"))  # it was freed: no state
@@ -74,18 +74,18 @@ def test_an_escapee_is_left_out_of_the_trace_but_keeps_its_place_among_the_slots
 
 
 def test_an_escapee_that_dies_before_it_is_born_again_wraps_around() -> None:
-    escaped: dict[int, Place] = {}
+    escaped: dict[int, Position] = {}
     first, wrapping = read_log(events("embed +a8 -a | L0.b +g512 +h512"), escaped)
     assert first.deaths[1] == (NEVER, NEVER)
     assert not wrapping and set(escaped.values()) == {(1, 0), (1, 1)}
-    # g is freed in time, h after its successor was asked for
+    # g is freed in time, h after its successor was allocated
     again = [*events("embed +a8 -a", 100), Request("free", None, ord("g") - ord("a"), 0), *events("L0.b +g512 +h512", 100)]
     second, wrapping = read_log([*again, Request("free", None, ord("h") - ord("a"), 0)], escaped)
     assert wrapping == {(1, 0)}
     trace = second.trace(wrapping)
     assert [(request.id, request.size) for request in trace.requests[:2]] == [("1:0", 512), ("0:0", 8)]
     plan = plan_trace(trace)
-    assert plan.peak == 1024  # from the first request to the last, beside the other
+    assert plan.peak == 1024  # both live from the first request to the last
 
 
 def test_other_sizes() -> None:

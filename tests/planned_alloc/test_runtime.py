@@ -47,27 +47,27 @@ def test_from_the_third_iteration_on_with_every_model(name: str, dtype: torch.dt
     check_bar(name, dtype)
 
 
-def test_plain_passes_between_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where everything fits at one length and not at another: plain passes are not logged, and the others' plan waits for them.
-    As on CUDA the arena may have gone meanwhile. In the passes that are logged, and in no others, blocks are kept whole."""
+def test_passes_without_recompute_between_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything fits at one length and not at another. Passes without recompute are not logged, and the plan survives them, even
+    if the arena was freed meanwhile as on CUDA. Blocks are kept whole in logged passes only."""
     whole: list[bool] = []
     monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
     model, long, short = build("llama"), BATCH, Batch.random(4, 16)
     with Counting(model, {"enabled": True, "device_memory_gib": 0.006}) as counting:
-        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.0), []
+        optimizer, passes = torch.optim.SGD(model.parameters(), lr=0.0), []
         batches = [long, short, long, short, short, long, short, long, short, long]
         for batch in batches:
             step(model, batch)
             optimizer.step()
-            seen.append((counting.handle.report()["checkpointing"], CPU.mode))
+            passes.append((counting.handle.report()["checkpointing"], CPU.mode))
             assert whole[-1] == (CPU.mode == "profile")
             if batch is short:
                 assert not CPU.requests()
                 counting.handle.release_arena()
                 counting.counts()
-        assert [checkpointing for checkpointing, _ in seen] == [batch is long for batch in batches]
-        assert {mode for checkpointing, mode in seen if not checkpointing} == {"off"}
-        assert seen[-1] == (True, "plan")
+        assert [checkpointing for checkpointing, _ in passes] == [batch is long for batch in batches]
+        assert {mode for checkpointing, mode in passes if not checkpointing} == {"off"}
+        assert passes[-1] == (True, "plan")
         counting.assert_followed()
         whole.append(True)
     assert not whole[-1]  # once detached
@@ -130,7 +130,7 @@ def test_an_optimizer_and_accumulation(micro: int, late_zero: bool) -> None:
 
 
 def test_kept_outputs_leave_from_where_they_were_born_and_come_back_to_planned_addresses() -> None:
-    """No staging copy: the copies' ends on the device are the planned addresses themselves."""
+    """No staging copy: copies begin and end at the planned addresses themselves."""
     model = build("llama")
     config = {"alpha": 1.0, "resident_layers": 0}
     with Counting(model, config) as counting:
@@ -189,7 +189,7 @@ def test_a_tensor_kept_across_steps_stays_what_it_is() -> None:
         bit_equal(step(model, BATCH), want)
         hits, misses = counting.counts()
         assert hits and misses["overlap"] >= 1
-        for _ in range(12):  # planned anew, in vain; what does fit goes on being followed
+        for _ in range(12):  # planned again, in vain; requests that fit still follow the plan
             bit_equal(step(model, BATCH), want)
         assert all(torch.equal(a, b) for a, b in zip(kept, values, strict=True))
         counting.counts()
@@ -239,14 +239,14 @@ def test_an_exception_in_the_backward() -> None:
             step(model, BATCH)
         hook.remove()
         model.zero_grad()
-        bit_equal(step(model, BATCH), want)  # torch itself still holds what is left of the graph that failed
+        bit_equal(step(model, BATCH), want)  # torch itself still holds the rest of the failed graph
         counting.counts()
         bit_equal(step(model, BATCH), want)
         counting.assert_followed()
 
 
 class Uneven(Toy):
-    """Asks for another size each time."""
+    """A layer that requests another size each time."""
 
     calls = 0
 
@@ -271,7 +271,7 @@ def test_requests_that_never_repeat_are_left_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time that is asked anew the device's cache is emptied: not in every pass of a run without a profile."""
+    """Switching empties the device's cache, so it must not happen in every pass of a run without a profile."""
     whole: list[bool] = []
     monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
     model = build("llama")
@@ -291,7 +291,7 @@ def test_addresses_that_cannot_be_had_leave_no_setting(monkeypatch: pytest.Monke
     def fails(self: Any) -> None:
         raise RuntimeError("no such op")
 
-    monkeypatch.setattr(addresses.Addresses, "_claim", fails)
+    monkeypatch.setattr(addresses.Addresses, "_install", fails)
     model = build("llama")
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
     with pytest.warns(ds_memo.MemoWarning, match="memory addresses are not planned: no such op"):

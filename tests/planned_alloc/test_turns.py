@@ -129,7 +129,7 @@ def test_one_that_comes_later_sees_the_arena_as_free_memory() -> None:
 
 @pytest.mark.parametrize("order", ["a sum", "one after the other"])
 def test_passes_that_wait_together(order: str) -> None:
-    """A pass of one has begun when the other's backward runs: no address is promised for that, and none is wrong."""
+    """One model's backward runs inside the other's pass: it gets no planned address, and values stay right."""
     models = [build("llama"), build("plain")]
     stocks = [copy.deepcopy(model) for model in models]
     with Counting(models[0]), Counting(models[1]), warnings.catch_warnings():
@@ -149,7 +149,7 @@ def test_passes_that_wait_together(order: str) -> None:
 
 
 class SlowTurns(weakref.WeakValueDictionary):
-    """Other threads run right after every look at whose turn it is, and every end of one."""
+    """A table of turns that lets other threads run after every read and every end of a turn."""
 
     def get(self, *args: Any) -> Any:
         found = super().get(*args)
@@ -162,7 +162,7 @@ class SlowTurns(weakref.WeakValueDictionary):
 
 
 def test_turns_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each trains a model of its own. They begin their passes together, and one of them ends the pass before."""
+    """Each thread trains its own model. Both begin their passes at once, and one of them ends the pass before."""
     monkeypatch.setattr(addresses, "_turns", SlowTurns())
     together = threading.Barrier(2)
 

@@ -1,7 +1,7 @@
 """The alpha with the shortest step as a linear program for CBC, through python-mip, in a process of its own.
 
-One variable per point in time, which is "not before" other points plus durations that are affine in alpha; minimise the last one.
-It is what ds_memo.solve.alpha is compared with. CBC has been seen to crash the process it runs in, and prints to its stdout.
+One variable per point in time, which is "not before" other points plus durations affine in alpha; the last one is minimised.
+ds_memo.solve.alpha is compared with it. CBC can crash the process that it runs in, and prints to its stdout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.processes import python
 
 
 def best_alphas(jobs: list[tuple[Schedule, float]], answers: Path) -> list[float]:
-    """For each schedule, the alpha from 0 to its cap with the shortest step; `answers` is a file to write."""
+    """Return for each schedule the alpha from 0 to its cap with the shortest step; `answers` is a file to write."""
     asked = [
         {
             "head_s": schedule.head_s,

@@ -12,8 +12,8 @@ LLAMA = (("gemm", 1.0), ("gemm", 0.25), ("gemm", 0.25), ("attention", 1.0), ("ge
 
 
 def layer(tokens: int, shape: tuple = GPT) -> LayerCosts:
-    """A layer of one rank by formula, in bf16 at 400 TFLOP/s and 3 TB/s: GEMMs, causal attention at half its square, and
-    memory-bound work beside them."""
+    """Return a layer of one rank by formula, in bf16 at 400 TFLOP/s and 3 TB/s: GEMMs, causal attention at half its square, and
+    memory-bound work."""
     hidden, flops_per_s, device_bytes_per_s = 4096, 400e12, 3e12
     units = [share for kind, share in shape if kind == "gemm"]
     split_flops = sum(2 * tokens * hidden * share * hidden for share in units)
@@ -39,13 +39,13 @@ def layer(tokens: int, shape: tuple = GPT) -> LayerCosts:
 
 
 def run(one: LayerCosts, n: int, link: float = 20e9, host: int = 1 << 50, device: int | None = None, **more: float) -> RunCosts:
-    """n like layers; without `device`, room for two residents and a reload."""
+    """Return n like layers; without `device`, room for two residents and a reload."""
     device = 3 * one.frame_bytes if device is None else device
     return RunCosts((one,) * n, link, link, host, device, **more)
 
 
 def random_run(seed: int, most_kinds: int = 3, n: int | None = None) -> RunCosts:
-    """n layers (random: 1 to 24) of one or more kinds and odd sizes; budgets from too little to plenty."""
+    """Draw n layers (random: 1 to 24) of one or more kinds and odd sizes; budgets from too little to plenty."""
     draw = random.Random(seed)
     kinds = []
     for _ in range(draw.randint(1, most_kinds)):

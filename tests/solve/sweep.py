@@ -1,4 +1,4 @@
-"""Simulated machines and lengths, and the best alpha of each as a sweep over the simulated engine finds it."""
+"""Simulated machines and lengths, and the best alpha of each by a sweep over the simulated engine."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.solve.runs import GPT, LLAMA, layer, run
 
 KI = 1024
 BAR = 0.02
-"""How far the solver's alpha may be from the best of the sweep."""
+"""Largest distance of the solver's alpha from the best of the sweep."""
 
 
 @dataclass
-class Setting:
+class Case:
     """A simulated machine and a length."""
 
     tokens: int
-    """Of this rank."""
+    """Tokens of this rank."""
     link: float
     """Bytes a second, each way."""
     host: float
-    """Of what all rows of all layers would take."""
+    """Host memory as a share of all rows of all layers."""
     device: float
-    """In layers: frames that it holds beside what a step needs."""
+    """Device memory in frames."""
     shape: tuple = GPT
     layers: int = 24
 
@@ -39,8 +39,8 @@ class Setting:
         return run(one, self.layers, self.link, int(self.host * whole), int(self.device * one.frame_bytes), head_s=one.forward_s)
 
 
-SETTINGS = [
-    Setting(tokens * KI, link * 1e9, host, device, shape)
+CASES = [
+    Case(tokens * KI, link * 1e9, host, device, shape)
     for (tokens, link), (host, device), shape in itertools.product(
         [(4, 12.0), (8, 25.0), (16, 12.0), (16, 50.0), (64, 25.0), (128, 12.0), (256, 50.0)],
         [(2.0, 4.0), (0.5, 4.0), (2.0, 12.5), (0.3, 2.0)],
@@ -50,8 +50,8 @@ SETTINGS = [
 
 
 def best_of_a_sweep(costs: RunCosts, kinds: Kinds) -> list[float]:
-    """The alphas of the shortest simulated step: 0, 0.05 … 1 as far as the host holds them, then finer around the best. Only 0
-    where the device has no room for reload buffers with rows."""
+    """Return the alphas of the shortest simulated step: 0, 0.05 … 1 as far as the host holds them, then finer around the best.
+    Only 0 if the device has no room for reload buffers with rows."""
     layers = [costs.layers[index] for index in swapped(kinds)]
     cap = host_cap(layers, costs.host_budget) if device_bytes(costs, kinds, 1.0) <= costs.device_budget else 0.0
     tried: dict[float, float] = {}
@@ -69,5 +69,5 @@ def best_of_a_sweep(costs: RunCosts, kinds: Kinds) -> list[float]:
 
 
 def off_the_best(costs: RunCosts, solution: Solution) -> float:
-    """|alpha − best of the sweep|, the nearest where several are as good."""
+    """Return |alpha − best of the sweep|, for the nearest of several equal ones."""
     return min(abs(solution.alpha - alpha) for alpha in best_of_a_sweep(costs, solution.kinds))

@@ -1,4 +1,4 @@
-"""What is left alone of the device, and who has it."""
+"""Headroom: free device memory that only a run that fits no other way takes."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ def with_device(nbytes: int) -> RunCosts:
 
 
 def least() -> int:
-    """Bytes of the device without which nothing fits."""
+    """Return the least device bytes with which a solution fits."""
     with pytest.raises(NothingFits) as nothing:
         solve(with_device(1))
     return nothing.value.device_needed
 
 
-def test_what_fits_is_solved_for_as_ever() -> None:
+def test_a_run_that_fits_takes_no_headroom() -> None:
     again, solution = solve_within(LAYERS, with_device(2 * LAYERS.device_budget))
     assert again is LAYERS and solution == solve(LAYERS)
 
 
-def test_the_leanest_have_what_was_left_alone() -> None:
+def test_the_smallest_solution_takes_only_the_headroom_that_it_needs() -> None:
     most = with_device(3 * least())
     solved_for, solution = solve_within(with_device(least() - 1), most)
     assert solved_for.device_budget == least() >= solution.device_bytes
     assert solution.device_bytes < solve(most).device_bytes
 
 
-def test_nobody_has_more_than_there_is() -> None:
+def test_no_run_takes_more_than_the_headroom() -> None:
     with pytest.raises(NothingFits) as nothing:
         solve_within(with_device(least() // 2), with_device(least() - 1))
     assert nothing.value.budget == least() - 1
 
 
-def test_what_is_only_guessed_refuses_no_run() -> None:
+def test_estimated_non_layer_memory_refuses_no_run() -> None:
     careful = replace(LAYERS, head_bytes=2 * LAYERS.device_budget)
     solved_for, solution = solve_within(careful, careful.layers_alone())
     assert solved_for.device_budget >= solution.device_bytes > LAYERS.device_budget

@@ -1,4 +1,4 @@
-"""The last resort, beside every split there is, and beside what torch.utils.checkpoint needs."""
+"""The last resort against every possible split, and against torch.utils.checkpoint."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.solve.runs import GPT, LLAMA, layer, run
 KI = 1024
 LAYERS = 10
 FAST = 1e15
-"""A link that nothing waits for."""
+"""A link so fast that compute never waits."""
 BUDGETS = (0, 2, 5, 9, 14, 19)
-"""In inputs of a layer, beyond what two reload buffers take."""
+"""Device budgets in inputs of a layer, beyond two reload buffers."""
 
 
 def again_s(costs: RunCosts, kinds: Sequence[PlacementKind]) -> float:
-    """Seconds of GEMMs and attention that replays compute at alpha 0."""
+    """Return the seconds of GEMMs and attention that replays compute at alpha 0."""
     return sum(
         (kind is not PlacementKind.ON_DEVICE) * one.gemm_s + kind.recomputes_attention * one.attention_s
         for one, kind in zip(costs.layers, kinds, strict=True)
@@ -34,7 +34,7 @@ def again_s(costs: RunCosts, kinds: Sequence[PlacementKind]) -> float:
 
 
 def every_split(layers: int) -> list[list[PlacementKind]]:
-    """Of like layers: what matters is how many there are of each kind, residents last, swapped first."""
+    """Yield the splits of like layers by the number of each kind, residents last, swapped first."""
     splits = []
     for residents, without_gemms, again, again_on_device in itertools.product(range(layers + 1), repeat=4):
         swapped = layers - residents - without_gemms
@@ -53,8 +53,8 @@ def every_split(layers: int) -> list[list[PlacementKind]]:
 
 @pytest.mark.parametrize("shape, tokens", [(GPT, 128 * KI), (GPT, 2 * KI), (LLAMA, 32 * KI)], ids=str)
 def test_no_split_computes_much_less_again(shape: tuple, tokens: int) -> None:
-    """Where GEMMs are recomputed on the device, or attention is, all other splits are tried: none is better by more than the
-    attention of two layers or the GEMMs of one, which is what whole layers can be off by."""
+    """If GEMMs are recomputed on the device, or attention is, all other splits are tried. None saves more than the attention of
+    two layers or the GEMMs of one layer, the error of packing whole layers."""
     one = layer(tokens, shape=shape)
     unit = one.nbytes("input")
     seen = dict.fromkeys(("without_gemms", "attention_recomputed", "on_device"), 0)
@@ -83,7 +83,7 @@ def test_no_split_computes_much_less_again(shape: tuple, tokens: int) -> None:
 
 
 def test_where_the_host_has_nothing_this_is_torchs_checkpoint() -> None:
-    """And needs no byte more of the device: inputs of all layers, and the work of one."""
+    """It needs no more device memory either: inputs of all layers, and the working memory of one layer."""
     one = layer(512 * KI)
     costs = run(one, 32, host=0, device=32 * one.nbytes("input"))
     solution = solve(costs)
@@ -99,7 +99,7 @@ def test_where_the_host_has_nothing_this_is_torchs_checkpoint() -> None:
 
 
 def test_both_memories_add_up() -> None:
-    """Half of the inputs here, half there: more tokens than either alone."""
+    """Half of the inputs on each: more tokens than with either alone."""
     one = layer(512 * KI)
     half = 16 * one.nbytes("input")
     with_both = solve(run(one, 32, host=half, device=half + one.nbytes("input")))
@@ -107,12 +107,12 @@ def test_both_memories_add_up() -> None:
 
 
 def test_no_layer_is_resident_while_long_attention_must_run_again() -> None:
-    """A resident layer's GEMM outputs take the room of eight attention outputs, which are worth far more."""
+    """A resident layer's GEMM outputs take the room of eight attention outputs, which save far more time."""
     one = layer(128 * KI)
     unit = one.nbytes("input")
     solution = solve(run(one, 32, host=20 * unit, device=2 * one.frame_bytes + 30 * unit))
     assert not sets(solution).on_device and len(sets(solution).without_gemms) > 20
-    short = layer(KI)  # here attention is cheap by the byte, and residents come first
+    short = layer(KI)  # attention is cheap per byte here, so residents come first
     unit = short.nbytes("input")
     solution = solve(run(short, 32, FAST, 20 * unit, 2 * short.frame_bytes + 30 * unit))
     assert len(sets(solution).on_device) >= 3 and sets(solution).attention_recomputed
@@ -142,7 +142,7 @@ def test_residents_that_are_asked_for_come_first() -> None:
 
 
 def test_waiting_for_copies_is_no_answer_where_something_else_is_faster() -> None:
-    """A slow link: less must be swapped for want of device memory where layers stay without GEMM outputs, or nothing."""
+    """With a slow link, layers on the device without GEMM outputs leave less to swap, or nothing."""
     one = layer(16 * KI)
     slow = run(one, 32, link=2e9, device=2 * one.frame_bytes + 80 * one.nbytes("input"))
     solution = solve(slow)
@@ -157,7 +157,7 @@ def test_waiting_for_copies_is_no_answer_where_something_else_is_faster() -> Non
 @pytest.mark.parametrize("tokens", [2 * KI, 16 * KI, 128 * KI])
 @pytest.mark.parametrize("device", [34, 60, 150, 250])
 def test_never_slower_than_full_recompute(link: float, tokens: int, device: int) -> None:
-    """Nor than recompute with attention outputs kept on the device, wherever they fit."""
+    """Nor slower than recompute with attention outputs kept on the device, if they fit."""
     one = layer(tokens)
     costs = run(one, 32, link, device=device * one.nbytes("input"))
     recompute = [[PlacementKind.FULL_RECOMPUTE] * 32, [PlacementKind.GEMMS_RECOMPUTED] * 32]

@@ -1,4 +1,4 @@
-"""Plain layers: no checkpointing for some, where their memory is worth most there."""
+"""Layers without recompute: the best use of device memory once the copies hide."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KI = 1024
 
 
 def test_some_layers_go_without_checkpointing() -> None:
-    """Copies hide, so resident layers save nothing: memory is worth more where it saves a replay."""
+    """Copies hide, so resident layers save nothing, and memory saves more as a skipped replay."""
     one = layer(256 * KI)
     costs = run(one, 32, link=40e9, device=10 * one.plain_bytes)
     solution, checkpointed = solve(costs), solve(costs, may_skip_recompute=False)
@@ -31,26 +31,26 @@ def test_some_layers_go_without_checkpointing() -> None:
     assert not sets(solve(costs, resident_layers=2)).no_recompute and not sets(solve(costs, alpha=1.0)).no_recompute
 
 
-def test_between_all_resident_and_all_plain() -> None:
-    """One after the other, and each saves its replay."""
+def test_between_all_resident_and_no_recompute() -> None:
+    """Layers go without recompute one after the other, and each saves its replay."""
     one = layer(16 * KI)
     before = math.inf
-    for plain in range(9):
-        solution = solve(run(one, 8, device=plain * one.plain_bytes + (8 - plain) * one.frame_bytes))
-        assert (len(sets(solution).no_recompute), solution.host_bytes, solution.no_recompute) == (plain, 0, plain == 8)
+    for count in range(9):
+        solution = solve(run(one, 8, device=count * one.plain_bytes + (8 - count) * one.frame_bytes))
+        assert (len(sets(solution).no_recompute), solution.host_bytes, solution.no_recompute) == (count, 0, count == 8)
         assert solution.step_s < before
         before = solution.step_s
 
 
-def test_a_plain_layer_takes_what_a_resident_one_takes_in_its_backward() -> None:
-    """The replay makes what autograd saves: in the layer's own backward the two are alike, below it they are not."""
+def test_a_layer_without_recompute_takes_as_much_as_a_resident_one_in_its_backward() -> None:
+    """The replay makes autograd's saved tensors: the two are alike in the layer's own backward, but not below it."""
     one = replace(layer(16 * KI), working=Working(forward=10**9, backward=10**9))
     only = run(one, 1)
     alike = device_bytes(only, place(1, 1), 1.0), device_bytes(only, place(1, 0, 1), 1.0)
     assert alike == (one.frame_bytes + 10**9, max(one.plain_bytes, one.frame_bytes + 10**9))
     two = run(one, 2)
-    resident, plain = (device_bytes(two, kinds, 1.0) for kinds in (place(2, 2), place(2, 0, 2)))
-    assert plain - resident == one.plain_bytes - one.frame_bytes + alike[1] - alike[0]
+    resident, no_recompute = (device_bytes(two, kinds, 1.0) for kinds in (place(2, 2), place(2, 0, 2)))
+    assert no_recompute - resident == one.plain_bytes - one.frame_bytes + alike[1] - alike[0]
 
 
 def test_ranks_that_agree_on_a_number_agree_on_the_layers() -> None:

@@ -125,7 +125,7 @@ def test_the_seeds_reach_every_kind_of_answer() -> None:
 
 @pytest.mark.parametrize("budget", ["host_budget", "device_budget"])
 def test_more_of_a_budget_is_hardly_ever_worse(budget: str) -> None:
-    """The step of like layers gets longer in few of these odd runs, and there not by much: layers are packed whole."""
+    """The step gets longer in few of these runs of like layers, and not by much: layers are packed whole."""
     worst: list[float] = []
     for seed in SEEDS[:50]:
         costs, best, longer = random_run(seed, most_kinds=1), math.inf, 0.0
@@ -140,7 +140,7 @@ def test_more_of_a_budget_is_hardly_ever_worse(budget: str) -> None:
 
 
 def test_never_worse_than_the_papers_alpha() -> None:
-    """In the same cost model, wherever the paper's setting (two residents, full buffers, alpha from its program) is allowed."""
+    """In the same cost model, wherever the paper's solution (two residents, full buffers, alpha from its program) is allowed."""
     compared = 0
     for seed in SEEDS:
         costs = random_run(seed)
@@ -182,7 +182,7 @@ def test_slopes_are_slopes() -> None:
             assert here.slope - 1e-6 <= chord <= there.slope + 1e-6  # convex
 
 
-# ---- regimes, and what is said of them
+# ---- regimes and their sentences
 
 
 def test_everything_fits() -> None:
@@ -195,8 +195,8 @@ def test_everything_fits() -> None:
     assert not solve(run(one, 8, device=8 * one.plain_bytes - 1)).no_recompute
 
 
-def test_plain_training_whose_addresses_are_not_planned_needs_more_room() -> None:
-    """A step that fits by a hair asks CUDA for memory again and again; with one resident layer it has planned addresses."""
+def test_no_recompute_without_planned_addresses_needs_more_room() -> None:
+    """A step that barely fits calls cudaMalloc again and again; with one resident layer it has planned addresses."""
     one = layer(1024)
     enough = math.ceil(8 * one.plain_bytes * 1.1)
     assert solve(run(one, 8, device=enough), unplanned_overhead=1.1).no_recompute
@@ -208,7 +208,7 @@ def test_plain_training_whose_addresses_are_not_planned_needs_more_room() -> Non
     )
 
 
-def test_head_and_loss_stand_beside_what_layers_keep() -> None:
+def test_head_and_loss_add_to_the_kept_tensors() -> None:
     one = layer(1024)
     frame, head = one.frame_bytes, 5 * one.frame_bytes
     with_head = run(one, 8, device=8 * frame, head_bytes=head)
@@ -216,12 +216,12 @@ def test_head_and_loss_stand_beside_what_layers_keep() -> None:
     found = solve(with_head).kinds
     assert bytes_of_layers(with_head, found, 1.0)[1] == device_bytes(with_head, found, 1.0) - head
     assert len(sets(solve(with_head)).on_device) == 2 < len(sets(solve(run(one, 8, device=8 * frame))).on_device)
-    plain = run(one, 8, device=8 * one.plain_bytes + head, head_bytes=head)
-    assert solve(plain).no_recompute
-    assert not solve(replace(plain, head_bytes=head + 1)).no_recompute
+    enough = run(one, 8, device=8 * one.plain_bytes + head, head_bytes=head)
+    assert solve(enough).no_recompute
+    assert not solve(replace(enough, head_bytes=head + 1)).no_recompute
 
 
-def test_other_things_that_stand_beside_the_layers() -> None:
+def test_non_layer_memory() -> None:
     one = layer(1024)
     frame, two_residents = one.frame_bytes, place(8, 2)
     alone = run(one, 8, device=8 * frame)
@@ -244,17 +244,16 @@ def test_all_resident() -> None:
     solution = solve(run(one, 8, device=8 * one.frame_bytes))
     assert (sets(solution).on_device, solution.host_bytes) == (frozenset(range(8)), 0)
     assert solution.binding.startswith("device memory: all 8 layers are resident")
-    assert (
-        len(sets(solve(run(one, 8, device=8 * one.frame_bytes - 1))).on_device) == 6
-    )  # and a buffer, beside which the last one on its way out has gone
+    # And a reload buffer; the last swapped frame has left the device by then.
+    assert len(sets(solve(run(one, 8, device=8 * one.frame_bytes - 1))).on_device) == 6
 
 
 def test_all_swapped() -> None:
     one = layer(256 * 1024)  # attention is long enough to hide any copy
     solution = solve(run(one, 16, link=40e9, device=2 * one.frame_bytes))
-    assert (solution.alpha, sets(solution).on_device) == (1.0, {15})  # the last one needs no more beside a reload than swapped
+    assert (solution.alpha, sets(solution).on_device) == (1.0, {15})  # the last one needs no more on the device than swapped
     assert solution.binding.startswith("all rows fit the host and their copies hide")
-    # What no schedule can hide: the last frame's way out and back, since no resident layer stands behind it.
+    # No schedule hides the last frame's way out and back, since no resident layer follows it.
     assert solution.d2h_stall_s + solution.h2d_stall_s < 0.1 * solution.step_s
 
 
@@ -288,7 +287,7 @@ def test_the_way_back_may_be_the_bound() -> None:
 
 
 def test_no_rival_that_stores_less_trains_longer() -> None:
-    """Input offload with full recomputation keeps the inputs on the host and one layer on the device: so can we."""
+    """Input offload with full recompute keeps the inputs on the host and one layer on the device; this solver can, too."""
     one = layer(512 * 1024)
     solution = solve(run(one, 32, host=32 * one.nbytes("input"), device=2 * one.nbytes("input")))
     assert sets(solution).attention_recomputed == frozenset(range(32))
@@ -298,7 +297,7 @@ def test_no_rival_that_stores_less_trains_longer() -> None:
 @pytest.mark.parametrize("budget, where", [("host_budget", "host memory"), ("device_budget", "device memory")])
 def test_nothing_fits(budget: str, where: str) -> None:
     one = layer(64 * 1024)
-    costs = run(one, 32, host=31 * one.nbytes("input"), device=2 * one.nbytes("input"))  # the last stays
+    costs = run(one, 32, host=31 * one.nbytes("input"), device=2 * one.nbytes("input"))  # the last one is on the device
     with pytest.raises(NothingFits, match=where) as caught:
         solve(replace(costs, **{budget: getattr(costs, budget) - 1}))
     message = str(caught.value)
@@ -328,8 +327,8 @@ def test_what_is_configured_is_obeyed() -> None:
     assert not solve(plenty, resident_layers=32).no_recompute
 
 
-def test_beside_configured_residents_alpha_obeys_the_device() -> None:
-    """Reload buffers of the swapped layers are smaller at alpha 0; where even those do not fit, that is said."""
+def test_with_configured_residents_alpha_obeys_the_device() -> None:
+    """Reload buffers are smaller at alpha 0. If even those do not fit, the error says so."""
     one = layer(16384)
     costs = run(one, 32, host=1 << 50)
     for residents in (0, 7):
@@ -350,7 +349,7 @@ def test_a_configured_alpha_that_does_not_fit() -> None:
 
 
 def test_a_configured_alpha_for_which_the_device_is_too_small() -> None:
-    """Two frames come and go at any alpha above 0; without the rows at 0 they are smaller."""
+    """At any alpha above 0 two frames are on the device at once; at alpha 0 they have no rows and are smaller."""
     one = layer(16384)
     tight = run(one, 32, device=2 * one.frame_bytes - 1)
     with pytest.raises(
@@ -378,15 +377,15 @@ def test_a_configured_alpha_keeps_the_budgets_or_is_refused(seed: int) -> None:
 
 
 @pytest.mark.parametrize("layers", [8, 32, 128])
-def test_the_search_looks_at_few_alphas(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of layers; what that takes in milliseconds, benchmarks/solver.py prints."""
-    looks, at = [], Schedule.at
-    monkeypatch.setattr(Schedule, "at", lambda schedule, alpha: looks.append(alpha) or at(schedule, alpha))
+def test_the_search_tries_few_alphas(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any number of layers; benchmarks/solver.py prints the milliseconds."""
+    tried, at = [], Schedule.at
+    monkeypatch.setattr(Schedule, "at", lambda schedule, alpha: tried.append(alpha) or at(schedule, alpha))
     most = 0
     for link in (2e9, 5e9, 12e9, 25e9, 50e9, 100e9):
-        looks.clear()
+        tried.clear()
         solve(run(layer(16384), layers, link=link))
-        most = max(most, len(looks))
+        most = max(most, len(tried))
     assert 3 < most <= 16
 
 

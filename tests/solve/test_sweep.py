@@ -1,4 +1,4 @@
-"""The solver against a simulator that is the engine itself: its step times, and its alpha beside the best of a sweep."""
+"""The solver against a simulator that runs the engine: its step times, and its alpha against the best of a sweep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solver import solve
 from tests.placements import placed, sets
 from tests.solve.runs import random_run
-from tests.solve.sweep import BAR, KI, SETTINGS, Setting, off_the_best
+from tests.solve.sweep import BAR, CASES, KI, Case, off_the_best
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -25,10 +25,10 @@ def test_the_schedule_is_the_engines(seed: int) -> None:
     kinds = random.Random(seed).choices(list(PlacementKind), (8, 2, 2, 2, 2, 2), k=len(costs.layers))  # swapped ones first
     schedule = Schedule(costs, kinds)
     for alpha in (0.0, 0.25, 0.7, 1.0):
-        ours, engine = schedule.at(alpha), simulate(costs, placed(kinds, alpha))
-        assert ours.seconds == pytest.approx(engine.seconds, rel=1e-9)
-        assert ours.d2h_stall_s == pytest.approx(engine.d2h_stall_s, abs=1e-9 * engine.seconds)
-        assert ours.h2d_stall_s == pytest.approx(engine.h2d_stall_s, abs=1e-9 * engine.seconds)
+        solved, engine = schedule.at(alpha), simulate(costs, placed(kinds, alpha))
+        assert solved.seconds == pytest.approx(engine.seconds, rel=1e-9)
+        assert solved.d2h_stall_s == pytest.approx(engine.d2h_stall_s, abs=1e-9 * engine.seconds)
+        assert solved.h2d_stall_s == pytest.approx(engine.h2d_stall_s, abs=1e-9 * engine.seconds)
 
 
 # ---- the sweep
@@ -38,29 +38,29 @@ def regime(costs: RunCosts) -> str:
     return re.match(r"[\w ]+", solve(costs).binding)[0]
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_alpha_is_the_best_of_a_sweep(setting: Setting) -> None:
-    costs = setting.costs()
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_alpha_is_the_best_of_a_sweep(case: Case) -> None:
+    costs = case.costs()
     solution = solve(costs, may_skip_recompute=False)
     assert not sets(solution).attention_recomputed
     assert off_the_best(costs, solution) <= BAR, solution
 
 
-def test_the_settings_cover_the_regimes() -> None:
-    seen = {regime(setting.costs()) for setting in SETTINGS}
+def test_the_cases_cover_the_regimes() -> None:
+    seen = {regime(case.costs()) for case in CASES}
     assert {"link", "host memory", "all rows fit the host and their copies hide"} <= seen
-    assert len(SETTINGS) >= 30
+    assert len(CASES) >= 30
 
 
 def test_the_other_regimes() -> None:
-    all_resident = replace(SETTINGS[0], device=24).costs()
+    all_resident = replace(CASES[0], device=24).costs()
     solution = solve(all_resident, may_skip_recompute=False)
     assert len(sets(solution).on_device) == 24
     assert simulate(all_resident, solution.placements).seconds == pytest.approx(solution.step_s, rel=1e-9)
     for host, device in ((0.01, 0.5), (2.0, 0.05)):
         with pytest.raises(NothingFits):
-            solve(replace(SETTINGS[0], host=host, device=device).costs())
-    both = replace(SETTINGS[0], host=0.01).costs()
+            solve(replace(CASES[0], host=host, device=device).costs())
+    both = replace(CASES[0], host=0.01).costs()
     solution = solve(both)
     assert sets(solution).without_gemms
     assert solution.step_s == pytest.approx(simulate(both, solution.placements).seconds, rel=1e-9)
@@ -68,6 +68,6 @@ def test_the_other_regimes() -> None:
 
 def test_a_wrong_bandwidth_shows() -> None:
     """The comparison can fail: an alpha for half the bandwidth is not the best of the sweep."""
-    costs = Setting(16 * KI, 40e9, 2.0, 4.0).costs()
+    costs = Case(16 * KI, 40e9, 2.0, 4.0).costs()
     wrong = solve(replace(costs, d2h_bytes_per_s=20e9, h2d_bytes_per_s=20e9))
     assert off_the_best(costs, wrong) > 2.5 * BAR

@@ -132,7 +132,7 @@ def resize() -> None:
     assert rig.allocator.live_blocks == 0
     rig.allocator.stop()
     block = rig.a_block()
-    block.resize_(10)  # smaller: the storage stays
+    block.resize_(10)  # smaller: the storage is the same
     assert rig.allocator.owns(block.data_ptr())
     block.untyped_storage().resize_(0)
     assert rig.allocator.live_blocks == 0
@@ -182,7 +182,7 @@ def installed_twice() -> None:
 
 @scenario
 def raw_blocks() -> None:
-    """Blocks without an owner, on either side of install, pass and uninstall."""
+    """Blocks without an owner, before and after install, pass and uninstall."""
     raw = ctypes.CDLL(os.environ[RAW_BLOCKS])
     raw.raw_allocate.restype, raw.raw_allocate.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     raw.raw_deallocate.restype, raw.raw_deallocate.argtypes = None, [ctypes.c_void_p]

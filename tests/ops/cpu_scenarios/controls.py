@@ -1,4 +1,4 @@
-"""Negative controls: scenarios that must not pass, for the tests to notice."""
+"""Negative controls: scenarios that must fail."""
 
 from __future__ import annotations
 

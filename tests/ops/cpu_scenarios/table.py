@@ -1,4 +1,4 @@
-"""Where the scenarios on a CPU are noted, and what they share."""
+"""The table of the CPU scenarios, and their shared parts."""
 
 from __future__ import annotations
 

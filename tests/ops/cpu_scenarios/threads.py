@@ -1,4 +1,4 @@
-"""Forks, DataLoaders, and threads that allocate or free beside a pass."""
+"""Forks, DataLoaders, and threads that allocate or free during a pass."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def frees_from_other_threads() -> None:
 
 @scenario
 def requests_of_other_threads() -> None:
-    """They are none of the plan's, and do not move its cursor."""
+    """They are not planned and do not move the plan's cursor."""
     rig = Rig(CPU)
     reference = rig.forward_and_backward()
     rig.planned()

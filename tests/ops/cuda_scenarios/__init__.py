@@ -1,10 +1,9 @@
-"""The op on CUDA, against everything else that torch does with device memory.
+"""The op on CUDA, with torch's other uses of device memory.
 
-    python -m tests.ops.cuda_scenarios            # all that this machine can run; one line each, ends with 1 if one failed
+    python -m tests.ops.cuda_scenarios            # all that this machine can run; one line each, exit status 1 if any failed
 
-Most run over the emulator (benchmarks/emulator) too, where device memory is host memory, copies happen at once and kernels do
-nothing: data is moved by copies alone, and what streams wait for is read from the calls that it notes.
-Those marked `gpu` need the real thing.
+Most also run over the emulator (benchmarks/emulator), where device memory is host memory, copies happen at once and kernels do
+nothing. Copies alone move data there, and the recorded calls show the waits of each stream. Those marked `gpu` need a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import traceback
 import torch
 
 from ds_memo.ops.allocator import Allocator
-from tests.ops.cuda_scenarios import allocator, frames, kernels  # noqa: F401 (each notes its scenarios in the table)
+from tests.ops.cuda_scenarios import allocator, frames, kernels  # noqa: F401 (each adds its scenarios to the table)
 from tests.ops.cuda_scenarios.rig import DEVICE, LEAVES_AN_ARENA, ON_A_GPU, ON_A_STANDIN, SCENARIOS, is_standin
 
 
@@ -45,7 +44,7 @@ def run(name: str) -> str:
 
 def main() -> int:
     torch.cuda.init()
-    Allocator(DEVICE).uninstall()  # what was never installed
+    Allocator(DEVICE).uninstall()  # without an install
     failed = 0
     for name in runnable():
         print(f"run {name}", flush=True)

@@ -79,7 +79,7 @@ def statistics_stay_true() -> None:
 
 @scenario
 def a_kernels_own_memory_counts_in_a_profile() -> None:
-    """Storages that no op returns, as a kernel's workspace is none; not what is garbage by then."""
+    """Storages that no op returns, such as a kernel's workspace, count; garbage does not."""
     circle = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")]
     circle.append(circle)
     del circle
@@ -238,7 +238,7 @@ def a_block_of_two_streams_that_dies_in_a_pool() -> None:
     block.record_stream(side)
     with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
         del block
-        assert slots.allocator.live_blocks == 1  # an event of a stream that may be captured is of no use outside
+        assert slots.allocator.live_blocks == 1  # an event of a stream that may be captured cannot be used outside
     assert slots.allocator.live_blocks == 0
     slots.again()
     assert slots.owns(slots.take(8)) and slots.count("waits") == 1
@@ -278,7 +278,8 @@ def an_arena_that_does_not_fit() -> None:
 
 @scenario
 def an_empty_arena_gives_way() -> None:
-    """To what torch's allocator has no room for beside it, in front of the op or through it; not while something lives in it."""
+    """An empty arena is freed for a request that torch's allocator has no room for, in front of the op or through it. An arena
+    with a live block is not."""
     slots = Slots((0, 64))
     torch.cuda.empty_cache()
     limit = torch.cuda.memory_reserved() + 32 * MIB
@@ -292,7 +293,7 @@ def an_empty_arena_gives_way() -> None:
         except torch.OutOfMemoryError:
             pass
         else:
-            raise AssertionError("there was room beside the arena: the limit is none")
+            raise AssertionError("there was room next to the arena: the limit does nothing")
         assert holds(inside, 7) and slots.allocator.stats()["gave_way"] == before
         del inside
         beside = torch.empty(80 * MIB, dtype=torch.uint8, device="cuda")
@@ -331,7 +332,7 @@ def no_native_calls_once_warm() -> None:
 
 @scenario
 def random_requests() -> None:
-    """Right or wrong sizes, overlapping slots, two streams, arenas that change: what is written is what is read."""
+    """Right or wrong sizes, overlapping slots, two streams, changing arenas: every block keeps its contents."""
     draw = random.Random(0)
     allocator = Allocator(DEVICE)
     allocator.install()
@@ -371,7 +372,7 @@ def random_requests() -> None:
 
 @scenario
 def a_planned_block_has_an_ipc_handle() -> None:
-    """Nobody receives what is shared here, so torch keeps it, and so its arena."""
+    """No process receives the shared block, so torch keeps it and its arena."""
     if expandable():
         return
     slots = Slots((0, 8), (8, 8))

@@ -1,4 +1,4 @@
-"""The swap engine's frames, and the blocks that it wants whole."""
+"""The swap engine's frames, and its unsplit blocks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.ops.cuda_scenarios.rig import DEVICE, MIB, expandable, holds, is_stan
 
 @scenario
 def split_blocks_are_joined() -> None:
-    """As deepspeed.zero.Init leaves them: pieces in the block of what they were cut from."""
-    if expandable():  # whose parts go back by themselves
+    """deepspeed.zero.Init leaves such blocks: pieces of the block that they were cut from."""
+    if expandable():  # whose parts are freed by themselves
         return
     torch.cuda.empty_cache()
     whole = torch.empty(96 * MIB, dtype=torch.uint8, device=DEVICE)
@@ -45,7 +45,7 @@ def split_blocks_are_joined() -> None:
 
 @scenario
 def a_frame_goes_to_the_host_and_back() -> None:
-    """Every copy behind an event of the stream that made or freed its memory, through host memory that is locked."""
+    """Every copy waits for an event of the stream that made or freed its memory, and uses locked host memory."""
     slab, streams = HostSlab(64 * MIB, HostPool(DEVICE)), CudaStreams(DEVICE)
     engine = SwapEngine(streams, slab, DEVICE)
     tensors = [write(torch.empty(4, MIB, dtype=torch.uint8, device=DEVICE), value) for value in (3, 5)]

@@ -1,4 +1,4 @@
-"""What needs real kernels: values that are computed, a reader that is slow, graphs, another process, DeepSpeed."""
+"""Scenarios with real kernels: computed values, a slow reader, graphs, another process, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def a_planned_pass() -> None:
 
 
 def _read_by_a_side_stream(recorded: bool) -> bool:
-    """Whether a slow reader on another stream saw what it should, though the block was freed and written anew."""
+    """Return True if a slow reader on another stream read the right values although the block was freed and rewritten."""
     seen = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")  # before the pass: it is not planned
     slots, side = Slots((0, 8), (0, 8)), torch.cuda.Stream()
     block = slots.take(8).fill_(1)
@@ -99,9 +99,9 @@ def another_process_reads_a_planned_block() -> None:
 
 @gpu
 def a_zero_3_engine() -> None:
-    """Loss with planned addresses equal to the loss without, and requests that hit.
+    """The loss with planned addresses equals the loss without, and requests hit.
 
-    Sequences of 128: over longer ones the backward of attention adds up in the order in which its blocks happen to end.
+    Sequences have 128 tokens: with more, the backward of attention adds up in no fixed order.
     """
     losses = {planned: _zero_3_losses(planned) for planned in (False, True)}
     assert losses[True] == losses[False], losses

@@ -1,4 +1,4 @@
-"""What the scenarios on CUDA share: their table, slots to ask for, and the calls that the stand-in notes."""
+"""Shared parts of the CUDA scenarios: their table, slots to request, and the calls that the stand-in records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {}
 ON_A_GPU: set[str] = set()
 ON_A_STANDIN: set[str] = set()
 LEAVES_AN_ARENA: set[str] = set()
-"""Those that ran and left one with live blocks, as they should."""
+"""Scenarios that ran and left an arena with live blocks, as intended."""
 
 
 def scenario(run: Callable[[], None]) -> Callable[[], None]:
@@ -39,12 +39,12 @@ def is_standin() -> bool:
 
 
 def expandable() -> bool:
-    """Whether torch's own blocks are in expandable segments: where the driver cannot share those, neither can we."""
+    """Return True if torch's own blocks are in expandable segments. If the driver cannot share those, the op cannot either."""
     return "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 def standin_calls() -> list[tuple[str, int, int]]:
-    """(what, event or block, stream or bytes) since the last time."""
+    """Return the calls since the last time, as (name, event or block, stream or bytes)."""
     take = ctypes.CDLL(None).emulated_calls
     take.restype = ctypes.c_char_p
     return [(call, int(a), int(b)) for call, a, b in map(str.split, take().decode().splitlines())]
@@ -68,7 +68,7 @@ class Slots:
         self._before = self.allocator.stats()
 
     def again(self) -> None:
-        """From the first slot on."""
+        """Start again at the first slot."""
         self.allocator.phase("embed")
 
     def take(self, mib: int) -> torch.Tensor:
