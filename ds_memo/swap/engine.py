@@ -154,7 +154,7 @@ class SwapEngine:
         self._unsent = None
         self.streams.wait(COMPUTE, self.streams.mark(D2H))
         frame.device.clear()
-        self._give_block(frame)
+        self._free_block(frame)
         frame.move("done")
 
     # ---- backward
@@ -224,7 +224,7 @@ class SwapEngine:
                 if (frame := ref()) is not None:
                     frame.device.clear()
                     frame.slots.clear()
-                    self._give_block(frame)
+                    self._free_block(frame)
             self._closed = True  # not before: a frame that dies meanwhile, on whatever thread, must be deferred
             self._defer_lost()
             self._drain()
@@ -292,7 +292,7 @@ class SwapEngine:
                 return below
         return None
 
-    def _give_block(self, frame: Frame) -> None:
+    def _free_block(self, frame: Frame) -> None:
         if frame.block is not None:
             self.slab.free(frame.block)
             frame.block = None

@@ -99,7 +99,7 @@ class HostPool:
         """Free these ranges. Copies from and to them must be ordered before whatever is issued next on the stream they were
         allocated on."""
         with self._lock:
-            self._put_back(pieces)
+            self._free(pieces)
 
     def free_lost(self) -> None:
         """Free the ranges of slabs that are gone. Every `allocate` does this first."""
@@ -117,9 +117,9 @@ class HostPool:
             finish_abandoned(self.device)  # no event tells of its copies
         while self.lost:
             for pieces in self.lost.popleft().values():
-                self._put_back(pieces)
+                self._free(pieces)
 
-    def _put_back(self, pieces: Sequence[Range]) -> None:
+    def _free(self, pieces: Sequence[Range]) -> None:
         for piece in pieces:
             self.used -= piece.nbytes
             self._freed_on.add(piece.stream)

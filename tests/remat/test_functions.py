@@ -124,8 +124,8 @@ def test_a_wrong_saved_tensor_would_show(monkeypatch: pytest.MonkeyPatch) -> Non
     """The negative control of the gradients: the replay hands autograd the arguments in another order."""
     from ds_memo.remat.functions import FunctionCall
 
-    saved_again = FunctionCall.saved_again
-    monkeypatch.setattr(FunctionCall, "saved_again", lambda self, given, made: reversed([*saved_again(self, given, made)]))
+    rebuild_saved = FunctionCall.rebuild_saved
+    monkeypatch.setattr(FunctionCall, "rebuild_saved", lambda self, given, made: reversed([*rebuild_saved(self, given, made)]))
     with pytest.raises((AssertionError, RuntimeError)):
         compare_with_stock(toy(), drive, {"alpha": 0.5, "resident_layers": 0})
 

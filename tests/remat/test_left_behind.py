@@ -123,10 +123,10 @@ def test_an_assertion_about_a_product_that_nothing_saved_needs(config: dict, fro
 def test_what_goes_to_the_host_is_looked_at() -> None:
     to_host, elsewhere = torch.ops.aten._to_copy.default, torch.empty(1, device="meta")
     cpu = torch.device("cpu")
-    assert op_policy.looks_at_values(to_host, (elsewhere,), {"device": cpu})
-    assert not op_policy.looks_at_values(to_host, (torch.empty(1),), {"device": cpu})
-    assert not op_policy.looks_at_values(to_host, (elsewhere,), {"dtype": torch.float16})
-    assert not op_policy.looks_at_values(torch.ops.aten._foreach_add_.Scalar, ([elsewhere], 1), {})  # returns nothing, but writes
+    assert op_policy.reads_values(to_host, (elsewhere,), {"device": cpu})
+    assert not op_policy.reads_values(to_host, (torch.empty(1),), {"device": cpu})
+    assert not op_policy.reads_values(to_host, (elsewhere,), {"dtype": torch.float16})
+    assert not op_policy.reads_values(torch.ops.aten._foreach_add_.Scalar, ([elsewhere], 1), {})  # returns nothing, but writes
 
 
 def test_a_graph_does_not_hold_arguments(frames: Any) -> None:
