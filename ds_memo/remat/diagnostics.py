@@ -30,8 +30,8 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
     if unkept.batched_flops_recomputed:
         yield (
             f"{unkept.batched_flops_recomputed / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights "
-            "(bmm, or an einsum over experts), which are not kept: they run again in each backward. torch._grouped_mm is kept, and a "
-            "product of two dimensions for each expert"
+            "(bmm, or an einsum over experts), which are not kept: they run again in each backward. torch._grouped_mm is kept, "
+            "and a product of two dimensions for each expert"
         )
     if recipe.mem_efficient_tokens > MEM_EFFICIENT_TOKENS:
         yield (
