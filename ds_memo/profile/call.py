@@ -232,7 +232,7 @@ def layer_calls(
         return outputs[key]
 
     try:
-        with remat.redirected(catch), forked(remat.engine.device), beside_the_training(model):
+        with remat.instead(catch), forked(remat.engine.device), beside_the_training(model):
             model.forward(*tree_map(_copied, args), **tree_map(_copied, kwargs))
     except _Enough:
         pass

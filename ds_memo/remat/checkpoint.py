@@ -110,7 +110,7 @@ class Remat:
         engine: keeps what backwards need.
         policy: decides the placements.
         warn: warns the user.
-        attention: memo.attention. "cudnn" and "flash" are enforced here; the model itself calls flash-attn packages.
+        attention: the "memo" section's field. "cudnn" and "flash" are enforced here; flash-attn packages are the model's to call.
     """
 
     def __init__(self, engine: SwapEngine, policy: Policy, warn: Callable[[str], None], attention: str | None) -> None:
@@ -119,7 +119,7 @@ class Remat:
         self.warn = warn
         self.work = Work()
         self.observers: list[LayerObserver] = []
-        """Receive the layer events, in this order."""
+        """Are told which layer runs, in this order."""
         keep_dynamo_out()
         self._sdpa = SDPA.get(attention)
         self._attention = attention
@@ -145,7 +145,7 @@ class Remat:
         return self._run(layer, fn, args, kwargs, preserve_rng_state)
 
     @contextmanager
-    def redirected(self, run: Callable[..., Any]) -> Iterator[None]:
+    def instead(self, run: Callable[..., Any]) -> Iterator[None]:
         """Send every layer call inside to ``run(layer, fn, args, kwargs, preserve_rng_state)``."""
         self._run = run  # type: ignore[method-assign]
         try:

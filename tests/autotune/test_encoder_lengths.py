@@ -151,7 +151,7 @@ def test_what_wants_a_gradient_in_training_wants_one_in_the_profile() -> None:
         trained.setdefault(kinds[layer.index], LayerCall(layer, fn, args, kwargs))
         return fn(*args, **kwargs)
 
-    with handle.remat.redirected(note):
+    with handle.remat.instead(note):
         model(**given)
     handle.detach()
     wants = [[[x.requires_grad for x in call._other_tensors()] for call in calls.values()] for calls in (profiled, trained)]
