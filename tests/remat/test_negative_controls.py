@@ -138,7 +138,7 @@ def no_note_of_what_is_saved(patch: Patch) -> None:
     """Let the analysis forget that a saved tensor depends on products."""
 
     def forgetful(self: analyse.Analyse, tensor: torch.Tensor) -> None:
-        self.seen.packs += 1
+        self.observed.packs += 1
 
     patch.setattr(analyse.Analyse, "_note", forgetful)
 
