@@ -1,4 +1,4 @@
-"""Layer events: `ds_memo.remat` runs the layers and tells its observers which one runs."""
+"""Layer events: `ds_memo.remat` runs the layers and tells its observers which layer runs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Protocol
 
 
 class LayerObserver(Protocol):
-    """Receives the events of one model. Layers are numbered in the order of the model."""
+    """Receives the events of one model. `layer` counts from 0, in the order of the model."""
 
     def layer_begins(self, layer: int) -> None:
-        """A layer's forward begins."""
+        """Note that a layer's forward begins."""
 
     def layer_ends(self, layer: int) -> None:
-        """A layer's forward is over."""
+        """Note that a layer's forward is over."""
 
     def layer_replays(self, layer: int) -> None:
-        """A layer's replay begins; its backward follows."""
+        """Note that a layer's replay begins; its backward follows."""
 
     def interrupted(self) -> None:
-        """A layer's forward raised."""
+        """Note that a layer's forward raised."""

@@ -1,4 +1,4 @@
-"""Kinds of passes: what their memory requests depend on, and the one length in which two kinds may differ."""
+"""Kinds of passes, by what their memory requests depend on, and the length in which two kinds differ."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class HiddenShape(NamedTuple):
-    """Of the hidden states that come into a layer."""
+    """Shape of the hidden states that enter a layer."""
 
     batch: int
     length: int
     rest: tuple[int, ...] = ()
-    """Their width, as a rule."""
+    """The other dimensions, usually the width alone."""
     source: int = 0
-    """Tokens of each sequence that the layer attends to beside its own, an encoder's; 0: none, or as many as its own."""
+    """Tokens per sequence of the encoder that the layer also attends to; 0: none, or as many as `length`."""
 
 
 HiddenShapes = tuple[HiddenShape | None, ...]
-"""By the kind of layer; None: it is not called."""
+"""One per kind of layer; None: that kind is not called."""
 
 
 class PassKind(NamedTuple):
-    """Passes of one kind are expected to ask for the same memory."""
+    """A kind of pass. Passes of one kind are expected to request the same memory."""
 
     shapes: Shapes
     first: bool
-    """The first micro-batch of an optimizer step: its gradients stay, those of the others are added to them."""
+    """True if the pass is an optimizer step's first micro-batch. It allocates the gradients; later ones add to them."""
     last: bool
-    """Known to be the last one, after which gradients are reduced."""
+    """True if the pass is known to be the step's last micro-batch, after which gradients are reduced."""
     placements: Any = None
-    """What is done with each layer, as far as requests depend on it."""
+    """The layers' placements, as far as requests depend on them."""
 
 
 class Length(NamedTuple):
-    """A size that two kinds differ in, wherever it stands."""
+    """The one size in which two kinds differ."""
 
     here: int
     there: int
-    places: tuple[tuple[int, int], ...]
-    """(tensor, dimension) of each."""
+    dimensions: tuple[tuple[int, int], ...]
+    """(tensor, dimension) of each occurrence."""
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
@@ -53,7 +53,7 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Also those that batch objects in it hold as items or attributes."""
+    """Yield the tensors of a tree, and those that batch objects in it hold as items or attributes."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -62,25 +62,25 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def hidden_shape(shapes: Shapes, hidden: HiddenShape, others: Shapes) -> HiddenShape | None:
-    """Predict the shape of the hidden states in a call of a model, without calling it, from an earlier call.
+    """Predict the shape of the hidden states in a model's next call from an earlier call, without running the model.
 
-    Dimensions of the earlier call's tensors that equalled the hidden states' batch and length are looked up in the new call's.
+    Find the dimensions that equalled the hidden states' batch and length in the earlier call, and read them in the new one.
 
     Args:
-        shapes: the tensors of the earlier call.
-        hidden: the hidden states in that call.
-        others: the tensors of the new call.
+        shapes: the earlier call's tensors.
+        hidden: the hidden states in the earlier call.
+        others: the new call's tensors.
 
     Returns:
-        The new shape. Where the batch is 1, the length alone may be found (an image's patches). The source is looked up too; one
-        that no dimension equalled (of sound, of pictures) is taken to be unchanged if nothing else has changed. None if nothing
-        equalled them, or the places where something did disagree now.
+        The new shape, or None if no dimension matched, or the matching dimensions now disagree. With batch 1, a leading dimension
+        that equals the length is enough (an image's patches). `source` is found the same way; if no dimension equalled it
+        (audio, images), it counts as unchanged, unless another size changed: then None.
     """
     if [len(shape) for shape, _ in shapes] != [len(shape) for shape, _ in others]:
         return None
     pairs = [(here, there) for (here, _), (there, _) in zip(shapes, others, strict=True)]
-    found = _stands(pairs, hidden.batch, hidden.length)
-    sources = {length for _, length in _stands(pairs, hidden.batch, hidden.source)}
+    found = _sizes_where(pairs, hidden.batch, hidden.length)
+    sources = {length for _, length in _sizes_where(pairs, hidden.batch, hidden.source)}
     if len(found) != 1 or len(sources) > 1:
         return None
     batch, length = found.pop()
@@ -92,8 +92,8 @@ def hidden_shape(shapes: Shapes, hidden: HiddenShape, others: Shapes) -> HiddenS
     return HiddenShape(batch, length, hidden.rest, sources.pop() if sources else hidden.source)
 
 
-def _stands(pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], batch: int, length: int) -> set[tuple[int, ...]]:
-    """The sizes in the second shape of each pair where the first has this batch and length."""
+def _sizes_where(pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], batch: int, length: int) -> set[tuple[int, ...]]:
+    """Return the second shape's sizes, of each pair whose first shape has this batch and length."""
     found = {there[:2] for here, there in pairs if here[:2] == (batch, length)}
     if batch == 1:
         found |= {(1, there[0]) for here, there in pairs if here[:1] == (length,)}
@@ -101,14 +101,14 @@ def _stands(pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], batch: int
 
 
 def length_between(here: PassKind, there: PassKind) -> Length | None:
-    """The one size in which two kinds differ; None where they are equal, or differ in more than that."""
+    """Return the one size in which two kinds differ; None if they are equal or differ in more."""
     if here[1:] != there[1:] or [(len(s), dtype) for s, dtype in here.shapes] != [(len(s), dtype) for s, dtype in there.shapes]:
         return None
-    places = tuple(
+    dimensions = tuple(
         (t, d)
         for t, ((mine, _), (theirs, _)) in enumerate(zip(here.shapes, there.shapes, strict=True))
         for d in range(len(mine))
         if mine[d] != theirs[d]
     )
-    sizes = {(here.shapes[t][0][d], there.shapes[t][0][d]) for t, d in places}
-    return Length(*sizes.pop(), places) if len(sizes) == 1 else None
+    sizes = {(here.shapes[t][0][d], there.shapes[t][0][d]) for t, d in dimensions}
+    return Length(*sizes.pop(), dimensions) if len(sizes) == 1 else None

@@ -1,4 +1,4 @@
-"""Every causal language model that the installed Transformers knows, as small as it can be made, with random weights."""
+"""Every causal language model of the installed Transformers, as small as possible, with random weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.models import HEADS, HIDDEN, LAYERS, VOCAB
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Their model types."""
 LARGEST = 20_000_000
-"""Parameters: what has more has a tower that `SIZES` does not reach."""
+"""Parameters. A larger model has a tower that `SIZES` does not reach."""
 
 _WIDTH, _HEAD = 96, HIDDEN // HEADS
 SIZES: dict[str, Any] = {
@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_expand", "linear_num_key_heads", "attn_layer_period", "expert_layer_period"), 2),
     **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),
-    # windows, indexers, and what else has a size
+    # windows, indexers, and other sizes
     **dict.fromkeys(("sliding_window", "attention_window", "attention_window_size", "index_topk", "rotary_dim"), 8),
     **dict.fromkeys(("index_n_heads", "type_vocab_size", "altup_num_inputs"), 2),
     "laurel_rank": 8,
@@ -65,7 +65,7 @@ SIZES: dict[str, Any] = {
     "use_cache": False,
     "is_decoder": True,
 }
-"""What a configuration that has such a field is given."""
+"""Values for the configuration fields of these names."""
 
 _LATENT = {"head_dim": None, "qk_rope_head_dim": 8, "num_key_value_heads": HEADS}
 _NARROW = {"head_dim": 8, "qk_rope_head_dim": 8, "num_key_value_heads": HEADS}
@@ -125,18 +125,19 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "use_mem_rope": False},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Of some model types, what they need beside or in place of it; None: its own default."""
+"""Values of some model types, which override SIZES; None: the type's own default."""
 
 
 class TooLarge(Exception):
-    """Something in it cannot be made small by `SIZES`."""
+    """`SIZES` cannot make a part of the model small."""
 
 
 def build(name: str) -> nn.Module:
-    """The model of a type, in float32.
+    """Return the model of a type, in float32.
 
     Raises:
-        TooLarge: it has more than LARGEST parameters. Whatever else Transformers raises where it needs other sizes.
+        TooLarge: it has more than LARGEST parameters.
+        Exception: Transformers raises others if the model needs other sizes.
     """
     config = _config(CONFIG_MAPPING[name], OWN.get(name, {}))
     with torch.device("meta"):
@@ -145,7 +146,7 @@ def build(name: str) -> nn.Module:
         raise TooLarge(f"{name} has {parameters / 1e6:.0f} M parameters")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
-    with torch.no_grad():  # what is all 0 or all 1 hides mistakes
+    with torch.no_grad():  # parameters that are all 0 or all 1 hide mistakes
         for parameter in model.parameters():
             if parameter.dim() == 1 and parameter.is_floating_point():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)

@@ -16,7 +16,7 @@ class Ended(NamedTuple):
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: object) -> Ended:
-    """How `ds-memo WORDS…` ended, and what it printed; never a traceback."""
+    """Call `ds-memo WORDS…`. Return its exit code and output, which has no traceback."""
     capsys.readouterr()
     try:
         code = cli.main([str(word) for word in words])
@@ -28,7 +28,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: object) -> Ended:
 
 
 def complaint(capsys: pytest.CaptureFixture[str], verb: str, *words: object, after_progress: bool = False) -> str:
-    """What a wrong call is told: one line with the command's name, on stderr alone, and exit code 2."""
+    """Return the error of a wrong call: one line with the command's name, on stderr alone, and exit code 2."""
     code, out, err = call(capsys, verb, *words)
     assert code == 2 and not out, (code, out, err)
     *before, last = err.splitlines()

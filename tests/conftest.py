@@ -16,7 +16,7 @@ from tests.processes import processes_with
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A worker that has nothing left takes half of what another still has: the last files are the slowest."""
+    """Let an idle worker take half of another's remaining tests: the last files are the slowest."""
     if config.getoption("dist") == "load":
         from xdist.scheduler import WorkStealingScheduling
 
@@ -42,7 +42,7 @@ def what_was_imported_since():
 
 @pytest.fixture(autouse=True)
 def nothing_stays_attached():
-    """A model that a test leaves attached (where it failed, in its traceback) must not be in the way of the tests after it."""
+    """Detach models that a failed test left attached, so that they do not disturb later tests."""
     before = attached()
     yield
     for memo in attached():
@@ -52,7 +52,7 @@ def nothing_stays_attached():
 
 @pytest.fixture
 def marker():
-    """For the environment of every process that a test starts; those that are left are killed in the end."""
+    """A word for the environment of every process that a test starts. Processes that are left are killed at the end."""
     marker = f"ds_memo_test_{os.getpid()}_{time.monotonic_ns()}"
     yield marker
     for process in processes_with(marker):

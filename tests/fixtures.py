@@ -16,7 +16,7 @@ from tests.runtime.traces import memo_threads
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this test's profiles go."""
+    """The folder of this test's profiles."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "ds_memo" / "profiles"
 
@@ -27,15 +27,17 @@ def nothing_stays_planned() -> Iterator[None]:
 
     yield
     gc.collect()
-    CPU.uninstall()  # it stays in front for as long as blocks are alive
+    CPU.uninstall()  # it stays installed as long as blocks are alive
     assert not CPU.installed and CPU.mode == "off" and CPU.arena_bytes == 0 and CPU.retired_arenas == 0
     assert CPU.stats()["live_bytes"] == 0
 
 
 @pytest.fixture
 def times_by_flops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiles have the seconds of a device of 50 GFLOP/s (attention: 1) and copies of 1 GB/s: what is chosen does not depend
-    on how busy this machine is. Bytes are as measured."""
+    """Give profiles the times of a device with 50 GFLOP/s (attention: 1) and 1 GB/s copies. Bytes are as measured.
+
+    So placements do not depend on this machine's load.
+    """
     from ds_memo.profile import run
 
     measure = run.measure
@@ -70,7 +72,7 @@ def no_thread_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    """A gloo group of one, without the shared-memory op that DeepSpeed would build for its CPU collectives."""
+    """Join a gloo group of one, without the shared-memory op that DeepSpeed would build for its CPU collectives."""
     import deepspeed
     import torch
 

@@ -1,4 +1,4 @@
-"""Imported last by a process that others are forked from: their collections of garbage leave alone what it has imported."""
+"""Freezes garbage collection's view of what a fork server has imported. It imports this file last."""
 
 import gc
 

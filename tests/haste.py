@@ -1,4 +1,4 @@
-"""What makes a process of the tests quicker: done once, when it has imported what it will need."""
+"""Speeds up a test process, once, when it has imported what it needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from multiprocessing.context import BaseContext
 
 PRELOADED = ["torch", "torch._dynamo", "deepspeed", "transformers", "transformers.models.llama.modeling_llama"]
-"""What most tests use sooner or later."""
+"""Modules that most tests use."""
 FOR_FORKED = [
     *PRELOADED,
     "torch._inductor.compile_fx",
@@ -17,13 +17,12 @@ FOR_FORKED = [
     "tests.distributed_harness.common",
     "tests.frozen",
 ]
-"""What the process that forks others imports for them; its last sees to garbage. DeepSpeed's ZeRO imports torch's inductor, for
-Muon: more than a second of every rank's."""
+"""Imports of the fork server; the last one freezes them. DeepSpeed's ZeRO imports torch's inductor for Muon, which takes every
+rank more than a second."""
 
 
 def make_haste() -> None:
-    """Bandwidths are measured for less long, and no collection of garbage looks at what importing has left (half a million
-    objects, which take it a third of a second)."""
+    """Measure bandwidths for a shorter time, and freeze imported objects (half a million, 0.3 s per garbage collection)."""
     if "torch" in sys.modules:
         from ds_memo.profile import bandwidth
 
@@ -36,8 +35,10 @@ def make_haste() -> None:
 
 
 def forkserver() -> BaseContext:
-    """Starts processes that have imported FOR_FORKED. There is one server per process, which imports what its first user names:
-    all name the same."""
+    """Return a context whose processes have imported FOR_FORKED.
+
+    A process has one server, which imports the list of its first user. So all users pass the same list.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(FOR_FORKED)
     return context

@@ -1,4 +1,4 @@
-"""Whether something was left behind on the machine, while other tests come and go beside it."""
+"""Checks for leftovers on the machine, while other tests come and go."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def shared_memory() -> set[str]:
-    """Names of the segments and semaphores that exist now."""
+    """Return the names of the segments and semaphores that exist now."""
     return set(os.listdir(SHARED_MEMORY))
 
 
 def assert_shared_memory_is_as(before: set[str], timeout_s: float = 120) -> None:
-    """Every name that is new must go; those of tests that run at the same time go when these end."""
+    """Wait until every new name is gone. Names of concurrent tests go when these end."""
     new = shared_memory() - before
     deadline = time.monotonic() + timeout_s
     while new := new & shared_memory():

@@ -1,6 +1,6 @@
-"""The words that a user can meet: every text that ds_memo and launch warn with or raise, read from the source.
+"""Every message that ds_memo and launch warn with or raise, read from the source.
 
-A text is returned as a template: `…` stands for what the program puts in.
+A message is returned as a template: `…` stands for a value that the program fills in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ELSEWHERE = {
     ("ds_memo/plan/solver.py", "f'ds_memo: {run.notes[-1]}'"): "the note before it",
     ("ds_memo/solve/refusals.py", "f'{what}: {missing}. What helps: {ranks}, {others}.'"): "worded in nothing_fits()",
 }
-"""Texts that are put together at more than one place."""
+"""Texts that are put together in several steps."""
 
 
 def messages() -> Iterator[tuple[str, str]]:

@@ -17,14 +17,14 @@ import ds_memo
 
 HIDDEN, LAYERS, HEADS, VOCAB = 64, 4, 4, 96
 FP32, BF16 = 2e-6, 1e-2
-"""Largest relative distance of a gradient from stock's."""
+"""Largest relative difference of a gradient from stock's."""
 
 
 # ---- models
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block that knows nothing but PyTorch."""
+    """A pre-norm transformer block in plain PyTorch."""
 
     def __init__(self, attention_dropout: float = 0.0, dropout: float = 0.0) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Blocks and a head; takes embeddings and gives a loss as Hugging Face models do."""
+    """Blocks and a head. It takes embeddings and returns a loss, like Hugging Face models."""
 
     def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = LAYERS) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 ZERO_GRADIENTS = {"opt": ("k_proj.bias",)}
-"""Names of gradients that are zero on paper: one vector added to every key moves all scores of a query alike, and softmax does
-not see it. (Under rotary embeddings it is turned differently at each position, so there it counts.)"""
+"""Names of gradients that are zero in exact arithmetic. One vector added to every key shifts all scores of a query equally, which
+softmax ignores. (Rotary embeddings turn it differently at each position, so there the gradient is not zero.)"""
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:
@@ -152,7 +152,7 @@ class Batch:
 
 @dataclass
 class Outcome:
-    """What a step is judged by."""
+    """Results of a step, to compare."""
 
     loss: torch.Tensor
     grads: dict[str, torch.Tensor | None]
@@ -161,20 +161,20 @@ class Outcome:
 
 
 def generators() -> torch.Tensor:
-    """States of the CPU's and, where it is in use, CUDA's."""
+    """Return the states of the CPU's generator and, where CUDA is in use, of the device's."""
     on_device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return torch.cat([torch.get_rng_state(), *on_device])
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Copies of the parameters' gradients, which are then cleared."""
+    """Return copies of the parameters' gradients, and clear these."""
     grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     return grads
 
 
 def step(model: nn.Module, batch: Batch, seed: int = 7, **kwargs: Any) -> Outcome:
-    """One forward and backward from a known generator state."""
+    """Run one forward and backward from a known generator state."""
     torch.manual_seed(seed)
     embeds = batch.embeds.clone().requires_grad_()
     loss = model(inputs_embeds=embeds, labels=batch.labels, **kwargs).loss
@@ -186,19 +186,19 @@ def step(model: nn.Module, batch: Batch, seed: int = 7, **kwargs: Any) -> Outcom
 
 
 class Different(AssertionError):
-    """A step that is not what stock makes of it."""
+    """A step's results differ from stock's."""
 
 
 def assert_same(got: Outcome, want: Outcome, tolerance: float = FP32, zero: Iterable[str] = ()) -> None:
-    """Loss and generator to the bit; each gradient by the norm of its difference over its norm.
+    """Compare loss and generator to the bit, and each gradient by the norm of its difference over its norm.
 
     Args:
-        zero: endings of names of biases whose gradient is zero on paper. What stock has there is rounding noise of a sum that
-            cancels; it is compared with the size of the terms, for which the gradient of the same Linear's weight stands:
-            that is the sum of the same terms, each times an input of size 1 (a norm comes before).
+        zero: endings of names of biases whose gradient is zero in exact arithmetic. Stock has rounding noise there, from terms
+            that cancel. The difference is compared with the weight's gradient of the same Linear, which sums the same terms,
+            each times an input of size 1 (a norm comes before).
 
     Raises:
-        Different: with the name of every gradient that is off.
+        Different: names every gradient that is off.
     """
     if not torch.equal(got.loss, want.loss):
         raise Different(f"loss {got.loss.item()!r}, stock has {want.loss.item()!r}")
@@ -210,7 +210,7 @@ def assert_same(got: Outcome, want: Outcome, tolerance: float = FP32, zero: Iter
 def assert_same_grads(
     got: dict[str, torch.Tensor | None], want: dict[str, torch.Tensor | None], tolerance: float = FP32, zero: Iterable[str] = ()
 ) -> None:
-    """See :func:`assert_same`."""
+    """Compare gradients as :func:`assert_same` does."""
     if got.keys() != want.keys():
         raise Different(f"gradients of other things: {got.keys() ^ want.keys()}")
     wrong = []
@@ -232,7 +232,7 @@ def assert_same_grads(
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Uninitialised memory reads as NaN, so that whatever is used without having been computed shows."""
+    """Fill uninitialised memory with NaN, so that a value that is used but never computed shows."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fill_uninitialized_memory is on by default and needs this
     try:
@@ -242,7 +242,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 CONFIGS = ({"alpha": 0.5, "resident_layers": 1}, {"alpha": 0.0, "resident_layers": 0}, {"alpha": 1.0, "resident_layers": LAYERS})
-"""A mixture of all three homes, everything recomputed, everything on the device."""
+"""A mixture of stored rows, recomputed rows and a resident layer; every row recomputed; every layer resident."""
 
 
 def compare_with_stock(
@@ -256,7 +256,7 @@ def compare_with_stock(
     """Drive a stock copy and an attached copy of `model` through the same steps and compare each.
 
     Args:
-        drive: called with the model and the number of the step.
+        drive: runs a step of a model, given the step's number.
         layers: as in ``ds_memo.attach``, by name.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The kinds of layers' placements as sets of layers, and back."""
+"""Conversions between kinds of placement and sets of layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def kinds(
     attention_recomputed: Collection[int] = (),
     no_recompute: Collection[int] = (),
 ) -> list[PlacementKind]:
-    """One kind per layer; layers that are in no set are swapped."""
+    """Return one kind per layer. Layers in no set are swapped."""
 
     def kind(layer: int) -> PlacementKind:
         if layer in no_recompute:

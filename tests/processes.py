@@ -1,4 +1,4 @@
-"""Other processes: a Python that imports this checkout, and looking for those that should be gone."""
+"""Starts processes that import this checkout, and finds processes that should be gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 def python(
     *words: object, timeout: float = 300, cwd: Path = ROOT, stdin: str | None = None, **environment: str | None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python WORDS…` and keep what it prints; an environment variable that is None is taken away."""
+    """Run `python WORDS…` and capture its output. An environment variable that is None is removed."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     variables = {name: value for name, value in variables.items() if value is not None}
     command = [sys.executable, *map(str, words)]
@@ -26,26 +26,28 @@ def python(
 
 
 def forked(function: Callable[..., Any], *arguments: object, timeout: float = 120) -> Any:
-    """What a function returns, or raises, in a process of its own that has imported what tests need, and that what it sets dies
-    with. One that ends without an answer, or hangs, is a TimeoutError."""
+    """Return, or raise, what a function returns or raises in a process of its own, forked with the tests' imports.
+
+    If the process ends without an answer, or hangs, raise TimeoutError.
+    """
     with forkserver().Pool(1) as process:
         return process.apply_async(function, arguments).get(timeout)
 
 
 def processes_with(marker: str) -> list[int]:
-    """Ids of the processes that have this word in their environment."""
+    """Return the ids of the processes that have this word in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if marker.encode() in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
-        except OSError:  # gone meanwhile, or somebody else's
+        except OSError:  # gone meanwhile, or another user's
             continue
     return found
 
 
 def assert_gone(marker: str, within_s: float = 10) -> None:
-    """None with this word is left, as soon as the kernel has taken its time."""
+    """Wait until the kernel has removed every process with this word."""
     deadline = time.monotonic() + within_s
     while left := processes_with(marker):
         assert time.monotonic() < deadline, f"processes {left} are left"

@@ -1,4 +1,4 @@
-"""The documentation says what the code has: every message, key, link and command."""
+"""The documentation matches the code: every message, key, link and command."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PAGES = sorted(
 INTERNAL = {
     "frame … cannot go from '…' to '…'": "a defect of ds_memo: the swap engine took a wrong step",
     "frame … was read while '…'; only a 'ready' frame can be read": "likewise",
-    "the host slab was closed while … bytes of it were lent": "likewise",
+    "the host slab was closed while … bytes of it were allocated": "likewise",
 }
 """Messages that no user can cause. They are for a bug report, and docs/troubleshooting.md leaves them out."""
 LATER = {"residents": "layers_on_device", "lean": "layers_without_gemms", "plain": "layers_without_recompute"}
-"""Keys of the report by the names that they get."""
+"""The report's new names of these keys."""
 
 
 def rows(page: str) -> list[str]:
-    """The first cell of every row of the page's tables, as it is in code quotes."""
+    """Return the first cell, in code quotes, of every row of the page's tables."""
     return re.findall(r"^\| `([^`]+)`", (REPO / "docs" / page).read_text(), re.MULTILINE)
 
 
@@ -48,7 +48,7 @@ def test_every_message_has_a_row():
 
 
 def test_every_row_has_a_message():
-    """A row of a message that is gone, or that was worded anew, is taken out."""
+    """Rows of messages that are gone or reworded must go."""
     templates = [text for _, text in messages()]
     sources = [re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in (REPO / "ds_memo").rglob("*.py")]
     gone = []
@@ -61,7 +61,7 @@ def test_every_row_has_a_message():
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
-    """Key and default of each field that has a value of its own."""
+    """Return key and default of each field that is no section."""
     found: dict[str, object] = {}
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):

@@ -1,4 +1,4 @@
-"""Every DeepSpeed JSON of the project starts a real run, and DeepSpeed, Accelerate and Hugging Face take it as it stands."""
+"""Every DeepSpeed JSON of the project starts a real run, and DeepSpeed, Accelerate and Hugging Face accept it unchanged."""
 
 import json
 import math
@@ -18,9 +18,9 @@ RARER = (
     *("zero2_bf16_offload_optimizer_memo", "zero3_bf16_offload_optimizer_memo"),
     *("quickstart_bf16", "quickstart_bf16_ulysses2"),
 )
-"""Their parts are in zero2_bf16_memo and zero3_bf16_offload_all_memo; in zero3_bf16_memo and zero3_bf16_ulysses2_memo."""
+"""Files whose parts are in zero2_bf16_memo, zero3_bf16_offload_all_memo, zero3_bf16_memo and zero3_bf16_ulysses2_memo."""
 SHOWN = {"enabled": True, "alpha": 0.5, "resident_layers": 2}
-"""In the quickstart's: a small model swaps with it. All others are solved."""
+"""The quickstart's section, with which a small model swaps. All other files are solved automatically."""
 
 
 def test_there_is_one_for_each_use():
@@ -57,7 +57,7 @@ class TestEach(DistributedTest):
         ids=lambda p: p.stem,
     )
     def test_trains(self, path, tmp_path):
-        """Two steps of launch/train.py."""
+        """Run two steps of launch/train.py."""
         if "fp16" in path.stem and not get_accelerator().is_fp16_supported():
             pytest.skip(f"{get_accelerator().device_name()} has no fp16 here")
         sys.path.insert(0, str(REPO / "launch"))

@@ -1,4 +1,4 @@
-"""Files written whole, and folders and files that are trusted."""
+"""Files that are written atomically, and folders and files that are trusted."""
 
 import os
 import stat
@@ -68,7 +68,7 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE stands for a full disk: the write fails in its middle."""
+    """RLIMIT_FSIZE stands in for a full disk: the write fails halfway."""
     place = tmp_path / "plan.json"
     place.write_text("old")
     code = (

@@ -1,4 +1,4 @@
-"""What is installed is what is here: every package, every extra, ordinary and editable."""
+"""An install, ordinary or editable, has every package and every extra."""
 
 import configparser
 import shutil
@@ -54,7 +54,7 @@ def test_the_licence():
 
 @pytest.fixture
 def source(tmp_path):
-    """A copy to install from: a build leaves folders behind."""
+    """A copy to install from, because a build leaves folders behind."""
     copy = tmp_path / "source"
     for name in ("ds_memo", "ops"):
         shutil.copytree(REPO / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -70,7 +70,7 @@ def install(target: Path, *words: object) -> None:
 
 
 def where(module: str, target: Path) -> Path:
-    """The file that `module` comes from in an interpreter that knows `target` and, without its .pth files, what we have."""
+    """Return the file of `module` in an interpreter that has `target` and, without .pth files, our packages."""
     code = f"""
 import site, sys
 site.addsitedir({str(target)!r})
@@ -93,7 +93,7 @@ def test_an_ordinary_install(tmp_path, source):
     assert where("ds_memo", target) == target / "ds_memo" / "__init__.py"
     assert where("ds_memo.ops", target) == target / "ds_memo" / "ops" / "__init__.py"
     assert sources(target / "ds_memo") == sources(REPO / "ds_memo") | {f"ops/{name}" for name in sources(REPO / "ops")}
-    assert {p.name.split("-")[0] for p in target.iterdir()} == {"ds_memo", "bin"}  # neither tests nor launch beside it
+    assert {p.name.split("-")[0] for p in target.iterdir()} == {"ds_memo", "bin"}  # neither tests nor launch
     assert [p.name for p in (target / "bin").iterdir()] == ["ds-memo"]
     assert (target / "ds_memo" / "ops" / "csrc" / "dsa_search.cpp").is_file()  # compiled at first use
 

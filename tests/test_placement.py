@@ -1,4 +1,4 @@
-"""A placement: the kind says which rows stay on the device; alpha is the swapped ones' alone."""
+"""A placement: the kind decides which rows stay on the device; alpha counts for swapped calls only."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_alpha_is_undecided_for_swapped_calls_alone(kind: PlacementKind) -> None
 
 @pytest.mark.parametrize("kind", [PlacementKind.SWAPPED, PlacementKind.GEMMS_RECOMPUTED])
 def test_the_next_kind_is_the_same_with_attention_recomputed(kind: PlacementKind) -> None:
-    """The solver adds 1 to what it keeps in arrays."""
+    """The solver adds 1 to the kinds in its arrays."""
     again = PlacementKind(kind + 1)
     assert (kind.recomputes_attention, again.recomputes_attention) == (False, True)
     assert (again.on_device, again.without_gemms) == (kind.on_device, kind.without_gemms)
 
 
 def test_a_copy_with_another_alpha_stays_what_it_is() -> None:
-    """The policy makes such copies to tell passes by what they ask the device for."""
+    """The policy makes such copies to identify passes by their memory requests."""
     swapped, resident = Placement(PlacementKind.SWAPPED, 0.2), Placement(PlacementKind.ON_DEVICE)
     assert dataclasses.replace(swapped, alpha=0.5) == Placement(PlacementKind.SWAPPED, 0.5)
     assert dataclasses.replace(resident, empty_frame=False) == resident

@@ -68,7 +68,7 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     from ds_memo.swap import pinned_segments
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
-    recipe.Observed.note_unseen_writes = lambda observed: None
+    recipe.Observed.note_hidden_writes = lambda observed: None
     pinned_segments.touch = lambda segment: None
     for module in (device_memory, host_memory):
         module.available_bytes = lambda *_, **__: int(host_gib * GIB)

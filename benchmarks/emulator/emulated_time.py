@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ds_memo.estimate import hardware
-from ds_memo.remat.functions import BesideCompiled
+from ds_memo.remat.functions import SkipsCompiled
 
 aten = torch.ops.aten
 _FORWARD = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention}
@@ -70,7 +70,7 @@ class Clock:
         self._emulator.emulated_work(torch.cuda.current_stream().cuda_stream, seconds)
 
 
-class Costs(BesideCompiled):
+class Costs(SkipsCompiled):
     """Every op takes its time on the stream that it was launched on."""
 
     def __init__(self, clock: Clock) -> None:

@@ -200,11 +200,11 @@ class Plans:
     def _lines(self, base: PassKind, to: Length, others: list[tuple[PassKind, Length]]) -> Lines | None:
         """Return every size of a kind as a line over the length, or None if no other kind makes the same requests."""
         known = self.known[base]
-        if to.places in known.lines:
-            return known.lines[to.places]
+        if to.dimensions in known.lines:
+            return known.lines[to.dimensions]
         for other, _ in others:
             between = length_between(base, other)
-            if between is None or between.places != to.places:
+            if between is None or between.dimensions != to.dimensions:
                 continue
             traces = (known.pattern.trace(escapees=True), self.known[other].pattern.trace(escapees=True))
             try:
@@ -215,7 +215,7 @@ class Plans:
                 self._plan(known, known.pattern)
             if known.plan is None:
                 return None
-            lines = known.lines[to.places] = Lines(sizes, *sorted((between.here, between.there)))
+            lines = known.lines[to.dimensions] = Lines(sizes, *sorted((between.here, between.there)))
             return lines
         return None
 

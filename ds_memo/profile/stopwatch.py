@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_memo.remat import op_policy
-from ds_memo.remat.functions import SeesFunctions, tensors_in
+from ds_memo.remat.functions import ObservesFunctions, tensors_in
 
 
 def now(device: torch.device) -> Any:
@@ -26,7 +26,7 @@ def seconds_between(start: Any, end: Any) -> float:
     return start.elapsed_time(end) * 1e-3 if isinstance(start, torch.cuda.Event) else end - start
 
 
-class Stopwatch(SeesFunctions):
+class Stopwatch(ObservesFunctions):
     """Time the GEMMs, attention and choices of a layer's forward, and attention in its backward."""
 
     def __init__(self, device: torch.device) -> None:

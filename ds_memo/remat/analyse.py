@@ -1,4 +1,4 @@
-"""Analyse: a layer's first forward of a kind, watched to make its recipe."""
+"""Analyse: watch a layer's first forward of a kind to make its recipe."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Observed, ObservedGemm, ObservedSavedOp, fingerprint
 
 ALL_SO_FAR = -1
-"""The sources of memory that a kernel out of our sight may have filled: every GEMM up to the moment when it is read."""
+"""Sources of memory that a kernel PyTorch does not show may have filled: every GEMM up to the moment of the read."""
 _MASK_BYTES = 64 << 20
-"""Larger memory that an op filled is not looked at: that takes longer than a mask is worth."""
+"""Largest filled memory that is fingerprinted. Reading more takes longer than recognising a mask saves."""
 
 
 @dataclass
 class Filled:
-    """Memory that began as zeros, ones or the like, as long as nothing but ops that we see wrote to it (a mask of a router)."""
+    """Memory that an op filled with a constant, and that only dispatched ops have written to since (a router's mask)."""
 
     fingerprint: torch.Tensor
     sources: int = 0
-    """Of what these ops wrote."""
+    """Sources of what these ops wrote."""
 
 
 class Analyse(NotingMode):
-    """Watch a layer's first forward of a kind, to find which outputs its backward depends on. Nothing is copied before its end.
+    """Watch a layer's first forward of a kind to find which outputs its backward depends on. Copy nothing before its end.
 
-    For each storage the *sources* are tracked: a set of the GEMMs whose outputs it was made of. They go back no further than
-    the nearest GEMM or saved op, whose outputs can be supplied. A storage that no op returned (a compiled region's output, memory
-    that NumPy made) counts as made of everything computed before it was first observed. The set has two bits for each GEMM: the
-    lower one says that it may be a source, so the replay computes it; the upper one that a choice by these values (of an expert)
-    counts as a choice by the GEMM, whose rows are then not split.
+    Track the *sources* of each storage: the GEMMs whose outputs it was computed from. They reach back to the nearest GEMM or
+    saved op, since those outputs can be supplied. A storage that no op returned (a compiled region's output, memory that NumPy
+    made) may depend on everything computed before it was first observed.
+
+    The set has two bits per GEMM. The lower bit: the GEMM may be a source, so the replay computes it. The upper bit: a choice by
+    these values (of an expert) counts as a choice by the GEMM, whose rows are then not split.
 
     Args:
-        observed: filled here.
+        observed: filled in by this mode.
         module: the layer; None: a function that belongs to no module.
-        givens: tensors that existed before: the layer's parameters, buffers and arguments.
+        givens: tensors that existed before the call: the layer's parameters, buffers and arguments.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class Analyse(NotingMode):
         self._parameters = [tensor for tensor in givens if isinstance(tensor, nn.Parameter)]
         self._sources = {storage_of(tensor): 0 for tensor in givens}
         self._sources.pop(0, None)
-        self._older = set(self._sources)  # storages of before the call
-        # A weak reference keeps a storage's id from being used again: ZeRO-3 replaces parameters' storages as it gathers them.
+        self._older = set(self._sources)  # storages that existed before the call
+        # A weak reference keeps a storage's id from being reused: ZeRO-3 replaces parameters' storages as it gathers them.
         self._alive = [StorageWeakRef(tensor.untyped_storage()) for tensor in givens if storage_of(tensor)]
         self._weights = {storage_of(parameter) for parameter in self._parameters}
         self._weights.discard(0)
@@ -86,16 +87,16 @@ class Analyse(NotingMode):
 
     @property
     def packs(self) -> int:
-        """Tensors that autograd saved so far."""
+        """Number of tensors that autograd has saved so far."""
         return self.observed.packs
 
     def _note(self, tensor: torch.Tensor) -> None:
         self.observed.packs += 1
-        self.observed.unkept.batched_flops_again = self.observed.unkept.batched_flops
+        self.observed.unkept.batched_flops_recomputed = self.observed.unkept.batched_flops
         self.observed.wanted |= self._made_of(tensor)
 
     def _note_what_is_left_behind(self, module: nn.Module) -> None:
-        """Tensors that the layer bound to buffers and attributes are bound again by each replay, so they must be right there."""
+        """Mark tensors that the layer bound to buffers and attributes as wanted: each replay binds them anew."""
         for part in module.modules():
             for value in (*part._buffers.values(), *vars(part).values()):
                 if (
@@ -109,7 +110,7 @@ class Analyse(NotingMode):
         kwargs = kwargs or {}
         kind = kind_of(func)
         sources = self._made_of_all(args, kwargs)
-        fresh, self._fresh = self._fresh, self._fresh if func in op_policy.LOOKS else None
+        fresh, self._fresh = self._fresh, self._fresh if func in op_policy.VIEWS else None
         if kind is OpKind.ATTENTION or kind is OpKind.CHOICE:
             return self._run_saved(kind, func, args, kwargs, sources)
         if kind is OpKind.MUTATES:
@@ -134,7 +135,7 @@ class Analyse(NotingMode):
         return out
 
     def _run_saved(self, kind: OpKind, func: Any, args: tuple, kwargs: dict, sources: int) -> Any:
-        """Attention, or a router's choice. Its outputs are supplied in the replay, so they have no sources."""
+        """Run attention or a router's choice. The replay supplies its outputs, so they have no sources."""
         out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
         if state is not None:
             self.call.rng_after[len(self.observed.ops)] = state
@@ -147,7 +148,7 @@ class Analyse(NotingMode):
         return out
 
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A function of `keep_whole`: a saved op, as attention is."""
+        """Run a function given to `keep_whole`. It is a saved op, like attention."""
         self._fresh = None
         ran, state = noticing_draws(self.call.engine.device, self._watched, (fn, args, kwargs), {})
         call = ran.call
@@ -158,10 +159,10 @@ class Analyse(NotingMode):
         self.observed.unkept.attention_ops += under_a_checkpoint()
         self.observed.packs += len(call.saved)
         if call.saved:
-            self.observed.unkept.batched_flops_again = self.observed.unkept.batched_flops
+            self.observed.unkept.batched_flops_recomputed = self.observed.unkept.batched_flops
         self.observed.wanted |= self._made_of_all(ran.saved_arguments)
         outputs = tuple(detached(value) for value in ran.made)
-        # Should it run again (the last resort), it may read more than its arguments: what it closes over.
+        # If it is recomputed (the last resort), it may read more than its arguments: what it closes over.
         self.observed.ops.append(ObservedSavedOp(call, outputs, self._all_so_far, fingerprint(outputs)))
         self._made(ran.out, 0)
         return ran.out
@@ -171,17 +172,17 @@ class Analyse(NotingMode):
         self.observed.unkept.gemm_flops += flops if under_a_checkpoint() else 0
         gemm = ObservedGemm(func, product, flops, sources, op_policy.splits_by_rows(func, args, out), fingerprint(product))
         self.observed.ops.append(gemm)
-        if not op_policy.are_dense(args):  # it is never left out: empty memory like its operands' would be sparse
+        if not op_policy.are_dense(args):  # never left out: an empty output like its operands would be sparse
             self.observed.wanted |= 1 << 2 * len(self._gemms)
         self._gemms.append(gemm)
         self._fresh = gemm if gemm.splits else None
         self._made(out, 0b11 << 2 * (len(self._gemms) - 1))
 
     def _about_to_write(self, func: Any, args: tuple, kwargs: dict, sources: int, fresh: ObservedGemm | None) -> int:
-        """An op is about to write in place: a bias that belongs to the GEMM before, or a change that kept tensors must not see.
+        """Prepare for an op that writes in place: the bias of the GEMM before, or a change that kept tensors must not see.
 
         Returns:
-            What the tensors that it writes to are made of then.
+            The sources of the written tensors after the op.
         """
         written = op_policy.written_tensors(func, args, kwargs)
         if fresh is not None and not kwargs and op_policy.adds_bias_to(func, args, fresh.out):
@@ -200,7 +201,7 @@ class Analyse(NotingMode):
             gemm.chosen_from |= bool(sources >> 2 * bit + 1 & 1)
 
     def _follow_weights(self, func: Any, args: tuple, out: Any) -> None:
-        """Count batched products with weights, and follow weights through what is made of them alone."""
+        """Count batched products with weights. A tensor computed from weights alone counts as a weight."""
         storages = [storage_of(tensor) for tensor in tensor_leaves(args)]
         if func in op_policy.BATCHED:
             if any(storage in self._weights or self._holds_a_parameter(storage) for storage in storages):
@@ -227,27 +228,27 @@ class Analyse(NotingMode):
         if not torch.equal(filled.fingerprint, _of_all_bytes(tensor)):
             del self._filled[storage]
             return self._all_so_far
-        return self._all_so_far // 3 | filled.sources  # the lower bits: a kernel may have written what was there already
+        return self._all_so_far // 3 | filled.sources  # lower bits only: a kernel may have written the values that were there
 
     @property
     def _all_so_far(self) -> int:
         return (1 << 2 * len(self._gemms)) - 1
 
     def _made_blank(self, func: Any, out: torch.Tensor) -> None:
-        """An op made memory for others to write to."""
+        """Note memory that an op made for others to write to."""
         self._made(out, ALL_SO_FAR)
         if func in op_policy.FILLED and 0 < out.untyped_storage().nbytes() <= _MASK_BYTES:
             self._filled[storage_of(out)] = Filled(_of_all_bytes(out))
 
     def _have_written(self, written: Iterable[torch.Tensor], sources: int) -> None:
-        """An op wrote in place."""
+        """Note what an op wrote in place."""
         for tensor in written:
             if (filled := self._filled.get(storage_of(tensor))) is not None:
                 filled.fingerprint = _of_all_bytes(tensor)
                 filled.sources |= sources
 
     def _holds_a_parameter(self, storage: int) -> bool:
-        """ZeRO-3 gathers parameters into fresh memory while the layer runs."""
+        """Return True if a parameter lies there now: ZeRO-3 gathers parameters into fresh memory while the layer runs."""
         return any(storage_of(parameter) == storage for parameter in self._parameters)
 
     def _made_of_all(self, *trees: Any) -> int:
@@ -264,7 +265,7 @@ class Analyse(NotingMode):
                 self._sources[storage] = self._sources.get(storage, 0) | sources
 
     def _about_to_change(self, tensor: torch.Tensor) -> None:
-        """The layer is about to change `tensor` in place: copy what was observed of it, so that the value of now can be kept."""
+        """Copy what was observed of `tensor`, which the layer is about to change in place, so that its present value is kept."""
         storage = storage_of(tensor)
 
         def aside(value: Any) -> Any:
@@ -282,5 +283,5 @@ class Analyse(NotingMode):
 
 
 def _of_all_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The fingerprint of all memory that the tensor is a view of."""
+    """Return the fingerprint of all memory that the tensor is a view of."""
     return fingerprint(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()))

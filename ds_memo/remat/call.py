@@ -1,4 +1,4 @@
-"""One layer call, and small things that the modes share."""
+"""One layer call, and helpers that the modes share."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from ds_memo.swap.frame import Frame
 
 @dataclass
 class Work:
-    """What forwards computed so far, and how much of it replays computed again."""
+    """Work of all forwards so far, and the part that replays recomputed."""
 
     gemm_flops: int = 0
-    """Of all recorded forwards."""
+    """FLOPs of all recorded forwards."""
     gemm_flops_recomputed: int = 0
     attention_ops_recomputed: int = 0
-    """Attention calls that ran again: there was no kernel whose output could be kept, the call had left its recipe, or the layer
-    has a checkpoint of its own."""
+    """Attention calls that ran twice: no kernel's output could be kept, the call had left its recipe, or the layer has a
+    checkpoint of its own."""
 
 
 class Call:
-    """One layer call: its frame, its recipe, and what belongs to this call alone.
+    """One layer call: its frame, its recipe, and the state of this call alone.
 
     Args:
-        layer: its number.
-        observers: are told when its replay begins.
+        layer: the layer's number.
+        observers: receive the begin of the replay.
         recipe: None while the call is analysed.
     """
 
@@ -48,13 +48,13 @@ class Call:
         self.recipe = recipe
         self.work = work
         self.loose: dict[int, tuple[Any, ...]] = {}
-        """By index of a saved op: those of its outputs that the frame does not keep (ints, None, tiny tensors), as they are."""
+        """By index of a saved op: the outputs that the frame does not keep (ints, None, tiny tensors)."""
         self.rng_after: dict[int, torch.Tensor] = {}
-        """By index of an op that drew random numbers: the generator's state after it. Supplying its output skips the draw."""
+        """By index of an op that drew random numbers: the generator's state after it, for the replay."""
         self.device_inputs: list[Any] = []
-        """Tensors that the layer was given by keyword or inside a container: autograd does not notice if they are changed."""
+        """Tensors passed by keyword or inside a container. Autograd does not notice if they are changed."""
         self.altered: set[int] = set()
-        """Indices of saved ops whose loose outputs the layer changes in place, and will again in each replay."""
+        """Indices of saved ops whose loose outputs the layer, and each replay, changes in place."""
 
     def about_to_change(self, tensor: torch.Tensor) -> None:
         """Preserve the present value of what is kept of `tensor`, which is about to be changed in place."""
@@ -77,7 +77,7 @@ class Call:
         )
 
     def begin_replay(self) -> None:
-        """Tell the observers, and make the frame ready."""
+        """Notify the observers, and make the frame ready."""
         for observer in self.observers:
             observer.layer_replays(self.layer)
         self.engine.bring_back(self.frame)
@@ -89,13 +89,14 @@ class Call:
 
 
 def needs_right_operands(kind: OpKind, func: Any, args: tuple, kwargs: dict[str, Any], older: Callable[[], Set[int]]) -> bool:
-    """Whether a replay needs the op's operands to be right, whatever is saved of what it makes: it looks at their values, or
-    writes to memory of before the call, as running statistics, where what a replay writes is not undone.
+    """Return True if a replay needs the op's operands to be right, even if nothing computed from them is saved.
+
+    The op reads their values, or writes to memory older than the call (running statistics), where a replay's write lasts.
 
     Args:
-        older: returns that memory's storages.
+        older: returns the storages of that older memory.
     """
-    if op_policy.looks_at_values(func, args, kwargs):
+    if op_policy.reads_values(func, args, kwargs):
         return True
     return kind is OpKind.MUTATES and any(
         storage_of(tensor) in older() for tensor in op_policy.written_tensors(func, args, kwargs)
@@ -103,7 +104,7 @@ def needs_right_operands(kind: OpKind, func: Any, args: tuple, kwargs: dict[str,
 
 
 def noticing_draws(device: torch.device, func: Any, args: tuple, kwargs: dict) -> tuple[Any, torch.Tensor | None]:
-    """Run an op. Returns its output, and the generator's state after it if the op drew random numbers, else None."""
+    """Run an op. Return its output, and the generator's state after it if the op drew random numbers, else None."""
     generator = generator_of(device)
     before = generator.get_state()
     out = func(*args, **kwargs)
@@ -118,7 +119,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What tells the tensor's memory from all other that is alive, whichever views look at it; 0: it has no storage (sparse)."""
+    """Return the id of the tensor's storage, the same for all its views; 0: it has no storage (sparse)."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
 
 
@@ -135,5 +136,5 @@ def cloned(value: Any) -> Any:
 
 
 def detached(value: Any) -> Any:
-    """A view of `value` outside the graph: autograd goes on to tie `value` itself into it, and would keep the graph alive."""
+    """Return a view of `value` outside the graph. Autograd ties `value` itself into the graph, which it would keep alive."""
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Run one layer so that its backward can be replayed: torch's non-reentrant checkpoint with our two modes around it."""
+"""Run one layer so that it can be replayed: torch's non-reentrant checkpoint, with our two modes as its contexts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ds_memo.placement import FULL_RECOMPUTE, UNDECIDED, Placement, PlacementKin
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work, tensor_leaves
 from ds_memo.remat.diagnostics import diagnose
-from ds_memo.remat.inputs import DeviceInput, Lifted, lift_keywords, pack_followed, pack_watched, unpack
+from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywords, recording_pack, unpack
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
-from ds_memo.remat.random_states import as_now
+from ds_memo.remat.random_states import from_current_states
 from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
@@ -30,11 +30,11 @@ from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
 _RECIPES = 64
-"""That a layer remembers at most: the oldest goes."""
+"""Recipes that a layer remembers; beyond that, the oldest is dropped."""
 _TIMES_LEFT = 3
-"""After so many calls in a row that left their recipe, a layer is analysed in every call."""
+"""Calls in a row that left their recipe, after which every call of the layer is analysed."""
 _TIMES_ALIKE = 3
-"""After so many of these analyses in a row that found nothing new, its recipes are followed again."""
+"""Such analyses in a row that found nothing new, after which the layer's recipes are followed once more."""
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -44,20 +44,27 @@ class Policy(Protocol):
     def placement(self, layer: Layer) -> Placement: ...
 
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
-        """Alpha for a placement that leaves it undecided, once the sizes are known. Raises MemoError when it cannot fit."""
+        """Return alpha for a placement that leaves it undecided, once the sizes are known.
+
+        Args:
+            whole_bytes: stored whatever alpha is.
+            split_bytes: of which the share alpha is stored.
+
+        Raises:
+            MemoError: no alpha fits.
+        """
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether the host can take so many bytes of one layer call. If not, that call is fully recomputed: only its input is
-        kept, on the device."""
+        """Return True if the host has room for `nbytes` of one layer call. If not, the call is fully recomputed."""
 
 
 class Layer:
-    """One transformer block of a model, and what its calls have shown so far.
+    """One transformer block of a model, and the recipes of its calls.
 
     Args:
-        index: its place among the model's layers.
-        name: as users know it, e.g. ``model.layers.3``.
-        module: None for a function that belongs to no module; such a call is analysed anew each time.
+        index: its number among the model's layers.
+        name: the user's name for it, e.g. ``model.layers.3``.
+        module: None for a function that belongs to no module; each of its calls is analysed.
     """
 
     def __init__(self, index: int, name: str, module: nn.Module | None) -> None:
@@ -68,7 +75,7 @@ class Layer:
         self.recipes: dict[Any, Recipe] = {}
         self.latest: Recipe | None = None
         self.times_left = 0
-        """How many recipes calls have left since one was followed to its end."""
+        """Calls that have left their recipe since the last call that followed one to its end."""
         self._times_alike = 0
 
     @property
@@ -76,19 +83,21 @@ class Layer:
         return self.times_left < _TIMES_LEFT
 
     def kind_of_call(self, args: tuple, placement: Placement) -> Any:
-        """The key of a call's recipe: what the recipe depends on and is cheap to look at. A difference that it misses is noticed
-        while the recipe is followed, and makes the call leave it."""
+        """Return the key of a call's recipe: what the recipe depends on and is cheap to read.
+
+        A call that differs in anything else leaves its recipe on the way.
+        """
         tensors = tuple([(x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor)])
         trained = tuple([parameter.requires_grad for parameter in self.parameters])
         cast = tuple([torch.get_autocast_dtype(device) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)])
         return tensors, trained, self.module().training, cast, placement
 
     def remember(self, key: Any, recipe: Recipe) -> None:
-        """Keep a recipe for later calls of its kind, up to a number: lengths may never repeat."""
+        """Keep a recipe for later calls of its kind. The number is limited, because lengths may never repeat."""
         if not self.follows_recipes:
             self._times_alike = self._times_alike + 1 if recipe == self.recipes.get(key) else 0
             if self._times_alike == _TIMES_ALIKE:
-                self.times_left = _TIMES_LEFT - 1  # if the next call leaves it, that is enough
+                self.times_left = _TIMES_LEFT - 1  # on probation: one call that leaves its recipe ends it
         if key not in self.recipes and len(self.recipes) >= _RECIPES:
             del self.recipes[next(iter(self.recipes))]
         self.recipes[key] = recipe
@@ -124,27 +133,27 @@ class Remat:
         self._warned: set[tuple[type | None, str]] = set()
 
     def run(self, layer: Layer, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call ``fn(*args, **kwargs)``, keeping what its backward needs as the policy says.
+        """Call ``fn(*args, **kwargs)`` and keep what its backward needs, as the policy says.
 
-        Without grad, and inside another layer's run, it is a plain call.
+        Without grad, or inside another layer's run, just call it.
         """
         return self.run_with(layer, fn, args, kwargs)
 
     def run_with(
         self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool = True
     ) -> Any:
-        """As :meth:`run`.
+        """Do the same as :meth:`run`.
 
         Args:
-            preserve_rng_state: the replay draws the same random numbers as the forward.
+            preserve_rng_state: True if the replay must draw the same random numbers as the forward.
         """
-        if torch.compiler.is_compiling():  # dynamo must not trace what follows; it goes on after it
+        if torch.compiler.is_compiling():  # dynamo must not trace what follows; it resumes afterwards
             return torch.compiler.disable(self._run)(layer, fn, args, kwargs, preserve_rng_state)
         return self._run(layer, fn, args, kwargs, preserve_rng_state)
 
     @contextmanager
     def instead(self, run: Callable[..., Any]) -> Iterator[None]:
-        """Inside, every layer call goes to ``run(layer, fn, args, kwargs, preserve_rng_state)`` instead."""
+        """Send every layer call inside to ``run(layer, fn, args, kwargs, preserve_rng_state)``."""
         self._run = run  # type: ignore[method-assign]
         try:
             yield
@@ -154,7 +163,7 @@ class Remat:
     def _run(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         if inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        if inside_a_checkpoint():  # which runs it again whatever is kept, and must see the same twice
+        if inside_a_checkpoint():  # it runs the layer twice whatever is kept, and both runs must be the same
             self.warn(
                 "the model calls torch.utils.checkpoint, or its own, around its layers, so they are recomputed and ds_memo has "
                 "no part in it. Leave that checkpoint out, or call ds_memo.checkpoint or deepspeed.checkpointing.checkpoint"
@@ -162,8 +171,8 @@ class Remat:
             return fn(*args, **kwargs)
         lifted = lift_keywords(fn, args, kwargs)
         if self._sdpa is not None:
-            fn, again = (functools.partial(self._with_sdpa, layer, run) for run in (lifted.fn, lifted.again))
-            lifted = lifted._replace(fn=fn, again=again)
+            fn, replay = (functools.partial(self._with_sdpa, layer, run) for run in (lifted.fn, lifted.replay))
+            lifted = lifted._replace(fn=fn, replay=replay)
         placement = self.policy.placement(layer)
         recomputes = placement.kind is not PlacementKind.NO_RECOMPUTE
         if not (recomputes or placement.empty_frame):
@@ -196,10 +205,10 @@ class Remat:
         mode: Analyse | Record
         if recipe is None:
             observed = Observed()
-            mode, pack = Analyse(call, observed, layer.module(), givens()), pack_watched(call, observed)
+            mode, pack = Analyse(call, observed, layer.module(), givens()), analysing_pack(call, observed)
         else:
             layer.latest = recipe
-            mode, pack = Record(call, givens, functools.partial(self._forget, layer)), pack_followed(call)
+            mode, pack = Record(call, givens, functools.partial(self._forget, layer)), recording_pack(call)
         try:
             if recipe is not None:
                 self.engine.adopt(frame, recipe.layout)
@@ -213,7 +222,7 @@ class Remat:
                 self.engine.end(frame)
         finally:
             if recipe is None:
-                observed.forget()  # the graph's hooks lead to the mode, which would keep every output that it saw
+                observed.forget()  # the graph's hooks refer to the mode, which would keep every output
             if frame.state == "recording":  # the layer raised, or no backward will ask for it
                 self.engine.abort(frame)
         if call.recipe is recipe:
@@ -224,7 +233,7 @@ class Remat:
         return out
 
     def _run_with_empty_frame(self, layer: Layer, placement: Placement, lifted: Lifted) -> Any:
-        """Call a layer without recompute, so that swapped frames below leave and come back as below a resident layer."""
+        """Call a layer without recompute. With its empty frame, swapped frames below move as below a resident layer."""
         frame = self.engine.begin(layer.name, placement)
         try:
             out = lifted.fn(*lifted.args)
@@ -233,30 +242,30 @@ class Remat:
             raise
         self.engine.end(frame)
         if tensors := [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]:
-            register_multi_grad_hook(tensors, lambda gradient: self._passes_by(layer.index, frame), mode="any")
+            register_multi_grad_hook(tensors, lambda gradient: self._backward_begins(layer.index, frame), mode="any")
         return out
 
-    def _passes_by(self, layer: int, frame: Frame) -> None:
-        """The backward of a layer without recompute begins: have the engine reload what comes next."""
+    def _backward_begins(self, layer: int, frame: Frame) -> None:
+        """Have the engine reload the next frame, as the backward of a layer without recompute begins."""
         for observer in self.observers:
             observer.layer_replays(layer)
         self.engine.bring_back(frame)
         self.engine.replayed(frame)
 
     def _settle(self, layer: Layer, key: Any, call: Call, observed: Observed) -> None:
-        """A layer was analysed: make its recipe, and keep this call's tensors as it says."""
+        """Make the recipe of a layer that was analysed, and keep this call's tensors by it."""
         frame = call.frame
-        observed.note_unseen_writes()
+        observed.note_hidden_writes()
         alpha = frame.placement.alpha
         if frame.placement.kind.recomputes_attention:
-            observed.run_attention_again()
+            observed.recompute_attention()
         observed.close_over_inputs(all_rows_kept=alpha == 1.0)
         if alpha is UNDECIDED:
             alpha = self.policy.alpha(layer, *observed.sizes()) if observed.packs else 1.0
         recipe, tensors = make_recipe(observed, alpha)
         if not (frame.resident or self.policy.has_room(recipe.layout.host_bytes)):
-            frame.placement, key = FULL_RECOMPUTE, None  # fully recomputed in this call alone: the next one is analysed again
-            observed.run_attention_again()
+            frame.placement, key = FULL_RECOMPUTE, None  # in this call alone: the next one is analysed
+            observed.recompute_attention()
             observed.close_over_inputs(all_rows_kept=False)
             recipe, tensors = make_recipe(observed, 0.0)
         call.recipe = layer.latest = recipe
@@ -280,12 +289,12 @@ class Remat:
                     call.altered.add(index)
 
     def _forget(self, layer: Layer) -> None:
-        """A call left its recipe. A layer whose calls keep leaving it (experts in a Python loop) is analysed each time."""
+        """Drop a layer's recipes after a call left one. If calls keep leaving (experts in a Python loop), analyse each."""
         layer.recipes.clear()
         layer.times_left += 1
 
     def _warn(self, layer: Layer, recipe: Recipe) -> None:
-        """Warn, once per class of layers, of what makes the replay slower than need be, or its results wrong."""
+        """Give the diagnostics of a recipe, once per class of layers."""
         module = layer.module()
         for reason in diagnose(module, recipe):
             if (type(module), reason) not in self._warned:
@@ -306,13 +315,14 @@ class Remat:
 
 
 def _checkpoint(lifted: Lifted, preserve_rng_state: bool, context_fn: Callable[[], tuple]) -> Any:
-    """torch.utils.checkpoint.checkpoint(use_reentrant=False), driven as torch.distributed._composable drives it.
+    """Do what torch.utils.checkpoint.checkpoint(use_reentrant=False) does, through the generator beneath it.
 
-    Up to torch 2.11 the public function leaves the forward's contexts entered when `fn` raises, until the traceback is dropped.
+    torch.distributed._composable does the same. Up to torch 2.11 the public function does not leave the forward's contexts when
+    `fn` raises, until the traceback is dropped.
     """
-    again = functools.partial(_until_stopped, as_now(lifted.again) if preserve_rng_state else lifted.again)
+    replay = functools.partial(_until_stopped, from_current_states(lifted.replay) if preserve_rng_state else lifted.replay)
     generator = _checkpoint_without_reentrant_generator(
-        again, preserve_rng_state, context_fn, "default", False, True, *lifted.args
+        replay, preserve_rng_state, context_fn, "default", False, True, *lifted.args
     )
     next(generator)
     try:
@@ -325,9 +335,12 @@ def _checkpoint(lifted: Lifted, preserve_rng_state: bool, context_fn: Callable[[
     return out
 
 
-def _until_stopped(again: Callable[..., Any], *args: Any) -> Any:
-    """Call ``again(*args)``. torch ends a recomputation by an exception when the last saved tensor is there again; TorchScript
-    makes a RuntimeError of that if it came inside of a scripted function (Megatron's bias_dropout_add, the end of its layers)."""
+def _until_stopped(replay: Callable[..., Any], *args: Any) -> Any:
+    """Call ``replay(*args)``, and turn TorchScript's RuntimeError back into torch's _StopRecomputationError.
+
+    torch raises that when the last saved tensor is recomputed. TorchScript replaces it inside a scripted function, such as
+    Megatron's bias_dropout_add at the end of its layers.
+    """
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
     stopped = False
 
@@ -341,7 +354,7 @@ def _until_stopped(again: Callable[..., Any], *args: Any) -> Any:
 
     with torch.autograd.graph.saved_tensors_hooks(watched_pack, unpack):
         try:
-            return again(*args)
+            return replay(*args)
         except RuntimeError:
             if stopped:
                 raise _StopRecomputationError from None
@@ -349,7 +362,7 @@ def _until_stopped(again: Callable[..., Any], *args: Any) -> Any:
 
 
 def _givens(layer: Layer, arguments: Any) -> list[torch.Tensor]:
-    """All tensors that exist before a layer call and that it can see: parameters, buffers, arguments."""
+    """Return the tensors that exist before a layer call: parameters, buffers, arguments."""
     module = layer.module()
     own = [*module.parameters(), *module.buffers()] if module is not None else []
     return own + tensor_leaves(arguments)

@@ -1,4 +1,4 @@
-"""Diagnostics: what makes a layer's replay slower than need be, or its results wrong."""
+"""Diagnostics: causes that make a layer's replay slow, or its results wrong."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 from ds_memo.remat.recipe import Gemm, Recipe
 
 MEM_EFFICIENT_TOKENS = 1 << 16
-"""Beyond, that kernel reads its mask and draws its dropout at wrong places (pytorch/pytorch issue 187225)."""
+"""Beyond this, that kernel reads its mask and draws its dropout at wrong offsets (pytorch/pytorch issue 187225)."""
 
 
 def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
-    """Yield the warnings that a layer's recipe calls for, each as the rest of a sentence that begins with "layer NAME: "."""
+    """Yield the warnings about a layer's recipe, each as the rest of a sentence that begins with "layer NAME: "."""
     unkept = recipe.unkept
     if recipe.rewritten:
         yield (
@@ -27,11 +27,11 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
             f"{unkept.gemm_flops / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {unkept.attention_ops} attention calls. "
             "Leave that checkpoint out: ds_memo sees to what is computed again"
         )
-    if unkept.batched_flops_again:
+    if unkept.batched_flops_recomputed:
         yield (
-            f"{unkept.batched_flops_again / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights (bmm, or "
-            "an einsum over experts), which are not kept: they run again in each backward. torch._grouped_mm is kept, and a "
-            "product of two dimensions for each expert"
+            f"{unkept.batched_flops_recomputed / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights "
+            "(bmm, or an einsum over experts), which are not kept: they run again in each backward. torch._grouped_mm is kept, "
+            "and a product of two dimensions for each expert"
         )
     if recipe.mem_efficient_tokens > MEM_EFFICIENT_TOKENS:
         yield (
@@ -54,10 +54,10 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of it goes through torch.compile."""
+    """Return True if a call of the module goes through torch.compile."""
     return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def has_compiled(module: nn.Module) -> bool:
-    """Whether it, or a module in it, is compiled."""
+    """Return True if the module, or a module in it, is compiled."""
     return any(map(is_compiled, module.modules()))

@@ -1,8 +1,8 @@
-"""Functions that are kept whole: attention that no dispatch mode sees, such as FlexAttention when compiled, and flash-attn 4.
+"""Functions that are saved ops: attention that no dispatch mode sees, such as compiled FlexAttention and flash-attn 4.
 
-The modes see aten ops and custom ops, not what a compiled region or an autograd function with kernels of its own computes; a
-replay would compute that again. A function that was given to :func:`keep_whole` is treated as attention is: what it returns and
-what autograd saves of it are kept, and the replay hands autograd the same without calling it.
+The modes see aten ops and custom ops, not what a compiled region or an autograd function with kernels of its own computes. A
+replay would recompute that. A function given to :func:`keep_whole` is treated like attention: its outputs and what autograd
+saves of it are kept. The replay passes them to autograd and does not call the function.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ds_memo.errors import MemoError
 
 
 def keep_whole(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Have `fn` run once for each call: in a layer under memo its results are kept, and the replay does not call it.
+    """Return `fn` wrapped so that a layer under memo keeps its results, and the replay does not call it.
 
-    For attention, and what else costs more time than its results take memory: a compiled FlexAttention, an autograd function with
-    kernels of its own. Outside of such layers it is a plain call.
+    Use it for attention, and for other functions whose time is worth their results' memory: a compiled FlexAttention, an autograd
+    function with kernels of its own. Outside such layers the wrapper only calls `fn`.
 
         flex = ds_memo.keep_whole(torch.compile(flex_attention))
 
@@ -35,43 +35,42 @@ def keep_whole(fn: Callable[..., Any]) -> Callable[..., Any]:
             must be among its arguments, and it must not change an argument in place.
 
     Raises:
-        MemoError: in a call of what is returned, where `fn` does not keep to that.
+        MemoError: when the wrapper is called, if `fn` breaks one of these rules.
     """
 
-    @functools.wraps(fn, updated=())  # not its attributes: dynamo would take what it left on a compiled function for ours
+    @functools.wraps(fn, updated=())  # not its attributes: dynamo would take its marks on a compiled function for ours
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return fn(*args, **kwargs)
         for mode in reversed(_get_current_dispatch_mode_stack()):
-            if isinstance(mode, SeesFunctions):
-                with mode.out_of_sight():
+            if isinstance(mode, ObservesFunctions):
+                with mode.paused():
                     return mode.run_function(fn, args, kwargs)
         return fn(*args, **kwargs)
 
     return run
 
 
-class BesideCompiled(TorchDispatchMode):
-    """A mode under which compiled functions stay compiled: what they compute does not come to it. By default a mode would have
-    them run op by op."""
+class SkipsCompiled(TorchDispatchMode):
+    """A mode that leaves compiled functions compiled, and sees none of their ops. By default they would run op by op."""
 
-    supports_higher_order_operators = True  # they come as one op; else PyTorch would refuse them here
+    supports_higher_order_operators = True  # each arrives as one op; without this PyTorch refuses them
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
 
-class SeesFunctions(BesideCompiled, ABC):
-    """A mode that functions which are kept whole tell of their calls; none of the ops inside come to it."""
+class ObservesFunctions(SkipsCompiled, ABC):
+    """A mode that receives the calls of `keep_whole` functions, and none of the ops inside."""
 
     @abstractmethod
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run ``fn(*args, **kwargs)``, or do what stands for it. Called out of the mode's own sight."""
+        """Run ``fn(*args, **kwargs)`` or supply its outputs. The mode is paused meanwhile."""
 
     @contextmanager
-    def out_of_sight(self) -> Iterator[None]:
-        """Inside, no op comes to this mode."""
+    def paused(self) -> Iterator[None]:
+        """Take this mode, and those above it, off the stack inside the block; then put all back."""
         above: list[TorchDispatchMode] = []
         while (mode := _pop_mode()) is not self:
             above.append(mode)
@@ -84,34 +83,34 @@ class SeesFunctions(BesideCompiled, ABC):
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that autograd saved of a call, as a view of one that is there when it is replayed. In elements."""
+    """A tensor that autograd saved in a call, as a view of one that exists at the replay. Units: elements."""
 
     of_argument: bool
-    """Of one of the arguments; else of what the call made."""
+    """True for a view of an argument; else it is a view of what the call made."""
     index: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """From where the other one begins."""
+    """Distance from the begin of the viewed tensor."""
 
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """What a call looked like. It stands in a recipe where an op has its OpOverload."""
+    """Description of a call. A recipe has it where an op has its OpOverload."""
 
     name: str
     arguments: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    """Shape, stride and dtype of each tensor among them."""
+    """Shape, stride and dtype of each tensor argument."""
     returns: TreeSpec
     differentiable: tuple[bool, ...]
-    """Of each leaf that it returned: whether it is a tensor that requires a gradient."""
+    """Per returned leaf: True if it is a tensor that requires a gradient."""
     saved: tuple[Saved, ...]
 
     def __str__(self) -> str:
         return self.name
 
-    def saved_again(self, arguments: Sequence[torch.Tensor], made: Sequence[Any]) -> Iterator[torch.Tensor]:
-        """The saved tensors, of the replay's arguments and of what was kept."""
+    def rebuild_saved(self, arguments: Sequence[torch.Tensor], made: Sequence[Any]) -> Iterator[torch.Tensor]:
+        """Yield the saved tensors, as views of the replay's arguments and of what was kept."""
         for saved in self.saved:
             whole = (arguments if saved.of_argument else made)[saved.index].detach()
             if whole.shape == saved.shape and whole.stride() == saved.stride:
@@ -119,8 +118,8 @@ class FunctionCall:
             else:
                 yield whole.as_strided(saved.shape, saved.stride, whole.storage_offset() + saved.offset)
 
-    def returned_again(self, made: Sequence[Any]) -> Any:
-        """What it returned, of what was kept."""
+    def rebuild_output(self, made: Sequence[Any]) -> Any:
+        """Return the function's output, built from what was kept."""
         leaves = list(made[: len(self.differentiable)])
         which = [index for index, differentiable in enumerate(self.differentiable) if differentiable]
         if which and torch.is_grad_enabled():
@@ -132,7 +131,7 @@ class FunctionCall:
 
 
 class _Supplied(torch.autograd.Function):
-    """Outputs that require a gradient, so that autograd saves what is made of them. The replay's graph is never run backward."""
+    """Makes outputs require a gradient, so that autograd saves what later ops need. The replay's graph never runs backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -141,40 +140,37 @@ class _Supplied(torch.autograd.Function):
 
 @dataclass
 class Ran:
-    """A call that was watched."""
+    """A call of a `keep_whole` function that was observed."""
 
     out: Any
     call: FunctionCall
     arguments: list[torch.Tensor]
     made: tuple[Any, ...]
-    """The leaves that it returned, and after them what else autograd saved and is part of no argument."""
+    """The returned leaves, then the other saved tensors that are views of no argument."""
 
     @property
     def extras(self) -> tuple[torch.Tensor, ...]:
-        """Of `made`, what it did not return."""
+        """The part of `made` that the call did not return."""
         return self.made[len(self.call.differentiable) :]
 
     @property
     def saved_arguments(self) -> list[torch.Tensor]:
-        """Those of which autograd saved something."""
+        """The arguments that autograd saved, or saved a view of."""
         return [self.arguments[saved.index] for saved in self.call.saved if saved.of_argument]
 
 
 def refused(fn: Callable[..., Any], why: str) -> MemoError:
-    """
-    Args:
-        why: the end of a sentence that begins with its name.
-    """
+    """Return the error for a function that breaks a rule of `keep_whole`; `why` follows its name."""
     return MemoError(f"{name_of(fn)} was given to ds_memo.keep_whole, but {why}")
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """As users know it."""
+    """Return a function's name for messages."""
     return getattr(fn, "__qualname__", type(fn).__qualname__)
 
 
 def tensors_in(*trees: Any) -> list[torch.Tensor]:
-    """The tensors in arguments, also those that an object among them holds (FlexAttention's BlockMask)."""
+    """Return the tensors in arguments, and those that objects among them hold (FlexAttention's BlockMask)."""
     found: list[torch.Tensor] = []
     for leaf in tree_leaves(trees):
         if isinstance(leaf, torch.Tensor):
@@ -187,10 +183,10 @@ def tensors_in(*trees: Any) -> list[torch.Tensor]:
 def described(
     fn: Callable[..., Any], out: Any, arguments: list[torch.Tensor], versions: list[int], saved: list[torch.Tensor]
 ) -> Ran:
-    """Find out where each saved tensor comes from.
+    """Describe a call: find what each saved tensor is a view of.
 
     Args:
-        versions: of the arguments, before the call.
+        versions: the arguments' versions before the call.
         saved: in autograd's order.
 
     Raises:
@@ -211,17 +207,17 @@ def described(
 
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]:
-    """Shape, stride and dtype of each."""
+    """Return shape, stride and dtype of each tensor."""
     return tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors)
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """That change when a tensor is changed in place."""
+    """Return each tensor's version counter, which an in-place change raises; 0 for an inference tensor, which has none."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _within(tensor: torch.Tensor, tensors: Sequence[Any], arguments: bool) -> Saved | None:
-    """`tensor` as a view of one of these, all of whose elements that one has, too."""
+    """Return `tensor` as a view of the first of `tensors` that contains all its elements, else None."""
     if not torch._C._has_storage(tensor):
         return None
     for index, other in enumerate(tensors):
@@ -238,7 +234,7 @@ def _within(tensor: torch.Tensor, tensors: Sequence[Any], arguments: bool) -> Sa
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Elements from its first to its last."""
+    """Return the number of elements from the tensor's first to its last in memory."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""A layer's inputs: which of them wait in its frame, and the saved-tensor hooks that take them there and back."""
+"""A layer's inputs: which ones its frame keeps, and the saved-tensor hooks that move them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from ds_memo.remat.recipe import Observed, storable
 
 
 class DeviceInput:
-    """A layer input that waits on the device, not in the frame. It must not be changed before the replay."""
+    """A layer input that stays on the device, outside the frame. It must not be changed before the replay."""
 
     __slots__ = ("layer", "tensor", "version")
 
     def __init__(self, layer: str, tensor: torch.Tensor) -> None:
-        self.layer = layer  # not the call, which holds this
+        self.layer = layer  # not the call: the call refers to this object
         self.tensor = tensor
         self.version = None if tensor.is_inference() else tensor._version
 
     def check(self) -> torch.Tensor:
+        """Return the tensor. Raise MemoError if it was changed in place since."""
         if self.version is not None and self.tensor._version != self.version:
             raise MemoError(
                 f"layer {self.layer}: an argument of shape {tuple(self.tensor.shape)} was changed in place after the layer "
@@ -34,7 +35,7 @@ class DeviceInput:
 
 
 class Input:
-    """Stands for a layer input that waits in its frame."""
+    """Stands for a layer input that its frame keeps."""
 
     __slots__ = ("call", "position")
 
@@ -43,12 +44,14 @@ class Input:
         self.position = position
 
 
-def pack_watched(call: Call, observed: Observed) -> Callable[[torch.Tensor], Any]:
+def analysing_pack(call: Call, observed: Observed) -> Callable[[torch.Tensor], Any]:
+    """Return the pack hook of a call that is analysed: it decides which inputs the frame keeps."""
+
     def pack(tensor: torch.Tensor) -> Any:
         if not tensor.numel():  # torch 2.11 saves an empty tensor first
             return tensor
         position = len(observed.inputs)
-        # Hidden states come first or need a gradient. Others (masks, rotary tables) are shared by all layers: they stay.
+        # Hidden states come first or need a gradient. All layers share the others (masks, rotary tables): device inputs.
         goes = (position == 0 or tensor.requires_grad) and tensor.is_floating_point() and storable(tensor)
         observed.inputs.append(tensor.detach() if goes else None)
         return Input(call, position) if goes else DeviceInput(call.frame.name, tensor)
@@ -56,7 +59,8 @@ def pack_watched(call: Call, observed: Observed) -> Callable[[torch.Tensor], Any
     return pack
 
 
-def pack_followed(call: Call) -> Callable[[torch.Tensor], Any]:
+def recording_pack(call: Call) -> Callable[[torch.Tensor], Any]:
+    """Return the pack hook of a call that follows its recipe."""
     inputs = iter(enumerate(call.recipe.inputs))
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -72,27 +76,28 @@ def pack_followed(call: Call) -> Callable[[torch.Tensor], Any]:
 
 
 def unpack(value: Any) -> torch.Tensor:
+    """Return the tensor that a pack hook took."""
     if isinstance(value, Input):
         return value.call.input_tensor(value.position)
     return value.check() if isinstance(value, DeviceInput) else value
 
 
 class Lifted(NamedTuple):
-    """A call whose tensors that need a gradient are all positional, each once."""
+    """A call in which every tensor that needs a gradient is positional, and no tensor comes twice."""
 
     fn: Callable[..., Any]
-    """What the forward calls with `args`."""
-    again: Callable[..., Any]
-    """What the replay calls with them; it sees dicts and lists as they were before the forward changed them."""
+    """The forward calls it with `args`."""
+    replay: Callable[..., Any]
+    """The replay calls it with `args`. It gets dicts and lists as they were before the forward changed them."""
     args: tuple
     bound: dict[str, Any]
-    """Keywords that both have bound."""
+    """Keywords that `fn` and `replay` have bound."""
 
 
 def lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Lifted:
-    """Make keyword tensors that need a gradient positional: torch's checkpoint shows saved-tensor hooks no others.
+    """Make keyword tensors that need a gradient positional: torch's checkpoint gives saved-tensor hooks no others.
 
-    A tensor that is given twice becomes one, and the replay gets it back as one: layers ask (attention: ``key is query``).
+    A tensor that is passed twice is lifted once, and the replay gets one tensor: layers test identity (``key is query``).
     """
     if isinstance(fn, functools.partial):
         args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
@@ -106,15 +111,15 @@ def lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     containers = {position: value for position, value in enumerate(args) if isinstance(value, (dict, list))}
     if not containers and not any(isinstance(value, (dict, list)) for value in rest.values()):
         return _each_once(Lifted(call, call, values, rest))
-    # The layer may put something into a container that it was given, or take it out: the replay gets copies made before.
-    as_now = tree_map(_same, (containers, rest))
+    # The layer may add to a container that it was given, or remove from it: the replay gets copies made before the forward.
+    original = tree_map(_same, (containers, rest))
 
-    def again(*values: Any) -> Any:
-        containers, rest = tree_map(_same, as_now)
+    def replay(*values: Any) -> Any:
+        containers, rest = tree_map(_same, original)
         own = [containers.get(position, value) for position, value in enumerate(values)]
         return _with_keywords(fn, positional, lifted, rest)(*own)
 
-    return _each_once(Lifted(call, again, values, rest))
+    return _each_once(Lifted(call, replay, values, rest))
 
 
 def _with_keywords(fn: Callable[..., Any], positional: int, lifted: list[str], rest: dict[str, Any]) -> Callable[..., Any]:
@@ -128,18 +133,18 @@ def _with_keywords(fn: Callable[..., Any], positional: int, lifted: list[str], r
 
 
 def _each_once(lifted: Lifted) -> Lifted:
-    """The same call, of each tensor one."""
+    """Return the same call with each tensor passed once."""
     tensors = [id(value) for value in lifted.args if isinstance(value, torch.Tensor)]
     if len(set(tensors)) == len(tensors):
         return lifted
     firsts = {id(value): value for value in lifted.args}
-    places = [list(firsts).index(id(value)) for value in lifted.args]
-    fn, again = (functools.partial(_placed, call, places) for call in (lifted.fn, lifted.again))
-    return Lifted(fn, again, tuple(firsts.values()), lifted.bound)
+    positions = [list(firsts).index(id(value)) for value in lifted.args]
+    fn, replay = (functools.partial(_from_firsts, call, positions) for call in (lifted.fn, lifted.replay))
+    return Lifted(fn, replay, tuple(firsts.values()), lifted.bound)
 
 
-def _placed(call: Callable[..., Any], places: list[int], *firsts: Any) -> Any:
-    return call(*(firsts[place] for place in places))
+def _from_firsts(call: Callable[..., Any], positions: list[int], *firsts: Any) -> Any:
+    return call(*(firsts[position] for position in positions))
 
 
 def _same(value: Any) -> Any:

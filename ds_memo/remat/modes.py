@@ -1,8 +1,8 @@
-"""What the three dispatch modes have in common.
+"""The common base of the three dispatch modes.
 
-analyse.py watches a layer's first forward of a kind, record.py follows its later forwards, replay.py runs before each backward.
-They see every aten op of the layer, below autograd. Replay must follow the ops of its forward one by one; the other two note
-what it will need.
+analyse.py watches a layer's first forward of a kind, record.py its later forwards, replay.py runs before each backward. They
+see every aten op of the layer, below autograd. The first two note what the replay needs; the replay must repeat their ops one by
+one.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ds_memo.remat.functions import Ran, SeesFunctions, described, tensors_in, versions_of
+from ds_memo.remat.functions import ObservesFunctions, Ran, described, tensors_in, versions_of
 
 
 def inside_a_layer() -> bool:
-    """Whether this thread is running a layer under one of the modes. A checkpoint inside it is then a plain call."""
+    """Return True if this thread is running a layer under one of the modes. A checkpoint inside is then a direct call."""
     return any(isinstance(mode, Mode) for mode in _get_current_dispatch_mode_stack())
 
 
 def under_a_checkpoint() -> bool:
-    """Whether the op that is dispatched now runs under a torch.utils.checkpoint inside the layer. Such an op runs again in the
-    backward, outside of our modes."""
+    """Return True if the current op runs under a torch.utils.checkpoint inside the layer.
+
+    Such an op is recomputed in the backward, outside our modes.
+    """
     frame = sys._getframe(1)
     while frame is not None and (name := frame.f_globals.get("__name__")) != "ds_memo.remat.checkpoint":
         if name == "torch.utils.checkpoint":
@@ -35,20 +37,22 @@ def under_a_checkpoint() -> bool:
 
 
 def inside_a_checkpoint() -> bool:
-    """Whether the code that runs now is under a torch.utils.checkpoint, in its forward or its recomputation. The forward of a
-    reentrant checkpoint (as Megatron's own) cannot be seen, its recomputation can: it runs inside a backward."""
+    """Return True if this code runs under a torch.utils.checkpoint, in its forward or its recomputation.
+
+    A reentrant checkpoint (Megatron's own) is found only in its recomputation, which runs inside a backward.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     within = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
     return within or torch._C._current_graph_task_id() != -1
 
 
 IN_LAYERS = ("analyse", "call", "modes", "op_policy", "recipe", "record", "replay")
-"""Files of this folder whose code runs inside of layers."""
+"""Files of this folder whose code runs inside layers."""
 
 
 @functools.cache
 def keep_dynamo_out() -> None:
-    """Tell dynamo to skip our modes: with some backends the ops of a compiled region come to them, and it would compile them."""
+    """Have dynamo skip our modes. With some backends they receive a compiled region's ops, and dynamo would compile them."""
     from torch._dynamo import trace_rules
 
     trace_rules.add("ds_memo.swap")
@@ -56,15 +60,15 @@ def keep_dynamo_out() -> None:
         trace_rules.add(f"ds_memo.remat.{part}")
 
 
-class Mode(SeesFunctions):
-    # Without this, every op would pass a wrapper that keeps dynamo out; keep_dynamo_out() does it once.
+class Mode(ObservesFunctions):
+    # True would wrap every op in a guard against dynamo; keep_dynamo_out() does that once.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
 
 class NotingMode(Mode):
-    """A mode that also sees each tensor autograd saves, before the hook below it (torch's checkpoint) takes it."""
+    """A mode that also notes each tensor autograd saves, before the hook below (torch's checkpoint) takes it."""
 
     _note: Callable[[torch.Tensor], None]
 
@@ -80,7 +84,7 @@ class NotingMode(Mode):
         return super().__enter__()
 
     def _watched(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Ran:
-        """Run a function of `keep_whole`; what autograd saves meanwhile is not noted."""
+        """Run a function given to `keep_whole`. What autograd saves meanwhile goes into its description, not to `_note`."""
         arguments = tensors_in(args, kwargs)
         saved: list[torch.Tensor] = []
         versions = versions_of(arguments)
@@ -94,4 +98,4 @@ class NotingMode(Mode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._hooks.__exit__(*exception)
-        del self._hooks  # a circle through this object would keep the frame until the garbage collector comes by
+        del self._hooks  # a reference cycle would keep the frame until the next garbage collection

@@ -1,6 +1,6 @@
-"""The op table: what of a layer is kept for its backward, and how a GEMM's rows split.
+"""The op policy: which ops' outputs are kept for the backward, and how a GEMM's rows split.
 
-Everything that is not in a table here is recomputed: it costs next to nothing per byte.
+An op in no table here is recomputed, which costs little time per byte.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 
 GEMM = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}
-"""2-D products: output row i depends on row i of the left operand alone, so any set of rows can be computed apart."""
+"""2-D products: output row i depends only on row i of the left operand, so any rows can be computed separately."""
 
 BATCHED = {aten.bmm.default, aten.baddbmm.default}
-"""Batched products are not kept. Those with a weight as an operand (experts by einsum, say) are counted as recomputed GEMMs; the
-others may be attention by hand."""
+"""Batched products are not kept. Those with a weight as an operand (experts by einsum) count as recomputed GEMMs; the others may
+be attention written by hand."""
 
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
@@ -29,7 +29,7 @@ ATTENTION = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._flash_attention_forward.default,
 }
-"""Quadratic in the length: kept whole with the log-sum-exp and never recomputed, as in MEMO (SIGMOD 2025)."""
+"""Quadratic in the length: saved with the log-sum-exp and never recomputed, as in MEMO (SIGMOD 2025)."""
 
 ATTENTION_NAMES = {
     "torch_attn::_varlen_attn",  # torch.nn.attention.varlen; the aten op inside it is not seen
@@ -49,8 +49,8 @@ CHOICE = {
     aten.sort.default,
     aten.sort.stable,
 }
-"""A router's choice, or a codebook's nearest entry. Recomputed values could flip it, so the choice and the GEMM it looks at are
-kept whole."""
+"""A router's choice, or a codebook's nearest entry. Recomputed values could flip it, so the choice and all rows of the GEMM that
+it reads are kept."""
 
 EMPTY = {
     aten.empty.memory_format,
@@ -72,11 +72,11 @@ FILLED = {
     aten.zeros_like.default,
 }
 BLANK = EMPTY | FILLED
-"""Ops that make memory which a kernel out of our sight (a Triton launch) may then fill, or add to. That it wrote to memory which
-the op had filled can be told by the values."""
+"""Ops that make memory which a kernel PyTorch does not show (a Triton launch) may then fill or add to. In FILLED memory the
+changed values reveal the write."""
 
 SOFTMAX = {aten._softmax.default, aten._safe_softmax.default}
-"""A sign of attention that cannot be kept: softmax over scores that were materialised."""
+"""Sign of attention that cannot be kept: softmax over materialised scores."""
 
 OVERWRITES = {
     aten.bernoulli_.float,  # F.dropout on a CPU: empty_like(x).bernoulli_(1 - p)
@@ -84,9 +84,9 @@ OVERWRITES = {
     aten.normal_.default,
     aten.uniform_.default,
 }
-"""In-place ops that do not read what they write over. Not zero_ and fill_: a kernel out of our sight may add to that."""
+"""In-place ops that do not read what they overwrite. Not zero_ and fill_: a kernel PyTorch does not show may add to that."""
 
-LOOKS = {aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default}
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default}
 """Ops that may stand between a product and its bias without reading it."""
 
 
@@ -99,11 +99,11 @@ class OpKind(enum.Enum):
 
 
 _KINDS: dict[int, tuple[OpKind, OpOverload]] = {}
-"""By id: hashing an OpOverload runs Python. Holding the op keeps its id from being used again."""
+"""By id, because hashing an OpOverload runs Python. Holding the op keeps its id from being reused."""
 
 
 def kind_of(func: OpOverload) -> OpKind:
-    """What the tables above say of an op; worked out once per op and process."""
+    """Return an op's kind by the tables above, classified once per process."""
     known = _KINDS.get(id(func))
     if known is None:
         known = _KINDS[id(func)] = (_classify(func), func)
@@ -123,26 +123,30 @@ def _classify(func: OpOverload) -> OpKind:
 
 
 def _is_higher_order(func: Any) -> bool:
-    """torch.cond, flex_attention and the like: what they run is not seen, and runs again in each replay."""
+    """Return True for torch.cond, flex_attention and the like. Their inner ops are not observed; each replay reruns them."""
     return not isinstance(func, OpOverload)
 
 
 def _is_collective_in_place(func: OpOverload) -> bool:
-    """In-place collectives of torch.distributed (tensor parallelism sums its products by one) write to their first argument, but
-    their schema does not say so."""
+    """Return True for in-place collectives of torch.distributed, with which tensor parallelism sums its products.
+
+    They write to their first argument, but their schema does not say so.
+    """
     return func.namespace == "c10d" and func._opname.endswith("_")
 
 
 def overwrites_all(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether the op overwrites all of args[0]'s memory without reading it."""
+    """Return True if the op overwrites all of args[0]'s memory without reading it."""
     if func not in OVERWRITES or not torch._C._has_storage(args[0]):  # a sparse tensor has none
         return False
     return args[0].nbytes == args[0].untyped_storage().nbytes()
 
 
 def chooses_by(func: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
-    """The operands whose values decide the shape of this op's result, or which branch is taken. Recomputed values may differ in
-    the last bit and change that, like a router's choice."""
+    """Return the operands whose values decide the shape of the op's result, or the branch taken.
+
+    Recomputed values may differ in the last bit and change that, like a router's choice.
+    """
     if func is aten.index.Tensor:
         return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
     if func is aten.masked_select.default:
@@ -152,11 +156,10 @@ def chooses_by(func: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
     return args if _tells_of_values(func) else ()
 
 
-def looks_at_values(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the op's inputs must be right in the replay even if nothing made of them is saved for the backward.
+def reads_values(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return True if the op's inputs must be right in the replay even if nothing computed from them is saved.
 
-    That is so if the result steers Python or decides shapes (item, nonzero), if it goes to the host (tolist), or if there is no
-    result (an assertion).
+    The result steers Python or decides shapes (item, nonzero), or it goes to the host (tolist), or there is none (an assertion).
     """
     if _is_higher_order(func):
         return True
@@ -169,13 +172,13 @@ def looks_at_values(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _tells_of_values(func: OpOverload) -> bool:
-    """Whether a shape, or a number that is no tensor, comes of the operands' values (nonzero, unique; item, equal)."""
+    """Return True if a shape (nonzero, unique) or a Python number (item, equal) depends on the operands' values."""
     tags = func.tags
     return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags or func is aten.equal.default
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that a mutating op writes to, lists flattened."""
+    """Return the arguments that a mutating op writes to, lists flattened."""
     if _is_collective_in_place(func):
         return [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
     written: list[torch.Tensor] = []
@@ -188,7 +191,7 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> bool:
-    """Whether this call is the plain case: dense operands, and a dense 2-D output whose rows follow the left operand's."""
+    """Return True for dense operands and a dense 2-D output whose rows are those of the left operand."""
     if type(out) is not torch.Tensor or out.dim() != 2 or not out.numel() or not out.is_contiguous():
         return False
     if not are_dense(args):  # a sparse operand has no rows
@@ -197,14 +200,14 @@ def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> 
 
 
 def are_dense(args: Sequence[Any]) -> bool:
-    """Whether no operand is a sparse matrix."""
+    """Return True if no operand is a sparse matrix."""
     return all(arg.layout is torch.strided for arg in args if isinstance(arg, torch.Tensor))
 
 
 def adds_bias_to(func: OpOverload, args: Sequence[Any], product: torch.Tensor) -> bool:
-    """Whether this op adds one bias (n) in place to all rows of `product` (m, n). The two are then treated as one GEMM.
+    """Return True if this op adds one bias (n) in place to all rows of `product` (m, n). The two then count as one GEMM.
 
-    Linears that are no addmm do so: DeepSpeed's memory-efficient one under ZeRO-3, F.linear of a strided input.
+    Linears without addmm do so: DeepSpeed's memory-efficient one under ZeRO-3, F.linear of a strided input.
     """
     return (
         func is aten.add_.Tensor
@@ -217,7 +220,7 @@ def adds_bias_to(func: OpOverload, args: Sequence[Any], product: torch.Tensor) -
 
 
 def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:
-    """FLOPs of the whole product: 2 m n k, of each in a batch."""
+    """Return the FLOPs of a product: 2 m n k, times the batch."""
     left = args[1] if func in (aten.addmm.default, aten.baddbmm.default) else args[0]
     return 2 * out.numel() * left.shape[-1]
 
@@ -228,7 +231,7 @@ def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...]) 
 
 
 def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], first: int, out: torch.Tensor) -> None:
-    """Compute rows `first:` of a GEMM into the same rows of `out` (m, n); the rows above are not touched."""
+    """Compute rows `first:` of a GEMM into the same rows of `out` (m, n). Leave the rows before them alone."""
     rest = out[first:]
     if func is aten.mm.default:
         left, right = args
@@ -238,6 +241,6 @@ def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
         per_row = bias.dim() == 2 and bias.shape[0] == out.shape[0] and bias.shape[0] > 1
         aten.addmm.out(bias[first:] if per_row else bias, left[first:], right, out=rest, **kwargs)
     else:
-        # Rows are sorted by expert and `offs` are the group ends: the groups that end above `first` become empty.
+        # Rows are sorted by expert, and `offs` are the group ends: groups that end before `first` become empty.
         left, right, offs, *others = args
         rest.copy_(func(left[first:], right, (offs - first).clamp(min=0), *others, **kwargs))

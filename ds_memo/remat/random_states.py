@@ -1,4 +1,4 @@
-"""Random states: PyTorch's, Python's and NumPy's, and those that tensor-parallel layers of DeepSpeed and Megatron draw from."""
+"""Random states: PyTorch's, Python's, NumPy's, and the named states of DeepSpeed's and Megatron's tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from ds_memo.errors import MemoError
 
 _MODULES = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
-"""Each has one tracker: a dict of named states that ``tracker.fork()`` draws from."""
+"""Modules with a tracker: a dict of named states that ``tracker.fork()`` draws from."""
 
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
-    """Put all generators of this device and the host back afterwards to where they were."""
-    pythons, numpys = random.getstate(), np.random.get_state()  # Whisper masks its input by the latter
+    """Restore all generators of this device and the host at the end of the block."""
+    pythons, numpys = random.getstate(), np.random.get_state()  # Whisper masks its input with NumPy's
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _named_kept():
             yield
@@ -29,12 +29,13 @@ def forked(device: torch.device) -> Iterator[None]:
         np.random.set_state(numpys)
 
 
-def as_now(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, but whenever it is called it draws from the named states as they are now, and the call does not move them on.
-    PyTorch's own states are left to torch.utils.checkpoint.
+def from_current_states(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` wrapped so that each call draws from the named states as they are now, and does not advance them.
+
+    torch.utils.checkpoint takes care of PyTorch's own states.
 
     Raises:
-        MemoError: states that cannot be put back.
+        MemoError: the states cannot be restored.
     """
     states = _named()
     if not states:

@@ -1,4 +1,4 @@
-"""A recipe: what one layer call keeps, op by op. Made once from what the first call of a kind did, followed by the later ones."""
+"""A recipe: what a layer call keeps, op by op. The first call of a kind makes it, and later calls follow it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_memo.remat.functions import FunctionCall
 from ds_memo.swap.frame import Kept, Layout, dense_order
 
 SMALL = 256
-"""Bytes. Smaller tensors (a generator's state, a mask of one row) stay on the device: a copy would cost more than they do."""
+"""Bytes. Smaller tensors (a generator's state, a mask of one row) stay on the device, because a copy would cost more."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Gemm:
     shape: tuple[int, ...]
     flops: int
     kept: Kept | None = None
-    """Where its rows are; None: none is stored."""
+    """Its stored rows; None: no row is stored."""
     wanted: bool = True
-    """Whether any saved tensor depends on it. If not, it is not computed in the replay."""
+    """True if a saved tensor depends on it. If not, the replay does not compute it."""
     biased: bool = False
-    """A bias is added in place right after it: kept rows include it."""
+    """True if a bias is added in place right after it. Stored rows include the bias."""
 
-    def makes(self, out: torch.Tensor) -> bool:
-        """Whether an output is as foreseen."""
+    def matches(self, out: torch.Tensor) -> bool:
+        """Return True if an output has the shape, stride and dtype of the recipe."""
         kept = self.kept
         return self.shape == out.shape and (kept is None or (kept.dtype == out.dtype and kept.stride == out.stride()))
 
@@ -41,29 +41,29 @@ class Gemm:
         return self.kept.rows if self.kept else 0
 
     @property
-    def computed_again(self) -> bool:
-        """The replay computes it, or some rows of it."""
+    def recomputed(self) -> bool:
+        """True if the replay computes it, or some of its rows."""
         return self.wanted and self.rows < self.shape[0]
 
 
 @dataclass(frozen=True)
 class SavedOp:
-    """An op whose outputs are supplied whole: attention, or a router's choice."""
+    """An op whose outputs the replay supplies: attention, a router's choice, a `keep_whole` function."""
 
     func: OpOverload | FunctionCall
     kept: tuple[Kept | None, ...] | None
-    """One entry per output; None: kept as it is, on the device. No tuple at all: nothing is kept, it runs again."""
+    """One entry per output; None in the tuple: the output stays on the device. None for the tuple: the op is recomputed."""
 
     @property
     def is_attention(self) -> bool:
         return _is_attention(self.func)
 
     @property
-    def computed_again(self) -> bool:
+    def recomputed(self) -> bool:
         return self.kept is None
 
-    def makes(self, outputs: tuple[Any, ...]) -> bool:
-        """Whether the outputs are as foreseen."""
+    def matches(self, outputs: tuple[Any, ...]) -> bool:
+        """Return True if the outputs have the shapes, strides and dtypes of the recipe."""
         return all(
             kept is None or (kept.shape == value.shape and kept.stride == value.stride() and kept.dtype == value.dtype)
             for kept, value in zip(self.kept or (), outputs, strict=False)
@@ -72,31 +72,31 @@ class SavedOp:
 
 @dataclass
 class Unkept:
-    """Work of one call that a recipe cannot spare the backward, whatever alpha is."""
+    """Work of one call that each backward repeats, whatever alpha is."""
 
     attention_ops: int = 0
-    """Attention calls under a torch.utils.checkpoint inside the layer, which runs them again whatever is kept."""
+    """Attention calls under a torch.utils.checkpoint inside the layer, which recomputes them whatever is kept."""
     gemm_flops: int = 0
     """FLOPs of GEMMs under such a checkpoint."""
     batched_flops: int = 0
     """FLOPs of batched products with weights, which are not kept."""
-    batched_flops_again: int = 0
-    """Of these, the ones before the last saved tensor, where the replay ends: they are computed again."""
+    batched_flops_recomputed: int = 0
+    """The part before the last saved tensor, where the replay ends: it is recomputed."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything later calls of the same kind need to know."""
+    """What a call keeps, and what its replay does, op by op."""
 
     ops: list[Gemm | SavedOp]
     inputs: list[Kept | None]
     layout: Layout
     packs: int
-    """How many tensors autograd saved: a call that saves another number is of another kind."""
+    """Tensors that autograd saved. A call that saves another number leaves the recipe."""
     softmax: str | None
     """Name of an op that materialised attention scores."""
     rewritten: str = ""
-    """Names of ops whose outputs were changed out of our sight, separated by commas."""
+    """Names of ops whose outputs a kernel that PyTorch does not show changed, separated by commas."""
     unkept: Unkept = field(default_factory=Unkept)
 
     @cached_property
@@ -109,12 +109,12 @@ class Recipe:
 
     @cached_property
     def mem_efficient_tokens(self) -> int:
-        """The longest sequence that PyTorch's memory-efficient attention saw; 0: it was not used."""
+        """Tokens of the longest sequence given to PyTorch's memory-efficient attention; 0: it was not used."""
         ops = [op for op in self.ops if op.func is torch.ops.aten._scaled_dot_product_efficient_attention.default]
         return max((max(op.kept[0].shape[1:-1]) for op in ops if isinstance(op, SavedOp) and op.kept and op.kept[0]), default=0)
 
     def without_shortcuts(self, followed: int) -> Recipe:
-        """For a call that left the recipe after `followed` ops: what was stored by then is used, everything else is computed."""
+        """Return the recipe of a call that left this one after `followed` ops: supply what was stored, compute the rest."""
         ops = [replace(op, wanted=True) if isinstance(op, Gemm) else op for op in self.ops[:followed]]
         return replace(self, ops=ops)
 
@@ -128,12 +128,13 @@ class ObservedGemm:
     out: torch.Tensor
     flops: int
     sources: int
-    """The GEMMs that its operands depend on: two bits for each, see ds_memo.remat.analyse."""
+    """The GEMMs that its operands depend on, two bits each: see ds_memo.remat.analyse."""
     splits: bool
+    """True if a part of its rows can be stored."""
     fingerprint: torch.Tensor
     biased: bool = False
     chosen_from: bool = False
-    """A router's choice looks at it: rows are not split off."""
+    """True if a router's choice depends on it: all its rows are kept."""
 
 
 @dataclass
@@ -141,15 +142,15 @@ class ObservedSavedOp:
     func: OpOverload | FunctionCall
     outputs: tuple[Any, ...]
     sources: int
-    """The GEMMs that its operands depend on: two bits for each, see ds_memo.remat.analyse."""
+    """The GEMMs that its operands depend on, two bits each: see ds_memo.remat.analyse."""
     fingerprint: torch.Tensor
-    again: bool = False
-    """Its outputs cannot be kept."""
+    recomputed: bool = False
+    """True if its outputs are not kept."""
 
 
 @dataclass
 class Observed:
-    """What happened in one call, in order."""
+    """The ops and inputs of one call, in order."""
 
     ops: list[ObservedGemm | ObservedSavedOp] = field(default_factory=list)
     inputs: list[torch.Tensor | None] = field(default_factory=list)
@@ -158,21 +159,21 @@ class Observed:
     packs: int = 0
     softmax: str | None = None
     set_aside: list[torch.Tensor] = field(default_factory=list)
-    """Copies of tensors that the layer went on to change in place."""
+    """Copies of tensors that the layer later changed in place."""
     rewritten: list[str] = field(default_factory=list)
-    """Ops whose outputs were changed by a kernel that PyTorch cannot see."""
+    """Ops whose outputs a kernel that PyTorch does not show changed."""
     unkept: Unkept = field(default_factory=Unkept)
 
-    def note_unseen_writes(self) -> None:
-        """Find outputs that a kernel changed in place without PyTorch's knowing, as Triton kernels for rotary embeddings do.
+    def note_hidden_writes(self) -> None:
+        """Find outputs that a kernel changed in place without PyTorch's knowledge, as Triton rotary embeddings do.
 
-        The value that such an op returned is gone, and at which point of the layer it changed is not known. So these ops are not
-        kept: they run again in each replay, and so does the kernel.
+        The value that the op returned is lost, and the moment of the change is unknown. So the op is not kept: each replay
+        recomputes it and runs the kernel.
         """
         if not self.ops:
             return
         now = [fingerprint(op.out if isinstance(op, ObservedGemm) else op.outputs) for op in self.ops]
-        device = now[0].device  # one look at the device for all
+        device = now[0].device  # one synchronization for all
         before = torch.stack([op.fingerprint.to(device) for op in self.ops])
         same = before.eq(torch.stack([number.to(device) for number in now])).tolist()
         for op, unchanged in zip(self.ops, same, strict=True):
@@ -182,29 +183,29 @@ class Observed:
             if isinstance(op, ObservedGemm):
                 op.splits = False
             else:
-                op.again = True
+                op.recomputed = True
                 self.wanted |= op.sources
 
     def is_wanted(self, gemm: int) -> bool:
-        """Whether a saved tensor depends on the GEMM of this number."""
+        """Return True if a saved tensor depends on GEMM number `gemm`."""
         return bool(self.wanted >> 2 * gemm & 1)
 
-    def run_attention_again(self) -> None:
-        """The last resort: keep no attention outputs. What they are computed from is wanted then."""
+    def recompute_attention(self) -> None:
+        """Keep no attention outputs (the last resort). Their sources are then wanted."""
         for op in self.ops:
             if isinstance(op, ObservedSavedOp) and _is_attention(op.func):
-                op.again = True
+                op.recomputed = True
                 self.wanted |= op.sources
 
     def close_over_inputs(self, all_rows_kept: bool) -> None:
-        """Mark as wanted what the operands of wanted GEMMs depend on, latest first, unless the GEMM is supplied whole."""
+        """Mark the sources of each wanted GEMM as wanted, latest first, unless all rows of the GEMM are supplied."""
         for bit, op in reversed(list(enumerate(self.gemms()))):
-            supplied_whole = op.splits and (all_rows_kept or op.chosen_from)
-            if self.is_wanted(bit) and not supplied_whole:
+            supplied = op.splits and (all_rows_kept or op.chosen_from)
+            if self.is_wanted(bit) and not supplied:
                 self.wanted |= op.sources
 
     def forget(self) -> None:
-        """Drop all tensors: the engine has by now what is to be kept."""
+        """Drop all tensors. The engine has those that are kept."""
         self.ops.clear()
         self.inputs.clear()
         self.set_aside.clear()
@@ -213,25 +214,25 @@ class Observed:
         return [op for op in self.ops if isinstance(op, ObservedGemm)]
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes that are stored whatever alpha is, and bytes of which the share alpha is stored."""
+        """Return the bytes that are stored whatever alpha is, and the bytes of which the share alpha is stored."""
         whole = [tensor for tensor in self.inputs if tensor is not None]
         split: list[torch.Tensor] = []
         for bit, gemm in enumerate(self.gemms()):
             if self.is_wanted(bit) and gemm.splits:
                 (whole if gemm.chosen_from else split).append(gemm.out)
         for op in self.ops:
-            if isinstance(op, ObservedSavedOp) and not op.again:
+            if isinstance(op, ObservedSavedOp) and not op.recomputed:
                 whole.extend(out for out in op.outputs if storable(out))
         return sum(map(_nbytes, whole)), sum(map(_nbytes, split))
 
 
 def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:
-    """Decide every home.
+    """Decide what is kept, and lay it out.
 
     Returns:
-        The recipe, and the tensors of this very call with the place each is kept at.
+        The recipe, and what this call keeps: each `Kept` with its tensor.
     """
-    if not observed.packs:  # frozen: there will be no replay
+    if not observed.packs:  # frozen: no replay will come
         ops = [_unkept(op) for op in observed.ops]
         return Recipe(ops, [None] * len(observed.inputs), Layout(), 0, observed.softmax), []
 
@@ -247,7 +248,9 @@ def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Ke
     bit = 0
     for op in observed.ops:
         if isinstance(op, ObservedSavedOp):
-            ops.append(SavedOp(op.func, None if op.again else tuple(store(out) if storable(out) else None for out in op.outputs)))
+            ops.append(
+                SavedOp(op.func, None if op.recomputed else tuple(store(out) if storable(out) else None for out in op.outputs))
+            )
             continue
         wanted = observed.is_wanted(bit)
         bit += 1
@@ -278,9 +281,9 @@ def _unkept(op: ObservedGemm | ObservedSavedOp) -> Gemm | SavedOp:
 
 
 def fingerprint(outputs: Any) -> torch.Tensor:
-    """A number, on the device of the first tensor, that changes when the values of these tensors do.
+    """Return an int64 scalar that changes when the tensors' values do, on the device of the first tensor.
 
-    Tensors elsewhere do not count: some attention kernels return their seed on the host, where no device kernel writes.
+    Tensors on other devices do not count: some attention kernels return their seed on the host, where no device kernel writes.
     """
     values = outputs if isinstance(outputs, tuple) else (outputs,)
     tensors = [value for value in values if type(value) is torch.Tensor and value.numel() and torch._C._has_storage(value)]
@@ -291,9 +294,9 @@ def fingerprint(outputs: Any) -> torch.Tensor:
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     width = tensor.dtype.itemsize
-    places = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1]) if tensor.dim() else (1,)
-    if tensor.dim() and tensor.stride(-1) == 1 and not any(place * width % 8 for place in places):
-        return tensor.view(torch.int64)  # the sum needs no wider copy then, which the CPU would make
+    steps = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1]) if tensor.dim() else (1,)
+    if tensor.dim() and tensor.stride(-1) == 1 and not any(step * width % 8 for step in steps):
+        return tensor.view(torch.int64)  # for narrower integers the CPU's sum would make a wider copy
     return tensor.view(_INTEGERS[width])
 
 
@@ -301,7 +304,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def storable(value: Any) -> bool:
-    """Whether a value can go to the host and is worth the copy."""
+    """Return True if a value can go to the host and is worth the copy."""
     return type(value) is torch.Tensor and _nbytes(value) >= SMALL and dense_order(value) is not None
 
 

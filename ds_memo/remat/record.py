@@ -1,4 +1,4 @@
-"""Record: a layer's forward once its recipe is known."""
+"""Record: run a layer's forward by its recipe."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Record(NotingMode):
     """Follow a recipe: hand each kept output to the engine as soon as it exists.
 
     Args:
-        givens: returns the tensors that existed before the call. Asked only where the layer writes in place to what is made of a
-            left-out product.
-        left_recipe: called when the call does something else than the recipe says.
+        givens: returns the tensors that existed before the call. Called only if the layer writes in place to a tensor that
+            depends on a left-out product.
+        left_recipe: called when the call departs from the recipe.
     """
 
     def __init__(self, call: Call, givens: Callable[[], Iterable[torch.Tensor]], left_recipe: Callable[[], None]) -> None:
@@ -32,15 +32,15 @@ class Record(NotingMode):
         self._left_recipe = left_recipe
         self._next = 0
         self.packs = 0
-        """Tensors that autograd saved so far."""
+        """Number of tensors that autograd has saved so far."""
         self._following = True
         self._awaits_bias: tuple[Gemm, torch.Tensor] | None = None
         self._left_out: dict[int, StorageWeakRef] = {}
-        """Storages made of products that the replay will not compute. They are few: such products come last in a layer."""
+        """Storages that depend on products which the replay leaves out. They are few: such products come last in a layer."""
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._givens = None  # the graph's hooks lead here and would keep the arguments
+        self._givens = None  # the graph's hooks refer to this mode and would keep the arguments
         recipe = self.call.recipe
         complete = self._next == len(recipe.ops) and self.packs == recipe.packs and self._awaits_bias is None
         if exception[0] is None and self._following and not complete:
@@ -60,14 +60,16 @@ class Record(NotingMode):
         return self._dispatch(kind, func, args, kwargs or {})
 
     def _watch_left_out(self, kind: OpKind, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run an op while there are left-out products, whose values the replay will not have: track what is made of them, and
-        leave the recipe where something that the replay needs comes to depend on them."""
+        """Run an op while there are left-out products, whose values the replay will not have.
+
+        Track what depends on them, and leave the recipe if the replay needs any of it.
+        """
         if not self._reads_left_out((*args, *kwargs.values())):
             return self._dispatch(kind, func, args, kwargs)
         if op_policy.overwrites_all(func, args) and not self._reads_left_out((*args[1:], *kwargs.values())):
             del self._left_out[storage_of(args[0])]  # a dropout mask: empty_like(left-out product).bernoulli_()
             return self._dispatch(kind, func, args, kwargs)
-        listed = kind is not OpKind.PLAIN and kind is not OpKind.MUTATES  # by the recipe, so its output is no more made of these
+        listed = kind is not OpKind.PLAIN and kind is not OpKind.MUTATES  # in the recipe: its output no longer depends on these
         if needs_right_operands(kind, func, args, kwargs, self._storages_before) or (listed and self._computes_next()):
             self._leave()
         out = self._dispatch(kind, func, args, kwargs)
@@ -87,12 +89,12 @@ class Record(NotingMode):
         return False
 
     def _computes_next(self) -> bool:
-        """Whether the replay will compute the op that comes next, or a part of it."""
+        """Return True if the replay will compute the recipe's next op, or a part of it."""
         ops = self.call.recipe.ops
-        return self._next < len(ops) and ops[self._next].computed_again
+        return self._next < len(ops) and ops[self._next].recomputed
 
     def _storages_before(self) -> set[int]:
-        """Of tensors that existed before the call."""
+        """Return the storages that existed before the call."""
         if self._older is None:
             self._older = {storage_of(tensor) for tensor in self._givens()}
         return self._older
@@ -106,7 +108,7 @@ class Record(NotingMode):
         if kind is OpKind.MUTATES:
             return self._change(func, args, kwargs)
         if kind is OpKind.PLAIN or not self._following:
-            if self._awaits_bias is not None and func not in op_policy.LOOKS:
+            if self._awaits_bias is not None and func not in op_policy.VIEWS:
                 self._leave()  # the product is read before its bias comes
             return func(*args, **kwargs)
         if kind is OpKind.GEMM:
@@ -128,7 +130,7 @@ class Record(NotingMode):
         return out
 
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A function of `keep_whole`: a saved op, as attention is."""
+        """Run a function given to `keep_whole`. It is a saved op, like attention."""
         ran, state = noticing_draws(self.call.engine.device, self._watched, (fn, args, kwargs), {})
         self.packs += len(ran.call.saved)
         if not self._following:
@@ -142,14 +144,14 @@ class Record(NotingMode):
         return ran.out
 
     def _keep_outputs(self, op: SavedOp, outputs: tuple[Any, ...], state: torch.Tensor | None) -> None:
-        """Keep the outputs of the op that the recipe had next, and the generator's state after it if it drew random numbers."""
+        """Keep the outputs of the op that was just expected, and the generator's state after it if it drew random numbers."""
         index = self._next - 1
         self.call.keep_outputs(index, op, outputs)
         if state is not None:
             self.call.rng_after[index] = state
 
     def _change(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An op that writes in place: a bias that belongs to the GEMM before, or a change that kept tensors must not see."""
+        """Run an op that writes in place: the bias of the GEMM before, or a change that kept tensors must not see."""
         if self._awaits_bias is not None:
             op, product = self._awaits_bias
             if op_policy.adds_bias_to(func, args, product) and not kwargs:
@@ -163,18 +165,18 @@ class Record(NotingMode):
         return func(*args, **kwargs)
 
     def _expect(self, func: Any, out: Any) -> Any:
-        """The recipe's next op, a Gemm or a SavedOp as `func` is; None: this call does something else."""
+        """Return the recipe's next op, a Gemm or SavedOp, if this call does the same; else leave the recipe, return None."""
         ops = self.call.recipe.ops
         op = ops[self._next] if self._next < len(ops) else None
-        as_foreseen = op is not None and op.func == func and op.makes(out)
-        if not as_foreseen or self._awaits_bias is not None:
+        matches = op is not None and op.func == func and op.matches(out)
+        if not matches or self._awaits_bias is not None:
             self._leave()
             return None
         self._next += 1
         return op
 
     def _leave(self) -> None:
-        """This call does something else than the recipe says. From here on nothing more is kept, and nothing is left out."""
+        """Leave the recipe, from which this call departs. From here on keep nothing, and leave nothing out."""
         self._following = False
         followed = self._next - (self._awaits_bias is not None)  # a product without its bias was not kept
         self._awaits_bias = None

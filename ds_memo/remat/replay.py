@@ -1,4 +1,4 @@
-"""Replay: a layer's second run, just before its backward."""
+"""Replay: run a layer a second time, just before its backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_memo.remat.recipe import Gemm, SavedOp
 
 
 class Replay(Mode):
-    """Run the layer again: supply what was kept, compute missing rows straight into their slots, leave out what is never read."""
+    """Supply what was kept, compute missing rows straight into their slots, leave out products that are never read."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Replay(Mode):
         recipe, unkept, work = self.call.recipe, self.call.recipe.unkept, self.call.work
         work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
         work.attention_ops_recomputed += unkept.attention_ops
-        work.gemm_flops_recomputed += unkept.gemm_flops + unkept.batched_flops_again
+        work.gemm_flops_recomputed += unkept.gemm_flops + unkept.batched_flops_recomputed
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -58,7 +58,7 @@ class Replay(Mode):
         return outputs if len(func._schema.returns) > 1 else outputs[0]
 
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A function of `keep_whole`: autograd saves what it saved in the forward, and it is not called."""
+        """Supply a `keep_whole` function's outputs without calling it. Autograd saves what it saved in the forward."""
         index, op = self._take_next()
         if op is not None and not (isinstance(op.func, FunctionCall) and op.func.name == name_of(fn)):
             raise self._not_repeated(f"op {index} was {op.func}, now it is {name_of(fn)}")
@@ -70,12 +70,12 @@ class Replay(Mode):
             raise self._not_repeated(f"op {index}, {op.func}, was called with tensors of other shapes or strides")
         made = self._supplied(index, op)
         pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        for tensor in op.func.saved_again(arguments, made):
+        for tensor in op.func.rebuild_saved(arguments, made):
             pack(tensor)
-        return op.func.returned_again(made)
+        return op.func.rebuild_output(made)
 
     def _take_next(self) -> tuple[int, Any]:
-        """The recipe's next op, a Gemm or a SavedOp, and its index; None where the forward had left its recipe."""
+        """Return the recipe's next op, a Gemm or SavedOp, and its index; None if the forward had left its recipe."""
         index, ops = self._next, self.call.recipe.ops
         self._next += 1
         return index, ops[index] if index < len(ops) else None
@@ -96,7 +96,7 @@ class Replay(Mode):
         return out
 
     def _add_bias(self, func: Any, args: tuple) -> torch.Tensor:
-        """The in-place bias of the GEMM before: stored rows have it already."""
+        """Add the in-place bias of the GEMM before to its computed rows. Stored rows have it already."""
         (product, rows), self._awaits_bias = self._awaits_bias, None
         if not op_policy.adds_bias_to(func, args, product):
             raise self._not_repeated(f"{func} came where a bias was added in place")
@@ -104,7 +104,7 @@ class Replay(Mode):
         return args[0]
 
     def _supplied(self, index: int, op: SavedOp) -> tuple[Any, ...]:
-        """What was kept of the saved op at `index`."""
+        """Return the outputs of the saved op at `index`, and set the generator's state after it."""
         state = self.call.rng_after.get(index)
         if state is not None:
             generator_of(self.call.engine.device).set_state(state)

@@ -1,15 +1,15 @@
 """The schedule: when a frame's rows leave the device and when they come back.
 
     forward   a kept output is copied out as soon as it exists (event on compute, d2h waits for it);
-              compute waits for the copies of frame i when layer i+2 begins, and frame i's device memory is let go.
+              compute waits for the copies of frame i when layer i+2 begins, and frame i's device memory is freed.
     backward  the replay of frame i+1 issues the reload of frame i into a fresh buffer, after compute's event at that point;
               the replay of frame i makes compute wait for it.
 
 Device bytes: the resident frames, two swapped frames on their way out, two buffers on their way back, never more. A buffer is
-allocated on the compute stream when its reload is issued and lives as long as anything looks at it: the allocator hands the same
-memory to frame i that frame i+2 has just let go, and a tensor that escaped (a hook, a cache) is never written over.
+allocated on the compute stream when its reload is issued, and lives as long as a tensor refers to it. So frame i usually gets
+the memory that frame i+2 has just freed, and a tensor that escaped (a hook, a cache) is never overwritten.
 
-Nothing here computes or imports torch: ds_memo.estimate.simulate runs this same code on streams that only keep time.
+Nothing here computes or imports torch: ds_memo.estimate.simulate runs the same code on streams that only keep time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
 
 @dataclass
 class Traffic:
-    """Counts of what was copied so far, and how the reloads were issued."""
+    """Copies so far, and how the reloads were issued."""
 
     frames: int = 0
     bytes_to_host: int = 0
@@ -42,29 +42,29 @@ class Traffic:
     frames_prefetched: int = 0
     """Reloads issued one frame ahead."""
     frames_on_demand: int = 0
-    """Reloads issued when the frame was already wanted: the first of a backward, or an unforeseen order."""
+    """Reloads issued when the backward already waited: its first frame, or an unexpected order."""
     blocks_lost: int = 0
-    """Host blocks that were found still allocated though their frame was gone: its destructor had been interrupted."""
+    """Host blocks still allocated after their frame was gone, because its destructor was interrupted."""
 
 
 class _PendingFree(NamedTuple):
-    """Memory of a dead frame that is freed once its copies are over."""
+    """Memory of a dead frame, to be freed once its copies are over."""
 
     block: Block | None
     state: str
     sent: Any = None
     back: Any = None
-    """An event is missing where the frame was interrupted."""
+    """Events behind the copies out and back; None if the frame was interrupted before them."""
     memory: tuple[Any, ...] = ()
     """Device tensors that copies may still read or write."""
 
 
 class SwapEngine:
-    """Moves frames. Called on the compute stream only; frames may die on any thread.
+    """Moves the frames of one model. Its methods are called on the compute stream only; frames may die on any thread.
 
     Args:
-        streams: the three streams.
-        slab: where rows wait; its budget is the host's.
+        streams: compute, d2h and h2d.
+        slab: host memory for the rows.
         device: where the layers run.
     """
 
@@ -74,7 +74,7 @@ class SwapEngine:
         self.device = device
         self.traffic = Traffic()
         self._stack: list[weakref.ref[Frame]] = []  # swapped frames, oldest first
-        self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not let go yet
+        self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not freed yet
         self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None  # kept, but its copy is not issued yet
         self._ahead: Callable[[], Frame | None] = lambda: None  # weak: the frame that was reloaded ahead
         self._pending: deque[_PendingFree] = deque()
@@ -87,14 +87,17 @@ class SwapEngine:
         """Open the frame of a layer that is about to run.
 
         Args:
-            name: of the layer, for messages.
-            placement: says whether what is kept stays on the device, and whether its reload may be issued while the backward is
-                still at the frame above. If it may not, compute waits for it.
+            name: the layer's, for messages.
+            placement: says if kept tensors stay on the device, and if the reload may be issued during the backward of the frame
+                above. If not, compute waits for the reload.
+
+        Raises:
+            MemoError: the engine is closed.
         """
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
         self._drain()
-        while self._stack and self._stack[-1]() is None:  # of steps before, or of graphs that were dropped
+        while self._stack and self._stack[-1]() is None:  # from earlier steps, or from dropped graphs
             self._stack.pop()
         while len(self._leaving) >= 2:
             self._let_go(self._leaving.popleft()())
@@ -102,16 +105,16 @@ class SwapEngine:
         return Frame(name, placement, self.traffic.frames, self._defer)
 
     def adopt(self, frame: Frame, layout: Layout) -> None:
-        """Set what a recording frame will keep, and take its host block."""
+        """Set what a recording frame will keep, and allocate its host block."""
         frame.layout = layout
         if not frame.resident and layout.host_bytes:
             frame.block = self.slab.allocate(layout.host_bytes, f"frame {frame.name}")
 
     def keep(self, frame: Frame, kept: Kept, tensor: torch.Tensor) -> None:
-        """Keep a tensor that compute has just produced; of a swapped frame its rows go to the host.
+        """Keep a tensor that compute has just produced. If the frame is swapped, its rows go to the host.
 
-        A copy is issued with the next call, after its own event, so that a tensor which the very next op changes in place can be
-        set aside first.
+        The next call issues the copy, behind the event recorded here. So a tensor that the very next op changes in place can be
+        cloned first.
         """
         source = tensor.detach()
         frame.device[kept.index] = source
@@ -139,7 +142,7 @@ class SwapEngine:
                 frame.changed.add(index)
 
     def end(self, frame: Frame) -> None:
-        """The layer has run."""
+        """Close a frame: its layer has run."""
         self._send()
         if frame.resident:
             frame.move("done")
@@ -150,17 +153,22 @@ class SwapEngine:
         self._leaving.append(weakref.ref(frame))
 
     def abort(self, frame: Frame) -> None:
-        """Forget a frame once its copies are over: its layer raised, or no backward will ask for it."""
+        """Drop a frame once its copies are over: its layer raised, or it has no backward."""
         self._unsent = None
         self.streams.wait(COMPUTE, self.streams.mark(D2H))
         frame.device.clear()
-        self._give_block(frame)
+        self._free_block(frame)
         frame.move("done")
 
     # ---- backward
 
     def bring_back(self, frame: Frame) -> None:
-        """Make a frame ready for its replay, and issue the reload of the one below it."""
+        """Make a frame ready for its replay, and issue the reload of the frame below it.
+
+        Raises:
+            MemoError: the engine is closed, the layer's forward is not over, a kept tensor was changed in place, or the device
+                has no memory for the buffer.
+        """
         if self._closed:
             raise MemoError(f"frame {frame.name} is wanted by a backward after ds_memo was detached")
         if frame.state == "recording":
@@ -191,17 +199,17 @@ class SwapEngine:
         frame.replays += 1
 
     def replayed(self, frame: Frame) -> None:
-        """The replay is over: from here on the buffer lives as long as the replayed tensors that look at it."""
+        """Close the replay. From here on the buffer lives as long as the replayed tensors that refer to it."""
         frame.slots.clear()
         frame.move("done")
 
     # ---- both
 
     def settle(self) -> None:
-        """Take back, before a training forward begins, the memory that is still held by a backward that raised.
+        """Free, before a training forward begins, the memory that a backward which raised still holds.
 
-        Autograd's queue keeps nodes of such a graph, and so their frames, alive until another backward runs (in PyTorch 2.11 to
-        2.13, also with torch.utils.checkpoint). So where frames are still alive, an empty backward is run.
+        Autograd's queue keeps nodes of such a graph, and so their frames, alive until another backward runs (PyTorch 2.11 to
+        2.13, also with torch.utils.checkpoint). So if frames are alive, run an empty backward.
         """
         if any(ref() is not None for ref in self._stack):
             import torch
@@ -213,7 +221,7 @@ class SwapEngine:
         self._drain()
 
     def close(self) -> None:
-        """Finish all copies and give the host memory back. Frames that are still alive can no longer be replayed."""
+        """Finish all copies and free the host memory. Frames that are still alive can no longer be replayed."""
         if self._closed:
             return
         self._unsent = None
@@ -224,8 +232,8 @@ class SwapEngine:
                 if (frame := ref()) is not None:
                     frame.device.clear()
                     frame.slots.clear()
-                    self._give_block(frame)
-            self._closed = True  # not before: a frame that dies meanwhile, on whatever thread, must be deferred
+                    self._free_block(frame)
+            self._closed = True  # not earlier: a frame that dies meanwhile, on any thread, must be deferred
             self._defer_lost()
             self._drain()
         finally:
@@ -253,10 +261,10 @@ class SwapEngine:
         frame.move("away")
 
     def _reload(self, frame: Frame) -> None:
-        # Allocated on compute, possibly where compute's last work still reads: h2d waits for compute before it writes.
+        # The buffer may lie where compute's last work still reads: h2d waits for compute before it writes.
         try:
             buffer = self._new_buffer(frame.layout.buffer_bytes)
-        except RuntimeError as refusal:  # torch.OutOfMemoryError is one; what the text says is what callers look for
+        except RuntimeError as refusal:  # torch.OutOfMemoryError is one; callers look for its text
             raise MemoError(
                 f"device memory: frame {frame.name} needs a buffer of {frame.layout.buffer_bytes / GIB:.3g} GiB to come back; "
                 f"{refusal}. Lower memo.resident_layers, memo.device_memory_gib or the batch."
@@ -278,36 +286,36 @@ class SwapEngine:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _send_away(self, frame: Frame | None) -> None:
-        """Drop the buffer of a frame that was reloaded ahead but is not the next one after all: there would be three of them."""
+        """Drop the buffer of a frame that was reloaded ahead but is not next after all. Otherwise there would be three."""
         if frame is not None and frame.state == "returning":
             self.streams.wait(COMPUTE, frame.back)
             frame.slots.clear()
             frame.move("away")
 
     def _next_below(self, frame: Frame) -> Frame | None:
-        """The youngest older frame that backward has reached as often as this one."""
+        """Return the youngest older frame that backward has reached as often as this one, if any."""
         for ref in reversed(self._stack):
             below = ref()
             if below is not None and below.age < frame.age and below.replays == frame.replays:
                 return below
         return None
 
-    def _give_block(self, frame: Frame) -> None:
+    def _free_block(self, frame: Frame) -> None:
         if frame.block is not None:
             self.slab.free(frame.block)
             frame.block = None
             frame.rows.clear()
 
     def _defer(self, frame: Frame) -> None:
-        """Keep the memory of a frame that was garbage-collected, on whatever thread, until its copies are over.
+        """Keep the memory of a frame that was garbage-collected, on any thread, until its copies are over.
 
-        Must not wait: this may be a copy thread. `_drain` waits, on the compute stream.
+        It must not wait, since it may run on a copy thread. `_drain` waits, on the compute stream.
         """
         if not self._closed and (frame.block is not None or frame.state == "returning"):
             self._pending.append(_PendingFree(frame.block, frame.state, frame.sent, frame.back, (frame.device, frame.slots)))
 
     def _defer_lost(self) -> None:
-        """Find blocks of frames that died without `_defer`: a Ctrl-C inside a destructor, whose exceptions Python ignores."""
+        """Defer blocks of frames that died without `_defer`: Ctrl-C inside a destructor, whose exceptions Python ignores."""
         deferred = {pending.block for pending in list(self._pending)} | {
             frame.block for ref in self._stack if (frame := ref()) is not None
         }
@@ -322,7 +330,7 @@ class SwapEngine:
         while self._pending:
             try:
                 pending = self._pending.popleft()
-            except IndexError:  # another model of the pool, on another thread, was faster
+            except IndexError:  # another model of the pool, on another thread, took it
                 return
             try:
                 if pending.state in ("recording", "swapping"):

@@ -1,15 +1,15 @@
-"""A frame: what one layer call leaves behind for its backward, and the states it goes through.
+"""A frame: the tensors that one layer call keeps for its backward, and the states it goes through.
 
     recording ─► swapping ─► away ─► returning ─► ready ─► done ─► returning …   (swapped; `done` returns on retain_graph,
                                                                                   `returning` to `away` if it was not the next)
     recording ─► done ─► ready ─► done …                                          (resident)
 
-A frame lives as long as the graph of its layer call. Its device memory is bounded by
+A frame lives as long as the graph of its layer call. Its device memory is at most
 
-    recording, swapping    the kept outputs, where they were born
+    recording, swapping    the kept outputs, where compute made them
     away, done             nothing
     returning, ready       one buffer of `Layout.buffer_bytes`
-    resident               the kept outputs, until the graph goes
+    resident               the kept outputs, until the graph is freed
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ _NEXT = {
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One tensor that a frame keeps, and where its bytes lie."""
+    """One tensor that a frame keeps, and where its bytes lie (offsets from the begin of the block and of the buffer)."""
 
     index: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     rows: int
-    """Leading rows, of the dimension that is slowest in memory, that are stored; the others are recomputed."""
+    """Leading rows that are stored, along the slowest dimension in memory; the replay computes the others."""
     stored_bytes: int
     host_offset: int
     buffer_offset: int
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stored rows of a tensor of this shape and stride, as a flat view. It is dense, so they are its first bytes."""
+        """Return the stored rows of a tensor of this shape and stride, as a flat view: the first bytes, since it is dense."""
         return tensor.as_strided((self.stored_bytes // self.dtype.itemsize,), (1,))
 
     def rows_in(self, block: Block) -> list[torch.Tensor]:
-        """The stored rows inside a frame's host block, in order: flat views, one per piece of the block that they lie in."""
+        """Return the stored rows inside a host block: flat views in order, one per piece of the block that they lie in."""
         return [view.view(self.dtype) for view in block.views(self.host_offset, self.stored_bytes)]
 
     def pairs(self, host: list[torch.Tensor], tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """What to copy between the host and a tensor of this shape: (part of the host, the same part of the stored rows)."""
+        """Return pairs to copy between: (part on the host, the same part of the tensor's stored rows)."""
         rows = self.rows_of(tensor)
         return [(host[0], rows)] if len(host) == 1 else zip(host, rows.split([part.numel() for part in host]), strict=True)
 
     def slot_in(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The whole tensor inside a frame's device buffer.
+        """Return the full tensor inside a frame's device buffer.
 
-        Not an autograd or version-counting view of the buffer: a slot that is changed in place does not touch its neighbours.
+        It is no autograd view of the buffer, so slots have separate version counters: an in-place change counts for one alone.
         """
         import torch
 
@@ -77,18 +77,20 @@ class Kept:
 
 @dataclass
 class Layout:
-    """What a frame keeps and how many bytes that takes."""
+    """The tensors that a frame keeps, and the bytes that they take."""
 
     kept: list[Kept] = field(default_factory=list)
     host_bytes: int = 0
+    """Size of the host block: stored rows, aligned."""
     buffer_bytes: int = 0
+    """Size of the reload buffer: full tensors, aligned."""
 
     @property
     def stored_bytes(self) -> int:
         return sum(kept.stored_bytes for kept in self.kept)
 
     def add(self, tensor: torch.Tensor, rows: int | None = None) -> Kept:
-        """Keep `rows` leading rows (absent: everything) of tensors shaped like `tensor`, which must be dense."""
+        """Keep `rows` leading rows (None: all) of a tensor shaped like `tensor`. Raise MemoError if it is not dense."""
         order = dense_order(tensor)
         if order is None:
             raise MemoError(f"only dense tensors can be kept, got shape {tuple(tensor.shape)}, stride {tensor.stride()}")
@@ -112,7 +114,7 @@ class Layout:
 
 
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Dimensions from slowest to fastest if the tensor fills its memory without gaps or overlaps, else None."""
+    """Return the dimensions from slowest to fastest if the tensor fills its memory without gaps or overlaps, else None."""
     if tensor.dim() == 0 or tensor.numel() == 0:
         return None
     order = tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True))
@@ -120,7 +122,7 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 class Frame:
-    """See the module's head. Only :class:`ds_memo.swap.engine.SwapEngine` moves frames."""
+    """A frame, described at the top of this file. Only :class:`ds_memo.swap.engine.SwapEngine` moves it."""
 
     _defer: Callable[[Frame], None] = staticmethod(lambda frame: None)  # dynamo makes frames without __init__
 
@@ -128,21 +130,21 @@ class Frame:
         self.name = name
         self.placement = placement
         self.age = age
-        """Serial number in order of begin; a backward usually goes from high to low."""
+        """Serial number in order of begin. A backward usually goes from high to low."""
         self.replays = 0
         self.state = "recording"
         self.layout = Layout()
         self.device: dict[int, torch.Tensor] = {}
-        """Kept tensors that are on the device where they were born, by index."""
+        """Kept tensors that are still where compute made them, by index."""
         self.versions: dict[int, int] = {}
         """Their version counters when they were kept."""
         self.changed: set[int] = set()
-        """Of a resident frame: kept tensors that the layer changes in place, and will again in each replay."""
+        """Indices of a resident frame's tensors that the layer, and each replay, changes in place."""
         self.block: Block | None = None
         self.rows: dict[int, list[torch.Tensor]] = {}
-        """Where in the block each kept tensor's rows were sent: the result of `Kept.rows_in`, by index."""
+        """Stored rows in the block, by index: results of `Kept.rows_in`."""
         self.slots: dict[int, torch.Tensor] = {}
-        """Kept tensors in the reload buffer, whole; only their stored rows hold values."""
+        """Kept tensors in the reload buffer, at full shape, by index. Only their stored rows hold values."""
         self.sent: Any = None
         """Event behind the last copy to the host."""
         self.back: Any = None
@@ -156,17 +158,18 @@ class Frame:
 
     @property
     def ahead(self) -> bool:
-        """True if the reload may be issued before it is wanted. Attention is recomputed only for want of memory: such a frame
-        takes none before it is wanted."""
+        """True if the reload may be issued early. Attention is recomputed only where memory is short, so such a frame takes none
+        before its own backward."""
         return not self.placement.kind.recomputes_attention
 
     def move(self, state: str) -> None:
+        """Go to another state. Raise MemoError if the diagram at the top of this file has no such step."""
         if state not in _NEXT[self.state]:
             raise MemoError(f"frame {self.name} cannot go from '{self.state}' to '{state}'")
         self.state = state
 
     def tensor(self, kept: Kept) -> torch.Tensor:
-        """A kept tensor, whole, during replay. Only its stored rows hold values unless the frame is resident."""
+        """Return a kept tensor at full shape, during replay. If the frame is swapped, only its stored rows hold values."""
         if self.state != "ready":
             raise MemoError(f"frame {self.name} was read while '{self.state}'; only a 'ready' frame can be read")
         if not self.resident:
@@ -175,7 +178,7 @@ class Frame:
         return tensor.clone() if kept.index in self.changed else tensor.detach()
 
     def check_unchanged(self) -> None:
-        """Raise if code outside the layer changed a kept tensor in place: a copy under way may have read either value."""
+        """Raise MemoError if code outside the layer changed a kept tensor in place: a copy may have read either value."""
         for index, tensor in self.device.items():
             if tensor._version != self.versions[index]:
                 raise MemoError(

@@ -1,15 +1,15 @@
-"""The pool of host memory that the slabs of a process's models allocate from, one after the other or side by side.
+"""The pool of host memory that the slabs of a process's models allocate from, in turn or at once.
 
-Host memory is locked for the device once and used again by frames of any length. Locking runs at a few GB/s, so neither lengths
-that change from batch to batch nor models that take turns (an actor and its critic) must lock anew: a frame that fits no free
-range gets several. Never PyTorch's pinned pool, which rounds every block up to a power of two.
+Host memory is locked for the device once and reused by frames of any length. Locking runs at a few GB/s. So neither new lengths
+from batch to batch nor models that take turns (an actor and its critic) must lock anew: a frame that fits no free range gets
+several. PyTorch's pinned pool is not used, because it rounds every block up to a power of two.
 
     segment   mapped and locked in one go; begins and ends on a page, as everything here does
-    range     a part of a segment: either free, or a piece of a block that is allocated; free neighbours are merged
+    range     a part of a segment: either free, or a piece of an allocated block; free neighbours are merged
 
 Two rules keep the pieces few. A frame takes the smallest free range that is large enough, or else several of the largest, and
-cuts only the last: so it makes at most one border, which disappears when both its sides are free, at the end of a step at the
-latest. And a new segment replaces idle ones that are no larger, so lengths that grow slowly do not pile segments up.
+cuts only the last. So it makes at most one border, which disappears when both sides are free, by the end of the step. And a new
+segment replaces idle ones that are no larger, so slowly growing lengths do not pile up segments.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Range:
     begin: int
     end: int
     stream: torch.cuda.Stream | None = None
-    """The compute stream that it was allocated on; None: it is free, or the device is a CPU."""
+    """The compute stream that it was allocated on; None: the range is free, or the device is a CPU."""
 
     @property
     def nbytes(self) -> int:
@@ -51,30 +51,30 @@ class Range:
 
 
 class HostPool:
-    """Allocates ranges. It never holds more than the most that was allocated at once.
+    """Allocates ranges. It never holds more bytes than the most that were allocated at once.
 
     Args:
-        device: that copies from and to it. For a CUDA device the memory is locked (cudaHostRegister).
+        device: copies from and to the memory. For a CUDA device the memory is locked (cudaHostRegister).
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pinned = device.type == "cuda"
         self.node = node_of(device)
-        """The NUMA node that locked memory should lie on; None: wherever the thread happens to run."""
+        """NUMA node for locked memory; None: the node that the thread runs on."""
         self.size = 0
         """Bytes held now, allocated or free."""
         self.used = 0
         """Bytes allocated now, in whole pages."""
         self._free_ranges: list[Range] = []
         self.lost: deque[Mapping[Any, Sequence[Range]]] = deque()
-        """Ranges of slabs that were garbage-collected with their models before they freed them."""
+        """Ranges of slabs that were garbage-collected, with their models, before they freed them."""
         self._lock = Lock()
         self._freed_on: set[torch.cuda.Stream | None] = set()
-        """Compute streams of the ranges that were freed since the device was last synchronized."""
+        """Compute streams of the ranges freed since the device was last synchronized."""
 
     def allocate(self, nbytes: int, limit: int, wanted_by: str) -> list[Range]:
-        """Allocate `nbytes`, a multiple of a page. Only what free memory lacks is mapped anew.
+        """Allocate `nbytes`, a multiple of a page. Map only what free memory lacks.
 
         Args:
             limit: bytes; idle segments are released while the pool holds more.
@@ -85,7 +85,7 @@ class HostPool:
         with self._lock:
             self._free_lost()
             stream = torch.cuda.current_stream(self.device) if self.pinned else None
-            if not self._freed_on <= {stream}:  # copies on behalf of other streams may still use it: no event orders them
+            if not self._freed_on <= {stream}:  # other streams' copies may still use it, and no event orders them
                 torch.cuda.synchronize(self.device)
                 self._freed_on.clear()
             if self.size > limit:
@@ -96,30 +96,29 @@ class HostPool:
             return self._cut(nbytes, stream)
 
     def free(self, pieces: Sequence[Range]) -> None:
-        """Free these ranges. Copies from and to them must be ordered before whatever is issued next on the stream they were
-        allocated on."""
+        """Free these ranges. The stream that they were allocated on must already wait for all copies from and to them."""
         with self._lock:
-            self._put_back(pieces)
+            self._free(pieces)
 
     def free_lost(self) -> None:
-        """Free the ranges of slabs that are gone. Every `allocate` does this first."""
+        """Free the ranges of slabs that are gone. `allocate` does this first."""
         with self._lock:
             self._free_lost()
 
     def release(self) -> None:
-        """Give everything that lies idle back to the system."""
+        """Release all idle segments to the system."""
         with self._lock:
             self._free_lost()
             self._release(self._idle())
 
     def _free_lost(self) -> None:
         if self.lost:
-            finish_abandoned(self.device)  # no event tells of its copies
+            finish_abandoned(self.device)  # there is no event behind its copies
         while self.lost:
             for pieces in self.lost.popleft().values():
-                self._put_back(pieces)
+                self._free(pieces)
 
-    def _put_back(self, pieces: Sequence[Range]) -> None:
+    def _free(self, pieces: Sequence[Range]) -> None:
         for piece in pieces:
             self.used -= piece.nbytes
             self._freed_on.add(piece.stream)
@@ -131,7 +130,7 @@ class HostPool:
             self._free_ranges.append(Range(piece.segment, begin, end))
 
     def _cut(self, nbytes: int, stream: torch.cuda.Stream | None) -> list[Range]:
-        """Free ranges of so many bytes together, as few as will do: the largest first, the last the smallest that is enough."""
+        """Take `nbytes` from as few free ranges as possible: the largest first, the last from the smallest that is enough."""
         ranges = sorted(self._free_ranges, key=_size)
         pieces = []
         while nbytes:
@@ -159,10 +158,10 @@ class HostPool:
         self._free_ranges.append(Range(segment, 0, nbytes))
 
     def _swallow(self, nbytes: int) -> int:
-        """Release the idle segments that a new segment, larger by their bytes, will replace; returns their bytes.
+        """Release the idle segments that a new segment, larger by their bytes, will replace. Return their bytes.
 
-        Each is no larger than the new bytes and the smaller ones together. So memory that has to be locked a second time ends up
-        in a segment at least twice as large as before, which can happen a few times only.
+        Each is no larger than the new bytes and the smaller ones together. So memory that is locked a second time ends up in a
+        segment at least twice as large, and that happens only a few times.
         """
         going, grown = [], nbytes
         for idle in self._idle():
@@ -174,7 +173,7 @@ class HostPool:
         return grown - nbytes
 
     def _shrink(self, beyond: int) -> None:
-        """Release idle segments of at least so many bytes, if there are as many: a budget was lowered."""
+        """Release idle segments of at least `beyond` bytes, or all if there are fewer: a budget was lowered."""
         going = []
         for idle in self._idle():
             if beyond > 0:
@@ -183,12 +182,12 @@ class HostPool:
         self._release(going)
 
     def _idle(self) -> list[Range]:
-        """Segments of which nothing is allocated, the smallest first."""
+        """Return the segments that are entirely free, the smallest first."""
         return sorted((free for free in self._free_ranges if free.nbytes == free.segment.nbytes), key=_size)
 
     def _release(self, idle: list[Range]) -> None:
-        """Forget free ranges that are whole segments. Each segment is unlocked and unmapped when the last reference to it goes,
-        which is the caller's."""
+        """Forget free ranges that span their segments. A segment is unlocked and unmapped with its last reference, the
+        caller's."""
         if idle and self.pinned:
             torch.cuda.synchronize(self.device)  # a copy from them may still be under way
         for free in idle:
@@ -202,7 +201,7 @@ class Refused(MemoError):
     def __init__(self, message: str, held: int) -> None:
         super().__init__(message)
         self.held = held
-        """Bytes that the pool held then: as much as the system gives."""
+        """Bytes that the pool held then: the most that the system gives."""
 
 
 def _size(part: Range) -> int:

@@ -1,4 +1,4 @@
-"""Host memory from the system, in segments: each is mapped, touched so that its pages exist, and locked for the device."""
+"""Host memory from the system: segments that are mapped, touched so that their pages exist, and locked for the device."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ds_memo.units import GIB
 
 PAGE = mmap.PAGESIZE
 TOUCHED_APART = 1 << 26
-"""Bytes that one thread touches at a time, of a segment that is about to be locked."""
+"""Bytes that one thread touches at a time in a segment that is about to be locked."""
 _TRY_OUT = 1 << 28
-"""Bytes: RLIMIT_MEMLOCK up to this is tried out, see `memlock_binds`."""
+"""Largest RLIMIT_MEMLOCK, in bytes, that `memlock_binds` tries to exceed."""
 _TOUCHERS = 8
-"""Threads; more are no faster, memory itself is the limit."""
+"""Threads. More are no faster, because memory bandwidth is the limit."""
 
 
 @dataclass(eq=False)
 class Segment:
-    """Host memory that was mapped, and locked, in one go."""
+    """Host memory that was mapped and locked in one go."""
 
     memory: torch.Tensor
     """uint8, page-aligned."""
@@ -38,10 +38,10 @@ class Segment:
 
 
 def memlock_binds() -> bool:
-    """Whether CUDA refuses to lock more host memory than RLIMIT_MEMLOCK says.
+    """Return True if CUDA refuses to lock more host memory than RLIMIT_MEMLOCK.
 
-    Many machines set it to a few MiB, and NVIDIA's driver locks pages without asking it. So a small limit is tried out; a large
-    one is taken at its word.
+    Many machines set it to a few MiB, and NVIDIA's driver locks pages regardless. So a small limit is tried; a large limit counts
+    as binding.
     """
     limit = memlock_limit()
     if limit is None or limit > _TRY_OUT:
@@ -64,9 +64,9 @@ def map_pages(nbytes: int) -> Segment:
     """
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without them: slower to lock, nothing else
+        with suppress(OSError):  # a kernel without huge pages: locking is slower, nothing else
             memory.madvise(mmap.MADV_HUGEPAGE)
-        # The pages of private memory that a device holds are copied at every fork, a data loader's say.
+        # Every fork (a data loader's) would copy private pages that a device holds.
         memory.madvise(mmap.MADV_DONTFORK)
         return Segment(torch.frombuffer(memory, dtype=torch.uint8))
     except (OSError, MemoryError) as error:
@@ -77,7 +77,7 @@ def map_pages(nbytes: int) -> Segment:
 
 
 def touch(segment: Segment) -> None:
-    """Write to all pages, from several threads, so that they exist. Locking would fault them in one after the other."""
+    """Write to all pages, from several threads, so that they exist. Locking would fault them in one by one."""
     first, end = segment.memory.data_ptr(), segment.memory.data_ptr() + segment.nbytes
     if segment.nbytes <= TOUCHED_APART:
         return
@@ -96,11 +96,11 @@ def pin(segment: Segment) -> None:
     address = segment.memory.data_ptr()
     status = cudart.cudaHostRegister(address, segment.nbytes, 0)
     if status != cudart.cudaError.success:
-        with suppress(RuntimeError):  # the runtime remembers the failure and would blame the next kernel for it
+        with suppress(RuntimeError):  # the runtime remembers the failure and would report it for the next kernel
             torch.zeros(1, device="cuda")
         raise MemoError(
             f"cudaHostRegister refused {segment.nbytes / GIB:.3g} GiB ({status}): "
             "look at `ulimit -l` and at the memory limit of the cgroup, or lower memo.host_memory_gib."
         )
-    # Runs before the mapping goes: the segment still holds it. Not at exit, where CUDA may be gone already.
+    # Runs before the mapping goes, which the segment still holds. Not at exit, where CUDA may be gone.
     weakref.finalize(segment, cudart.cudaHostUnregister, address).atexit = False

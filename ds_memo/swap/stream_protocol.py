@@ -1,4 +1,4 @@
-"""What the schedule needs of its streams. Imports no torch, so that a clock alone can be a stream, too."""
+"""The streams that the schedule runs on. Imports no torch, so that the estimator's clock can be a stream too."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ COMPUTE, D2H, H2D = "compute", "d2h", "h2d"
 
 
 class Streams(Protocol):
-    """What the engine needs. An event is a point in one stream; `event.stream` names it in stall statistics."""
+    """The operations that the engine needs. An event is a point in one stream; stall statistics go by `event.stream`."""
 
     def mark(self, stream: str) -> Any:
-        """An event that comes about when all work issued to `stream` so far is done."""
+        """Return an event that completes when all work issued to `stream` so far is done."""
 
     def wait(self, stream: str, event: Any) -> None:
-        """`stream` starts nothing issued from now on before `event` has come about."""
+        """Make `stream` start nothing issued from now on before `event` completes."""
 
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy on `d2h` or `h2d`. The caller keeps `src` and `dst` alive until an event behind the copy."""
 
     def stall_s(self) -> dict[str, float]:
-        """Seconds the compute stream has spent waiting for each copy stream, as far as its work is done; never waits itself."""
+        """Return the seconds that compute has waited for each copy stream, as far as its work is done. Never wait here."""
 
     def close(self) -> None:
         """Finish what was issued and release threads."""

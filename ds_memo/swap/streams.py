@@ -1,8 +1,7 @@
 """The three streams of ds_memo.swap.stream_protocol, on CUDA and on a CPU.
 
-`compute` runs the model; `d2h` and `h2d` run copies, each in the order they were issued. On CUDA they are CUDA streams. On a CPU
-the compute stream is the calling thread and the other two are real threads, so that every ordering bug of the schedule can be
-provoked without a GPU.
+`compute` runs the model; `d2h` and `h2d` run copies, each in the order of issue. On CUDA they are CUDA streams. On a CPU, compute
+is the calling thread and the other two are real threads, so that tests can provoke every ordering bug without a GPU.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ _DONE.done.set()
 
 
 class ThreadStreams:
-    """Compute is the calling thread; `d2h` and `h2d` are one daemon thread each.
+    """Streams of a CPU: compute is the calling thread; `d2h` and `h2d` are one daemon thread each.
 
-    Handing work to another Python thread costs some 50 µs, so copies are handed over together, by the mark or wait behind them.
+    Passing work to another Python thread takes about 50 µs. So the next mark or wait hands over all copies since the last.
     """
 
     def __init__(self) -> None:
@@ -58,7 +57,7 @@ class ThreadStreams:
         ]
         for thread in self._threads:
             thread.start()
-        # The threads know the queues only, so an abandoned object still ends them.
+        # The threads refer to the queues only, so they end even if this object is never closed.
         self._stop = weakref.finalize(self, _stop, self._queues, self._copies, self._threads)
         _alive.add(self)
 
@@ -121,7 +120,7 @@ _alive: weakref.WeakSet[ThreadStreams] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A child process has none of the threads: there, all streams are closed."""
+    """Close all streams in a forked child, which has none of the threads."""
     for streams in _alive:
         streams._stop.detach()
 
@@ -135,7 +134,7 @@ def _copy_all(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 _ending: list[threading.Thread] = []
-"""Threads with copies still to do, of streams that are closed or were let go."""
+"""Threads of streams that were closed or garbage-collected. They may still have copies to do."""
 
 
 def _stop(
@@ -150,7 +149,7 @@ def _stop(
 
 
 def finish_abandoned(device: torch.device) -> None:
-    """Wait for the copies from and to a device of streams that were never closed."""
+    """Wait for the copies of streams that were never closed, from and to a device."""
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.synchronize(device)
     while _ending:
@@ -162,7 +161,7 @@ class _CudaEvent(torch.cuda.Event):
 
 
 class CudaStreams:
-    """Compute is whatever stream is current at the call; `d2h` and `h2d` are two streams of our own."""
+    """Streams of CUDA: compute is the stream that is current at the call; `d2h` and `h2d` are two streams of our own."""
 
     _MEASURED_AT_ONCE = 256
 
@@ -204,7 +203,7 @@ class CudaStreams:
             dst.copy_(src, non_blocking=True)
 
     def stall_s(self) -> dict[str, float]:
-        self._measure()  # what is over: training asks now and then, and must not wait for the device
+        self._measure()  # only what is over: training reads this now and then, and must not wait for the device
         return dict(self._stall)
 
     def close(self) -> None:

@@ -180,7 +180,7 @@ def test_the_host_is_free_for_the_next_step_after_a_failed_backward(stock: Outco
 
 
 def test_a_leaked_block_is_noticed(stock: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwapEngine, "_give_block", lambda engine, frame: setattr(frame, "block", None))
+    monkeypatch.setattr(SwapEngine, "_free_block", lambda engine, frame: setattr(frame, "block", None))
     with pytest.raises(AssertionError, match="host blocks"):
         check(2, stock, 0.5, 0, analysed=True, buffers_only=False, twice=False)
 

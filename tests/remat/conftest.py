@@ -12,7 +12,7 @@ from ds_memo.swap.frame import Frame
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Frame]:
-    """The frames that are alive, of those made in this test."""
+    """Return the living frames of those made in this test."""
     alive: weakref.WeakSet[Frame] = weakref.WeakSet()
     init = Frame.__init__
 

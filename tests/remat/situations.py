@@ -1,4 +1,4 @@
-"""What the tests of training situations share."""
+"""Helpers of the tests of training situations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def toy(block: Any = Block, **kwargs: Any) -> Toy:
 
 
 class Lines(nn.Module):
-    """A layer's material: three Linears and a norm."""
+    """The parts of a layer: three Linears and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Lines(nn.Module):
 
 def assert_nothing_leaked(handle: Any, frames: weakref.WeakSet[Frame]) -> None:
     if frames:
-        gc.collect()  # a traceback may hold them in a circle
+        gc.collect()  # a traceback may hold them in a reference cycle
     assert not frames
     handle._session.engine._drain()  # what the next forward does first
     assert handle._session.slab.used == handle._session.engine.traffic.blocks_lost == 0

@@ -1,4 +1,4 @@
-"""Gradients of every causal language model of the installed Transformers that can be made small, beside stock's."""
+"""Gradients of every causal language model of the installed Transformers that can be made small, compared with stock's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests import architectures
 from tests.models import Outcome, compare_with_stock, gradients
 
 TOLERANCE = 1e-4
-"""Of float32: split products are summed in another order, and recurrences over a sequence carry that on."""
+"""For float32: split products are summed in another order, and recurrences over a sequence amplify the difference."""
 NOISE = 1e-9
-"""Of the largest gradient: what has less is zero on paper (the weight of an only expert, normalised)."""
+"""Share of the largest gradient below which a gradient is zero in exact arithmetic (the normalised weight of a sole expert)."""
 LENGTHS = (17, 17, 13, 17)
-"""Of each step: the first call of a length is analysed, the next follows its recipe."""
+"""One per step: the first call of a length is analysed, the next follows its recipe."""
 _TOWER = "it has a tower, or tables, that no setting of its configuration makes small"
 NOT_COMPARED = {
     **dict.fromkeys(
@@ -31,7 +31,7 @@ NOT_COMPARED = {
     "xmod": "it wants a language to be set",
     "zamba": "Transformers cannot tie the weights of one this small",
 }
-"""Model types, and why not. Any other that cannot be made small fails."""
+"""Model types that are not compared, and why. Any other that cannot be made small fails."""
 
 pytestmark = [
     pytest.mark.slow,

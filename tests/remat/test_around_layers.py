@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 
 @every_config
 def test_a_hook_that_keeps_a_product(config: dict) -> None:
-    """What a hook holds is its own for ever: no copy, reload or replay writes over it."""
+    """A hook may keep a tensor for ever: no copy, reload or replay overwrites it."""
     model = build("llama")
     held: list[torch.Tensor] = []
     for layer in model.model.layers:
@@ -72,7 +72,7 @@ def test_a_hook_that_keeps_a_product(config: dict) -> None:
 
 @every_config
 def test_a_hook_that_holds_what_replays_produce(config: dict) -> None:
-    """Slots of a reload buffer that escape must not be reused under the holder."""
+    """Slots of a reload buffer that escape must not be reused while the hook holds them."""
 
     def hold_everything(model: nn.Module, number: int) -> Outcome:
         held = []
@@ -190,10 +190,10 @@ def test_a_layer_called_several_times(config: dict) -> None:
 
 
 class CallsCheckpoint(Toy):
-    """A model that checkpoints by itself, as those with their own flag do."""
+    """A model that checkpoints its own layers, as models with such a flag do."""
 
     checkpoint: Any = None
-    """What it calls; absent: ds_memo's where it is attached."""
+    """The checkpoint function; None: ds_memo's where the model is attached."""
 
     def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, how: str = "module") -> Any:
         checkpoint = self.checkpoint or (
@@ -241,7 +241,7 @@ def test_checkpoint_around_several_layers(config: dict, reentrant: bool) -> None
 
 
 def test_checkpoint_around_each_layer() -> None:
-    """With nothing configured memo's first pass is checkpointed and the second is not: torch's would see other tensors."""
+    """With nothing configured, memo checkpoints the first pass and not the second: torch's would see other tensors."""
 
     class Model(Toy):
         def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -263,7 +263,7 @@ def test_checkpoint_around_each_layer() -> None:
 @every_config
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_around_attention_inside_a_layer(config: dict, reentrant: bool) -> None:
-    """It runs attention again whatever is kept: that is counted, and said once."""
+    """It recomputes attention whatever is kept. The report counts that, and a warning comes once."""
 
     class Checkpoints(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -323,7 +323,7 @@ def test_two_models_that_call_checkpoint() -> None:
 
 
 def test_a_model_that_calls_checkpoint_without_memo() -> None:
-    """Never attached, detached, or beside an attached one: torch's checkpoint, which is said."""
+    """Never attached, detached, or next to an attached one: it calls torch's checkpoint, and a warning comes."""
     torch.manual_seed(0)
     model, other = CallsCheckpoint(), CallsCheckpoint()
     stocks = [copy.deepcopy(model), copy.deepcopy(other)]
@@ -339,7 +339,7 @@ def test_a_model_that_calls_checkpoint_without_memo() -> None:
 
 
 def test_a_layer_that_checkpoints_a_module_of_no_model() -> None:
-    """It is called as the layer calls it, in the replay too, where no model is in its forward."""
+    """It is called as the layer calls it, also in the replay, where no model is in its forward."""
     torch.manual_seed(0)
     outside = nn.Linear(HIDDEN, HIDDEN)
 
@@ -363,7 +363,7 @@ def test_a_layer_that_checkpoints_a_module_of_no_model() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 def test_no_cache_is_filled(name: str) -> None:
-    """A cache in training would hold all keys and values on the device, and a replay would add to it."""
+    """A cache would hold all keys and values on the device during training, and a replay would add to it."""
     model = build(name)
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
     out = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels)
@@ -374,7 +374,7 @@ def test_no_cache_is_filled(name: str) -> None:
 
 @every_config
 def test_weights_that_change_between_steps(config: dict) -> None:
-    """Training proper: an optimizer step after each backward, losses equal all along."""
+    """With an optimizer step after each backward, every loss is equal."""
     optimizers: dict[int, torch.optim.Optimizer] = {}
 
     def train(model: nn.Module, number: int) -> Outcome:
@@ -393,6 +393,6 @@ def test_a_dead_model_leaves_nothing(frames: Any) -> None:
     loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
     gone = weakref.ref(model)
     del model, loss
-    gc.collect()  # a module and its own hooks and methods are a circle
+    gc.collect()  # a module and its own hooks and methods are a reference cycle
     assert gone() is None
     assert not frames

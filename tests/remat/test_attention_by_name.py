@@ -1,4 +1,4 @@
-"""Attention ops of packages that are not installed here are known by their names: stand-ins with those names, on a CPU."""
+"""Attention ops of other packages are known by their names: here CPU stand-ins have those names."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Layers that write into the lists and dicts they are given: each is run again with what was in them when it began."""
+"""Layers that write into the lists and dicts they are given: each replay gets the contents from before the forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 
 
 class Carries(Block):
-    """Its hidden states come and go in a dict."""
+    """A layer whose hidden states come and go in a dict."""
 
     def forward(self, states: dict[str, Any]) -> dict[str, Any]:
         states["inner"]["hidden"] = super().forward(states["inner"]["hidden"])
@@ -36,7 +36,7 @@ class InDicts(Toy):
 
 
 class Skips(Block):
-    """A U-Net's: the first half leaves what the second takes."""
+    """A U-Net's layer: the first half puts tensors into a list, and the second half takes them out."""
 
     def forward(self, x: torch.Tensor, skips: list[torch.Tensor], down: bool) -> torch.Tensor:
         x = super().forward(x if down else x + skips.pop())
@@ -69,7 +69,7 @@ def test_containers_that_layers_write_to(model: type[Toy], block: type[Block], k
 
 @pytest.mark.parametrize("model, block", [(InDicts, Carries), (UNet, Skips)], ids=["dict", "list"])
 def test_a_second_backward(model: type[Toy], block: type[Block]) -> None:
-    """The first replay has written into copies of its own."""
+    """The first replay wrote into copies of its own."""
 
     def twice(net: nn.Module, number: int) -> Outcome:
         inputs = BATCH.embeds.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Observers are told which layer runs, and a refusal after a layer's forward reaches the user as any error of the layer does."""
+"""Observers are told which layer runs; a refusal after a layer's forward reaches the user like an error of the layer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_each_layer_begins_ends_and_replays_once(config: dict) -> None:
 
 
 def test_a_refusal_rises_out_of_no_mode() -> None:
-    """Alpha is chosen when the first layer has run. Its frame is let go, and observers are told that the pass is over."""
+    """Alpha is decided when the first layer has run. Its frame is freed, and observers are told that the pass is over."""
     model = toy()
     handle = ds_memo.attach(model, {"resident_layers": 0, "alpha": 0.5, "host_memory_gib": 1e-5})
     handle._session.remat.observers.append(log := Log())

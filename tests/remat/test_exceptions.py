@@ -1,4 +1,4 @@
-"""What a layer, its backward or its replay raises reaches the user; nothing leaks, and the next step is stock's."""
+"""An exception of a layer, its backward or its replay reaches the user; nothing leaks, and the next step is stock's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 
 
 class Stumbles(Block):
-    """Raises in its forward or, by way of an autograd function, in its backward, while `where` says so."""
+    """Raises in its forward or, through an autograd function, in its backward, as `where` says."""
 
     where: str | None = None
 
@@ -96,7 +96,7 @@ def test_an_exception_and_a_clean_next_step(
 
 @every_config
 def test_another_try_while_the_exception_is_held(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As code does that runs out of memory and goes on with a smaller batch inside its except block."""
+    """Code that runs out of memory may go on with a smaller batch inside its except block."""
     model = toy(Stumbles)
     model.blocks[1].weak = True
     stock = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Functions that are kept whole: attention whose kernels no dispatch mode sees, here because it runs below all modes."""
+"""Functions given to `keep_whole`: attention whose kernels no dispatch mode sees, here because it runs below all modes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.remat.situations import BATCH, drive
 aten = torch.ops.aten
 FORWARD, BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward
 ran: list[str] = []
-"""What ran below the modes."""
+"""Functions that ran below the modes."""
 
 
 class Out(NamedTuple):
@@ -33,8 +33,10 @@ class Out(NamedTuple):
 
 
 class Below(torch.autograd.Function):
-    """Causal attention over (b, heads, s, d) with the saved tensors of flash-attn's functions, one of them padded, and dropout of
-    the result. As a package's own kernels would, it shows the modes nothing."""
+    """Causal attention over (b, heads, s, d), with dropout of the result, hidden from the modes like a package's own kernels.
+
+    It saves the tensors that flash-attn's functions save, one of them padded.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0) -> Any:
@@ -61,7 +63,7 @@ def attend_below(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: flo
 
 
 class Attending(Block):
-    """A block with attention of its own."""
+    """A block with the given attention function."""
 
     attention: Callable[..., Any] = staticmethod(ds_memo.keep_whole(attend_below))
 
@@ -83,7 +85,7 @@ def toy(block: Callable[[], nn.Module] = Attending) -> Toy:
 
 
 def runs(model: nn.Module, config: dict[str, Any], steps: int = 3) -> tuple[float, dict[str, Any]]:
-    """How often attention ran in each step and layer, and the report."""
+    """Return how often attention ran per step and layer, and the report."""
     handle = ds_memo.attach(model, config)
     step(model, BATCH)
     ran.clear()
@@ -109,8 +111,8 @@ def test_it_runs_once(config: dict[str, Any]) -> None:
     assert times == 1 and report["attention_recomputed"] == 0
 
 
-def test_it_runs_twice_where_nobody_said_so() -> None:
-    """The negative control, and what a user is told."""
+def test_attention_runs_twice_without_keep_whole() -> None:
+    """The negative control, and its warning."""
 
     class Unsaid(Attending):
         attention = staticmethod(attend_below)
@@ -121,11 +123,11 @@ def test_it_runs_twice_where_nobody_said_so() -> None:
 
 
 def test_a_wrong_saved_tensor_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the gradients: the replay hands autograd the arguments in another order."""
+    """The negative control of the gradients: the replay gives autograd the arguments in another order."""
     from ds_memo.remat.functions import FunctionCall
 
-    saved_again = FunctionCall.saved_again
-    monkeypatch.setattr(FunctionCall, "saved_again", lambda self, given, made: reversed([*saved_again(self, given, made)]))
+    rebuild_saved = FunctionCall.rebuild_saved
+    monkeypatch.setattr(FunctionCall, "rebuild_saved", lambda self, given, made: reversed([*rebuild_saved(self, given, made)]))
     with pytest.raises((AssertionError, RuntimeError)):
         compare_with_stock(toy(), drive, {"alpha": 0.5, "resident_layers": 0})
 
@@ -159,7 +161,7 @@ def test_what_it_returns_is_changed_in_place(config: dict[str, Any]) -> None:
 
 
 def test_a_part_of_an_argument_is_saved() -> None:
-    """And of what it returns: both are views of what the replay has."""
+    """A part of the output is saved too. Both are views of tensors that the replay has."""
 
     def gated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         left, right = x.chunk(2, dim=-1)
@@ -192,7 +194,7 @@ def test_part_of_the_layers_do_not_train() -> None:
 
 @pytest.mark.filterwarnings("ignore:layer .* no attention kernel was seen")
 def test_calls_that_differ() -> None:
-    """Lengths, and a layer that leaves its attention out at times."""
+    """Lengths change, and a layer sometimes skips its attention."""
 
     class Fickle(Attending):
         skips = False
@@ -283,7 +285,7 @@ def test_it_raises() -> None:
 
 
 def assert_refused(block: type[Block], why: str) -> None:
-    """By an error after which the model trains again without memo."""
+    """Check the error, after which the model still trains without memo."""
     model, stock = toy(block), toy(block)
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
     with pytest.raises(ds_memo.MemoError, match=f"was given to ds_memo.keep_whole, but {why}"):
@@ -319,7 +321,7 @@ def test_it_has_a_parameter() -> None:
 
 @pytest.mark.parametrize("config", [{"ablation": "full_recompute"}, {"alpha": 0.5, "resident_layers": 1}], ids=["again", "once"])
 def test_it_closes_over_tensors_of_the_layer(config: dict[str, Any]) -> None:
-    """Where it runs again, what it reads without being given it must be right, too."""
+    """If it is recomputed, the tensors that it closes over must be right too."""
 
     class Closing(Attending):
         def attend(self, x: torch.Tensor) -> torch.Tensor:
@@ -376,7 +378,7 @@ def test_a_compiled_function() -> None:
 
 
 def test_a_layer_compiled_around_it() -> None:
-    """Without memo nothing is in the way of the compiler."""
+    """Without memo the compiler traces through."""
     torch._dynamo.reset()
     whole = ds_memo.keep_whole(lambda x: x * 2)
     compiled = torch.compile(lambda x: whole(x) + 1, backend="eager", fullgraph=True)
@@ -391,7 +393,7 @@ def test_dynamo_skips_files_that_exist() -> None:
 
 
 class Mask:
-    """As FlexAttention's BlockMask: tensors for all layers, in an object that is no container."""
+    """Like FlexAttention's BlockMask: tensors for all layers, in an object that is no container."""
 
     def __init__(self, length: int) -> None:
         self.blocks = torch.ones(1, length, length)

@@ -15,9 +15,9 @@ from tests.models import BF16, FP32, LAYERS, MODELS, ZERO_GRADIENTS, Batch, Outc
 ALPHAS = (0.0, 1 / 8, 1 / 4, 1 / 2, 7 / 8, 1.0)
 RESIDENTS = (0, 1, 2, LAYERS)
 SHAPES = tuple(itertools.product((1, 2), (4, 17, 33, 64)))
-"""(batch, length); 64 is the hidden size too, so no dimension can be told by its size."""
+"""(batch, length). 64 is also the hidden size, so a size does not identify a dimension."""
 MATH_ATTENTION = {"gemma2"}
-"""Their soft cap needs eager attention, whose scores are materialised."""
+"""Families whose soft cap needs eager attention, which materialises its scores."""
 EXPERTS = {"mixtral", "qwen3_moe"}
 
 COVERING = [(SHAPES[i], ALPHAS[i % 6], RESIDENTS[(i + i // 4) % 4]) for i in range(8)]
@@ -35,7 +35,7 @@ def stock(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> Outcome:
 
 
 def run(name: str, dtype: torch.dtype, shape: tuple[int, int], alpha: float, resident: int, check: bool = True) -> dict:
-    """Three steps under one handle: the first analyses, the later ones follow the recipe. Checks the first and the third."""
+    """Run three steps under one handle: the first analyses, the others follow the recipe. Check the first and the third."""
     want = stock(name, dtype, shape)
     batch = Batch.random(*shape, dtype)
     tolerance, zero = (FP32 if dtype == torch.float32 else BF16), ZERO_GRADIENTS.get(name, ())
@@ -59,7 +59,7 @@ def recomputed_at_alpha_0(name: str, shape: tuple[int, int], resident: int) -> f
 
 
 def assert_was_active(report: dict, name: str, shape: tuple[int, int], alpha: float, resident: int) -> None:
-    """That memo did what it was asked to, rather than nothing."""
+    """Check that memo did what it was configured to do."""
     assert report["layers"] == LAYERS
     assert report["resident_layers"] == resident
     assert report["frames"] == 3 * LAYERS

@@ -64,7 +64,7 @@ def test_same_gradients_and_no_copy_set_aside(alpha, residents, monkeypatch):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_a_bias_that_was_read_before_in_a_later_call(alpha):
-    """Op for op and save for save alike, but the recipe says that the bias follows its product."""
+    """The ops and saved tensors are the same, but the recipe has the bias right after its product."""
 
     class Reads(Layer):
         early = False
@@ -94,7 +94,7 @@ def test_a_bias_that_was_read_before_in_a_later_call(alpha):
 
 
 def test_a_bias_that_was_read_before_is_no_part_of_the_gemm():
-    """Something looked at the product before the bias came: the two values are different and both are needed."""
+    """Another op read the product before the bias came: the two values differ, and both are needed."""
 
     class Reads(Layer):
         def forward(self, x):

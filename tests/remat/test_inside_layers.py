@@ -49,7 +49,7 @@ class ChangesProducts(Lines):
 
 
 class ChangesItsOutput(Lines):
-    """The product that the layer returns is changed by whoever comes next."""
+    """The layer returns a product, which its caller then changes in place."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.a(F.gelu(self.b(x)))
@@ -89,7 +89,7 @@ class ChangesChoice(Lines):
 
 
 class Strided(Lines):
-    """Products whose operands are transposed, sliced, expanded, and one with a single column."""
+    """Products with transposed, sliced and expanded operands, and one with a single column."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Sparse(Lines):
 
 
 class Graph(Lines):
-    """Tokens are mixed by a sparse matrix on the left, whose rows cannot be cut off."""
+    """Tokens are mixed by a sparse left operand, whose rows cannot be split."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         near = torch.eye(x.shape[1]) + torch.eye(x.shape[1]).roll(1, 0)
@@ -139,7 +139,7 @@ class Graph(Lines):
 
 
 class Branches(Lines):
-    """What torch.cond comes down to, without its seconds of tracing: a higher-order op, which the modes see as one."""
+    """The higher-order op of torch.cond, without its seconds of tracing. The modes see it as one op."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.a(x)
@@ -149,7 +149,7 @@ class Branches(Lines):
 
 
 class TakesAnIndex(Lines):
-    """Rows of a table are picked by a product that nothing else needs."""
+    """A product that nothing else needs picks rows of a table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class TakesAnIndex(Lines):
 
 
 class SharesAProduct(Lines):
-    """One product read by many, a saved view of it, and a second product of the same weight."""
+    """One product with several readers, a saved view of it, and a second product with the same weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.a(x)
@@ -176,7 +176,7 @@ def dropped_and_added(x: torch.Tensor, residual: torch.Tensor, p: float) -> torc
 
 
 class EndsInTorchScript(Lines):
-    """As Megatron's layers do: the last tensor is saved inside of it. It is warm, for TorchScript at first saves others."""
+    """Like Megatron's layers, it saves the last tensor inside TorchScript. It is warmed up: the first calls save others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def test_layer_that_changes_its_input(config: dict) -> None:
 
 @every_config
 def test_input_changed_after_the_layer(config: dict) -> None:
-    """Plain autograd does not mind as long as nobody saved the input; memo either has its own copy or says no."""
+    """Plain autograd allows it if no op saved the input. Memo either has its own copy or refuses."""
 
     class Scale(Lines):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,7 @@ def test_input_changed_after_the_layer(config: dict) -> None:
 @every_config
 @pytest.mark.parametrize("how", ["position", "keyword", "keyword beside a trained one", "tuple", "tuple by keyword"])
 def test_shared_argument_changed_between_two_forwards(config: dict, how: str) -> None:
-    """Stock has used the mask up when it changes; a replay would see the new one, so it must be refused."""
+    """Stock no longer needs the mask when it changes. A replay would see the new one, so memo must refuse."""
     calls = {
         "position": lambda block, x, mask, trained: block(x, mask),
         "keyword": lambda block, x, mask, trained: block(x, mask=mask),
@@ -293,7 +293,7 @@ def test_shared_argument_changed_between_two_forwards(config: dict, how: str) ->
 
 @every_config
 def test_other_work_behind_the_same_ops(config: dict) -> None:
-    """Op for op alike, but another product is the one that nothing saved depends on."""
+    """The ops are the same, but nothing saved depends on another of the products."""
 
     class Switches(Lines):
         def forward(self, x: torch.Tensor, other: bool) -> torch.Tensor:
@@ -305,7 +305,7 @@ def test_other_work_behind_the_same_ops(config: dict) -> None:
 
 @pytest.mark.parametrize("whole", ["attention", "function"])
 def test_other_operands_of_attention_that_runs_again(whole: str) -> None:
-    """It is to look at the product that nothing saved depended on."""
+    """The recomputed attention reads the product that nothing saved depended on."""
 
     def attend(x: torch.Tensor) -> torch.Tensor:
         x = x.unsqueeze(1)
@@ -333,7 +333,7 @@ def test_another_number_of_experts_per_token(config: dict) -> None:
 
 
 class Threshold(Lines):
-    """Only tokens that a router is for pass through an expert."""
+    """Only tokens that a router selects pass through an expert."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.a(self.norm(x)))
@@ -361,13 +361,13 @@ CHOICES = {
 
 @pytest.mark.parametrize("block", [Threshold, *(type(name, (Chooses,), {"how": how}) for name, how in CHOICES.items())])
 def test_what_chooses_is_kept_whole(block: type[Lines]) -> None:
-    """Recomputed rows may differ in the last bit, and other tokens be chosen then."""
+    """Recomputed rows may differ in the last bit, and then other tokens would be chosen."""
     model = toy(block)
     compare_with_stock(model, drive, {"alpha": 0.5, "resident_layers": 0})
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
     drive(model, 0)
     hidden, router, *_ = [op for op in handle._session.layers[0].latest.ops if isinstance(op, Gemm)]
-    if router.wanted:  # else nobody reads it, as the choice is supplied
+    if router.wanted:  # else nothing reads it, since the choice is supplied
         assert router.rows == router.shape[0] and hidden.rows == hidden.shape[0] // 2
     handle.detach()
 
@@ -387,7 +387,7 @@ class Einsum(Lines):
 
 @pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 def test_batched_products_with_weights_are_counted() -> None:
-    """Held against torch's own count of the backward, with memo and without."""
+    """Compared with torch's own count of the backward, with memo and without."""
     model, flops = toy(Einsum), []
     for config in (None, {"alpha": 1.0, "resident_layers": 0}):
         handle = ds_memo.attach(model, config) if config else None

@@ -1,4 +1,4 @@
-"""What replays leave behind beside gradients: buffers and attributes that a layer writes are what computing it again makes."""
+"""Side effects of replays: buffers and attributes that a layer writes have the values of a recomputation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 
 
 class Parallel(Block):
-    """Attention and MLP side by side, as NeoX has them: nothing saved depends on what attention gives, but statistics do."""
+    """Attention and MLP in parallel, as in NeoX: nothing saved depends on attention's output, but statistics do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class RebindsAttribute(Parallel):
 
 
 class Overwrites(Parallel):
-    """Into a part, through a view, by copying."""
+    """Writes into a part, through a view, and by copying."""
 
     def count(self, mean: torch.Tensor) -> None:
         self.mean.view(2, -1)[1].copy_(mean[HIDDEN // 2 :])
 
 
 class Checkpointed(nn.Module):
-    """Run again by torch.utils.checkpoint: what buffers must be like."""
+    """The reference: torch.utils.checkpoint recomputes the layer, which sets the buffers."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def states(blocks: Any) -> list[torch.Tensor]:
     "block, from_step", [(Parallel, 0), (Rebinds, 0), (RebindsAttribute, 0), (Overwrites, 0), (Parallel, 2), (Overwrites, 2)]
 )
 def test_statistics_of_a_product_that_nothing_saved_needs(config: dict, block: type, from_step: int) -> None:
-    """Also where only later calls, which follow the recipe of the first, write them."""
+    """They are right even if only later calls, which follow the recipe of the first, write them."""
     model = toy(block)
     reference = copy.deepcopy(model)
     blocks = list(reference.blocks)
@@ -123,14 +123,14 @@ def test_an_assertion_about_a_product_that_nothing_saved_needs(config: dict, fro
 def test_what_goes_to_the_host_is_looked_at() -> None:
     to_host, elsewhere = torch.ops.aten._to_copy.default, torch.empty(1, device="meta")
     cpu = torch.device("cpu")
-    assert op_policy.looks_at_values(to_host, (elsewhere,), {"device": cpu})
-    assert not op_policy.looks_at_values(to_host, (torch.empty(1),), {"device": cpu})
-    assert not op_policy.looks_at_values(to_host, (elsewhere,), {"dtype": torch.float16})
-    assert not op_policy.looks_at_values(torch.ops.aten._foreach_add_.Scalar, ([elsewhere], 1), {})  # returns nothing, but writes
+    assert op_policy.reads_values(to_host, (elsewhere,), {"device": cpu})
+    assert not op_policy.reads_values(to_host, (torch.empty(1),), {"device": cpu})
+    assert not op_policy.reads_values(to_host, (elsewhere,), {"dtype": torch.float16})
+    assert not op_policy.reads_values(torch.ops.aten._foreach_add_.Scalar, ([elsewhere], 1), {})  # returns nothing, but writes
 
 
 def test_a_graph_does_not_hold_arguments(frames: Any) -> None:
-    """What could be asked for in a forward is let go at its end: the hidden states of a swapped layer must leave the device."""
+    """The mode drops its arguments at the end of a forward, so a swapped layer's hidden states can leave the device."""
     model = toy(layers=3)
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
     step(model, BATCH)

@@ -1,4 +1,4 @@
-"""Routers that mask groups of experts in memory that begins as zeros (DeepSeek-V3, GLM-4.5): only what they look at is whole."""
+"""Routers that mask expert groups in zeroed memory (DeepSeek-V3, GLM-4.5): only GEMMs that they read keep all rows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ EXPERTS, GROUPS = 8, 4
 
 
 class Grouped(Block):
-    """A block whose experts are chosen from two of four groups, as DeepSeek-V3 does it; an expert is a scale."""
+    """A block that chooses experts from two of four groups, like DeepSeek-V3; an expert is a scale."""
 
     fills = "nothing"
-    """What else writes to the mask, out of sight."""
+    """A second writer of the mask, which PyTorch does not show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Filled(Grouped):
 
 
 def rows(model: nn.Module, alpha: float) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and kept rows of each GEMM of the first layer that the replay needs."""
+    """Return shape and kept rows of each GEMM of the first layer that the replay needs."""
     handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": 0})
     step(model, BATCH)
     found = [(op.shape, op.rows) for op in handle._session.layers[-1].latest.ops if isinstance(op, Gemm) and op.wanted]
@@ -73,7 +73,7 @@ def test_only_the_router_is_kept_whole() -> None:
 
 
 def test_all_before_is_kept_whole_where_a_kernel_may_have_made_the_mask() -> None:
-    """It left other values than the op that made the memory: it may have looked at anything."""
+    """It left other values than the op that made the memory, so it may have read anything."""
     tokens = BATCH.embeds.shape[0] * BATCH.embeds.shape[1]
     before, behind = [tokens] * 3, [tokens // 2] * 2  # qkv, o, router; up, down
     assert [kept for _, kept in rows(toy(Filled), 0.5)] == before + behind

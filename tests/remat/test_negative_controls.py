@@ -23,7 +23,7 @@ CONFIG = {"alpha": 0.5, "resident_layers": 0}
 
 
 def outcomes(name: str, steps: int = 3) -> Iterator[tuple[Outcome, Outcome]]:
-    """What memo and stock make of batches that differ, so that nothing left over from the step before is right."""
+    """Return memo's and stock's outcomes of batches that differ, so that leftovers of the step before are wrong."""
     model, stock = build(name), build(name)
     handle = ds_memo.attach(model, CONFIG)
     try:
@@ -46,7 +46,7 @@ def compare(name: str) -> None:
 
 
 def corrupt_a_row(patch: Patch) -> None:
-    """One number of one stored row comes back different."""
+    """Change one number of one stored row."""
     reload = SwapEngine._reload
 
     def corrupting(self: SwapEngine, frame: Frame) -> None:
@@ -57,7 +57,7 @@ def corrupt_a_row(patch: Patch) -> None:
 
 
 def delay(patch: Patch, stream: str) -> None:
-    """Copies of one stream take their time; everything else about them stays right."""
+    """Delay the copies of one stream, and change nothing else about them."""
     copy = ThreadStreams.copy
 
     def slow(self: ThreadStreams, name: str, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -89,7 +89,7 @@ def no_wait_for_the_way_out(patch: Patch) -> None:
 
 
 def wrong_offset(patch: Patch, field: str, method: str) -> None:
-    """One tensor of a frame begins inside the one before it; by four rows, since no loss hangs on a sequence's last token."""
+    """Let a frame's tensor begin four rows inside the one before it. No loss depends on a sequence's last token."""
     right = getattr(Kept, method)
 
     def shifted(self: Kept, where: Any) -> Any:
@@ -124,7 +124,7 @@ def rows_of_other_tokens(patch: Patch) -> None:
 
 
 def stored_rows_computed_too_late(patch: Patch) -> None:
-    """The split is one row lower on the way out than on the way back."""
+    """Split one row lower on the way out than on the way back."""
     right = Kept.rows_of
     patch.setattr(Kept, "rows_of", lambda self, tensor: right(self, tensor.roll(1, 0) if self.index == 2 else tensor))
 
@@ -135,16 +135,16 @@ def leave_out_a_product(patch: Patch) -> None:
 
 
 def no_note_of_what_is_saved(patch: Patch) -> None:
-    """The analysis forgets that a saved tensor was made of products."""
+    """Let the analysis forget that a saved tensor depends on products."""
 
     def forgetful(self: analyse.Analyse, tensor: torch.Tensor) -> None:
-        self.seen.packs += 1
+        self.observed.packs += 1
 
     patch.setattr(analyse.Analyse, "_note", forgetful)
 
 
 def unclipped_groups(patch: Patch) -> None:
-    """Rows of a grouped product go to the experts that the first rows belong to."""
+    """Give rows of a grouped product to the experts of the first rows."""
 
     def wrong(right: Any, func: Any, args: tuple, kwargs: dict, first: int, out: torch.Tensor) -> None:
         if func is not torch.ops.aten._grouped_mm.default:

@@ -33,7 +33,7 @@ def known_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert get_accelerator()._name == "cpu"
     module = checkpointing
-    if request.param != checkpointing.__name__:  # Megatron's has the same face
+    if request.param != checkpointing.__name__:  # Megatron's has the same interface
         module = types.ModuleType(request.param)
         monkeypatch.setitem(sys.modules, request.param, module)
         module._CUDA_RNG_STATE_TRACKER = checkpointing.CudaRNGStatesTracker()
@@ -43,7 +43,7 @@ def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @torch.library.custom_op("ds_memo_tests::dropping_attention", mutates_args=(), device_types="cpu")
 def dropping_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As flash-attn's: draws from the generator, and returns the state it drew from for the backward."""
+    """Attention like flash-attn's: it draws from the generator, and returns that state for the backward."""
     state = torch.get_rng_state()
     lse = torch.logsumexp(q @ k.mT, dim=-1)
     return _dropped(q, k, v, torch.rand_like(q)), lse, state
@@ -117,7 +117,7 @@ def test_the_profile_leaves_named_states_as_they_are(tracker: Any, tmp_path: Pat
 
 
 def test_the_same_graph_twice(tracker: Any) -> None:
-    """A second backward draws the same numbers, too."""
+    """A second backward also draws the same numbers."""
     model = parallel_toy(tracker)
     tracker.add(NAME, 3)
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
@@ -131,14 +131,14 @@ def test_the_same_graph_twice(tracker: Any) -> None:
     handle.detach()
 
 
-def test_who_does_not_put_them_back_has_other_gradients(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_differ_if_they_are_not_put_back(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_states, "_MODULES", ())
     with pytest.raises(Different):
         compare_with_stock(parallel_toy(tracker), drive(tracker), {"alpha": 0.5, "resident_layers": 1})
 
 
 def test_attention_that_is_supplied_leaves_the_state_behind_it(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what is drawn after it in the replay is another: the control of that it counts."""
+    """Without that state, later draws in the replay differ."""
     supplied = Replay._supplied
     monkeypatch.setattr(Replay, "_supplied", lambda self, index, op: self.call.rng_after.clear() or supplied(self, index, op))
     with pytest.raises(Different):

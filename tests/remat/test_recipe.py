@@ -1,4 +1,4 @@
-"""Fingerprints, by which writes out of sight are found, and how many recipes a layer remembers."""
+"""Fingerprints, which reveal writes that PyTorch does not show, and the number of recipes that a layer remembers."""
 
 import pytest
 import torch

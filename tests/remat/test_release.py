@@ -1,4 +1,4 @@
-"""Tensors go when they are done with: not when Python looks for reference cycles, and not a step late."""
+"""Tensors are freed after their last use, without waiting for garbage collection or the next step."""
 
 import gc
 
@@ -12,7 +12,7 @@ from ds_memo.profile.live import LiveBytes
 
 @pytest.fixture
 def run():
-    """Three steps of a small model without garbage collection: bytes after each forward, each step, and the slab's."""
+    """Run three steps of a small model without garbage collection. Return bytes after each forward, each step, and the slab's."""
 
     def steps(**memo) -> dict[str, list[int]]:
         config = AutoConfig.for_model(

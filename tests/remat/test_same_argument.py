@@ -1,4 +1,4 @@
-"""Layers that are given one tensor several times and ask whether it is one: each replay must see the same."""
+"""Layers that get one tensor several times and test its identity: each replay must pass one tensor too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 
 
 class Attention(nn.MultiheadAttention):
-    """Which PyTorch computes by one product where queries, keys and values are one tensor, else by two or three."""
+    """PyTorch computes one product if queries, keys and values are one tensor, else two or three."""
 
     def __init__(self) -> None:
         super().__init__(HIDDEN, HEADS, batch_first=True)

@@ -86,7 +86,7 @@ def test_freezing_and_unfreezing_between_steps(config: dict) -> None:
 
 @every_config
 def test_replaced_parameters(config: dict) -> None:
-    """The weights that memo looked at when it attached are not the ones in use, and the frozen one changes."""
+    """Each step replaces weights that memo read when it attached, and freezes another of them."""
 
     class Chain(Lines):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,14 +123,14 @@ def test_autocast_that_changes_between_steps(config: dict) -> None:
 
 @every_config
 def test_mixture_of_experts_in_a_python_loop(config: dict) -> None:
-    """How many tokens an expert gets differs from step to step: no recipe can be followed."""
+    """An expert's number of tokens differs from step to step, so no recipe can be followed."""
     model = build("mixtral", experts_implementation="eager")
     compare_with_stock(model, lambda model, number: step(model, Batch.random(2, 17, seed=number)), config, steps=5)
 
 
 @every_config
 def test_dropout_of_a_product_that_the_replay_leaves_out(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its mask is made like the product (on a CPU), of which it has nothing: the recipe of the first call is followed."""
+    """On a CPU the mask is made like the product but does not depend on it: the first call's recipe is followed."""
     analyse, analyses = checkpoint.Analyse, []
     monkeypatch.setattr(checkpoint, "Analyse", lambda *args: analyses.append(1) or analyse(*args))
     compare_with_stock(toy(lambda: Block(dropout=0.2)), drive, config, steps=4)
@@ -139,7 +139,7 @@ def test_dropout_of_a_product_that_the_replay_leaves_out(config: dict, monkeypat
 
 @every_config
 def test_work_that_settles_is_analysed_no_more(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer whose first calls, and one later on, are each unlike the one before."""
+    """A layer's first calls, and one later call, each differ from the call before."""
     unlike = [0, 1, 2, 3, 1, 2, 3] + [0] * 6 + [1] + [0] * 3
     analyses: list[int] = []
     analyse = checkpoint.Analyse
@@ -159,13 +159,13 @@ def test_work_that_settles_is_analysed_no_more(config: dict, monkeypatch: pytest
 
     number = 0
     compare_with_stock(toy(Varies, layers=1), varied, config | {"resident_layers": 0}, steps=len(unlike))
-    # Recipes are left at 1, 3 and 5; from 6 on all are analysed until three in a row are as the one before. At 13 one is left.
+    # Calls 1, 3 and 5 leave recipes. From 6 on all are analysed, until three in a row equal the one before. Call 13 leaves one.
     assert analyses == [0, 2, 4, *range(6, 11), 14], analyses
 
 
 @every_config
 def test_router_logits_and_their_loss(config: dict) -> None:
-    """Hooks take the logits out of the layer, and a second loss goes back through them."""
+    """Hooks take the logits out of the layer, and a second loss runs backward through them."""
     model = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     compare_with_stock(model, drive, config)
 
@@ -183,7 +183,7 @@ def test_changing_batch_and_length(config: dict, name: str) -> None:
 @every_config
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_packed_position_ids(config: dict, name: str) -> None:
-    """With a cache Hugging Face models do not notice packing; memo gives them none, so stock gets none either."""
+    """Hugging Face models do not detect packing if they have a cache. Memo gives them none, so stock gets none either."""
     positions = torch.cat([torch.arange(5), torch.arange(9), torch.arange(3)]).expand(2, -1)
     compare_with_stock(build(name), lambda model, number: step(model, BATCH, position_ids=positions, use_cache=False), config)
 
@@ -263,7 +263,7 @@ def test_interleaved_retained_backwards(config: dict) -> None:
 
 @every_config
 def test_backwards_from_the_middle(config: dict) -> None:
-    """Losses on hidden states: the upper layers are replayed once, the lower ones twice."""
+    """With losses on hidden states, the upper layers are replayed once and the lower ones twice."""
 
     def middle(model: nn.Module, number: int) -> Outcome:
         out = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels, output_hidden_states=True)

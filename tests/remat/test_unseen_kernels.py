@@ -1,4 +1,4 @@
-"""Kernels that the dispatcher does not see; NumPy stands for Triton. Gradients stay stock's, and what is written is named."""
+"""Kernels that the dispatcher does not see; NumPy stands in for Triton. Gradients are stock's, and the warning names the op."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def scale_(x: torch.Tensor, by: torch.Tensor) -> None:
 
 @every_config
 def test_a_custom_op_that_changes_nothing_at_first(config: dict) -> None:
-    """It says what it writes, so that no look at values has to find out."""
+    """Its schema says what it writes, so fingerprints are not needed."""
 
     class Kernel(torch.autograd.Function):
         @staticmethod
@@ -135,7 +135,7 @@ def test_a_write_out_of_sight_is_named() -> None:
 
     model = toy(Calls)
     handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 2})
-    # mm: DeepSpeed leaves its own linear in torch.nn.functional once a ZeRO-3 model was built in this process
+    # mm: DeepSpeed leaves its own linear in torch.nn.functional after a ZeRO-3 model was built in this process
     with pytest.warns(ds_memo.MemoWarning, match=r"layer blocks\.0: outputs of aten\.(add)?mm\.default were changed in place"):
         step(model, BATCH)
     handle.detach()

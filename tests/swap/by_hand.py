@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Rig:
-    """An engine and the least that a layer does to it."""
+    """An engine, and the calls that a layer makes to it."""
 
     streams: object = field(default_factory=ThreadStreams)
     pages: int = 1000

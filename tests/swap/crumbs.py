@@ -1,6 +1,6 @@
-"""`Crumbs`: a slab that allocates each block in the smallest pieces there can be, in any order.
+"""`Crumbs`: a slab that allocates each block in the smallest possible pieces, in any order.
 
-It holds and allocates the same bytes as any slab; but a kept tensor larger than a piece crosses borders, in models of any size.
+It holds and allocates the same bytes as any slab. But a kept tensor larger than a piece crosses borders, in models of any size.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from ds_memo.units import ALIGN
 
 
 def crumbled(pieces: list[Range], seed: int) -> list[Range]:
-    """The same bytes, in another order, in pieces of the alignment that frames keep to."""
+    """Return the same bytes in another order, in pieces as small as the frames' alignment."""
     crumbs = [Range(piece.segment, at, at + ALIGN) for piece in pieces for at in range(piece.begin, piece.end, ALIGN)]
     random.Random(seed).shuffle(crumbs)
     return crumbs
 
 
 class Crumbs(HostSlab):
-    """See the module's head."""
+    """The slab described at the top of this file."""
 
     crossed = 0
-    """Blocks allocated in more than one piece, of all such slabs."""
+    """Blocks that all such slabs have allocated in more than one piece."""
 
     def allocate(self, nbytes: int, wanted_by: str) -> Block:
         block = super().allocate(nbytes, wanted_by)

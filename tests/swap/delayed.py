@@ -1,13 +1,13 @@
-"""`DelayedStreams`: copies come late, and memory that was let go does not keep its value.
+"""`DelayedStreams`: copies come late, and freed memory does not keep its value.
 
 On a CPU the compute stream is synchronous and freed memory usually keeps its bytes, so a wrong schedule can give right gradients.
-Here every copy waits a random while on its thread first, and 0xFF bytes (NaN in every float type) are written
+Here every copy first waits a random time on its thread, and 0xFF bytes (NaN in every float type) are written
 
-- over device memory, as soon as nobody but a copy under way holds its storage: another tensor might live there by now;
+- over device memory, as soon as only a copy under way holds its storage: another tensor might live there by now;
 - over a fresh reload buffer, when its first copy is issued;
 - over a host block, when it is freed.
 
-A copy under way works on bare addresses and counts as nobody: its memory stays mapped, but not its value.
+A copy under way works on bare addresses and does not count as a holder: its memory stays mapped, but loses its value.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ class _Watched:
 
 
 class DelayedStreams(ThreadStreams):
-    """See the module's head.
+    """The streams described at the top of this file.
 
     Args:
-        seed: of the delays.
-        delays_s: to draw from.
+        seed: the seed of the delays.
+        delays_s: the delays to draw from, in seconds.
     """
 
     def __init__(self, seed: int, delays_s: tuple[float, ...] = DELAYS_S) -> None:
         super().__init__()
         self.poisoned = 0
-        """Storages overwritten after they were let go."""
+        """Storages overwritten after they were freed."""
         self._random = random.Random(seed)
         self._delays = delays_s
         self._watched: dict[int, _Watched] = {}
         self._lock = threading.Lock()
 
     def watch(self, slab: HostSlab) -> HostSlab:
-        """Overwrite the blocks of a slab when they are freed; returns it."""
+        """Overwrite a slab's blocks when they are freed. Return the slab."""
         free = slab.free
 
         def poison_and_free(block: Block) -> None:

@@ -14,7 +14,7 @@ from ds_memo.swap import engine
 
 
 def waits() -> list[str]:
-    """One name per wait: the method it is in and what it says, in source order; with a number where that is not unique."""
+    """Return one name per wait, in source order: its method and its source, with a number if that is not unique."""
     names = [f"{method}: {ast.unparse(call)}" for method, call in _waits(_parse())]
     return [f"{name} #{names[:index].count(name) + 1}" if names.count(name) > 1 else name for index, name in enumerate(names)]
 

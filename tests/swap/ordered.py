@@ -1,19 +1,19 @@
 """A happens-before checker for the swap engine's schedule.
 
-`OrderedStreams` stands in for any `Streams`. It keeps one vector clock per stream and, for every storage that a copy touches, who
-read or wrote which bytes at which of its steps. Two accesses to the same bytes, at least one of them a write, must be ordered by
-an event that was really waited for; that they happened to run one after the other does not count. So a missing wait shows in the
-first run, on a CPU, without luck.
+`OrderedStreams` stands in for any `Streams`. It keeps one vector clock per stream. For every storage that a copy touches, it
+keeps which stream read or wrote which bytes at which step. Two accesses to the same bytes, at least one of them a write, must be
+ordered by an event that was waited for. That they ran one after the other by chance does not count. So the first run on a CPU
+shows a missing wait.
 
-Compute's side comes from a dispatch mode, one step per op, and from three rules about memory that compute's order alone governs:
-an allocation is a write by compute, letting go of the last tensor of a storage is a write by compute (its next owner may write
-there at once), and so are allocating a host block and freeing it.
+Compute's accesses come from a dispatch mode, one step per op, and from three rules about memory that only compute's order
+governs. All three count as writes by compute: an allocation; the release of a storage's last tensor, since its next owner may
+write there at once; and the allocation or release of a host block.
 
     checker = OrderedStreams()
     with checker:                      # sees compute's ops
         engine = SwapEngine(checker, checker.watch(HostSlab(...)), device)
         ...
-    checker.verify()                   # what was found where nothing can be raised: a storage that died too early
+    checker.verify()                   # raises what destructors found: a storage that died too early
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ds_memo.swap.host_slab import Block, HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams
 
 Clock = dict[str, int]
-"""For each stream, how many of its steps are over."""
+"""Finished steps of each stream."""
 
 
 class OrderError(AssertionError):
@@ -39,7 +39,7 @@ class OrderError(AssertionError):
 
 
 class Immediate:
-    """Streams that copy at once, so that no queue keeps a tensor alive which the engine has let go."""
+    """Streams that copy at once, so that no queue keeps a tensor alive which the engine has dropped."""
 
     def mark(self, stream: str) -> str:
         return stream
@@ -75,11 +75,11 @@ class Access:
 
 @dataclass
 class History:
-    """What happened to one storage."""
+    """The accesses to one storage."""
 
     copies: list[Access] = field(default_factory=list)
     compute: dict[tuple[bool, int, int], Access] = field(default_factory=dict)
-    """The latest of each kind and range: whoever comes after it comes after the earlier ones too."""
+    """The latest of each kind and range. An access that comes after it comes after the earlier ones too."""
 
 
 class Event:
@@ -90,11 +90,11 @@ class Event:
 
 
 class OrderedStreams(TorchDispatchMode):
-    """See the module's head.
+    """The checker described at the top of this file.
 
     Args:
-        inner: what really copies. Streams with a queue (threads) keep sources alive a little longer, which may hide
-            an early release.
+        inner: the streams that copy. Streams with a queue (threads) keep sources alive a little longer, which may hide an early
+            release.
     """
 
     def __init__(self, inner: Streams | None = None) -> None:
@@ -102,7 +102,7 @@ class OrderedStreams(TorchDispatchMode):
         self.inner = inner or Immediate()
         self.violations: list[str] = []
         self.checked = 0
-        """Pairs of accesses that were looked at."""
+        """Pairs of accesses that were checked."""
         self._clocks: dict[str, Clock] = {s: dict.fromkeys((COMPUTE, D2H, H2D), 0) for s in (COMPUTE, D2H, H2D)}
         self._histories: dict[int, History] = {}  # address of a living StorageImpl → its past
         self._paused = 0
@@ -142,7 +142,7 @@ class OrderedStreams(TorchDispatchMode):
     # ---- compute
 
     def watch(self, slab: HostSlab) -> HostSlab:
-        """Follow the blocks of a slab; returns it."""
+        """Follow the blocks of a slab. Return the slab."""
         allocate, free = slab.allocate, slab.free
 
         def watched_allocate(nbytes: int, wanted_by: str) -> Block:
@@ -233,7 +233,7 @@ class OrderedStreams(TorchDispatchMode):
         clock = self._clocks[COMPUTE]
         for access in history.copies:
             if access.step > clock[access.stream]:
-                message = f"memory was let go by compute step {clock[COMPUTE]} while nothing orders that behind {access}"
+                message = f"memory was freed by compute step {clock[COMPUTE]}, and nothing orders that behind {access}"
                 self.violations.append(message)
                 self._late.append(message)
 
@@ -243,7 +243,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """All that an op is given or gives; torch's own pytrees take as long as all else here."""
+    """Return the tensors that an op takes or returns. torch's own pytrees take as long as all the rest here."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What the tests of the engine share: tiny models, and attaching them with the streams, slab and engine of one's choice."""
+"""Helpers of the engine's tests: tiny models, and attaching them with given streams, slab and engine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A plain model whose layers can be told to misbehave through forward hooks."""
+    """A plain model. Forward hooks make its layers misbehave."""
 
     def __init__(self, layers: int, hidden: int = 16) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Short training stories, each of which leans on some wait of the engine. A story returns what its result depends on."""
+"""Short training stories, each of which needs some wait of the engine. A story returns its results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def drop_on_the_way_back(memo: Session, model: torch.nn.Module, x: list[torch.Te
 
 
 def change_in_place(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A layer, and then its caller, write to tensors that are kept and whose copies may be under way."""
+    """A layer, and then its caller, write to kept tensors whose copies may be under way."""
     for batch in x[:3]:
         total = torch.zeros(())
         for block in model.blocks:
@@ -92,7 +92,7 @@ def detach_with_a_reload_under_way(memo: Session, model: torch.nn.Module, x: lis
 
 
 def abandon_reloads(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Backward goes a step into each of several graphs: the frames reloaded ahead are not the ones wanted next."""
+    """Backward goes one step into each of several graphs: the frames reloaded ahead are not the ones wanted next."""
     losses = [model(batch) for batch in x[:3]]
     for loss in losses:
         torch.autograd.grad(loss, model.blocks[-1].up.weight, retain_graph=True)
@@ -102,7 +102,7 @@ def abandon_reloads(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]
 
 
 class WritesInPlace(Block):
-    """Autograd saves nothing of `wide` and `out` themselves, so changing them is allowed, but what it saves depends on them."""
+    """Autograd saves neither `wide` nor `out`, so changing them is allowed. But what it saves depends on them."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         wide = self.up(x)

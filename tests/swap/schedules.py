@@ -1,4 +1,4 @@
-"""Random training schedules: what a user may do with graphs, in any order."""
+"""Random training schedules: a user's operations on graphs, in any order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Halt(Exception):
 
 
 @dataclass
-class Setting:
+class Setup:
     """One model with one memo configuration, drawn from a seed."""
 
     seed: int
@@ -52,7 +52,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 def play(model: nn.Module, seed: int, actions: int) -> dict[str, torch.Tensor]:
-    """Act out the schedule of a seed; every number that comes out of it, by where it came from."""
+    """Run the schedule of a seed. Return every result by the step that made it."""
     draw = random.Random(seed)
     results: dict[str, torch.Tensor] = {}
     graphs: list[torch.Tensor] = []
@@ -83,7 +83,7 @@ def play(model: nn.Module, seed: int, actions: int) -> dict[str, torch.Tensor]:
             if not retain:
                 del graphs[pick]
         elif action == "partial" and pick is not None:
-            # Not as deep as a whole backward: reloads issued ahead are not asked for.
+            # Shorter than a full backward: some reloads issued ahead are never used.
             last = draw.choice(list(layers_of(model))[1:])
             wanted = [draw.choice(list(last.parameters())), *last.parameters()][:2]
             for index, grad in enumerate(torch.autograd.grad(graphs[pick], wanted, retain_graph=True, allow_unused=True)):
@@ -117,6 +117,6 @@ def _halt(*_: object) -> None:
 
 
 def differing(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> list[str]:
-    """Names of results that are not equal to the last bit."""
+    """Return the names of results that are not equal to the last bit."""
     assert ours.keys() == reference.keys()
     return [name for name, value in reference.items() if not torch.equal(ours[name], value)]

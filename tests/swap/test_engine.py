@@ -1,4 +1,4 @@
-"""The schedule itself, driven by hand: what the engine asks of its streams."""
+"""The schedule itself, driven by hand: the calls that the engine makes to its streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.swap.ordered import Immediate
 
 
 class Diary(Immediate):
-    """Writes down what the engine asks for."""
+    """Records the engine's calls."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -193,7 +193,7 @@ def test_reloads_are_issued_ahead_across_resident_frames(rig):
 
 
 def test_what_backward_has_passed_is_not_reloaded_ahead(rig):
-    """Two graphs, the older one first: below its oldest frame, the younger one finds frames that were replayed."""
+    """With two graphs, the older one first: below its oldest frame, the younger graph finds frames that were replayed."""
     frames = [rig.layer() for _ in range(4)]
     for index in (1, 0, 3, 2):
         rig.replay(frames[index])

@@ -84,7 +84,7 @@ TENSORS = {
 
 
 def host_block(nbytes: int, crumbs: bool = False) -> tuple[Block, torch.Tensor]:
-    """A block and the bytes behind it; of one piece, or of many in another order."""
+    """Return a block and the bytes behind it, in one piece or in several pieces in another order."""
     memory = torch.full((nbytes,), 0xAB, dtype=torch.uint8)
     pieces = [Range(Segment(memory), 0, nbytes)]
     return Block(crumbled(pieces, seed=1) if crumbs else pieces), memory

@@ -1,4 +1,4 @@
-"""The host slab: mapped once and used again by frames of any length, page-aligned, within its budget."""
+"""The host slab: mapped once and reused by frames of any length, page-aligned, within its budget."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def addresses(block: Block) -> list[tuple[int, int]]:
 
 
 class System:
-    """What the slab asks of the system, in place of `map_pages` and `pin`: it counts, and gives `limit` bytes at most."""
+    """A stand-in for `map_pages` and `pin`: it counts, and gives `limit` bytes at most."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int = 1 << 62) -> None:
         self.limit = limit
@@ -53,7 +53,7 @@ class System:
 
     @property
     def held(self) -> list[int]:
-        """Bytes of the segments that are there."""
+        """Return the bytes of the living segments."""
         return [segment.nbytes for ref in self._segments if (segment := ref()) is not None]
 
     def _map(self, nbytes: int) -> Segment:
@@ -233,7 +233,7 @@ def test_whatever_fits_the_budget_is_allocated_and_no_more_is_held(budget, steps
 
 @pytest.mark.parametrize("lengths", ["random", "growing slowly"])
 def test_lengths_that_change_do_not_lock_anew(monkeypatch, lengths):
-    """Frames of so many pages in a stack, as training allocates and frees them."""
+    """Frames of the given pages in a stack, as training allocates and frees them."""
     system = System(monkeypatch)
     host, frames = HostSlab(1 << 40, HostPool(CUDA)), 8
     draw = random.Random(0)
@@ -252,7 +252,7 @@ def test_lengths_that_change_do_not_lock_anew(monkeypatch, lengths):
 
 
 def test_what_is_replaced_was_synchronized_with(monkeypatch):
-    """A copy may still read the idle segments that a new one takes the place of."""
+    """A copy may still read the idle segments that a new one replaces."""
     system = System(monkeypatch)
     host = HostSlab(1 << 40, HostPool(CUDA))
     for block in [host.allocate(PAGE, "short") for _ in range(5)]:
@@ -280,7 +280,7 @@ def test_a_refusal_of_the_system_is_remembered(monkeypatch):
 
 
 def test_a_refusal_while_segments_are_replaced_counts_them(monkeypatch):
-    """They are gone, but it was them and no more that the system gave."""
+    """They are gone, but their bytes are the most that the system gave."""
     system = System(monkeypatch, limit=4 * PAGE)
     host = slab()
     for block in [host.allocate(PAGE, "short") for _ in range(3)]:
@@ -294,7 +294,7 @@ def test_a_refusal_while_segments_are_replaced_counts_them(monkeypatch):
 
 
 def lowered(monkeypatch: pytest.MonkeyPatch, kept: int) -> tuple[HostSlab, System, list[Block]]:
-    """A slab of 4, 3, 2 and 1 pages whose budget has become 5; of its blocks so many are still allocated."""
+    """Lower the budget of a slab of 4, 3, 2 and 1 pages to 5, with the given number of blocks still allocated."""
     system = System(monkeypatch)
     host = slab(10)
     blocks = [host.allocate(pages * PAGE, "x") for pages in (4, 3, 2, 1)]

@@ -1,4 +1,4 @@
-"""Frames from birth to death, driven by hand: graphs that are dropped, tensors that change, wrong steps, closing."""
+"""Lifetimes of frames, driven by hand: dropped graphs, tensors that change, wrong steps, closing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_aborted_frame_leaves_nothing_behind(rig):
 
 @pytest.mark.parametrize("where", ["just recorded", "away", "on its way back", "replayed"])
 def test_a_frame_may_die_on_a_copy_thread(where):
-    """Garbage collection runs wherever it likes, also where waiting for a copy would be waiting for itself."""
+    """Garbage collection runs on any thread, even on the copy thread, which would wait for itself."""
     rig = Rig(DelayedStreams(1, delays_s=(1e-3,)))
     frames = [rig.layer() for _ in range({"just recorded": 1}.get(where, 4))]
     if where != "just recorded":
@@ -136,7 +136,7 @@ def test_a_change_of_another_tensor_costs_nothing(rig):
     rig.engine.end(frame)
 
 
-def test_a_change_that_nobody_announced_raises_each_time(rig):
+def test_an_unannounced_change_raises_each_time(rig):
     tensor = torch.ones(8, 64)
     frame = rig.layer_of([tensor], name="model.layers.3")
     tensor.add_(1)

@@ -1,4 +1,4 @@
-"""How much is stored, how much stays on the device: the bars of benchmarks/memory.py, on fewer layers and tokens."""
+"""Bytes stored and bytes left on the device: the bars of benchmarks/memory.py, on fewer layers and tokens."""
 
 from __future__ import annotations
 

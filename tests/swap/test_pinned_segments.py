@@ -1,4 +1,4 @@
-"""Segments: there before they are locked, and never copied at a fork."""
+"""Segments: their pages exist before they are locked, and a fork never copies them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ds_memo.swap.pinned_segments import PAGE, TOUCHED_APART, Segment, map_pages
 
 
 def memory_map(segment: Segment) -> dict[str, str]:
-    """What the kernel says of a segment's mapping."""
+    """Return the kernel's description of a segment's mapping."""
     address, found, inside = segment.memory.data_ptr(), {}, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -21,7 +21,7 @@ def memory_map(segment: Segment) -> dict[str, str]:
 
 
 def test_pages_are_there_before_they_are_locked():
-    """All of them, and in a last part that is none of the threads' size; locking would bring them one after the other."""
+    """All pages exist, also in a last part smaller than a thread's. Locking would fault them in one by one."""
     block = map_pages(2 * TOUCHED_APART + PAGE)
     block.memory[PAGE] = 1
     before = int(memory_map(block)["Rss"].split()[0]) << 10
@@ -31,5 +31,5 @@ def test_pages_are_there_before_they_are_locked():
 
 
 def test_a_fork_does_not_copy_blocks():
-    """The kernel copies private pages that a device holds at once, and data loaders fork."""
+    """At a fork the kernel copies private pages that a device holds, and data loaders fork."""
     assert "dc" in memory_map(map_pages(PAGE))["VmFlags"].split()

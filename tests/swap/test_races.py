@@ -1,6 +1,6 @@
-"""Copies that come late, memory that does not keep its value once it is let go: the gradients stay the same to the last bit.
+"""With late copies, and freed memory that loses its value, the gradients stay the same to the last bit.
 
-And the other way round: with any single wait taken out of the engine, the checker of ordered.py objects.
+The negative control: with any single wait taken out of the engine, the checker of ordered.py objects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.swap.delayed import DelayedStreams
 from tests.swap.mutants import engine_without, waits
 from tests.swap.ordered import OrderedStreams, OrderError
 from tests.swap.rig import attached
-from tests.swap.schedules import Setting, differing, play
+from tests.swap.schedules import Setup, differing, play
 
 SCHEDULES = 220
 GROUPS = 20
@@ -32,10 +32,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
 
 
 def run(seed: int, streams, engine: type[SwapEngine] = SwapEngine, slab: type[HostSlab] = HostSlab) -> dict[str, torch.Tensor]:
-    setting = Setting(seed)
+    setup = Setup(seed)
     watching = streams if isinstance(streams, OrderedStreams) else nullcontext()
-    with watching, attached(setting.model, streams, setting.config, engine, slab):
-        return play(setting.model, seed, ACTIONS)
+    with watching, attached(setup.model, streams, setup.config, engine, slab):
+        return play(setup.model, seed, ACTIONS)
 
 
 @pytest.mark.parametrize("group", [pytest.param(group, marks=pytest.mark.slow if group % 2 else ()) for group in range(GROUPS)])
@@ -60,7 +60,7 @@ def test_random_schedules_are_ordered_by_events(group):
 
 @pytest.mark.parametrize("group", [0, 1, *(pytest.param(group, marks=pytest.mark.slow) for group in (2, 3))])
 def test_random_schedules_over_blocks_of_many_pieces(group):
-    """Every kept tensor crosses borders, and its copies come late: not a bit is different."""
+    """Every kept tensor crosses borders, and its copies come late: every bit is the same."""
     crossed = Crumbs.crossed
     for seed in range(group, ORDERED_SCHEDULES, 4):
         reference = run(seed, ThreadStreams())
@@ -71,7 +71,7 @@ def test_random_schedules_over_blocks_of_many_pieces(group):
     assert Crumbs.crossed > crossed
 
 
-# ---- stories that lean on one wait each
+# ---- stories that need one wait each
 
 
 def tell(story, streams, engine: type[SwapEngine] = SwapEngine, slab: type[HostSlab] = HostSlab) -> dict[str, torch.Tensor]:
@@ -93,7 +93,7 @@ def test_stories(story):
 
 
 @pytest.mark.parametrize("residents", [0, 2])
-def test_a_reload_that_nobody_came_for_does_not_wait_beside_others(residents):
+def test_an_unused_reload_is_dropped_before_another_begins(residents):
     story = scenarios.abandon_reloads
     model = scenarios.stack(story)
     with attached(model, ThreadStreams(), {"alpha": 0.5, "resident_layers": residents}) as memo:
@@ -125,8 +125,8 @@ def test_without_this_wait_the_checker_objects(wait):
     pytest.fail(f"nothing was found without {wait!r}")
 
 
-# Waits for compute are hidden by a CPU, where compute is over when a call returns, and some waits only guard memory that nothing
-# in these stories uses again; the others must show in the numbers.
+# On a CPU compute is over when a call returns, so a missing wait for compute does not show. Some waits only guard memory that
+# these stories never reuse. The others must show in the numbers.
 SHOWS_IN_GRADIENTS = {
     "about_to_change: self.streams.wait(COMPUTE, self.streams.mark(D2H))": scenarios.change_in_place,
     "bring_back: self.streams.wait(COMPUTE, frame.back)": scenarios.train,
@@ -141,7 +141,7 @@ def test_without_this_wait_gradients_are_wrong(wait):
     assert differing(tell(story, late, engine_without(wait)), tell(story, ThreadStreams()))
 
 
-# ---- the way that pieces are cut
+# ---- how pieces are cut
 
 RIGHT = Kept.pairs
 

@@ -18,11 +18,11 @@ from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, ThreadStreams, 
 from tests.swap.delayed import DelayedStreams
 
 LONG_S = 30.0
-"""No test waits this long unless it hangs."""
+"""Seconds. A test that waits this long hangs."""
 
 
 class HeldStreams(ThreadStreams):
-    """A copy thread does nothing until `release()` is called; then it goes on."""
+    """Streams whose copy threads pause until `release()` is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_a_copy_waits_for_a_busy_compute_stream():
 
 
 class _Event:
-    """Of a stream on a GPU, `at` seconds after it began; not yet there if that is not known."""
+    """A GPU event `at` seconds after its stream began; None: it has not completed."""
 
     def __init__(self, at: float | None) -> None:
         self.at = at
@@ -142,7 +142,7 @@ class _Event:
 
 
 def test_asking_how_long_compute_waited_does_not_wait_for_the_device(monkeypatch):
-    """Training asks every few steps: a GPU that is waited for then has nothing to do until Python has caught up."""
+    """Training reads it every few steps. After a wait the GPU would be idle until Python has issued more work."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the device was waited for"))
     streams = CudaStreams.__new__(CudaStreams)
     streams._stall = {D2H: 0.0, H2D: 0.0}
@@ -296,7 +296,7 @@ def test_closing_from_a_copy_thread_does_not_hang():
 
 
 def test_a_forked_process_has_no_threads() -> None:
-    """It is told so, where it would wait for ever."""
+    """It gets an error. Else it would wait for ever."""
     streams = ThreadStreams()
     reader, writer = os.pipe()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Whole models under the engine, in orders that nobody foresaw: every gradient beside that of the stock model."""
+"""Whole models under the engine, in unusual orders: every gradient is compared with the stock model's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SWAP = {"alpha": 0.5, "resident_layers": 0}
 
 
 class Mlp(nn.Module):
-    """Layers whose every op can be differentiated twice."""
+    """A layer whose ops can all be differentiated twice."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def retained_twice(model: nn.Module) -> None:
 
 
 def forward_between_parts(model: nn.Module) -> None:
-    """A reload is under way when the next forward begins, and is asked for much later."""
+    """A reload is under way when the next forward begins, and is used much later."""
     loss = model(BATCHES[0])
     layers = layers_of(model)
     torch.autograd.grad(loss, list(layers[-1].parameters()), retain_graph=True)
@@ -182,7 +182,7 @@ def skipped_layers(model: nn.Module) -> None:
 
 
 def branches(model: nn.Module) -> None:
-    """Two layers read the same tensor, and their outputs meet: frames that are no chain."""
+    """Two layers read the same tensor, and their outputs are multiplied: the frames are no chain."""
     layers = layers_of(model)
     x = layers[0](BATCHES[0])
     (layers[3](layers[1](x)) * layers[2](x)).mean().backward()
@@ -264,7 +264,7 @@ def test_too_little_host_memory_in_the_middle_leaves_the_rest_usable():
 
 
 def test_lengths_that_differ_on_a_host_that_just_holds_the_longest():
-    """Frames lie where others of other lengths lay, in several pieces; late copies, poisoned memory."""
+    """Frames reuse the memory of frames of other lengths, in several pieces; copies are late, freed memory is poisoned."""
     lengths = [80, 17, 256, 40, 255, 130, 201, 256, 93, 222, 3, 256]
     batches = [Batch.random(1, length, seed=number) for number, length in enumerate(lengths)]
     config = {"alpha": 1.0, "resident_layers": 1}
@@ -299,7 +299,7 @@ def test_autocast_to_another_type_each_step(kinds):
 
 
 class OtherHeads(Layer):
-    """Attention of another shape each time, between products that do not change."""
+    """Attention has another shape each time, between products that do not change."""
 
     heads = 1
 
