@@ -20,8 +20,8 @@ from ds_memo.autotune.probe_forward import TrainingPass
 from ds_memo.autotune.tuner import Tuner
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError, MemoWarning
-from ds_memo.hf.attention import keep_unseen_attention
-from ds_memo.memory.device import device_seen
+from ds_memo.hf.attention import keep_unobserved_attention
+from ds_memo.memory.device import device_usage
 from ds_memo.memory.host import budget_bytes, ranks_on_node
 from ds_memo.placement import PlacementKind
 from ds_memo.plan import Plan
@@ -98,7 +98,7 @@ class Memo:
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._takeover.layer(module, functools.partial(self.remat.run, layer))
         self._takeover.model(model, self.run)
-        keep_unseen_attention()
+        keep_unobserved_attention()
         for name, module in layers[:1]:
             self._takeover.before_forward(module, conflicts.MaskWatch(name, self.warn))
         self._takeover.before_forward(model, self._forward_begins)
@@ -195,7 +195,7 @@ class Memo:
 
     def ran_out(self) -> None:
         """The device refused memory that a training pass wanted: say what can be done."""
-        seen = device_seen(self.engine.device)
+        seen = device_usage(self.engine.device)
         has = self.config.device_memory_gib or (seen["total"] / GIB if seen else None)
         less = f"of less than {has:.4g}" if has else "that is smaller"
         self.warn(

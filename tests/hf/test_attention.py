@@ -11,7 +11,7 @@ from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import flex_attention as flex
 
 import ds_memo
-from ds_memo.hf.attention import keep_unseen_attention
+from ds_memo.hf.attention import keep_unobserved_attention
 from tests.models import LAYERS, MODELS, Batch, assert_same, step
 from tests.remat.test_functions import Below, ran
 
@@ -74,9 +74,9 @@ def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_once_is_enough() -> None:
     before = flex.compile_friendly_flex_attention
-    keep_unseen_attention()
+    keep_unobserved_attention()
     once = flex.compile_friendly_flex_attention
-    keep_unseen_attention()
+    keep_unobserved_attention()
     assert flex.compile_friendly_flex_attention is once is not before
 
 
@@ -87,5 +87,5 @@ def test_packages_whose_ops_are_known_are_left_alone(monkeypatch: pytest.MonkeyP
     function.__module__ = "flash_attn.flash_attn_interface"
     monkeypatch.setattr(flash, "_lazy_imports", lambda *args, **kwargs: (function, None, None, None, None))
     monkeypatch.setattr(flash, "_lazy_define_process_function", lambda function: function)
-    keep_unseen_attention()
+    keep_unobserved_attention()
     assert flash.lazy_import_flash_attention("flash_attention_2")[0][:2] == (function, None)

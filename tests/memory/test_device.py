@@ -11,7 +11,7 @@ from ds_memo.memory.device import (
     GIB,
     UNSEEN,
     device_budget,
-    device_seen,
+    device_usage,
     keep_blocks_whole,
     lost_bytes,
     states_to_come,
@@ -132,8 +132,8 @@ def test_a_process_that_is_limited_to_a_part_of_the_card(card, monkeypatch):
 
 
 def test_a_card_for_people(card):
-    assert device_seen(CUDA) == {"total": 80 * GIB, "free": 50 * GIB, "held": 20 * GIB}
-    assert device_seen(CPU) is None
+    assert device_usage(CUDA) == {"total": 80 * GIB, "free": 50 * GIB, "held": 20 * GIB}
+    assert device_usage(CPU) is None
 
 
 def test_a_cpu_shares_the_host_with_the_other_ranks(host):

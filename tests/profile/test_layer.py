@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_memo
 from ds_memo.profile import layer as layers
-from ds_memo.profile.call import LayerCall, beside_the_training
+from ds_memo.profile.call import LayerCall, hidden_from_training
 from ds_memo.profile.layer import REPEATS, measure
 from ds_memo.profile.live import LiveBytes
 from ds_memo.profile.stopwatch import Stopwatch
@@ -112,9 +112,9 @@ def test_hooks_of_others_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(1) or tensor, lambda tensor: tensor):
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
             patch.setattr(torch.Tensor, "clone", fails)
-            with beside_the_training(nn.BatchNorm1d(4)):
+            with hidden_from_training(nn.BatchNorm1d(4)):
                 pass
-        with pytest.raises(ZeroDivisionError), beside_the_training(nn.BatchNorm1d(4)):
+        with pytest.raises(ZeroDivisionError), hidden_from_training(nn.BatchNorm1d(4)):
             x * x, 1 / 0
         assert not saved
         x * x

@@ -77,7 +77,7 @@ def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, mo
     profile = run._measure_kind(asked, 0, warned.append, str, alone)
     assert [sample.length for sample in profile.samples] == used
     why = "AssertionError: does not match the required shape 5000"
-    said = f"profile: blocks.0 cannot be measured at 1,024 tokens ({why}); it is at 5,000"
+    said = f"profile: blocks.0 cannot be measured at 1,024 tokens ({why}); measured at 5,000 instead"
     assert warned == ([said] if least else [])
 
 
