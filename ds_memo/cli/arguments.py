@@ -24,7 +24,7 @@ def one_line_errors(parser: argparse.ArgumentParser) -> None:
     parser.error = error  # type: ignore[method-assign]
 
 
-def whole(text: str, low: int, high: int, expected: str) -> int:
+def integer(text: str, low: int, high: int, expected: str) -> int:
     """Parse a whole number within bounds; an option's type."""
     try:
         value = int(text)
@@ -37,7 +37,7 @@ def whole(text: str, low: int, high: int, expected: str) -> int:
 
 def count(text: str) -> int:
     """Parse a whole number above 0; an option's type."""
-    return whole(text, 1, 1 << 20, f"a whole number from 1 to {1 << 20}")
+    return integer(text, 1, 1 << 20, f"a whole number from 1 to {1 << 20}")
 
 
 def tokens(text: str) -> int:

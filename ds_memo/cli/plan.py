@@ -10,7 +10,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
-from ds_memo.cli.arguments import number, whole
+from ds_memo.cli.arguments import integer, number
 from ds_memo.errors import quoted
 from ds_memo.files import write_output
 from ds_memo.plan.bilevel import Plan, plan_trace
@@ -51,11 +51,11 @@ def _seconds(text: str) -> float:
 
 
 def _layers(text: str) -> int:
-    return whole(text, 1, 4096, "a whole number from 1 to 4096")
+    return integer(text, 1, 4096, "a whole number from 1 to 4096")
 
 
 def _bytes(text: str) -> int:
-    return whole(text, 0, 2**63 - 1, "bytes, 0 to 2^63 - 1")
+    return integer(text, 0, 2**63 - 1, "bytes, 0 to 2^63 - 1")
 
 
 def run(args: argparse.Namespace) -> int:

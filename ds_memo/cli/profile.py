@@ -189,7 +189,7 @@ def summary(profile: Profile, model: Path, length: int) -> str:
     lines.append(f"             locked memory (ulimit -l): {locked}")
     device = profile.measured["device_memory"]
     if device:
-        lines.append(f"  device     {size(device['free'])} of {size(device['total'])} free beside the layers")
+        lines.append(f"  device     {size(device['free'])} of {size(device['total'])} free with the layers loaded")
     lines.append(f"  measured in {profile.measured['seconds']:.1f} s")
     return "\n".join(lines)
 
@@ -225,7 +225,7 @@ def _rates(sample: LayerSample) -> str:
     if sample.all_gemms_s:
         said.append(f"GEMMs {rate(sample.gemm_flops, sample.all_gemms_s)}")
     if not sample.attention_s:
-        said.append("no attention kernel seen: it is computed again in each replay")
+        said.append("no attention kernel observed: it is computed again in each replay")
     elif sample.attention_backward_s:
         back = rate(_BACKWARD * sample.attention_flops, sample.attention_backward_s)
         said.append(f"attention {rate(sample.attention_flops, sample.attention_s)} forward, {back} backward")

@@ -114,7 +114,7 @@ def _wait_for(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _end_by(number: signal.Signals) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core to look at is the command's
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # only the command should leave a core file
     with suppress(OSError):  # SIGKILL
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -161,7 +161,7 @@ def refuse_differences(what: str, by_rank: Sequence[dict[str, Any]]) -> None:
         for number, settings in enumerate(by_rank):
             ranks[repr(settings.get(name))].append(number)
         if len(ranks) > 1:
-            lines.append(f"{name}: " + ", ".join(f"{value} on {_ranks(who)}" for value, who in ranks.items()))
+            lines.append(f"{name}: " + ", ".join(f"{value} on {_ranks(numbers)}" for value, numbers in ranks.items()))
     if lines:
         raise MemoError(f"{what} differs between ranks, and all must work alike; " + "; ".join(lines))
 

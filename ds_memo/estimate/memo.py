@@ -95,9 +95,9 @@ def _refused(
 
 def _too_large(question: Question, layout: Layout, states: dict[str, float]) -> str:
     """Return the message where no placement of activations helps."""
-    whole, usable = sum(states.values()) / GIB, question.hardware.usable_device_bytes / GIB
+    total, usable = sum(states.values()) / GIB, question.hardware.usable_device_bytes / GIB
     helps = "more GPUs" if layout.zero == 3 else "a higher ZeRO stage, more GPUs"
-    return f"device memory: the model's states alone take {whole:.4g} of {usable:.4g} GiB. What helps: {helps}, a smaller model."
+    return f"device memory: the model's states alone take {total:.4g} of {usable:.4g} GiB. What helps: {helps}, a smaller model."
 
 
 def _frames(run: RunCosts, solution: Solution) -> int:

@@ -98,7 +98,7 @@ class Asked:
     device: torch.device
     host_budget: int
     attention: str | None = None
-    """This and the next field are those of the "memo" section."""
+    """Field of the "memo" section, like the next one."""
     device_memory_gib: float | None = None
     ranks_per_sequence: int = 1
     """Ranks that share a sequence in this run."""

@@ -83,7 +83,7 @@ class LayerProfile:
 
     @property
     def taken(self) -> tuple[LayerSample, ...]:
-        """All samples and the check, the longest last."""
+        """The samples and the check, longest last."""
         return self.samples if self.check is None else (*self.samples, self.check)
 
     def costs(self, batch: int, length: int, source: int = 0, spread: float = 1.0) -> LayerCosts:
@@ -127,7 +127,7 @@ class Profile:
     ranks_per_sequence: int = 1
     """Ranks that shared a sequence; `length` is one rank's share."""
     measured: dict[str, Any] = field(default_factory=dict, compare=False)
-    """For display only: date, duration, memory at that time."""
+    """Date, duration, and memory at that time; for display only."""
 
     def called(self, at: Sequence[Any]) -> list[int]:
         """Return the indices of the layers whose kinds are called and measured.

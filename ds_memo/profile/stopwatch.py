@@ -42,7 +42,7 @@ class Stopwatch(SeesFunctions):
         self.seconds: list[float] = []
         """Seconds of each op that a recipe lists, in order."""
         self.born: list[float] = []
-        """When each was over, as a share of the forward."""
+        """End of each such op, as a share of the forward."""
 
     def now(self) -> Any:
         return now(self._device)

@@ -173,7 +173,7 @@ def _plan(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     why = f" ({', '.join(f'{count} {reason}' for reason, count in missed.items())})" if missed else ""
     yield "", f"{plan['hits']} of {requests} requests had theirs{why}"
     if plan.get("gave_way"):  # missing in files of earlier versions
-        yield "", f"the arena gave way {plan['gave_way']} times to what had no room beside it"
+        yield "", f"the arena was freed {plan['gave_way']} times for requests that had no room"
 
 
 def _in_words(data: Any) -> str:

@@ -88,10 +88,10 @@ def test_a_device_budget_is_beside_the_context(capsys):
 
 
 def test_memo_leaves_alone_what_a_run_does(capsys):
-    """And has it where nothing fits otherwise."""
+    """It uses the headroom only where nothing fits otherwise."""
 
     def taken(*words: str) -> float:
-        """Share of what states and context leave of the device."""
+        """Return activations' share of the device memory that states and context leave."""
         parts = answer(capsys, *words)["parts"]["device_gib"]
         fixed = sum(parts[name] for name in ("parameters", "gradients", "optimizer states", "context and communication"))
         return (sum(parts.values()) - fixed) / (80 - fixed)

@@ -1,4 +1,4 @@
-"""Attention of Transformers that no dispatch mode sees is kept whole without a word: FlexAttention and flash-attn 4."""
+"""Attention of Transformers that no dispatch mode observes, FlexAttention and flash-attn 4, becomes a saved op."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None, causal: bool = False
 ) -> torch.Tensor:
-    """With flash-attn 4's layout, (b, s, heads, d), and of its signature what is used here."""
+    """Stand in for flash-attn 4: its layout, (b, s, heads, d), and the used part of its signature."""
     assert causal
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     return Below.apply(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
 
 
 def of_flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> Any:
-    """FlexAttention's arguments; PyTorch's own has no backward on a CPU."""
+    """Stand in for FlexAttention: PyTorch's own has no backward on a CPU."""
     ran.append("flex")
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs["scale"])

@@ -1,4 +1,4 @@
-"""How much host memory there is: fake /proc and /sys trees of every kind of node."""
+"""Free host memory, by fake /proc and /sys trees of every kind of node."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_ranks_share_equally(hundred_gib_free, asked_gib, ranks, expected_gib):
 
 @pytest.mark.parametrize(("ranks", "expected_gib"), [(1, 70), (2, 20), (4, 0)])
 def test_what_others_may_still_take_is_not_free(hundred_gib_free, ranks, expected_gib):
-    """Each rank of the node has promised as much."""
+    """Each rank of the node has promised the same bytes."""
     budget = budget_bytes(None, ranks, locked=False, promised=30 * GIB)
     assert budget == pytest.approx(expected_gib * (1 - HOST_HEADROOM) * GIB, abs=ranks)
     assert budget_bytes(64.0, ranks, locked=False, promised=30 * GIB) == 64 * GIB // ranks
@@ -160,7 +160,7 @@ def test_what_others_may_still_take_is_not_free(hundred_gib_free, ranks, expecte
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_locked_memory_is_limited_for_each_process(hundred_gib_free, monkeypatch, ranks):
-    """RLIMIT_MEMLOCK is of a process: ranks do not share it, but the node's memory."""
+    """Ranks share the node's memory, but each process has its own RLIMIT_MEMLOCK."""
     assert budget_bytes(20.0, ranks, locked=False) == 20 * GIB // ranks
     monkeypatch.setattr(resource, "getrlimit", lambda _: (3 * GIB, 5 * GIB))
     assert budget_bytes(20.0, ranks, locked=True) == 3 * GIB
