@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo, paper and full_swap have one)"
     )
     how.add_argument(
-        "--device-memory-gib", type=gib, metavar="X", help="of a GPU, beside its context: states and activations (default: all)"
+        "--device-memory-gib", type=gib, metavar="X", help="of a GPU, without its context: states and activations (default: all)"
     )
     how.add_argument("--host-memory-gib", type=gib, metavar="X", help="of a node, for activations (default: from --hardware)")
     how.add_argument(

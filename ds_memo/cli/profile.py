@@ -212,7 +212,7 @@ def _kind(kind: LayerProfile, batch: int, length: int) -> list[str]:
         _rates(longest),
         f"keeps a token's {always / here:,.0f} B always and {split / here:,.0f} B × alpha; autograd would save "
         f"{at.plain_bytes / here:,.0f} B",
-        f"takes {size(at.working.backward)} of the device besides, for {short(length)} tokens",
+        f"needs {size(at.working.backward)} more of the device for {short(length)} tokens",
     ]
 
 

@@ -166,7 +166,7 @@ def check(question: Question) -> None:
             raise EstimateError(f"{name} is {getattr(question, name)}, expected at least 1")
     model = question.model
     if model.layers * requests.saved_bytes(model, question.seq_length) > _MOST_BYTES:
-        raise EstimateError(f"{model.name} at {question.seq_length} tokens is beyond any machine: no whole numbers for its bytes")
+        raise EstimateError(f"{model.name} at {question.seq_length} tokens needs more bytes than 64 bits can count")
     if question.method not in METHODS:
         raise EstimateError(f"method is {question.method!r}, expected one of {', '.join(METHODS)}")
     if question.alpha is not None:

@@ -130,4 +130,4 @@ def _check(profile: Profile) -> None:
         and all(output.kind in OUTPUT_KINDS for output in outputs)
     )
     if not ok:
-        raise ProfileError("what it tells does not fit together")
+        raise ProfileError("its fields contradict each other")

@@ -17,7 +17,7 @@ DEVICE_BYTES = (
     "forward_bytes",
     "forward_bytes_at_0",
 )
-"""Fields of a sample that count device bytes other than kept outputs."""
+"""Fields of a sample with peak device bytes."""
 _OFF = 0.25
 """The largest relative error of the check at which the lines are trusted."""
 

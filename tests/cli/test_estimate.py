@@ -260,7 +260,7 @@ def test_more_bytes_than_can_be_counted(capsys, tmp_path):
     path = tmp_path / "model.json"
     path.write_text('{"num_hidden_layers": 4096, "hidden_size": 16777216, "num_attention_heads": 1024, "vocab_size": 9}')
     words = ("estimate", "--model", str(path), "--hardware", "a800", "--gpus", "8", "--seq-length", "16384M")
-    assert "beyond any machine" in complaint(capsys, *words)
+    assert "more bytes than 64 bits can count" in complaint(capsys, *words)
 
 
 def machine() -> dict:
