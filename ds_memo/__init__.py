@@ -1,10 +1,10 @@
-"""ds_memo: long-context training for DeepSpeed without the recompute tax.
+"""ds_memo: long-context training for DeepSpeed with little recomputation.
 
     engine, optimizer, loader, schedule = ds_memo.initialize(model=model, config=config)   # as deepspeed.initialize
     ds_memo.install()                                                                     # and every deepspeed.initialize does
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})                  # a plain nn.Module, no engine
     out = ds_memo.checkpoint(layer, hidden)                                               # as torch.utils.checkpoint
-    attend = ds_memo.keep_whole(torch.compile(flex_attention))                            # attention by kernels of one's own
+    attend = ds_memo.keep_whole(torch.compile(flex_attention))                            # attention by custom kernels
     ds_memo.report(engine)                                                                # what it did
 
 Names are loaded when first used, so that the command line tools start without torch.
@@ -30,7 +30,7 @@ __all__ = [
     "report",
 ]
 
-_HOME = {
+_MODULES = {
     "MemoConfig": "ds_memo.config",
     "attach": "ds_memo.runtime.attach",
     "checkpoint": "ds_memo.runtime.attach",
@@ -42,7 +42,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ds_memo' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     return value

@@ -1,10 +1,10 @@
-"""Compiled libraries: built from C++ at first use, kept in a cache that this user alone can write, loaded as they were checked.
+"""Compiled libraries: built from C++ at first use, kept in a cache that only this user can write, checked before loading.
 
     found = load(Library("dsa_search", source, flags=("-O2", "-shared", "-fPIC")), ctypes.CDLL)
 
-A library is kept as ``<cache>/<name>-<key>.so``; the key is a hash of its sources, compiler and flags, so whatever changes builds
-anew. It ends in its own checksum: a file that was cut or altered would take the process with it, not raise. Where the cache is
-not to be trusted, or cannot be written, the build happens in a scratch folder of this process and nothing is kept.
+A library is kept as ``<cache>/<name>-<key>.so``; the key is a hash of its sources, compiler and flags, so any change builds anew.
+The file ends in its own checksum, because loading a damaged library would crash the process. If the cache is not trusted, or
+cannot be written, each process builds in a scratch folder and keeps nothing.
 docs/trust.md states the rules.
 """
 
@@ -33,7 +33,7 @@ from ds_memo.files import NotPrivate, cache_home, open_private, private_folder, 
 T = TypeVar("T")
 COMPILERS = ("c++", "g++", "clang++")
 LONGEST_S = 600.0
-"""A compiler that is not done by then hangs."""
+"""Longest compilation; a compiler that takes longer hangs."""
 _CHECKSUM = 64  # bytes of hexadecimal digits
 _SCRATCH = "build-"
 _FAULT = re.compile(r"\b(error|cannot|undefined|No space)\b")
@@ -54,8 +54,8 @@ if os.getppid() != int(parent):
     end()
 sys.exit(subprocess.call(command))
 """
-"""Leads the process group of a compiler. When this process dies, however that happens, it ends the group and removes the folder:
-the signal that the kernel sends then reaches one process only, and a compiler is several."""
+"""Program that leads a compiler's process group. When this process dies, it ends the group and removes the folder: the kernel's
+signal reaches one process only, and a compiler is several."""
 
 
 class Unavailable(MemoError):
@@ -63,76 +63,76 @@ class Unavailable(MemoError):
 
 
 class Library(NamedTuple):
-    """A shared library and how it is made of one C++ file."""
+    """A shared library and how it is built from one C++ file."""
 
     name: str
     source: Path
     flags: tuple[str, ...]
-    """In front of the source."""
+    """Flags before the source."""
     links: tuple[str, ...] = ()
-    """Behind it."""
+    """Flags after the source."""
     headers: tuple[Path, ...] = ()
-    """Files that it includes and that may change."""
+    """Included files that may change."""
     made_for: str = ""
-    """A version of something that it can be loaded into, beside this Python."""
+    """Version of another program that loads it, such as torch; part of the key."""
 
 
 def compiler() -> list[str]:
-    """Return the words of the compiler's command: those of ``$CXX``, or the first of COMPILERS that is there.
+    """Return the words of the compiler's command: ``$CXX``, or the first of COMPILERS on the PATH.
 
     Raises:
-        Unavailable: there is none, or CXX cannot be read.
+        Unavailable: there is no compiler, or CXX cannot be parsed.
     """
-    told = os.environ.get("CXX", "").strip()
+    cxx = os.environ.get("CXX", "").strip()
     try:
-        commands = [shlex.split(told)] if told else [[name] for name in COMPILERS]
+        commands = [shlex.split(cxx)] if cxx else [[name] for name in COMPILERS]
     except ValueError as error:
-        raise Unavailable(f"CXX is {quoted(told)}: {str(error).lower()}; correct it or unset it") from None
+        raise Unavailable(f"CXX is {quoted(cxx)}: {str(error).lower()}; correct it or unset it") from None
     for words in commands:
         if words and (path := shutil.which(words[0])):
             return [path, *words[1:]]
-    if told:
-        raise Unavailable(f"no C++ compiler (CXX is {quoted(told)}, which is not on the PATH; correct it or unset it)")
+    if cxx:
+        raise Unavailable(f"no C++ compiler (CXX is {quoted(cxx)}, which is not on the PATH; correct it or unset it)")
     raise Unavailable(f"no C++ compiler (looked for {', '.join(COMPILERS)} on the PATH; install g++ or set CXX)")
 
 
 def warn(message: str) -> None:
-    """Give a MemoWarning."""
+    """Issue a MemoWarning."""
     warnings.warn(f"ds_memo: {message}", MemoWarning, stacklevel=3)
 
 
 def load(library: Library, opened: Callable[[str], T], deadline: float = float("inf"), warn: Callable[[str], None] = warn) -> T:
-    """Load a library from the cache; compile it first where it is missing, damaged, or not this user's.
+    """Load a library from the cache; compile it first if it is missing, damaged, or not this user's.
 
     Args:
-        opened: loads the library that a path names; raises OSError or ImportError where it cannot.
-        deadline: of time.monotonic(); LONGEST_S from now at the latest.
-        warn: is told in one line why the cache, or what stood in it, is not used.
+        opened: loads the library at a path; raises OSError or ImportError if it cannot.
+        deadline: by time.monotonic(); LONGEST_S from now at the latest.
+        warn: called with one line if the cache, or a file in it, is not used.
 
     Raises:
-        Unavailable: it cannot be compiled, or what was compiled cannot be loaded.
+        Unavailable: the library cannot be compiled or loaded.
     """
     deadline = min(deadline, time.monotonic() + LONGEST_S)
     try:
         cxx = compiler()
         with ExitStack() as held:
-            folder = place = None
+            folder = path = None
             try:
                 folder = private_folder(private_folder(cache_home()) / "compiled")
-                place = folder / f"{library.name}-{_key(library, cxx)}.so"
-                if (loaded := _kept(place, opened)) is not None:
+                path = folder / f"{library.name}-{_key(library, cxx)}.so"
+                if (loaded := _kept(path, opened)) is not None:
                     return loaded
                 held.enter_context(_alone_in(folder, deadline))
-                if (loaded := _kept(place, opened, warn)) is not None:  # another process has compiled it meanwhile
+                if (loaded := _kept(path, opened, warn)) is not None:  # another process has compiled it meanwhile
                     return loaded
             except NotPrivate as error:
                 warn(f"{error}; {library.name} is compiled for this process alone, at every start")
-                folder = place = None
+                folder = path = None
             scratch = held.enter_context(scratch_folder(_SCRATCH if folder else "ds_memo-build-", folder))
             made = _compiled(library, cxx, scratch, deadline)
             loaded = _opened(made, opened)
-            if place is not None:
-                os.replace(made, place)  # whole and loadable, or not at all
+            if path is not None:
+                os.replace(made, path)  # complete and loadable
             return loaded
     except (Unavailable, NotPrivate, OSError, ImportError) as error:
         raise Unavailable(f"{library.name} is not available: {error}") from None
@@ -148,27 +148,27 @@ def _key(library: Library, cxx: list[str]) -> str:
     return key.hexdigest()[:16]
 
 
-def _kept(place: Path, opened: Callable[[str], T], warn: Callable[[str], None] = lambda _: None) -> T | None:
-    """Load what the cache has. None: there is nothing that can be used, and it is to be compiled anew."""
+def _kept(path: Path, opened: Callable[[str], T], warn: Callable[[str], None] = lambda _: None) -> T | None:
+    """Load a library from the cache; None: there is none, or it must be compiled anew."""
     try:
-        return _opened(place, opened)
+        return _opened(path, opened)
     except FileNotFoundError:
         return None
     except NotPrivate as error:
         warn(f"{error}; it is compiled anew")
-    except (OSError, ImportError):  # a full disk, a machine that went down; an older system that shares the folder
+    except (OSError, ImportError):  # a full disk, a crash, an older system that shares the folder
         pass
     return None
 
 
-def _opened(place: Path, opened: Callable[[str], T]) -> T:
-    """Check a file and load the one that was checked."""
-    handle = open_private(place)
+def _opened(path: Path, opened: Callable[[str], T]) -> T:
+    """Check a file and load it by the descriptor that was checked."""
+    handle = open_private(path)
     try:
         with open(handle, "rb", closefd=False) as file:
             content = file.read()
         if content[-_CHECKSUM:] != _checksum(content[:-_CHECKSUM]):
-            raise OSError(f"{place}: is damaged")
+            raise OSError(f"{path}: is damaged")
         # The descriptor stays open: the loader knows libraries by name, and would take a later file of this number for this one.
         return opened(f"/proc/self/fd/{handle}")
     except BaseException:
@@ -198,7 +198,7 @@ def _alone_in(folder: Path, deadline: float) -> Iterator[None]:
                 time.sleep(0.05)
             except OSError as error:
                 raise NotPrivate(f"{folder}: cannot be locked ({error.strerror})") from None
-        for left in folder.glob(f"{_SCRATCH}*"):  # by a machine that went down: nothing else builds now
+        for left in folder.glob(f"{_SCRATCH}*"):  # left by a crash: under the lock nothing else builds
             shutil.rmtree(left, ignore_errors=True)
         yield
     finally:
@@ -206,10 +206,10 @@ def _alone_in(folder: Path, deadline: float) -> Iterator[None]:
 
 
 def _compiled(library: Library, cxx: list[str], scratch: Path, deadline: float) -> Path:
-    """Compile a library in a scratch folder and return the file, its checksum behind it."""
+    """Compile a library in a scratch folder; return the file, with its checksum appended."""
     out = scratch / "out.so"
     command = [*cxx, *library.flags, str(library.source), "-o", str(out), *library.links]
-    with open(os.memfd_create("said"), "w+b") as log:  # the disk may be full, and a pipe is held open by what a compiler leaves
+    with open(os.memfd_create("said"), "w+b") as log:  # the disk may be full; a compiler's leftovers hold a pipe open
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", _SUPERVISOR, str(os.getpid()), str(scratch), *command],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,

@@ -2,7 +2,7 @@
 
     "memo": {"enabled": true, "alpha": 0.5, "resident_layers": 2}
 
-Every field is optional; an absent one is worked out. Nothing is coerced and nothing unknown is accepted.
+Every field is optional; ds_memo works out absent ones. Values are not coerced and unknown keys are refused.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ds_memo.errors import MemoConfigError, brief, quoted
 
 SECTION = "memo"
 MOST_GIB = 1 << 20
-"""1 PiB: as bytes it is far from where 64 bits end."""
+"""1 PiB: its bytes fit 64 bits by far."""
 MOST_SECONDS = 1e6
-"""The system counts the milliseconds that a child is waited for in 31 bits."""
+"""The system counts the milliseconds of a wait in 31 bits."""
 MOST_LAYERS = 1 << 16
 MOST_PROBLEMS = 10
-"""Refused fields that one error names."""
+"""Most refused fields that one error names."""
 
 
 class _Section(BaseModel):  # not DeepSpeedConfigModel, which would silently drop every field whose value is "auto"
@@ -37,13 +37,13 @@ class PlanConfig(_Section):
     """Plan addresses and replay them through the allocator op."""
 
     solver: Literal["cbc", "highs", "greedy"] = "cbc"
-    """What is asked once the greedy portfolio has not reached the lower bound."""
+    """Solver that runs if the greedy portfolio does not reach the lower bound."""
 
     time_limit_s: float = Field(60.0, gt=0, le=MOST_SECONDS, allow_inf_nan=False, strict=True)
-    """Seconds the solver may take, once per plan."""
+    """Seconds that the solver may take per plan."""
 
     cache_dir: str = Field("~/.cache/ds_memo", min_length=1, strict=True)
-    """Where profiles are kept between runs."""
+    """Folder that keeps profiles between runs."""
 
     @field_validator("cache_dir")
     @classmethod
@@ -58,7 +58,7 @@ class PlanConfig(_Section):
 
 
 class ProfileConfig(_Section):
-    """How sizes and times are measured."""
+    """Measuring of sizes and times."""
 
     method: Literal["fit", "direct", "unified"] = "fit"
     """fit: two short lengths and a check; direct: one layer at full length; unified: direct, refused where it would not fit."""
@@ -68,7 +68,7 @@ class KernelsConfig(_Section):
     """Kernels of other packages. Absent: PyTorch's and DeepSpeed's own."""
 
     norm: Literal["apex"] | None = None
-    """Layer and RMS norms: NVIDIA apex's fused ones."""
+    """Layer and RMS norms: NVIDIA apex's fused kernels."""
 
     adam: Literal["apex"] | None = None
     """The optimizer of the DeepSpeed JSON: NVIDIA apex's FusedAdam."""
@@ -84,16 +84,16 @@ class MemoConfig(_Section):
     """Off: the engine is exactly DeepSpeed's."""
 
     alpha: float | None = Field(None, ge=0.0, le=1.0, allow_inf_nan=False, strict=True)
-    """Of a layer that is not resident, the fraction of rows kept on the host. Absent: solved."""
+    """Fraction of GEMM output rows that a swapped layer keeps on the host. Absent: solved."""
 
     resident_layers: int | None = Field(None, ge=0, le=MOST_LAYERS, strict=True)
-    """How many layers keep everything on the device, 0 to all of them. Absent: solved."""
+    """Layers whose kept outputs all stay on the device, 0 to all layers. Absent: solved."""
 
     layers: list[str] | None = Field(None, strict=True)
-    """Names of the layers, where they cannot be found; empty: the model calls ``deepspeed.checkpointing.checkpoint`` itself."""
+    """Names of the layers, if they cannot be found; empty: the model calls ``deepspeed.checkpointing.checkpoint`` itself."""
 
     host_memory_gib: float | None = Field(None, gt=0, le=MOST_GIB, allow_inf_nan=False, strict=True)
-    """GiB of this node's memory that all its ranks together may use. Absent: what the cgroup leaves, less a reserve."""
+    """GiB of this node's memory that all its ranks together may use. Absent: what the cgroup leaves, less headroom."""
 
     device_memory_gib: float | None = Field(None, gt=0, le=MOST_GIB, allow_inf_nan=False, strict=True)
     """GiB of each device that may be used. Absent: what is free."""
@@ -103,7 +103,7 @@ class MemoConfig(_Section):
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
 
     ablation: Literal["full_recompute", "full_swap"] | None = None
-    """To compare with: torch.utils.checkpoint's full recomputation, or every row swapped. Absent: memo."""
+    """A baseline: torch.utils.checkpoint's full recomputation, or every row swapped. Absent: memo."""
 
     attention: Literal["cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4"] | None = None
     """cudnn, flash: the kernel F.scaled_dot_product_attention must use inside the layers; flash_attn_2, 3, 4: the flash-attn
@@ -114,7 +114,7 @@ def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
     """Check a "memo" section.
 
     Raises:
-        MemoConfigError: one line per refused field: the field, the value seen, what is allowed.
+        MemoConfigError: fields are refused; one line per field has its name, its value, and what is allowed.
     """
     if isinstance(section, MemoConfig):
         return section

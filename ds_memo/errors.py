@@ -1,4 +1,4 @@
-"""What ds_memo raises and warns with. Imports nothing of ds_memo, so every part can use it."""
+"""Errors and warnings of ds_memo. Imports nothing of ds_memo, so every part can use it."""
 
 from reprlib import Repr
 
@@ -7,15 +7,15 @@ MOST_NAME = 200
 
 
 class MemoError(RuntimeError):
-    """Something ds_memo cannot go on with: what was seen, what was expected, what to do."""
+    """Raised where ds_memo cannot go on. The message says what was seen, what was expected, and what to do."""
 
 
 class MemoConfigError(MemoError, ValueError):
-    """A value in the "memo" section that is refused: the field, the value, what is allowed."""
+    """Raised for a refused value of the "memo" section. The message has the field, the value, and what is allowed."""
 
 
 class MemoWarning(UserWarning):
-    """Training goes on, but not as asked; the same fact shows in ``ds_memo.report()``."""
+    """Training goes on, but not as configured; ``ds_memo.report()`` shows the warning too."""
 
 
 def quoted(text: object, most: int = 120) -> str:

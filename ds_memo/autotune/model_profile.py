@@ -94,7 +94,7 @@ class Profiling:
         except NotPrivate as error:
             self._warn(f"profiles are not cached: {error}; each start measures again. memo.plan.cache_dir names a folder")
             return None
-        return cache.opened(folder, self._warn)
+        return cache.open_folder(folder, self._warn)
 
     def outgrown(self, shapes: HiddenShapes) -> bool:
         """Whether these hidden states, or an encoder's beside them, have far more tokens than a kind was measured with: of few,

@@ -1,4 +1,4 @@
-"""What the verbs of `ds-memo` read, say and write alike. Imports nothing heavy."""
+"""Option types and error output that the verbs of `ds-memo` share. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NoReturn
 from ds_memo.errors import brief, quoted
 
 MOST_MESSAGE = 2000
-"""Characters of a line on stderr; what names and values take of it is cut in their middle."""
+"""Most characters of a line on stderr; longer names and values are cut in their middle."""
 _MOST_TOKENS = 1 << 34
 
 
 def one_line_errors(parser: argparse.ArgumentParser) -> None:
-    """Have a wrong option end with one line and exit status 2; argparse would print the whole usage first."""
+    """Make a wrong option print one line and exit with status 2; argparse would print the full usage first."""
 
     def error(message: str) -> NoReturn:
         print(f"{parser.prog}: {quoted(message, MOST_MESSAGE)}", file=sys.stderr)
@@ -24,8 +24,8 @@ def one_line_errors(parser: argparse.ArgumentParser) -> None:
     parser.error = error  # type: ignore[method-assign]
 
 
-def whole(text: str, low: int, high: int, expected: str) -> int:
-    """A whole number within bounds, as an option's type."""
+def integer(text: str, low: int, high: int, expected: str) -> int:
+    """Parse a whole number within bounds; an option's type."""
     try:
         value = int(text)
     except ValueError:
@@ -36,12 +36,12 @@ def whole(text: str, low: int, high: int, expected: str) -> int:
 
 
 def count(text: str) -> int:
-    """A whole number above 0, as an option's type."""
-    return whole(text, 1, 1 << 20, f"a whole number from 1 to {1 << 20}")
+    """Parse a whole number above 0; an option's type."""
+    return integer(text, 1, 1 << 20, f"a whole number from 1 to {1 << 20}")
 
 
 def tokens(text: str) -> int:
-    """131072, 128K or 1M, as an option's type; lengths are counted in powers of two."""
+    """Parse 131072, 128K or 1M as tokens; an option's type. K and M are powers of two."""
     number = text.rstrip("i")  # 64Ki is 64K
     factor = {"K": 1 << 10, "M": 1 << 20}.get(number[-1:].upper(), 1)
     try:
@@ -56,7 +56,7 @@ def tokens(text: str) -> int:
 
 
 def number(text: str, low: float, high: float, expected: str) -> float:
-    """A number within bounds, as an option's type."""
+    """Parse a number within bounds; an option's type."""
     try:
         value = float(text)
     except ValueError:
@@ -67,5 +67,5 @@ def number(text: str, low: float, high: float, expected: str) -> float:
 
 
 def gib(text: str) -> float:
-    """GiB above 0, as an option's type."""
+    """Parse GiB above 0; an option's type."""
     return number(text, 1e-9, 1e9, "GiB above 0, at most 1e9")

@@ -1,4 +1,4 @@
-"""`ds-memo estimate`: time, memory and what runs out first, before anything is rented."""
+"""`ds-memo estimate`: time, memory and the binding constraint of a run, before any GPU is rented."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo, paper and full_swap have one)"
     )
     how.add_argument(
-        "--device-memory-gib", type=gib, metavar="X", help="of a GPU, beside its context: states and activations (default: all)"
+        "--device-memory-gib", type=gib, metavar="X", help="of a GPU, without its context: states and activations (default: all)"
     )
     how.add_argument("--host-memory-gib", type=gib, metavar="X", help="of a node, for activations (default: from --hardware)")
     how.add_argument(
@@ -139,7 +139,7 @@ def _question(args: argparse.Namespace) -> Question:
         host_memory=None if args.host_memory_gib is None else args.host_memory_gib * GIB,
     )
     if args.profile:
-        from ds_memo.estimate.measured import with_profile  # a profile of a real run: only then
+        from ds_memo.estimate.measured import with_profile  # imported only for a real run's profile
 
         question = with_profile(question, args.profile)
     return question
@@ -148,8 +148,8 @@ def _question(args: argparse.Namespace) -> Question:
 # ---- one answer
 
 
-def _staying(answer: Estimate) -> int | None:
-    """How many layers keep on the device what they keep."""
+def _on_device(answer: Estimate) -> int | None:
+    """Return the number of layers on the device."""
     if answer.resident_layers is None:
         return None
     return answer.resident_layers + answer.placed["without_gemms"] + answer.placed["without_recompute"]
@@ -182,8 +182,8 @@ def _verdict(answer: Estimate) -> str:
     return {"ok": "fits", "oom": "out of device memory", "oohm": "out of host memory"}[answer.status]
 
 
-def _shares(seconds: dict[str, float], whole: float) -> str:
-    return ", ".join(f"{name} {100 * part / whole:.1f} %" for name, part in seconds.items() if part > 0.0005 * whole)
+def _shares(seconds: dict[str, float], total: float) -> str:
+    return ", ".join(f"{name} {100 * part / total:.1f} %" for name, part in seconds.items() if part > 0.0005 * total)
 
 
 # ---- tables
@@ -214,7 +214,7 @@ def _table(args: argparse.Namespace, question: Question) -> int:
         print(json.dumps(rows, indent=1, allow_nan=False))
         return 0
     print(f"{question.model.name} on {question.gpus} × {question.hardware.name}")
-    head = ("method", "tokens", "status", "MFU", "TGS", "step s", "alpha", "stay", "device GiB", "host GiB", "layout")
+    head = ("method", "tokens", "status", "MFU", "TGS", "step s", "alpha", "on device", "device GiB", "host GiB", "layout")
     text = [head, *(_cells(answer) for answer in found)]
     wide = [max(len(row[i]) for row in text) for i in range(len(head))]
     for row in text:
@@ -236,7 +236,7 @@ def _cells(answer: Estimate) -> tuple[str, ...]:
         cell(answer.tgs, ",.0f"),
         cell(answer.step_s, ",.2f"),
         cell(answer.alpha, ".4g"),
-        cell(_staying(answer), "d"),
+        cell(_on_device(answer), "d"),
         f"{answer.device_total / GIB:.1f}",
         f"{answer.host_bytes / GIB:,.0f}",
         str(answer.layout),
@@ -244,7 +244,7 @@ def _cells(answer: Estimate) -> tuple[str, ...]:
 
 
 def _table_as(path: str, found: Sequence[Estimate], rows: Sequence[dict]) -> str | bytes:
-    """Return a sweep or comparison as a file with this name has it."""
+    """Return a sweep or comparison in the format that the file's suffix names."""
     if path.endswith(".csv"):
         file = io.StringIO()
         writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
@@ -259,7 +259,7 @@ def _table_as(path: str, found: Sequence[Estimate], rows: Sequence[dict]) -> str
 
 
 def _timeline_as(path: str, answer: Estimate) -> str:
-    """Return the streams of one sequence as a file with this name has them."""
+    """Return the streams of one sequence in the format that the file's suffix names."""
     if answer.run is None:
         raise EstimateError(f"--timeline: there is nothing to draw, the answer is {_verdict(answer)}: {answer.binding}")
     if not path.endswith((".json", ".html")):

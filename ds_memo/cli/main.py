@@ -1,8 +1,8 @@
 """The `ds-memo` command: one verb per stage, each a module of its own that is imported only when its verb is used.
 
 A verb's module has `add_arguments(parser)` and `run(args) -> exit code`; a MemoError's message is for the user. Exit codes:
-0 done, 1 no plan fits, 2 wrong input or usage, or something that the system refuses, 70 a defect of ds_memo, 130 interrupted;
-`run` has its command's.
+0 done, 1 no plan fits, 2 wrong input or usage, or an error of the system, 70 a defect of ds_memo, 130 interrupted; `run` returns
+its command's.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ VERBS = {  # verb: (module, what it does)
     "show": ("ds_memo.cli.show", "draw a plan: time × address, as PNG or interactive HTML"),
 }
 UNEXPECTED = 70
-"""The exit code of a defect; sysexits.h has EX_SOFTWARE for it. 1 says that nothing fits."""
+"""Exit code of a defect: EX_SOFTWARE of sysexits.h. 1 means that nothing fits."""
 TRACEBACK = "DS_MEMO_TRACEBACK"
-"""The environment variable that has a defect's traceback shown, whatever it is set to."""
+"""Environment variable that, set to anything, shows a defect's traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"ds-memo {verb}" if verb else "ds-memo"
     try:
         code = _main(words, verb)
-        sys.stdout.flush()  # at the interpreter's end nothing would say in one line why it fails
+        sys.stdout.flush()  # an error at the interpreter's end would not be one line
         return code
     except KeyboardInterrupt:
         return 130
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(name, f"unexpected error: {kind}. This is a defect of ds_memo; {TRACEBACK}=1 shows its traceback", UNEXPECTED)
 
 
-def _main(words: list[str], chosen: str | None) -> int:
+def _main(words: list[str], selected: str | None) -> int:
     parser = argparse.ArgumentParser(prog="ds-memo", description="Long-context training for DeepSpeed.")
     # `deepspeed --module ds_memo.cli` puts it before the verb
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -74,16 +74,16 @@ def _main(words: list[str], chosen: str | None) -> int:
     module = None
     for verb, (name, text) in VERBS.items():
         sub = verbs.add_parser(verb, help=text, description=text[0].upper() + text[1:] + ".")
-        if verb == chosen:  # only this verb's module, and what it needs, is imported
+        if verb == selected:  # import this verb's module only
             module = import_module(name)
             one_line_errors(sub)
             module.add_arguments(sub)
             mine = sub
     args, unknown = parser.parse_known_args(words)
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # "×" and bars on a terminal that has none
+        sys.stdout.reconfigure(errors="replace")  # for terminals without "×" and bars
     if unknown:
-        mine.error(f"unrecognized arguments: {' '.join(unknown)}")  # by its own usage, not by that of `ds-memo`
+        mine.error(f"unrecognized arguments: {' '.join(unknown)}")  # names the verb, not `ds-memo`
 
     def warn(message: Warning | str, *_: object) -> None:
         _say(f"ds-memo {args.verb}", f"warning: {message}", 0)
@@ -94,8 +94,8 @@ def _main(words: list[str], chosen: str | None) -> int:
 
 
 def _say(name: str, message: str, code: int) -> int:
-    """Print one line, whatever names are in it, and return the exit code."""
-    with suppress(OSError):  # the exit code is all that is left to say it with
+    """Print one line on stderr and return the exit code."""
+    with suppress(OSError):  # stderr is gone: only the exit code is left
         print(f"{name}: {quoted(message.replace(chr(10), '; '), MOST_MESSAGE)}", file=sys.stderr)
     return code
 
@@ -109,9 +109,9 @@ def _usage_and_error(parser: argparse.ArgumentParser) -> Callable[[str], NoRetur
 
 
 def _open_standard_streams() -> None:
-    """Have /dev/null stand where the caller closed a standard stream (`2>&-`).
+    """Open /dev/null for each standard stream that the caller closed (`2>&-`).
 
-    Python has None there, and the next file that is opened would get the stream's number: what a compiler says goes into it.
+    Python has None there. The next file to be opened would get the stream's number, and a compiler's output.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -124,7 +124,7 @@ def _open_standard_streams() -> None:
 
 
 def _drop_output() -> bool:
-    """Keep the interpreter's end from writing again what could not be written; returns whether there was such."""
+    """Drop output that cannot be written, so that the interpreter does not try again; return True if there was any."""
     try:
         sys.stdout.flush()
     except OSError:

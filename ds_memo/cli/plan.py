@@ -1,4 +1,4 @@
-"""`ds-memo plan`: plans a request trace, a PyTorch memory snapshot, or a MiniMalloc problem."""
+"""`ds-memo plan`: plan a request trace, a PyTorch memory snapshot, or a MiniMalloc problem."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
-from ds_memo.cli.arguments import number, whole
+from ds_memo.cli.arguments import integer, number
 from ds_memo.errors import quoted
 from ds_memo.files import write_output
 from ds_memo.plan.bilevel import Plan, plan_trace
@@ -24,9 +24,9 @@ from ds_memo.plan.solver import SOLVERS, fit, solve
 from ds_memo.plan.trace import Trace
 
 NAME = 40  # characters of a phase's name in the table
-SIMULATING = 0.2  # seconds for what PyTorch would reserve, where the plan has taken all of the time
+SIMULATING = 0.2  # least seconds for simulating PyTorch's allocators, after the plan
 MOST_SECONDS = 1e6
-"""A time limit; the system counts the milliseconds that a child is waited for in 31 bits."""
+"""Longest time limit: the system counts milliseconds of a wait in 31 bits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +51,11 @@ def _seconds(text: str) -> float:
 
 
 def _layers(text: str) -> int:
-    return whole(text, 1, 4096, "a whole number from 1 to 4096")
+    return integer(text, 1, 4096, "a whole number from 1 to 4096")
 
 
 def _bytes(text: str) -> int:
-    return whole(text, 0, 2**63 - 1, "bytes, 0 to 2^63 - 1")
+    return integer(text, 0, 2**63 - 1, "bytes, 0 to 2^63 - 1")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,8 +94,7 @@ def _too_small(capacity: int, bound: int) -> str:
 
 
 def _reserved(trace: Trace, deadline: float) -> dict[str, int | None]:
-    """Bytes that PyTorch's allocators would have reserved for two iterations of the trace: what the plan compares with.
-    None where the time has ended before."""
+    """Return the bytes that PyTorch's allocators would reserve for two iterations of the trace; None where time ran out."""
     native = simulate(trace, iterations=2, deadline=deadline)
     expandable = simulate(trace, expandable=True, iterations=2, deadline=deadline)
     return {
@@ -193,7 +192,7 @@ def _bar(args: argparse.Namespace) -> AbstractContextManager[_Bar | None]:
 
 
 class _Bar:
-    """One line on stderr, gone when the work is done: stage, best peak against the bound, time used."""
+    """A progress line on stderr, erased at the end: stage, best peak over the bound, time used."""
 
     WIDTH = 24
 

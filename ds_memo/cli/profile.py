@@ -1,9 +1,7 @@
-"""`ds-memo profile`: measures the layers of a model and the copies of this machine, as a run does at its first step.
+"""`ds-memo profile`: measure a model's layers and this machine's copies, as a run does at its first step.
 
-    ds-memo profile --model config.json --seq-length 128K -o profile.json
-    torchrun --nproc-per-node 8 -m ds_memo.cli profile …          # all ranks of the node copy at once
-
-A part of the command line, like every command.py: it may import what is above this package.
+ds-memo profile --model config.json --seq-length 128K -o profile.json
+torchrun --nproc-per-node 8 -m ds_memo.cli profile …          # all ranks of the node copy at once
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _BACKWARD = 2.5
-"""FLOPs of attention's backward, in forwards: it computes the scores again."""
+"""FLOPs of attention's backward relative to its forward: it computes the scores again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +89,7 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
         lengths = lengths_of(args.method, args.seq_length, width, can_shorten=True)
         kinds = kinds_of(memo.layers)
         calls = _calls(memo.remat, model, kinds, args.batch, lengths[-1], device)
-        if len(lengths) > 1 and not all(call.can_shorten() for call in calls.values()):  # this length is the batch, too
+        if len(lengths) > 1 and not all(call.can_shorten() for call in calls.values()):  # the length equals the batch
             calls = _calls(memo.remat, model, kinds, args.batch, lengths[-1] + 1, device)
         asked = Asked(
             layers=memo.layers,
@@ -100,18 +98,18 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
             method=args.method,
             lengths=dict.fromkeys(calls, lengths),
             full={kind: call.length for kind, call in calls.items()},
-            sources=dict.fromkeys(calls, 0),  # a model that is given embeddings alone has no encoder
+            sources=dict.fromkeys(calls, 0),  # a model called with embeddings alone has no encoder
             device=device,
             host_budget=memo.slab.budget,
         )
         say(f"measuring {_plural(len(calls), 'kind')} of layer on {device} at {_list(lengths)} tokens")
-        return take_profile(asked, warn=lambda message: say(f"warning: {message}"), told=say)
+        return take_profile(asked, warn=lambda message: say(f"warning: {message}"), progress=say)
     finally:
         memo.detach()
 
 
 def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, device: torch.device) -> dict[int, LayerCall]:
-    """Of each kind of layer the first call when the model is called with this much."""
+    """Return the first call of each kind of layer for an input of this batch and length."""
     import torch
 
     from ds_memo.distributed.agree import together
@@ -128,7 +126,7 @@ def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, de
 
 @contextmanager
 def _ranks(wanted: str | None) -> Iterator[tuple[torch.device, int]]:
-    """This rank's device, and its number among all that a launcher has started."""
+    """Yield this rank's device and number; form the process group if a launcher started several ranks."""
     import torch
     import torch.distributed as dist
 
@@ -162,11 +160,11 @@ def _environment(name: str, default: int) -> int:
     return int(value)
 
 
-# ---- for people
+# ---- the summary
 
 
 def summary(profile: Profile, model: Path, length: int) -> str:
-    """What was measured, in a page."""
+    """Return the measurements as a page of text."""
     batch = profile.kinds[0].samples[-1].batch
     where = f"{profile.key['device']}, {_plural(profile.key['ranks'], 'rank')}"
     dtype = profile.key["kinds"][0]["dtype"].removeprefix("torch.")
@@ -191,7 +189,7 @@ def summary(profile: Profile, model: Path, length: int) -> str:
     lines.append(f"             locked memory (ulimit -l): {locked}")
     device = profile.measured["device_memory"]
     if device:
-        lines.append(f"  device     {size(device['free'])} of {size(device['total'])} free beside the layers")
+        lines.append(f"  device     {size(device['free'])} of {size(device['total'])} free with the layers loaded")
     lines.append(f"  measured in {profile.measured['seconds']:.1f} s")
     return "\n".join(lines)
 
@@ -214,7 +212,7 @@ def _kind(kind: LayerProfile, batch: int, length: int) -> list[str]:
         _rates(longest),
         f"keeps a token's {always / here:,.0f} B always and {split / here:,.0f} B × alpha; autograd would save "
         f"{at.plain_bytes / here:,.0f} B",
-        f"takes {size(at.working.backward)} of the device besides, for {short(length)} tokens",
+        f"needs {size(at.working.backward)} more of the device for {short(length)} tokens",
     ]
 
 
@@ -227,7 +225,7 @@ def _rates(sample: LayerSample) -> str:
     if sample.all_gemms_s:
         said.append(f"GEMMs {rate(sample.gemm_flops, sample.all_gemms_s)}")
     if not sample.attention_s:
-        said.append("no attention kernel seen: it is computed again in each replay")
+        said.append("no attention kernel observed: it is computed again in each replay")
     elif sample.attention_backward_s:
         back = rate(_BACKWARD * sample.attention_flops, sample.attention_backward_s)
         said.append(f"attention {rate(sample.attention_flops, sample.attention_s)} forward, {back} backward")
@@ -259,7 +257,7 @@ def _nothing(line: str) -> None:
 
 
 def _check_model(path: Path) -> None:
-    """Transformers reads a config to its end, and ``/dev/zero`` has none."""
+    """Refuse a config that is no regular file or too long: Transformers would read ``/dev/zero`` for ever."""
     config = path / "config.json" if path.is_dir() else path
     if config.exists() and not config.is_file():
         raise MemoError(f"model {quoted(str(path), 400)}: is no regular file, expected a Hugging Face config JSON")
@@ -268,7 +266,7 @@ def _check_model(path: Path) -> None:
 
 
 def _check_output(path: Path) -> None:
-    """Before anything is measured: what was measured must not be lost."""
+    """Refuse an output that cannot be written, before anything is measured."""
     name = quoted(str(path), 400)
     if path.is_dir():
         raise MemoError(f"-o {name}: is a folder, expected a file")

@@ -1,11 +1,11 @@
-"""`ds-memo run COMMAND`: every Python process that the command starts, at any depth, is under memo.
+"""`ds-memo run COMMAND`: put every Python process that the command starts, at any depth, under memo.
 
     ds-memo run deepspeed train.py ARGS
     ds-memo run accelerate launch --config_file c.yaml train.py ARGS
     ds-memo run --memo '{"enabled": true}' llamafactory-cli train cfg.yaml     # for DeepSpeed configurations without the section
 
-The folder startup goes first on PYTHONPATH. What Python runs there waits until its process imports deepspeed, then calls
-install_as_told(). Says in the end if no process called deepspeed.initialize.
+The folder startup goes first on PYTHONPATH. Its sitecustomize waits until the process imports deepspeed, then calls
+install_as_told(). At the end, a line on stderr says if no process called deepspeed.initialize.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Returns its exit code; where a signal ended it, this process ends by the same one."""
+    """Run the command and return its exit code. If a signal ends the command, this process ends by the same signal."""
     command = args.command[args.command[:1] == ["--"] :]
     if not command:
         raise MemoError("no command. Example: ds-memo run deepspeed train.py")
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.memo is not None:
         environment[GIVEN] = json.dumps(section(args.memo)).encode().hex()
     try:
-        if LISTENER in os.environ:  # under another `ds-memo run`, which is told
+        if LISTENER in os.environ:  # inside another `ds-memo run`, which listens
             os.execvpe(command[0], command, environment)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
             environment[LISTENER] = f"ds_memo_run_{os.getpid()}_{os.urandom(8).hex()}"
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def section(text: str) -> Mapping[str, Any]:
-    """Return what --memo says.
+    """Return the section of --memo.
 
     Raises:
-        MemoConfigError: it is no JSON, or a value is refused.
+        MemoConfigError: the text is no JSON, or a value is refused.
     """
     from ds_memo.config import memo_config
 
@@ -95,7 +95,7 @@ def _was_told(listener: socket.socket) -> bool:
 
 
 def _wait_for(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """As subprocess.call(), and the command gets the signals that processes send to this one (those to all of a group twice)."""
+    """Run the command as subprocess.call() does, and pass on signals from other processes (a group's signals arrive twice)."""
     awaited = {*_PASSED_ON, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
 
@@ -105,16 +105,16 @@ def _wait_for(command: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         child = subprocess.Popen(command, env=environment, preexec_fn=unblock)
         while child.poll() is None:
-            seen = signal.sigwaitinfo(awaited)
-            if seen.si_code <= 0:  # by a process; what the terminal sends (Ctrl-C), the command gets as well
-                child.send_signal(seen.si_signo)
+            received = signal.sigwaitinfo(awaited)
+            if received.si_code <= 0:  # from a process; the terminal (Ctrl-C) signals the command too
+                child.send_signal(received.si_signo)
         return child.returncode
     finally:
         unblock()
 
 
 def _end_by(number: signal.Signals) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core to look at is the command's
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # only the command should leave a core file
     with suppress(OSError):  # SIGKILL
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -6,8 +6,8 @@
     python -m ds_memo.run -m package.train ARGS        # a module, as `python -m` would
     torchrun -m ds_memo.run --memo '{"enabled": true}' train.py ARGS    # the section, for DeepSpeed configurations without one
 
-The script runs as ``__main__`` with its own arguments and is none the wiser; every ``deepspeed.initialize`` in it, or in the
-libraries it uses, obeys the "memo" section of its DeepSpeed JSON.
+The script runs as ``__main__`` with its own arguments. Every ``deepspeed.initialize`` in it, or in the libraries that it uses,
+obeys the "memo" section of its DeepSpeed JSON.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ds_memo.errors import MemoConfigError, quoted
 
 USAGE = "usage: python -m ds_memo.run [--memo JSON] [-m MODULE | SCRIPT] ARGS"
 OTHERS = ". Processes that it started itself are under memo with `ds-memo run COMMAND`: see docs/integrations.md"
-_OURS = (__file__, str(Path(__file__).parents[1] / "run.py"), runpy.__file__, "<frozen runpy>")
-"""Files whose frames do not belong into the traceback of a script."""
+_OWN_FILES = (__file__, str(Path(__file__).parents[1] / "run.py"), runpy.__file__, "<frozen runpy>")
+"""Files whose frames the traceback of a script leaves out."""
 _LAUNCHERS_FLAGS = ("--local_rank", "--local-rank")
 
 
 def main() -> None:
-    """What ``python -m ds_memo.run`` does."""
-    # DeepSpeed's launcher puts its flag before what it takes to be arguments of a module; it is meant for the script.
+    """Run ``python -m ds_memo.run``."""
+    # DeepSpeed's launcher puts its flag before the arguments of its module, ds_memo.run; the script must get it.
     words, flags = sys.argv[1:], list[str]()
     while words and words[0].partition("=")[0] in _LAUNCHERS_FLAGS:
         taken = 1 if "=" in words[0] else 2
@@ -52,7 +52,7 @@ def main() -> None:
         print(f"{USAGE}\n\n{__doc__}" if asked else USAGE, file=sys.stdout if asked else sys.stderr)
         sys.exit(0 if asked else 2)
     target, arguments = words[0], [*flags, *words[1:]]
-    sys.excepthook = _without_our_frames(sys.excepthook)
+    sys.excepthook = _without_own_frames(sys.excepthook)
     try:
         install(None if memo is None else section(memo))
     except MemoConfigError as error:
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def run_script(path: str, arguments: list[str]) -> None:
-    """What the interpreter does with ``python path arguments``, in this process."""
+    """Run a script in this process as ``python path arguments`` would."""
     try:
         with io.open_code(path) as file:
             source = file.read()
@@ -88,8 +88,8 @@ def run_script(path: str, arguments: list[str]) -> None:
 
 
 def run_module(name: str, arguments: list[str]) -> None:
-    """What the interpreter does with ``python -m name arguments``, in this process."""
-    sys.argv[:] = ["-m", *arguments]  # until the module is found: packages above it may look
+    """Run a module in this process as ``python -m name arguments`` would."""
+    sys.argv[:] = ["-m", *arguments]  # until the module is found: its parent packages may read it
     try:
         # As pdb does; runpy.run_module() takes __main__ away again.
         _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
@@ -106,21 +106,21 @@ def run_module(name: str, arguments: list[str]) -> None:
 def _run_as_main(main: Any, code: CodeType) -> None:
     main.__builtins__ = sys.modules["builtins"]
     main.__annotations__ = {}
-    sys.modules["__main__"] = main  # and it stays: pickles, spawned workers and exit handlers look their names up here
+    sys.modules["__main__"] = main  # not restored: pickles, spawned workers and exit handlers look up names here
     exec(code, main.__dict__)
 
 
 def tell_if_idle() -> None:
-    """A script that never made an engine ran without memo, which whoever started it this way did not want."""
-    ours = sys.modules.get("ds_memo.deepspeed.initialize")
-    if (ours is None or not ours.initialized) and LISTENER not in os.environ:  # else `ds-memo run` tells, once
+    """Print a line if the script made no engine, so that memo had no effect."""
+    initialize = sys.modules.get("ds_memo.deepspeed.initialize")
+    if (initialize is None or not initialize.initialized) and LISTENER not in os.environ:  # else `ds-memo run` prints it, once
         why = "never imported DeepSpeed" if WATCHED not in sys.modules else "never called deepspeed.initialize"
         print(f"ds_memo.run: the script {why}, so memo had no effect{OTHERS}", file=sys.stderr)
 
 
-def _without_our_frames(stock: Callable[..., None]) -> Callable[..., None]:
+def _without_own_frames(stock: Callable[..., None]) -> Callable[..., None]:
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+        while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
             trace = trace.tb_next
         stock(kind, error.with_traceback(trace), trace)
 

@@ -1,4 +1,4 @@
-"""`ds-memo show`: draws a plan."""
+"""`ds-memo show`: draw a plan."""
 
 from __future__ import annotations
 

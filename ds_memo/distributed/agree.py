@@ -1,9 +1,8 @@
-"""What all ranks must have in common: the configuration, the profile, the budgets. The most careful of each wins.
+"""Agreement between ranks on configuration, profile and budgets: the most careful value wins.
 
-There are two ways for ranks to talk. Where every rank is sure to come, a collective does. But where a rank may fail on the way
-while others wait for it inside a collective of their own (a layer's all-to-all, a gather of ZeRO-3), a collective by the rank
-that failed would be matched with theirs: they would hang, or read each other's bytes. So `together` and `late` use the process
-group's key-value store, which no collective waits on.
+Ranks talk in two ways. Where every rank is sure to arrive, they use a collective. But a rank may fail while others wait for it
+inside another collective (a layer's all-to-all, a gather of ZeRO-3). A collective by the failed rank would be matched with
+theirs: the ranks would hang, or read each other's bytes. So `together` and `late` use the process group's key-value store.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from ds_memo.errors import MemoError
 
 T = TypeVar("T")
 PATIENCE_S = 600.0
-"""How long a rank that succeeded waits for the others' answers."""
+"""Seconds that a rank that succeeded waits for the others' answers."""
 GRACE_S = 60.0
-"""How long a rank that failed does. Ranks that do not answer within it are waiting for this one."""
+"""Seconds that a rank that failed waits. Ranks that do not answer in time are waiting for this one."""
 ARRIVAL_S = 60.0
-"""How long `late` waits for the others."""
+"""Seconds that `late` waits for the others."""
 _meetings = itertools.count()
 
 
 class Failed(MemoError):
-    """Something failed on some ranks; all of them know, and may go on without it."""
+    """Raised on all ranks if an action failed on some; the run can go on without it."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""))
@@ -43,16 +42,16 @@ def world_size() -> int:
 
 
 def from_all_ranks(mine: Any) -> list[Any]:
-    """Every rank's object, in the order of the ranks; all ranks must call this together."""
+    """Return every rank's object, in rank order; all ranks must call this together."""
     if world_size() == 1:
         return [mine]
-    everybody: list[Any] = [None] * world_size()
-    dist.all_gather_object(everybody, mine)
-    return everybody
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
 
 
 def greatest(mine: Sequence[int], device: torch.device) -> list[int]:
-    """The greatest of every number over all ranks; all ranks must call this together. Cheap enough for every pass."""
+    """Return the greatest of each number over all ranks; all ranks must call this together. Cheap enough for every pass."""
     numbers = torch.tensor(mine, dtype=torch.int32, device=device)
     if world_size() > 1:
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
@@ -66,21 +65,21 @@ class Do(Protocol):
 
 
 def together(what: Callable[[], T]) -> T:
-    """Do something on all ranks, each by itself; all ranks must call this together.
+    """Run a function on every rank, each for itself; all ranks must call this together.
 
     Returns:
         This rank's result, once all ranks have theirs.
 
     Raises:
         Failed: on all ranks, if it failed on any.
-        MemoError: a rank did not answer, so the run cannot go on. So it is if a rank fails in the middle of a collective: the
-            others wait for it there. It raises this, and its end ends them.
+        MemoError: a rank did not answer, so the run cannot go on. A rank that fails inside a collective raises this, because
+            the others wait for it there; its exit ends them.
     """
     done: list[T] = []
     error = None
     try:
         done.append(what())
-    except Exception as caught:  # whatever it is, the others must hear of it
+    except Exception as caught:  # the others must hear of any error
         error = caught
     said = _say("" if error is None else _in_words(error))
     problems = [f"rank {number}: {problem}" for number, problem in enumerate(said) if problem]
@@ -90,10 +89,10 @@ def together(what: Callable[[], T]) -> T:
 
 
 def alone(what: Callable[[], T]) -> T:
-    """As `together`, for this rank alone: the others neither wait for it nor hear of a failure.
+    """Run a function on this rank only: other ranks neither wait for it nor hear of a failure.
 
     Raises:
-        Failed: it failed.
+        Failed: the function failed.
     """
     try:
         return what()
@@ -102,13 +101,13 @@ def alone(what: Callable[[], T]) -> T:
 
 
 def _in_words(error: Exception) -> str:
-    """On one line. PyTorch's errors may go on for a page: they are cut, and whole in the cause of `Failed`."""
+    """Return an error as one line. Long errors of PyTorch are cut; the cause of `Failed` has the full text."""
     text = str(error) if isinstance(error, MemoError) else shorten(str(error), 300, placeholder=" …")
     return f"{type(error).__name__}: {text}"
 
 
 def late() -> list[int]:
-    """Wait until all ranks have called this; returns those that have not after ARRIVAL_S. For ranks that may have failed."""
+    """Wait until all ranks have called this; return the ranks that have not after ARRIVAL_S. For ranks that may have failed."""
     if world_size() == 1:
         return []
     store, meeting = _get_default_store(), next(_meetings)
@@ -126,7 +125,7 @@ def _key(meeting: int, rank: int) -> str:
 
 
 def _say(problem: str) -> list[str]:
-    """Tell the others of a problem; returns every rank's, "" where there is none."""
+    """Tell the other ranks of a problem; return every rank's problem, "" if it has none."""
     if world_size() == 1:
         return [problem]
     store, me, meeting = _get_default_store(), dist.get_rank(), next(_meetings)
@@ -137,7 +136,7 @@ def _say(problem: str) -> list[str]:
             key = _key(meeting, other)
             store.wait([key], timedelta(seconds=GRACE_S if problem else PATIENCE_S))
             said.append(store.get(key).decode())
-        store.delete_key(_key(meeting - 1, me))  # everybody is here, so everybody has read it
+        store.delete_key(_key(meeting - 1, me))  # all ranks are here, so all have read it
     except RuntimeError as silence:
         if problem:
             raise MemoError(
@@ -151,19 +150,19 @@ def _say(problem: str) -> list[str]:
     return said
 
 
-def refuse_differences(what: str, everybody: Sequence[dict[str, Any]]) -> None:
-    """Compare settings by name.
+def refuse_differences(what: str, by_rank: Sequence[dict[str, Any]]) -> None:
+    """Refuse settings that differ between ranks.
 
     Raises:
-        MemoError: with every setting that differs, its values, and the ranks that have them.
+        MemoError: settings differ; the message names them, their values, and the ranks.
     """
     lines = []
-    for name in sorted({name for settings in everybody for name in settings}):
+    for name in sorted({name for settings in by_rank for name in settings}):
         ranks = defaultdict(list)
-        for number, settings in enumerate(everybody):
+        for number, settings in enumerate(by_rank):
             ranks[repr(settings.get(name))].append(number)
         if len(ranks) > 1:
-            lines.append(f"{name}: " + ", ".join(f"{value} on {_ranks(who)}" for value, who in ranks.items()))
+            lines.append(f"{name}: " + ", ".join(f"{value} on {_ranks(numbers)}" for value, numbers in ranks.items()))
     if lines:
         raise MemoError(f"{what} differs between ranks, and all must work alike; " + "; ".join(lines))
 

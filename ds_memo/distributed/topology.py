@@ -1,4 +1,4 @@
-"""What ranks do together, by DeepSpeed's word."""
+"""Which ranks wait for each other inside layers, by DeepSpeed's state."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ds_memo.distributed.agree import world_size
 
 
 def meet_in_layers(model: nn.Module) -> bool:
-    """Ranks gather parameters that they hold in pieces (ZeRO-3, OptimizedLinear), or trade tokens for experts, in layers: all
-    call the same."""
+    """Return True if all ranks must call the same layers, because they gather parameters (ZeRO-3, OptimizedLinear) or exchange
+    tokens for experts there."""
     if world_size() == 1:
         return False
     in_pieces = any(hasattr(parameter, "ds_id") or is_experts(parameter) for parameter in model.parameters())
@@ -19,22 +19,22 @@ def meet_in_layers(model: nn.Module) -> bool:
 
 
 def talk_in_layers(model: nn.Module) -> bool:
-    """A rank alone in a layer waits for others: they meet there, or share the sequence (Ulysses) or its GEMMs (AutoTP)."""
+    """Return True if a rank in a layer waits for others: they meet there, or share a sequence (Ulysses) or GEMMs (AutoTP)."""
     return meet_in_layers(model) or ranks_per_sequence() > 1 or (world_size() > 1 and any(map(_shares, model.modules())))
 
 
 def _shares(module: nn.Module) -> bool:
-    """A GEMM (AutoTP), or a sequence (DistributedAttention)."""
+    """Return True for a module that shares a GEMM (AutoTP) or a sequence (DistributedAttention)."""
     return getattr(module, "mp_group", None) is not None or type(module).__module__.startswith("deepspeed.sequence.")
 
 
 def is_experts(parameter: nn.Parameter) -> bool:
-    """Of an expert that other ranks lack."""
+    """Return True for a parameter of an expert that other ranks lack."""
     return not getattr(parameter, "allreduce", True)
 
 
 def ranks_per_sequence() -> int:
-    """How many ranks share a sequence now: Ulysses' size, or 1."""
+    """Return the number of ranks that share a sequence now: Ulysses' size, or 1."""
     state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     if state is None or state._SEQUENCE_PARALLEL_GROUP is None:
         return 1

@@ -1,1 +1,1 @@
-"""What a run should cost, by formula. Nothing here imports torch."""
+"""Estimates of a run by formula. Nothing here imports torch."""

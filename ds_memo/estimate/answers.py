@@ -1,4 +1,4 @@
-"""The questions beyond one fixed length: how long, how many GPUs, how lengths and methods compare."""
+"""Answers to open questions: the longest sequence, the fewest GPUs, sweeps over lengths and methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_GPUS = 1 << 16
 
 
 def longest(question: Question) -> tuple[Estimate | None, Estimate]:
-    """The longest sequence that fits, in whole Ki tokens (None: not even 1 Ki does), and the shortest one found that does not.
+    """Return the longest sequence that fits, in whole Ki tokens (None: 1 Ki does not fit), and the shortest found that does not.
 
     `question.seq_length` is ignored.
     """
@@ -42,13 +42,13 @@ def longest(question: Question) -> tuple[Estimate | None, Estimate]:
 
 
 def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
-    """The fewest GPUs with which the length fits (of 1, 2, 4, … in a node, then of 1, 2, 4, … nodes), and the last number that
-    did not do.
+    """Return the fewest GPUs on which the length fits, and the last number tried that was too small.
 
-    The search ends where more GPUs only add replicas and no longer save memory: then the answer is None, and the last one tried.
+    The search tries 1, 2, 4, … GPUs of a node, then 1, 2, 4, … nodes. It ends where more GPUs only add replicas and save no
+    memory; the first answer is None then.
 
     Raises:
-        EstimateError: a value that is out of range for any number of GPUs.
+        EstimateError: a value is out of range for any number of GPUs.
     """
     check(question)
     before: Estimate | None = None
@@ -66,12 +66,12 @@ def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
 
 
 def _misses(answer: Estimate) -> float:
-    """Bytes needed of the memory that there is too little of."""
+    """Return the bytes needed of the memory that runs out."""
     return answer.host_bytes / answer.question.ranks_on_node if answer.status == OOHM else answer.device_total
 
 
 def sweep(question: Question, lengths: Sequence[int], methods: Sequence[str]) -> list[Estimate]:
-    """One answer per length and method."""
+    """Return one answer per length and method."""
     return [estimate(replace(question, method=method, seq_length=length)) for method in methods for length in lengths]
 
 

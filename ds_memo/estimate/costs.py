@@ -1,11 +1,11 @@
-"""Seconds and bytes of one layer, of head and of the optimizer step, by formula. Everything is of one rank.
+"""Seconds and bytes of one layer, of the head and of the optimizer step, by formula. All numbers are those of one rank.
 
-Tokens are those of this rank, T = s / ranks. Bytes are bf16 unless said otherwise.
+A rank has T = s / ranks tokens. Bytes are bf16 unless stated otherwise.
 
     GEMM         2·T FLOPs a parameter forward, twice that backward
     attention    2·s²·width FLOPs a sequence forward (causal), 2.5 times that backward (flash recomputes the scores)
     elementwise  bytes through device memory: norms, residuals, rotary, activation; op by op as in Transformers (traffic.py), or
-                 by a table of Megatron's kernels, which the paper's runs had
+                 by a table of Megatron's kernels, which the paper ran
     Ulysses      q, k, v in and the output back: four all-to-alls each way, and again in a replay
     tensor par.  four gathers or reduce-scatters of the hidden states forward, six backward, three in a replay
     context par. keys and values around the ring, hidden behind attention as far as it goes
@@ -25,38 +25,38 @@ from ds_memo.estimate.model import Model
 from ds_memo.estimate.traffic import norm_bytes, traffic
 from ds_memo.solve.costs import LayerCosts, Output
 
-# Megatron's elementwise traffic, bytes per token and element of width: forward, backward, replay (which ends before the last
+# Megatron's elementwise traffic in bytes per token and element of width: forward, backward, replay (without the last
 # residual). The constants of hardware_data/a800.json are calibrated with it.
 _HIDDEN_BYTES = (24, 46, 14)
 _UNGATED_BYTES = (4, 6, 4)
 _GATED_BYTES = (10, 18, 10)
 _LOGIT_MOVED, _MEGATRON_LOGIT_MOVED = 36, 20
-"""Bytes through device memory for each logit: made, cast to fp32, exponentiated, and back."""
+"""Bytes through device memory per logit: computed, cast to fp32, exponentiated, and the backward."""
 _OPTIMIZER_MOVED = 32
-"""Bytes through device memory for each parameter of this rank: fp32 weight, two moments and gradient, read and written."""
+"""Bytes through device memory per parameter of this rank: fp32 weight, two moments and gradient, read and written."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one layer and one sequence."""
+    """Seconds of one layer and one sequence."""
 
     forward: float
     backward: float
     gemm: float
-    """Of the forward, the GEMMs whose outputs the backward needs: all but the last."""
+    """Part of the forward in GEMMs whose outputs the backward needs: all but the last."""
     attention: float
     elementwise_replay: float
     exchange: float
-    """Of the forward, collectives that nothing hides."""
+    """Part of the forward in collectives that no computation hides."""
     exchange_replay: float
 
 
 class Costs:
-    """One model on one layout at one length.
+    """Costs of one model on one layout at one length.
 
     Args:
         seq_length: tokens of a sequence.
-        megatron: with Megatron's kernels, not those of Transformers.
+        megatron: use Megatron's kernels, not those of Transformers.
     """
 
     def __init__(self, model: Model, hardware: Hardware, layout: Layout, seq_length: int, megatron: bool = False) -> None:
@@ -69,7 +69,7 @@ class Costs:
         self._gemm_rate = hardware.peak * hardware.gemm_efficiency
         self._memory_rate = hardware.device_bandwidth * hardware.device_bandwidth_efficiency
         self.hidden_bytes = 2 * self.tokens * model.hidden
-        """Of one tensor as wide as the hidden states: the paper's unit."""
+        """Bytes of one tensor as wide as the hidden states: the paper's unit."""
         self.layer = self._layer_seconds()
 
     # ---- seconds
@@ -119,7 +119,7 @@ class Costs:
         return around / self.hardware.bandwidth(layout.tp * layout.cp)
 
     def _ulysses(self) -> float:
-        """Inside and outside of a node at the same time; the slower one counts."""
+        """Return the seconds of one pass's all-to-alls. Traffic in and between nodes overlaps; the slower part counts."""
         model, sp, node = self.model, self.layout.sp, self.hardware.gpus_per_node
         kv_width = model.kv_width * max(1, sp / model.kv_heads)
         nbytes = 2 * self.tokens * (2 * model.attention_width + 2 * kv_width) / sp  # to each other rank
@@ -128,7 +128,7 @@ class Costs:
 
     @property
     def gather_s(self) -> float:
-        """Of a layer's parameters under ZeRO-3, hidden behind what it computes as far as they go."""
+        """Seconds to gather a layer's parameters under ZeRO-3; the layer's own computation hides them."""
         if self.layout.zero < 3:
             return 0.0
         shards = self.layout.sharded
@@ -137,16 +137,16 @@ class Costs:
 
     @property
     def head_s(self) -> float:
-        """Head and loss, forward and backward, with the norm before them."""
+        """Seconds of head and loss, forward and backward, with the norm before them."""
         norm, of_logit = (0.0, _MEGATRON_LOGIT_MOVED) if self.megatron else (norm_bytes(self.model), _LOGIT_MOVED)
         moved = self.tokens * (norm + of_logit * self.model.vocab)
         return 3 * self._gemm(self.model.vocab * self.model.hidden) + moved / self._memory_rate
 
     def optimizer_s(self, sequences: int) -> float:
-        """Once a step: the optimizer, and what ranks send each other for it.
+        """Return the seconds of one optimizer step and of its communication.
 
         Args:
-            sequences: of this replica in a step.
+            sequences: sequences of this replica in a step.
         """
         mine = self.model.parameters / self.layout.tp / (self.layout.sharded if self.layout.zero else 1)
         sent_s = self.sent_bytes(sequences) / self.hardware.bandwidth(self.layout.gpus)
@@ -154,19 +154,19 @@ class Costs:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of a parameter's gradient, kept and sent: fp32 under Megatron, bf16 under DeepSpeed (which sends fp32 where ranks share
-        sequences over an NCCL older than 2.27.3)."""
+        """Bytes of a parameter's gradient, kept and sent: fp32 under Megatron, bf16 under DeepSpeed (which sends fp32 where ranks
+        share sequences over an NCCL older than 2.27.3)."""
         return 4 if self.megatron else 2
 
     def sent_bytes(self, sequences: int) -> float:
-        """Through each rank's link in a step below ZeRO-3, where nothing hides it: gradients are reduced and, if optimizer states
-        are sharded, bf16 parameters gathered.
+        """Return the bytes through each rank's link in a step below ZeRO-3, where no computation hides them.
 
-        DeepSpeed all-reduces gradients whatever the stage (use_multi_rank_bucket_allreduce), which sends them twice, and under
-        ZeRO-2 after each sequence. Megatron's distributed optimizer scatters them.
+        Gradients are reduced and, if optimizer states are sharded, bf16 parameters gathered. DeepSpeed all-reduces gradients at
+        every stage (use_multi_rank_bucket_allreduce), which sends them twice, and under ZeRO-2 after each sequence. Megatron's
+        distributed optimizer scatters them.
 
         Args:
-            sequences: of this replica in a step.
+            sequences: sequences of this replica in a step.
         """
         zero, ranks = self.layout.zero, self.layout.sharded
         if zero == 3:
@@ -176,10 +176,10 @@ class Costs:
         of_parameter = reductions * times * self.gradient_bytes + (2 if zero else 0)
         return of_parameter * self.model.parameters / self.layout.tp * (ranks - 1) / ranks
 
-    # ---- what a layer keeps
+    # ---- kept outputs
 
     def layers(self, of: Callable[[Costs], LayerCosts]) -> tuple[LayerCosts, ...]:
-        """All layers in the order of the forward; in some mixtures a few are dense.
+        """Return all layers in forward order; in some mixtures a few are dense.
 
         Args:
             of: Costs.memo_layer or Costs.paper_layer.
@@ -192,7 +192,7 @@ class Costs:
         return tuple(found)
 
     def memo_layer(self) -> LayerCosts:
-        """A layer under ds_memo: input, attention output and the GEMM outputs that are needed; the rest runs again."""
+        """Return a layer under ds_memo: it keeps input, attention output and needed GEMM outputs; the rest runs again."""
         model, seconds, rows = self.model, self.layer, self._rows
         width, kv_width, ffn = model.attention_width, model.kv_width, model.ffn
         inner = (2 if model.gated else 1) * model.shared_ffn
@@ -208,15 +208,15 @@ class Costs:
         ]
         if model.experts:
             router = (4 if model.float_router else 2) * model.experts
-            outputs.append(Output("choice", rows, router, attended + 0.2 * rest))  # its GEMM, kept whole
-            outputs.append(Output("choice", rows, 28 * visits, attended + 0.2 * rest))  # of experts, and of their order
+            outputs.append(Output("choice", rows, router, attended + 0.2 * rest))  # its GEMM, never split
+            outputs.append(Output("choice", rows, 28 * visits, attended + 0.2 * rest))  # the choice of experts and their order
         outputs.append(Output("gemm", rows, 2 * (visits * ffn * (2 if model.gated else 1) + inner), attended + 0.6 * rest))
         if model.experts:  # the routing weights' gradient needs each expert's output
             outputs.append(Output("gemm", rows, 2 * visits * model.hidden, 1.0))
         elif model.post_norms:
             outputs.append(Output("gemm", rows, 2 * model.hidden, 1.0))
         if model.shared_gate:
-            outputs.append(Output("gemm", rows, 2 * (model.hidden + 1), 1.0))  # and the gate's one number
+            outputs.append(Output("gemm", rows, 2 * (model.hidden + 1), 1.0))  # and one number of the gate
         return LayerCosts(
             outputs=tuple(outputs),
             forward_s=seconds.forward,
@@ -231,14 +231,14 @@ class Costs:
         )
 
     def paper_layer(self) -> LayerCosts:
-        """A layer as in the paper: all that autograd saves is kept, alpha of it without input and attention output; copied when
-        the layer is over."""
+        """Return a layer as in the paper: it keeps all that autograd saves, and alpha splits all but input and attention output.
+        Copies begin when the layer is over."""
         seconds, rows = self.layer, self._rows
-        whole = 2 * self.model.hidden + 2 * self.model.attention_width
+        not_split = 2 * self.model.hidden + 2 * self.model.attention_width
         outputs = (
             Output("input", rows, 2 * self.model.hidden),
             Output("attention", rows, 2 * self.model.attention_width),
-            Output("gemm", rows, max(1, round(self.skeletal_bytes / self.tokens) - whole)),
+            Output("gemm", rows, max(1, round(self.skeletal_bytes / self.tokens) - not_split)),
         )
         replay = seconds.gemm + seconds.elementwise_replay + seconds.exchange_replay
         return LayerCosts(outputs, seconds.forward, seconds.backward, 0.0, replay, seconds.attention, int(self.skeletal_bytes))
@@ -249,17 +249,16 @@ class Costs:
 
     @property
     def skeletal_bytes(self) -> float:
-        """What autograd saves of a layer as the paper counts (section 2): 16 times the hidden states of a GPT, and not the
-        log-sum-exp of attention."""
+        """Bytes that autograd saves of a layer as the paper counts (section 2): 16 times a GPT's hidden states, without
+        attention's log-sum-exp."""
         return requests.saved_bytes(self._published, self.tokens) - 4 * self.model.heads * self.tokens
 
     @property
     def transient_bytes(self) -> float:
-        """A layer's arena where all that autograd saves is kept."""
+        """Bytes of a layer's arena where all that autograd saves is kept."""
         return requests.transient_bytes(self._published, self.tokens)
 
     @property
     def _published(self) -> Model:
-        """With learned positions where it is a GPT, as the paper's are; ds_configs/models/gpt-*.json, which stand for those, turn
-        queries and keys."""
+        """The model with learned positions if it is a GPT, as in the paper; ds_configs/models/gpt-*.json have rotary ones."""
         return self.model if self.model.gated else replace(self.model, rotary=False)

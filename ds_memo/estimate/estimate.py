@@ -1,4 +1,4 @@
-"""From a question to an answer: the layouts that are tried, and the best one's time, memory and what runs out first."""
+"""Answer a question: try the layouts and return the best one's time, memory and binding constraint."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ds_memo.units import round_up
 
 
 def estimate(question: Question) -> Estimate:
-    """The best layout's answer: the fastest of those that fit; else the one that lacks host memory, else device memory.
+    """Return the best layout's answer: the fastest that fits; else one that lacks host memory, else one that lacks device memory.
 
     Raises:
-        EstimateError: a value that is out of range, or no layout for this model on these GPUs.
+        EstimateError: a value is out of range, or this model has no layout on these GPUs.
     """
     check(question)
     answers = [_on(question, layout) for layout in candidates(question)]
@@ -36,7 +36,7 @@ def candidates(question: Question) -> Iterable[Layout]:
 
 
 def _on(question: Question, layout: Layout) -> Estimate:
-    """The answer on one layout."""
+    """Return the answer for one layout."""
     costs = Costs(question.model, question.hardware, layout, question.seq_length, question.megatron and question.method != "memo")
     notes = list(question.model.notes)
     if layout.dp > question.batch:

@@ -1,7 +1,7 @@
-"""What a family's config leaves out: the defaults of Transformers' config classes, and what no key says.
+"""Facts that a family's config leaves out: the defaults of Transformers' config classes, and properties without a key.
 
-A published config.json has no key whose value is the class's default where that is the base class's too (tied embeddings), and
-a nested text_config often has little but what differs. tests/estimate/test_families.py holds this against Transformers itself.
+A published config.json omits keys with default values, and a nested text_config often lists only the differences.
+tests/estimate/test_families.py checks these tables against Transformers.
 """
 
 from __future__ import annotations
@@ -121,37 +121,37 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 256000, "sliding_window": 4096, "tie_word_embeddings": True},
     "xglm": {"attention_heads": 16, "ffn_dim": 4096, "vocab_size": 256008, "tie_word_embeddings": True},
 }
-"""By model_type; the families that are known. What is None, False or 0 there, and a step of 1, is left out."""
+"""Known families by model_type. Values that are None, False or 0, and a step of 1, are left out."""
 # fmt: on
 
 UNGATED = {
     *("apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
     *("gpt_neox_japanese", "gptj", "jais2", "mpt", "nemotron", "opt", "persimmon", "phi", "starcoder2", "xglm"),
 }
-"""Families whose MLP is up, activation, down; all others have a gate beside up."""
+"""Families whose MLP is up, activation, down; all others have a gate too."""
 
 FUSED_QKV = {
     *("bloom", "codegen", "dbrx", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_neox_japanese", "mpt", "persimmon", "phi3"),
 }
-"""Families with one GEMM for queries, keys and values: what is a view of its output keeps all of it."""
+"""Families with one GEMM for queries, keys and values: a view of its output keeps all of it."""
 
 FUSED_GATE = {"glm", "glm4", "phi3"}
-"""Families with one GEMM for the MLP's gate and what it is multiplied with."""
+"""Families with one GEMM for the MLP's gate and up projection."""
 
 SHARED_FIRST = {"ernie4_5_moe", "hunyuan_v1_moe"}
 """Mixtures whose shared expert comes before the others."""
 
 SHARED_GATE = {"qwen2_moe"}
-"""The same, and it has a weight for each token."""
+"""Mixtures whose shared expert has a weight for each token."""
 
 FLOAT_ROUTER = {"glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe"}
 """Mixtures whose router is in float32."""
 
 FLOAT_ROUTES = {"glm4_moe", "dots1", "hunyuan_v1_moe", "mixtral", "minimax_m2"}
-"""Mixtures whose routing weights are in float32, and so are their experts' outputs once they are weighted."""
+"""Mixtures whose routing weights, and so their weighted expert outputs, are in float32."""
 
 NO_ROTARY = {"biogpt", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "xglm"}
-"""Families whose positions are learned, or a bias of attention."""
+"""Families with learned positions, or positions as a bias of attention."""
 
 LAYER_NORM = {
     *("biogpt", "bloom", "codegen", "dbrx", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj"),
@@ -160,10 +160,10 @@ LAYER_NORM = {
 """Families with LayerNorm; all others have RMSNorm (the LayerNorms of Cohere and OLMo are in float32 too)."""
 
 FLOAT_WEIGHTS = {"gemma", "gemma2", "gemma3_text", "vaultgemma", "olmo2", "olmo3", "flex_olmo"}
-"""Families whose RMSNorm multiplies by its weight in float32; the others round before."""
+"""Families whose RMSNorm multiplies by its weight in float32; the others round first."""
 
 NO_PRE_NORMS = {"olmo2", "olmo3", "exaone4", "flex_olmo"}
-"""Families whose attention and MLP have a norm behind them alone."""
+"""Families whose attention and MLP have a norm only behind them."""
 
 POST_NORMS = {*NO_PRE_NORMS, "gemma2", "gemma3_text", "glm4"}
 """Families whose attention and MLP have a norm behind them, before the residual."""
@@ -175,12 +175,12 @@ QK_NORM = {
 """Families whose queries and keys are always normalised; others say so by use_qk_norm or qk_layernorm."""
 
 ACTIVATION_SAVES = {"gelu_new": 3, "quick_gelu": 1, "relu2": 1, "xielu": 4}
-"""Activations that are not one kernel: how many tensors as wide as the MLP they save beside their input."""
+"""Activations of several kernels: the number of MLP-wide tensors that they save, without their input."""
 
 NOTES = {
     "gpt_oss": "attention is counted as one kernel; where there is none for its sinks, a layer takes several times as much",
 }
-"""Of families that are counted with a reservation."""
+"""Notes on families whose estimate has a known gap."""
 
 _NOT_ATTENTION = "it has layers that are not attention (state space, linear attention, convolution or recurrence)"
 REFUSED: dict[str, str] = {
@@ -211,4 +211,4 @@ REFUSED: dict[str, str] = {
     "gemma4_text": "its layers have inputs beside the hidden states",
     "mllama_text_model": "it has layers of cross-attention",
 }
-"""By model_type, why."""
+"""Reasons by model_type."""

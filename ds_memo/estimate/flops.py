@@ -1,7 +1,7 @@
-"""Model FLOPs of one training step and the peaks they are held against (MFU).
+"""Model FLOPs of one training step, device peaks, and MFU.
 
-The counts are the paper's (MEMO, SIGMOD 2025): what the model needs, forward and backward, with causal attention at
-half its square; recomputation never counts. Symbols: s tokens in a sequence, n layers, h attention width (heads × head
+The counts are the paper's (MEMO, SIGMOD 2025): forward and backward of the model, with causal attention at half its
+square; recomputation never counts. Symbols: s tokens in a sequence, n layers, h attention width (heads × head
 size; the hidden size in most models), V vocabulary, P parameters that multiply every token.
 """
 
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from ds_memo.estimate import hardware
 
-# Chips with the peak of one that is in hardware_data/.
+# Chips with the same peak as one in hardware_data/.
 _SAME_PEAK = {"h800": "h100", "gh200": "h200"}
-# On the smaller power budget of a PCIe card (NVIDIA's data sheets: dense bf16).
+# PCIe cards have a smaller power budget (NVIDIA's data sheets: dense bf16).
 _PCIE_PEAK = {"h100": 756e12}
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 peak of a device, or None where it is not known.
+    """Return the dense bf16 peak of a device, or None if it is not known.
 
     Args:
-        device_name: As torch.cuda.get_device_name() gives it, e.g. "NVIDIA H200" or "NVIDIA A100-SXM4-80GB".
+        device_name: The result of torch.cuda.get_device_name(), e.g. "NVIDIA H200" or "NVIDIA A100-SXM4-80GB".
 
     Returns:
         FLOP/s of one device.
@@ -32,7 +32,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def sequence_flops(seq_length: int, parameters: int, layers: int, attention_width: int) -> float:
-    """FLOPs to train on one sequence: 6·s·P for the matrices, 6·n·h·s² for causal attention.
+    """Return the FLOPs to train on one sequence: 6·s·P for the matrices, 6·n·h·s² for causal attention.
 
     Args:
         seq_length: s, in tokens.
@@ -44,7 +44,7 @@ def sequence_flops(seq_length: int, parameters: int, layers: int, attention_widt
 
 
 def mfu(flops: float, seconds: float, ranks: int, peak: float) -> float:
-    """Model FLOPs utilisation of one step, 0 to 1.
+    """Return the model FLOPs utilisation of one step, 0 to 1.
 
     Args:
         flops: Model FLOPs of the step over all ranks.

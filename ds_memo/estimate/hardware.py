@@ -1,6 +1,6 @@
-"""Machines as data: hardware_data/*.json, or a file of one's own with the same keys.
+"""Machines as data: hardware_data/*.json, or the user's own file with the same keys.
 
-Each number is {"value", "unit", "source"}. Bandwidths are of one GPU while all of its node are at it, one way.
+Each number is {"value", "unit", "source"}. Bandwidths are those of one GPU in one direction while all GPUs of its node copy.
 """
 
 from __future__ import annotations
@@ -42,46 +42,46 @@ _MAY_BE_ZERO = {"stall", "device_reserve"}
 
 @dataclass(frozen=True)
 class Hardware:
-    """One GPU of a cluster. FLOP/s, bytes, bytes a second."""
+    """One GPU of a cluster. FLOP/s, bytes, bytes per second."""
 
     name: str
     peak: float
     """Dense bf16."""
     device_memory: float
     device_reserve: float
-    """Of the device memory, what no tensor can have: CUDA context, communication buffers."""
+    """Device memory that no tensor can have: CUDA context, communication buffers."""
     device_bandwidth: float
     device_bandwidth_efficiency: float
-    """Of elementwise kernels."""
+    """Share that elementwise kernels reach."""
     gemm_efficiency: float
     attention_forward_efficiency: float
     attention_backward_efficiency: float
-    """Of the flash backward, whose FLOPs are 2.5 times the forward's."""
+    """Share of the peak in the flash backward, whose FLOPs are 2.5 times the forward's."""
     d2h: float
     h2d: float
     quiet_link: float
-    """How many times faster a copy is while the other GPUs do not copy. The paper's alpha was solved for such a link."""
+    """Speed-up of a copy while the other GPUs do not copy. The paper solved alpha for such a link."""
     intra_node: float
     """Bus bandwidth of collectives inside a node."""
     inter_node: float
     gpus_per_node: float
     host_memory: float
-    """Of a node."""
+    """Bytes of a node."""
     fragmentation: float
-    """Without a plan, bytes that the caching allocator takes for each byte of activations."""
+    """Bytes that the caching allocator takes per byte of activations without a plan."""
     stall: float
-    """Without a plan, what the caching allocator's flushes add to a step once its cache has outgrown the device; a share."""
+    """Share that the caching allocator's flushes add to a step without a plan, once its cache has outgrown the device."""
 
     @property
     def usable_device_bytes(self) -> float:
         return self.device_memory - self.device_reserve
 
     def with_device_memory(self, nbytes: float) -> Hardware:
-        """With so much on each GPU beside the context: what memo.device_memory_gib says of a run."""
+        """Return the hardware with this much usable memory on each GPU, as memo.device_memory_gib limits a run."""
         return replace(self, device_memory=nbytes, device_reserve=0.0)
 
     def bandwidth(self, ranks: int) -> float:
-        """Bus bandwidth of collectives among this many neighbouring ranks."""
+        """Return the bus bandwidth of collectives among this many neighbouring ranks."""
         return self.intra_node if ranks <= self.gpus_per_node else self.inter_node
 
 
@@ -90,20 +90,20 @@ def names() -> list[str]:
 
 
 def named(device: str) -> str | None:
-    """Which of `names` a device's own name has among its words ("NVIDIA A100-SXM4-80GB"); None: none."""
+    """Return the entry of `names` that a device's own name contains ("NVIDIA A100-SXM4-80GB"), or None."""
     return next((name for name in names() if name in words(device)), None)
 
 
 def words(device: str) -> list[str]:
-    """Of a device's own name, in lower case."""
+    """Return the words of a device's own name, in lower case."""
     return re.split(r"[^a-z0-9]+", device.lower())
 
 
 def load(name_or_path: str) -> Hardware:
-    """Hardware by name, or from a JSON file.
+    """Load hardware by name, or from a JSON file.
 
     Raises:
-        EstimateError: no such hardware or file, or something wrong in it.
+        EstimateError: there is no such hardware or file, or its content is wrong.
     """
     if name_or_path.lower() in names():
         return _parse(json.loads((_folder() / f"{name_or_path.lower()}.json").read_text()), name_or_path)
@@ -121,7 +121,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     """Return the JSON object in a file of at most MOST_CONFIG_BYTES.
 
     Raises:
-        EstimateError: it cannot be read, or is something else.
+        EstimateError: the file cannot be read, or holds something else.
     """
     name = quoted(str(path), 400)
     try:

@@ -1,9 +1,9 @@
-"""How GPUs share the work: ranks that split one sequence, copies of them, and the ZeRO stage.
+"""Layouts of GPUs: ranks that split one sequence, replicas of them, and the ZeRO stage.
 
 tp   tensor parallel, with the sequence split outside of the GEMMs (Megatron-LM)
 cp   context parallel: ring attention
 sp   Ulysses: all-to-alls around attention, each rank has some of the heads
-dp   what is left: each replica takes sequences of its own
+dp   data parallel: each replica takes its own sequences
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Those that share one sequence."""
+        """Ranks that share one sequence."""
         return self.tp * self.cp * self.sp
 
     @property
@@ -46,7 +46,7 @@ class Layout:
 
 
 def check(layout: Layout, model: Model) -> Layout:
-    """Raises EstimateError where the model or the GPUs cannot be split so."""
+    """Return the layout. Raises EstimateError if it cannot split this model or these GPUs."""
     heads = model.heads
     if layout.gpus % layout.ranks:
         raise EstimateError(
@@ -66,12 +66,12 @@ def check(layout: Layout, model: Model) -> Layout:
 
 
 def largest_sp(model: Model, gpus: int) -> int:
-    """Where Ulysses' head count ends."""
+    """Return the largest Ulysses size that the model's heads allow."""
     return max(_ulysses_sizes(model, gpus))
 
 
 def ulysses(model: Model, gpus: int, zero: int, batch: int) -> Iterator[Layout]:
-    """Layouts worth a try: the least sp at which every replica has a sequence, and more."""
+    """Yield Ulysses layouts: the least sp at which every replica has a sequence, and larger ones."""
     sizes = _ulysses_sizes(model, gpus)
     busy = [sp for sp in sizes if gpus // sp <= batch]
     for sp in busy or sizes[-1:]:
@@ -79,7 +79,7 @@ def ulysses(model: Model, gpus: int, zero: int, batch: int) -> Iterator[Layout]:
 
 
 def megatron(model: Model, hardware: Hardware, gpus: int, zero: int, batch: int) -> Iterator[Layout]:
-    """As the paper's runs: tp 4 or 8, inside a node; any cp; replicas with what is left."""
+    """Yield layouts as in the paper's runs: tp 4 or 8, inside a node; any cp; replicas on the remaining GPUs."""
     splits = [tp for tp in _divisors(gpus) if tp <= hardware.gpus_per_node and model.heads % tp == 0]
     sizes = [tp for tp in splits if tp in (4, 8)] or splits[-1:]
     found = [Layout(gpus, tp=tp, cp=cp, zero=zero) for tp in sizes for cp in _divisors(gpus // tp)]

@@ -1,4 +1,4 @@
-"""A real run's profile in place of formulas: its link speeds for every method, its layers for ds_memo's own."""
+"""Use a real run's profile in place of formulas: its link speeds for every method, its layers for ds_memo's own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ds_memo.profile.sample import Profile
 
 
 def with_profile(question: Question, path: str) -> Question:
-    """The same question, asked with what `ds-memo profile` measured.
+    """Return the question with the measurements of `ds-memo profile`.
 
     Raises:
-        EstimateError: the file cannot be used, or is of another model.
+        EstimateError: the file cannot be used, or belongs to another model.
     """
     try:
         text = read_text(path, MOST_PROFILE_BYTES)
@@ -35,15 +35,15 @@ def with_profile(question: Question, path: str) -> Question:
         raise EstimateError(f"profile {path} is of {layers} layers, {model.name} has {model.layers}")
     widths = {kind["hidden"][-1] for kind in _kinds(profile.key) if _is_shape(kind.get("hidden"))}
     if widths - {model.hidden}:
-        seen = quoted(" and ".join(map(brief, sorted(widths))))
-        raise EstimateError(f"profile {path} is of hidden size {seen}, {model.name} has {model.hidden}")
+        found = quoted(" and ".join(map(brief, sorted(widths))))
+        raise EstimateError(f"profile {path} is of hidden size {found}, {model.name} has {model.hidden}")
     hardware = replace(question.hardware, d2h=profile.d2h_bytes_per_s, h2d=profile.h2d_bytes_per_s)
     notes = (*model.notes, *_notes(question, profile))
     return replace(question, hardware=hardware, profile=profile, model=replace(model, notes=notes))
 
 
 def _notes(question: Question, profile: Profile) -> Iterator[str]:
-    """Where and how it was measured, if not as asked: on this hardware, in bf16."""
+    """Yield a note on the profile's device and dtype if they are not this hardware and bf16."""
     device = profile.key.get("device")
     dtypes = sorted({dtype.removeprefix("torch.") for kind in _kinds(profile.key) if isinstance(dtype := kind.get("dtype"), str)})
     elsewhere = isinstance(device, str) and question.hardware.name.lower() not in words(device)
@@ -55,7 +55,7 @@ def _notes(question: Question, profile: Profile) -> Iterator[str]:
 
 
 def _kinds(key: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of each kind of layer what says its hidden states; older profiles have one for all."""
+    """Return the key's entry for each kind of layer; older profiles have one entry for all."""
     kinds = key.get("kinds")
     found: list[Mapping[str, Any]] = [kind for kind in kinds if isinstance(kind, dict)] if isinstance(kinds, list) else []
     return found or [key]

@@ -1,4 +1,4 @@
-"""ds_memo's own method: placements by the solver that trains, layers by formula or as measured."""
+"""ds_memo's own method: placements by the solver of real runs, layers by formula or as measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ds_memo.units import GIB
 
 
 def memo(question: Question, costs: Costs) -> Estimate:
-    """The placements that a run would have, and their step."""
+    """Solve the placements that a run would have, and estimate their step."""
     model, states = question.model, state_bytes(costs)
     working = {
         "gathered parameters": gathered_bytes(costs),
@@ -32,13 +32,13 @@ def memo(question: Question, costs: Costs) -> Estimate:
     most = _run(question, costs, int(free / loose), sum(working.values()))
     careful = replace(most, device_budget=min(most.device_budget, int(free * (1 - HEADROOM))))
     try:
-        overhead = UNPLANNED_OVERHEAD if question.planned else 1.0  # plain training has no planned addresses
+        overhead = UNPLANNED_OVERHEAD if question.planned else 1.0  # stock training has no planned addresses
         run, solution = solve_within(careful, most, question.alpha, unplanned_overhead=overhead)
     except NothingFits as nothing:
         return _refused(question, costs.layout, most, states, working, nothing)
     kept = _frames(run, solution)
-    stay = all(kind.on_device for kind in solution.kinds)
-    name = "layers that stay" if stay else "resident layers and reload buffers"
+    on_device = all(kind.on_device for kind in solution.kinds)
+    name = "layers on the device" if on_device else "resident layers and reload buffers"
     parts = by_part(question, states, working | {"transients": solution.device_bytes - run.working_bytes - kept, name: kept})
     answer = Estimate(
         question,
@@ -56,11 +56,11 @@ def memo(question: Question, costs: Costs) -> Estimate:
 
 
 def _run(question: Question, costs: Costs, device_budget: int, working: float) -> RunCosts:
-    """What the solver is told.
+    """Return the solver's input.
 
     Args:
-        device_budget: bytes beside the model's states.
-        working: of these, non-layer memory.
+        device_budget: bytes without the model's states.
+        working: bytes of the budget that are non-layer memory.
     """
     hardware, profile = question.hardware, question.profile
     return RunCosts(
@@ -82,7 +82,7 @@ def _refused(
     working: dict[str, float],
     nothing: NothingFits,
 ) -> Estimate:
-    """The answer where nothing fits, with the least that any solution takes."""
+    """Return the answer where nothing fits, with the least memory of any solution."""
     status = OOHM if nothing.where == "host" else OOM
     why = str(nothing) if run.device_budget > 0 else _too_large(question, layout, states)
     least = {
@@ -94,21 +94,21 @@ def _refused(
 
 
 def _too_large(question: Question, layout: Layout, states: dict[str, float]) -> str:
-    """Where nothing that is done with activations helps."""
-    whole, usable = sum(states.values()) / GIB, question.hardware.usable_device_bytes / GIB
+    """Return the message where no placement of activations helps."""
+    total, usable = sum(states.values()) / GIB, question.hardware.usable_device_bytes / GIB
     helps = "more GPUs" if layout.zero == 3 else "a higher ZeRO stage, more GPUs"
-    return f"device memory: the model's states alone take {whole:.4g} of {usable:.4g} GiB. What helps: {helps}, a smaller model."
+    return f"device memory: the model's states alone take {total:.4g} of {usable:.4g} GiB. What helps: {helps}, a smaller model."
 
 
 def _frames(run: RunCosts, solution: Solution) -> int:
-    """Bytes of the device that layers keep and reload: the peak, not counting what comes and goes inside a layer."""
+    """Return the peak device bytes of kept and reloaded outputs, without the transients inside a layer."""
     nothing: dict[str, Any] = dict.fromkeys(("working", "working_at_0", "working_without_attention"), Working())
     frames = replace(run.each(lambda layer: replace(layer, **nothing)), working_bytes=0)
     return device_bytes(frames, solution.kinds, solution.alpha)
 
 
 def _measured(profile: Profile, costs: Costs) -> RunCosts:
-    """The layers as measured, at this length and layout. What ranks exchange inside them is measured, or added by formula."""
+    """Return the layers as measured, at this length and layout. Exchanges between ranks are measured, or added by formula."""
     at = [(1, max(1, round(costs.tokens)))] * len(profile.kinds)
     run = profile.costs(at, 0, 0, ranks_per_sequence=costs.layout.ranks)
     if profile.ranks_per_sequence > 1:

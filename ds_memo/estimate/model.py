@@ -1,4 +1,4 @@
-"""A model's shape, read from a Hugging Face config JSON: dense, grouped-query, mixture of experts."""
+"""Read a model's shape from a Hugging Face config JSON: dense, grouped-query, mixture of experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SLIDES_IF_ASKED = {"qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text", "q
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes in elements, counts."""
+    """A model's shape. Widths are in elements."""
 
     name: str
     layers: int
@@ -41,7 +41,7 @@ class Model:
     fused_qkv: bool = False
     """Queries, keys and values are one GEMM's output."""
     fused_gate: bool = False
-    """The MLP's gate and what it is multiplied with are."""
+    """The MLP's gate and up projection are one GEMM's output."""
     rotary: bool = True
     """Queries and keys are turned by their position."""
     rms: bool = True
@@ -51,29 +51,29 @@ class Model:
     pre_norms: bool = True
     """Attention and MLP begin with a norm."""
     post_norms: bool = False
-    """They end with one."""
+    """Attention and MLP end with a norm."""
     activation_saves: int = 0
-    """Tensors as wide as the MLP that the activation saves beside its input: none where it is one kernel."""
+    """MLP-wide tensors that the activation saves, without its input: 0 where it is one kernel."""
     qk_norm: bool = False
     """Queries and keys are normalised, head by head."""
     shared_ffn: int = 0
     """Width of the shared expert, which every token visits."""
     shared_first: bool = False
-    """That expert comes before the others."""
+    """The shared expert comes before the others."""
     shared_gate: bool = False
-    """It does, and its output is weighted."""
+    """The shared expert's output is weighted."""
     float_router: bool = False
     """The router's GEMM is in float32."""
     float_routes: bool = False
-    """Its experts' outputs are weighted and summed in float32."""
+    """Experts' outputs are weighted and summed in float32."""
     dense_layers: tuple[int, ...] = ()
-    """Of a mixture, indices of the layers that have one MLP in place of experts."""
+    """Indices of a mixture's layers that have one MLP in place of experts."""
     dense_ffn: int = 0
     """Width of that MLP."""
     fused: bool = False
     """Norms, rotary embedding and the activation with its product are one kernel each, as Liger's; else Transformers' code."""
     notes: tuple[str, ...] = ()
-    """What of the config is not modelled."""
+    """Parts of the config that are not modelled."""
 
     @property
     def attention_width(self) -> int:
@@ -85,7 +85,7 @@ class Model:
 
     @property
     def active_ffn(self) -> int:
-        """Width of all the MLPs that one token visits."""
+        """Total width of the MLPs that one token visits."""
         return self.ffn * (self.experts_per_token or 1) + self.shared_ffn
 
     @property
@@ -94,20 +94,20 @@ class Model:
 
     @property
     def layer_parameters(self) -> int:
-        """All of a layer's matrices."""
+        """Parameters of all matrices of a layer."""
         matrices = 3 if self.gated else 2
         width = self.ffn * (self.experts or 1) + self.shared_ffn
         return self.attention_parameters + matrices * self.hidden * width + self.hidden * self.experts
 
     @property
     def active_layer_parameters(self) -> int:
-        """Those that multiply each token."""
+        """Parameters of a layer that multiply each token."""
         matrices = 3 if self.gated else 2
         return self.attention_parameters + matrices * self.hidden * self.active_ffn + self.hidden * self.experts
 
     @property
     def dense(self) -> Model:
-        """A model of this one's dense layers alone."""
+        """The model of this one's dense layers alone."""
         return replace(
             self,
             layers=len(self.dense_layers),
@@ -126,7 +126,7 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """P of ds_memo.estimate.flops: what multiplies every token."""
+        """P of ds_memo.estimate.flops: the parameters that multiply every token."""
         return self._all_layers("active_layer_parameters") + self.vocab * self.hidden
 
     def _all_layers(self, what: str) -> int:
@@ -136,10 +136,10 @@ class Model:
 
 
 def load(path: str) -> Model:
-    """A model from its config file, or from a folder with a config.json.
+    """Load a model from its config file, or from a folder with a config.json.
 
     Raises:
-        EstimateError: no such file, no plain decoder, or a size that is missing or makes no sense.
+        EstimateError: there is no such file, it is no plain decoder, or a size is missing or out of range.
     """
     file = Path(path)
     if file.is_dir():
@@ -161,7 +161,7 @@ def from_config(config: dict[str, Any], name: str) -> Model:
 
 
 def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The language model's part of a config that has others too, which say whether its embeddings are tied."""
+    """Return the language model's part of a config, with the outer tie_word_embeddings, and notes on the parts left out."""
     if isinstance(inner := config.get("text_config"), dict):
         outer = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
         return inner | outer, ["only the language model (text_config) is counted, not what reads images or sound"]
@@ -171,20 +171,20 @@ def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 class _Reader:
-    """One config: what it says, else what its family's config class has."""
+    """Read one config; missing values come from its family's config class."""
 
     def __init__(self, config: dict[str, Any], name: str, notes: list[str]) -> None:
         kind = "" if config.get("model_type") is None else config["model_type"]
         self.config, self.name, self.notes = config, name, notes
         if not isinstance(kind, str):
             raise EstimateError(f"model {name}: model_type is {brief(kind)}, expected a name")
-        self.kind = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}.get(kind, kind)  # flat, as they were published
+        self.kind = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}.get(kind, kind)  # published configs are flat
         self.defaults = families.DEFAULTS.get(self.kind, {})
 
     # ---- values
 
     def get(self, *keys: str) -> Any:
-        """Of the first of several names of one thing; null is as good as nothing, but keeps the family's default away."""
+        """Return the value of the first key that exists; null means no value, and hides the family's default."""
         for source in (self.config, self.defaults):
             for key in keys:
                 if key in source:
@@ -210,7 +210,7 @@ class _Reader:
         return self.size(*keys, default=0) if self.get(*keys) else 0
 
     def part(self, key: str) -> _Reader:
-        """Of a config inside this one (attn_config of MPT and DBRX)."""
+        """Return a reader of a config inside this one (attn_config of MPT and DBRX)."""
         inner = self.config.get(key)
         return _Reader(inner if isinstance(inner, dict) else {}, self.name, [])
 
@@ -262,7 +262,7 @@ class _Reader:
         )
 
     def refuse(self) -> None:
-        """What is no plain decoder: all layers are attention and an MLP, or experts."""
+        """Raise EstimateError unless all layers are attention and an MLP, or experts."""
         config, why = self.config, families.REFUSED.get(self.kind)
         if config.get("is_encoder_decoder") is True:
             why = "it is an encoder and a decoder"
@@ -280,7 +280,7 @@ class _Reader:
             raise EstimateError(f"model {self.name}: {quoted(self.kind) or 'this config'} cannot be estimated: {why}")
 
     def kv_heads(self, heads: int) -> int:
-        if self.kind == "falcon":  # the newer architecture's heads are grouped, whatever multi_query says
+        if self.kind == "falcon":  # the newer architecture groups heads and ignores multi_query
             if self.get("new_decoder_architecture") is True:
                 return self.size("num_kv_heads", default=heads)
             return 1 if self.get("multi_query") is True else heads
@@ -330,7 +330,7 @@ class _Reader:
         }
 
     def dense_layers(self, layers: int) -> tuple[int, ...]:
-        """Indices of the layers that have one MLP in place of experts."""
+        """Return the indices of the layers that have one MLP in place of experts."""
         types, only = self.get("mlp_layer_types"), self.get("mlp_only_layers")
         if isinstance(types, list):
             return tuple(index for index, entry in enumerate(types[:layers]) if entry == "dense")

@@ -13,12 +13,12 @@ TILE_TOKENS = 1024
 LOGIT_BYTES, FUSED_LOGIT_BYTES = 12, 4
 """Per logit: bf16 and fp32 logits and their gradients; Megatron's vocabulary-parallel loss works in place in fp32."""
 CACHE_GROWTH = 12
-"""Without a plan, the cache of what comes and goes in a step grows to this many times its bytes before it settles: in the paper's
-ablation flushes begin between 64 Ki and 128 Ki tokens, which is between 9 and 19 times."""
+"""Without a plan, the allocator's cache grows to this many times a step's transient bytes. In the paper's ablation flushes begin
+between 64 Ki and 128 Ki tokens, which is between 9 and 19 times."""
 
 
 def state_bytes(costs: Costs) -> dict[str, float]:
-    """bf16 parameters, gradients, fp32 weights and two moments."""
+    """Return the bytes of bf16 parameters, of gradients, and of fp32 weights with two moments."""
     layout, mine = costs.layout, costs.model.parameters / costs.layout.tp
     shards, zero = layout.sharded, layout.zero
     return {
@@ -29,14 +29,14 @@ def state_bytes(costs: Costs) -> dict[str, float]:
 
 
 def gathered_bytes(costs: Costs) -> float:
-    """Under ZeRO-3: a layer's parameters, the next one's, and its gradients before they are reduced."""
+    """Return the bytes that ZeRO-3 gathers: a layer's parameters, the next one's, and gradients before they are reduced."""
     return 3 * 2 * costs.model.layer_parameters / costs.layout.tp if costs.layout.zero == 3 else 0.0
 
 
 def by_part(question: Question, states: dict[str, float], working: dict[str, float]) -> dict[str, float]:
-    loose = 0.0 if question.planned else (question.hardware.fragmentation - 1) * sum(working.values())
-    reserve = {"context and communication": question.hardware.device_reserve}
-    parts = states | working | ({"fragmentation": loose} if loose else {}) | reserve
+    fragmentation = 0.0 if question.planned else (question.hardware.fragmentation - 1) * sum(working.values())
+    context = {"context and communication": question.hardware.device_reserve}
+    parts = states | working | ({"fragmentation": fragmentation} if fragmentation else {}) | context
     return {name: nbytes for name, nbytes in parts.items() if nbytes > 0}
 
 
@@ -45,7 +45,7 @@ def device_use(question: Question, parts: dict[str, float]) -> str:
 
 
 def timed(answer: Estimate, costs: Costs) -> Estimate:
-    """Simulate one sequence; a step has as many as fall on a replica, and one optimizer step."""
+    """Simulate one sequence. A step has a replica's share of the sequences, and one optimizer step."""
     question, simulated = answer.question, answer.simulated()
     rounds = answer.sequences // answer.layout.dp
     kinds: dict[str, float] = {}
@@ -61,8 +61,8 @@ def timed(answer: Estimate, costs: Costs) -> Estimate:
 
 
 def _flushes(answer: Estimate) -> bool:
-    """Whether the caching allocator keeps on giving back its cache."""
+    """Return True if the caching allocator must flush its cache in every step."""
     parts = answer.device_bytes
-    comes_and_goes = sum(parts.get(name, 0.0) for name in ("one layer's activations", "transients", "logits", "logits of a tile"))
-    stays = answer.device_total - comes_and_goes - parts.get("fragmentation", 0.0)
-    return stays + CACHE_GROWTH * comes_and_goes > answer.question.hardware.device_memory
+    transient = sum(parts.get(name, 0.0) for name in ("one layer's activations", "transients", "logits", "logits of a tile"))
+    lasting = answer.device_total - transient - parts.get("fragmentation", 0.0)
+    return lasting + CACHE_GROWTH * transient > answer.question.hardware.device_memory

@@ -1,4 +1,4 @@
-"""The methods that ds_memo is compared with: plain training, full recomputation, full swapping, and MEMO as published."""
+"""The methods that ds_memo is compared with: stock training, full recomputation, full swapping, and MEMO as published."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ds_memo.units import GIB
 
 
 def published(question: Question, costs: Costs) -> Estimate:
-    """The paper's methods. Its MEMO falls back to plain, unplanned training where that fits, unless an alpha is asked for."""
+    """Estimate one of the paper's methods. MEMO falls back to stock, unplanned training if that fits and no alpha is given."""
     model, method = question.model, question.method
     if method == "paper" and question.alpha is None:
-        plain = published(replace(question, method="none", plan=False), costs)
-        if plain.status == OK:
-            return replace(plain, question=question, alpha=1.0, binding=f"everything fits without swapping: {plain.binding}")
+        stock = published(replace(question, method="none", plan=False), costs)
+        if stock.status == OK:
+            return replace(stock, question=question, alpha=1.0, binding=f"everything fits without swapping: {stock.binding}")
     states, layers = state_bytes(costs), costs.layers(Costs.paper_layer)
     skeletal = costs.skeletal_bytes
     activations: dict[str, dict[str, float]] = {
@@ -44,8 +44,8 @@ def published(question: Question, costs: Costs) -> Estimate:
 
 
 def _without_copies(answer: Estimate, costs: Costs, layers: tuple[LayerCosts, ...]) -> Estimate:
-    """Each layer's backward begins with nothing, or with its forward, which torch's checkpointing leaves as soon as all that is
-    needed is there."""
+    """Return the answer without swapping. Under full recomputation each backward begins with the layer's forward, which torch's
+    checkpointing stops once it has all it needs."""
     recomputes = answer.question.method == "full_recompute"
 
     def again(layer: LayerCosts) -> float:
@@ -54,12 +54,12 @@ def _without_copies(answer: Estimate, costs: Costs, layers: tuple[LayerCosts, ..
     run = _run(answer.question, costs, layers).each(
         lambda layer: replace(layer, outputs=(), replay_s=again(layer) if recomputes else 0.0, gemm_s=0.0)
     )
-    stay = (ON_DEVICE,) * len(layers)
-    return replace(answer, status=OK, run=run, placements=stay, resident_layers=0 if recomputes else len(layers))
+    placements = (ON_DEVICE,) * len(layers)
+    return replace(answer, status=OK, run=run, placements=placements, resident_layers=0 if recomputes else len(layers))
 
 
 def _swapping(answer: Estimate, costs: Costs, layers: tuple[LayerCosts, ...]) -> Estimate:
-    """All layers but the last two go to the host."""
+    """Return the answer where all layers but the last two go to the host."""
     question, layer, n = answer.question, costs.paper_layer(), len(layers)
     swapped = max(0, n - 2)
     alpha = 1.0 if question.method == "full_swap" else question.alpha
@@ -81,13 +81,13 @@ def _swapping(answer: Estimate, costs: Costs, layers: tuple[LayerCosts, ...]) ->
 
 
 def _run(question: Question, costs: Costs, layers: tuple[LayerCosts, ...]) -> RunCosts:
-    """Budgets are not the solver's here."""
+    """Return the simulator's input; it needs no budgets."""
     hardware = question.hardware
     return RunCosts(layers, hardware.d2h, hardware.h2d, host_budget=0, device_budget=0, head_s=costs.head_s)
 
 
 def _papers_alpha(question: Question, layer: LayerCosts, swapped: int) -> tuple[float, bool, bool]:
-    """The paper's program, with its pinned blocks; whether the host, or the link, bounds it."""
+    """Return the alpha of the paper's program with its pinned blocks, and True if the host, then if the link, bounds it."""
     link = paper_alpha(
         input_bytes=layer.nbytes("input"),
         attention_bytes=layer.attention_bytes,
@@ -99,11 +99,11 @@ def _papers_alpha(question: Question, layer: LayerCosts, swapped: int) -> tuple[
     )
     link = link or 0.0
     block = int(question.host_bytes / max(1, swapped * question.ranks_on_node))
-    largest = 1 << max(0, block.bit_length() - 1)  # that a power of two may have
+    largest = 1 << max(0, block.bit_length() - 1)  # a power of two
     host = max(0.0, (largest - layer.whole_bytes) / layer.split_bytes)
     return min(link, host), host < link, link <= host and link < 1
 
 
 def _pinned(layer: LayerCosts, alpha: float) -> int:
-    """Host bytes of a layer's block: PyTorch's pinned allocator rounds up to a power of two."""
+    """Return the host bytes of a layer's block: PyTorch's pinned allocator rounds up to a power of two."""
     return 1 << max(0, math.ceil(layer.whole_bytes + alpha * layer.split_bytes) - 1).bit_length()

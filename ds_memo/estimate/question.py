@@ -1,4 +1,4 @@
-"""What is asked of the estimator, and what it answers.
+"""The estimator's questions and answers.
 
 method           kept of a layer                                                layers
 none             everything autograd saves                                      as they are
@@ -20,7 +20,7 @@ from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
 from ds_memo.estimate.simulate import Simulated, simulate
-from ds_memo.memory.host import RESERVE
+from ds_memo.memory.host import HOST_HEADROOM
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.costs import RunCosts
 from ds_memo.units import GIB
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 METHODS = ("memo", "paper", "full_recompute", "full_swap", "none")
 PLANNED = ("memo", "paper", "full_swap")
-"""Methods that bring the memory planner along."""
+"""Methods with a memory plan."""
 OK, OOM, OOHM = "ok", "oom", "oohm"
 _MOST_BYTES = 1 << 60
 """The solver counts in 64 bits."""
@@ -38,7 +38,7 @@ _MOST_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class Question:
-    """What to estimate. Sizes are of the whole job; those that are None are chosen."""
+    """The run to estimate. Sizes are those of the whole job; the estimator chooses those that are None."""
 
     model: Model
     hardware: Hardware
@@ -56,7 +56,7 @@ class Question:
     host_memory: float | None = None
     """Bytes of a node."""
     profile: Profile | None = None
-    """Of a real run on the same number of ranks per sequence: its layers stand in for formulas, under memo."""
+    """Profile of a real run on as many ranks per sequence: under memo its layers replace the formulas."""
 
     @property
     def planned(self) -> bool:
@@ -65,11 +65,11 @@ class Question:
     @property
     def host_bytes(self) -> float:
         """Bytes of a node that activations may take."""
-        return self.hardware.host_memory * (1 - RESERVE) if self.host_memory is None else self.host_memory
+        return self.hardware.host_memory * (1 - HOST_HEADROOM) if self.host_memory is None else self.host_memory
 
     @property
     def megatron(self) -> bool:
-        """Whether it is laid out as the paper's runs were (tensor and context parallel, with Megatron's kernels)."""
+        """True for the layout of the paper's runs: tensor and context parallel, with Megatron's kernels."""
         return self.tp is not None or self.cp is not None or (self.method == "paper" and self.sp is None)
 
     @property
@@ -79,7 +79,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The answer. Times of a whole optimizer step; bytes of one GPU, host bytes of one node."""
+    """The answer. Times are of one optimizer step; device bytes of one GPU, host bytes of one node."""
 
     question: Question
     layout: Layout
@@ -97,12 +97,12 @@ class Estimate:
 
     @property
     def sequences(self) -> int:
-        """In a step: every replica has at least one."""
+        """Sequences in a step: every replica has at least one."""
         return self.layout.dp * math.ceil(self.question.batch / self.layout.dp)
 
     @property
     def mfu(self) -> float | None:
-        """0 to 1."""
+        """Model FLOPs utilisation, 0 to 1."""
         if self.step_s is None:
             return None
         q = self.question
@@ -130,7 +130,7 @@ class Estimate:
         }
 
     def simulated(self) -> Simulated:
-        """The schedule of one forward and backward, in virtual time."""
+        """Return the schedule of one forward and backward, in virtual time."""
         assert self.run is not None  # of an answer that fits
         return simulate(self.run, self.placements)
 
@@ -167,7 +167,7 @@ def check(question: Question) -> None:
             raise EstimateError(f"{name} is {getattr(question, name)}, expected at least 1")
     model = question.model
     if model.layers * requests.saved_bytes(model, question.seq_length) > _MOST_BYTES:
-        raise EstimateError(f"{model.name} at {question.seq_length} tokens is beyond any machine: no whole numbers for its bytes")
+        raise EstimateError(f"{model.name} at {question.seq_length} tokens needs more bytes than 64 bits can count")
     if question.method not in METHODS:
         raise EstimateError(f"method is {question.method!r}, expected one of {', '.join(METHODS)}")
     if question.alpha is not None:

@@ -1,8 +1,7 @@
-"""What one layer asks of the allocator: its ops as Transformers runs them, and the peaks that follow.
+"""Memory requests of one layer: its ops as Transformers runs them, and the peaks that follow.
 
-Sizes are bytes of one token in bf16; every one grows with the tokens, so one layer at one length is enough. tests/estimate holds
-this against what real layers take, and against recorded traces. Layers whose residual skips both attention and MLP at once are
-taken for the usual kind.
+Sizes are bytes of one token in bf16; all grow with the tokens, so one layer at one length is enough. tests/estimate checks them
+against real layers and recorded traces. Layers whose residual skips attention and MLP at once are counted as the usual kind.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from ds_memo.plan.trace import Phase, Request, Trace
 from ds_memo.solve.costs import Working
 
 _TOKENS = 1 << 14
-"""Of a trace: so many that rounding to 512 bytes does not show."""
+"""Tokens of a trace: so many that rounding to 512 bytes does not matter."""
 
 
 @lru_cache(maxsize=64)
 def layer_tape(model: Model) -> Tape:
-    """A layer's ops."""
+    """Return a layer's ops."""
     hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * model.kv_width
     ops: list[Op] = []
 
     def norm(wanted: bool, name: str, reads: str) -> str:
-        """The name of its output, or of what it would have read."""
+        """Add a norm if wanted; return the name of its output, else of its input."""
         if not wanted:
             return reads
         ops.append(_norm(model, name, reads, hidden))
@@ -58,8 +57,7 @@ def layer_tape(model: Model) -> Tape:
 
 
 def _norm(model: Model, name: str, reads: str, nbytes: float) -> Op:
-    """RMSNorm computes in float32 and saves it, and what it multiplies with its weight; LayerNorm and one kernel save what they
-    read."""
+    """Return a norm. RMSNorm saves float32 values and the factor of its weight; LayerNorm and fused kernels save their input."""
     if model.fused or not model.rms:
         return Op(name, nbytes, (reads,), (reads,))
     if model.float_weights:
@@ -95,7 +93,7 @@ def _attention(model: Model, into: str, width: float, kv: float) -> list[Op]:
     back = 2 * width + (2 * width if kv < width else 0)  # dq in float32; dk and dv of every head before groups are summed
     view = (("qkv", sum(sizes[name] for name in sizes if used[name] == "qkv")),)
     saves = (*reads, "attended")
-    copied = 2 * width if model.fused_qkv and model.rotary else 0.0  # its output has the queries' strides
+    copied = 2 * width if model.fused_qkv and model.rotary else 0.0  # attention's output has the queries' strides
     attended = Op("attended", width + 4 * model.heads, reads, saves, back=back, views=view, kind="attention", moved=copied)
     return [*ops, attended]
 
@@ -136,8 +134,8 @@ def _activation(model: Model, name: str, ffn: float, reads: str) -> Op:
 
 
 def _experts(model: Model, into: str, hidden: float) -> list[Op]:
-    """Transformers' grouped GEMMs, as of 5.23 (before, masks took up to two fifths more): tokens are copied to each expert they
-    visit, multiplied, weighted, put back in their order and summed."""
+    """Return Transformers' grouped GEMMs, as of 5.23 (before, masks took up to two fifths more). Tokens are copied to each expert
+    they visit, multiplied, weighted, sorted back and summed."""
     visits, experts = model.experts_per_token, model.experts
     routed, ffn = visits * hidden, visits * 2 * model.ffn
     wide, summed = (2 * routed, 2 * hidden) if model.float_routes else (routed, 0.0)
@@ -161,12 +159,12 @@ def _experts(model: Model, into: str, hidden: float) -> list[Op]:
 
 
 def _expert_moves(model: Model, ffn: float) -> dict[str, Any]:
-    """Gate and up are halves of one tensor, whose gradients are put side by side."""
+    """Return the extra traffic of gate and up, halves of one tensor whose gradients are concatenated."""
     return {"moved": 5 * ffn, "moved_back": 13 * ffn} if model.gated else {}
 
 
 def kept(model: Model, gemms: bool = True, attention: bool = True) -> frozenset[str]:
-    """What ds_memo keeps of a layer: what the backward needs, and a replay does not make without GEMMs or attention."""
+    """Return the outputs that ds_memo keeps: those the backward needs and a replay without GEMMs or attention does not make."""
     tape = layer_tape(model)
     last = max(i for i, op in enumerate(tape.ops) if op.saves or op.inner)
     read = {name for op in tape.ops[: last + 1] for name in op.reads}
@@ -177,28 +175,29 @@ def kept(model: Model, gemms: bool = True, attention: bool = True) -> frozenset[
 
 @lru_cache(maxsize=256)
 def _working(model: Model, gemms: bool, attention: bool) -> tuple[float, float]:
-    tape, hidden, there = layer_tape(model), 2 * model.hidden, kept(model, gemms, attention)
-    forward = most_alive(tape.forward(there))
-    return hidden + forward, hidden + most_alive(tape.backward(there))
+    tape, hidden, supplied = layer_tape(model), 2 * model.hidden, kept(model, gemms, attention)
+    forward = most_alive(tape.forward(supplied))
+    return hidden + forward, hidden + most_alive(tape.backward(supplied))
 
 
 def working(model: Model, tokens: float, gemms: bool = True, attention: bool = True) -> Working:
-    """The most that a layer's forward, and its replay and backward, hold at once, as a profile measures it: the forward with its
-    input and what it keeps; the backward beside what is kept, with the layer's output and its gradient.
+    """Return the peak bytes of a layer's forward, and of its replay and backward, as a profile measures them.
+
+    The forward counts its input and kept outputs. The backward counts the layer's output and its gradient, not kept outputs.
 
     Args:
-        gemms, attention: whether their outputs are kept.
+        gemms, attention: True if their outputs are kept.
     """
     return Working(*(round(per_token * tokens) for per_token in _working(model, gemms, attention)))
 
 
 def saved_bytes(model: Model, tokens: float) -> float:
-    """What autograd saves of a layer."""
+    """Return the bytes that autograd saves of a layer."""
     return layer_tape(model).saved_bytes * tokens
 
 
 def layer_trace(model: Model, tokens: int) -> Trace:
-    """Requests of a layer's forward and backward where autograd's own activations were kept elsewhere: transients alone."""
+    """Return the requests of a layer's forward and backward for transients alone: saved activations are kept elsewhere."""
     tape = layer_tape(model)
     everything = frozenset({INPUT, *(op.name for op in tape.ops)})
     saved = tape.saved | {tape.ops[-1].name}
@@ -221,5 +220,5 @@ def _peak_per_token(model: Model) -> float:
 
 
 def transient_bytes(model: Model, tokens: float) -> float:
-    """The arena that the planner needs for one layer's transients where all that autograd saves is kept."""
+    """Return the bytes of the arena for one layer's transients where all that autograd saves is kept."""
     return _peak_per_token(model) * tokens

@@ -1,7 +1,7 @@
-"""A step in virtual time: layers through three streams, by the engine that trains.
+"""Simulate a step in virtual time: layers through three streams, driven by the real engine.
 
 `ds_memo.swap.engine.SwapEngine` itself runs here, so the schedule cannot differ from the real one. Its streams only keep time,
-its tensors only know their bytes, and this module moves compute's clock on as kernels would.
+its tensors only know their bytes, and this module advances the compute clock as kernels would.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 
 
 class Span(NamedTuple):
-    """Something a stream did, or compute's waiting. Seconds from the start of the step."""
+    """One operation of a stream, or a stall of compute. Seconds from the start of the step."""
 
     stream: str
     name: str
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulated:
-    """One forward and backward."""
+    """The result for one forward and backward."""
 
     seconds: float
     d2h_stall_s: float
@@ -87,7 +87,7 @@ class VirtualStreams:
 
 
 class Extent:
-    """What a tensor is here: so many bytes of a layer."""
+    """A virtual tensor: a number of bytes of a layer."""
 
     __slots__ = ("layer", "nbytes")
     _version = 0
@@ -102,7 +102,7 @@ class Extent:
 
 @dataclass(slots=True)
 class VirtualKept:
-    """In place of ds_memo.swap.frame.Kept."""
+    """The virtual ds_memo.swap.frame.Kept."""
 
     index: int
     stored_bytes: float
@@ -125,7 +125,7 @@ class VirtualLayout(NamedTuple):
 
 
 class VirtualSlab:
-    """A host without limits: whether things fit is ds_memo.solve's question."""
+    """A host without limits: ds_memo.solve checks budgets."""
 
     blocks = ()
 
@@ -138,7 +138,7 @@ class VirtualSlab:
 
 
 class VirtualEngine(SwapEngine):
-    """The engine, whose one own allocation is virtual too."""
+    """The engine with virtual reload buffers."""
 
     def _new_buffer(self, nbytes: int) -> None:
         return None
@@ -149,7 +149,7 @@ def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
 
     Args:
         run: seconds and bytes of the layers.
-        placements: by layer.
+        placements: one per layer.
     """
     streams = VirtualStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
     slab: Any = VirtualSlab()
@@ -177,7 +177,7 @@ def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
 
 
 def _forward(engine: Any, streams: VirtualStreams, index: int, layer: LayerCosts, placement: Placement) -> Frame:
-    """What the engine is handed has no tensors, only their sizes."""
+    """Run one forward of the engine on sizes in place of tensors."""
     frame = engine.begin(f"layer {index}", placement)
     began = streams.now[COMPUTE]
     kept: list[tuple[Output, VirtualKept]] = []

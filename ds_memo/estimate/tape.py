@@ -1,8 +1,8 @@
-"""Forward, replay and backward of a list of ops: which bytes are asked for, and when they are given back.
+"""Memory requests of a list of ops: the mallocs and frees of its forward, replay and backward.
 
-The rules are autograd's. An op saves some of what it reads and makes; what no op saves is freed after its last reader; a backward
-takes the gradient of an op's output, makes those of what it reads and adds up where there is one already, and then frees what it
-saved. ds_memo keeps some outputs beside this, and a replay makes the others again before the first op that saved something.
+The rules are autograd's. An op saves some of its inputs and outputs; a tensor that no op saves is freed after its last reader. An
+op's backward reads the gradient of the output, makes those of the inputs, adds them to existing ones, and frees the saved ones.
+ds_memo also keeps some outputs; a replay makes the others again before the backward of the last op that saved something.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ class Op:
     """One op with one output. Sizes are bytes of one token."""
 
     name: str
-    """Of the op and of its output."""
+    """Name of the op and of its output."""
     nbytes: float
     reads: tuple[str, ...]
     saves: tuple[str, ...] = ()
-    """Of what it reads, and its own name: what its backward needs."""
+    """Names among `reads`, and its own name, that its backward needs."""
     inner: float = 0.0
-    """Saved too, made by the op itself: float32 inside a norm, indices."""
+    """Also saved, made by the op itself: float32 values of a norm, indices."""
     holds: tuple[str, ...] = ()
-    """Alive until it is over, though it does not read them: a Python frame has names for them."""
+    """Tensors that it does not read but that live until its end: a Python frame holds them."""
     temporary: float = 0.0
-    """Alive while it runs; what is inner and not saved is among it."""
+    """Bytes alive while it runs, including `inner` bytes that are not saved."""
     back: float = 0.0
-    """Alive while its backward runs, beside gradients."""
+    """Bytes alive while its backward runs, without gradients."""
     views: tuple[tuple[str, float], ...] = ()
-    """(name, bytes) of what it reads only a part of: the gradient that it makes is no larger than that part."""
+    """(name, bytes) of inputs of which it reads a part: their gradient has the size of that part."""
     kind: str = "plain"
-    """As ds_memo.solve.costs has it: gemm, attention, choice; all others are plain."""
+    """A kind of ds_memo.solve.costs: gemm, attention, choice; all others are plain."""
     adds: bool = False
-    """A sum: the gradient of its output is that of its inputs too, in the same memory."""
+    """True for a sum: its output's gradient is its inputs' gradient too, in the same memory."""
     no_gradient: bool = False
-    """Nothing flows back through it: what it makes are indices."""
+    """True if its output has no gradient, as indices have none."""
     moved: float | None = None
-    """Bytes that it moves through device memory. None: what it reads and makes, once; 0 for GEMMs and attention."""
+    """Bytes that it moves through device memory. None: its inputs and output, once; 0 for GEMMs and attention."""
     moved_back: float | None = None
-    """The same in its backward. None: gradients and what it saved, once."""
+    """The same in its backward. None: gradients and saved tensors, once."""
 
 
 @dataclass
 class _Memory:
-    """A list of requests in order: (name, bytes) asks for memory, (name, None) gives it back."""
+    """A list of requests in order: (name, bytes) allocates, (name, None) frees."""
 
     requests: list[tuple[str, float | None]] = field(default_factory=list)
     alive: set[str] = field(default_factory=set)
@@ -66,19 +66,19 @@ class _Memory:
 
 @dataclass(frozen=True)
 class Tape:
-    """A layer's ops in the order of the forward; the last one's output is the layer's."""
+    """A layer's ops in forward order; the last op's output is the layer's."""
 
     ops: tuple[Op, ...]
 
     @property
     def saved_bytes(self) -> float:
-        """What autograd saves of a token."""
+        """Bytes that autograd saves of a token."""
         sizes = self._sizes
         return sum(sizes[name] for name in self.saved) + sum(op.inner for op in self.ops)
 
     @property
     def saved(self) -> set[str]:
-        """What some op saves of what it reads and makes."""
+        """Names of the tensors that some op saves."""
         return {name for op in self.ops for name in op.saves}
 
     @property
@@ -86,22 +86,22 @@ class Tape:
         return {op.name: op.nbytes for op in self.ops} | {INPUT: self.ops[-1].nbytes}
 
     def forward(self, kept: Collection[str]) -> list[tuple[str, float | None]]:
-        """The forward's requests under ds_memo, which keeps these; autograd saves nothing."""
+        """Return the forward's requests under ds_memo, which keeps these; autograd saves nothing."""
         memory = _Memory()
         self._run(memory, self.ops, {*kept, self.ops[-1].name}, (), keeps_inner=False)
         return memory.requests
 
     def backward(self, given: Collection[str], replays: bool = True) -> list[tuple[str, float | None]]:
-        """The backward's requests.
+        """Return the backward's requests.
 
         Args:
-            given: what is there, and stays until the layer is over: its input, and what a replay is supplied with.
-            replays: what autograd would have saved is made again; otherwise it is there already, and counts for nothing.
+            given: tensors that exist until the layer is over: its input, and what a replay is supplied with.
+            replays: True if a replay makes what autograd would have saved; else it exists already and does not count.
         """
         memory = _Memory()
         savers = Counter(name for op in self.ops for name in op.saves)
         sizes = self._sizes
-        holders: Counter[str] = Counter()  # of the memory of a gradient
+        holders: Counter[str] = Counter()  # users of a gradient's memory
         gradients = {self.ops[-1].name: GRADIENT}
         pending = replays
         for op in reversed(self.ops):
@@ -136,28 +136,28 @@ class Tape:
         return memory.requests
 
     def _replay(self, memory: _Memory, given: Collection[str], saved: Collection[str]) -> None:
-        """Ops up to the last that something is saved of or in; GEMMs that nobody reads then are left out."""
+        """Run the ops up to the last that saves something, without outputs that no op reads."""
         last = max(i for i, op in enumerate(self.ops) if op.inner or op.saves)
         self._run(memory, self.ops[: last + 1], saved, given, keeps_inner=True)
 
-    def _run(self, memory: _Memory, ops: Sequence[Op], stay: Collection[str], given: Collection[str], keeps_inner: bool) -> None:
+    def _run(self, memory: _Memory, ops: Sequence[Op], kept: Collection[str], given: Collection[str], keeps_inner: bool) -> None:
         last_read = {name: i for i, op in enumerate(ops) for name in (*op.reads, *op.holds)}
         for i, op in enumerate(ops):
             memory.malloc(f"{op.name}.inner", op.inner)
             if op.name not in given:
                 memory.malloc(f"{op.name}.temporary", op.temporary if keeps_inner else op.temporary - op.inner)
-                if op.name in stay or op.name in last_read:
+                if op.name in kept or op.name in last_read:
                     memory.malloc(op.name, op.nbytes)
                 memory.free(f"{op.name}.temporary")
                 if not keeps_inner:
                     memory.free(f"{op.name}.inner")
             for name in (*op.reads, *op.holds):
-                if name not in stay and last_read[name] == i:
+                if name not in kept and last_read[name] == i:
                     memory.free(name)
 
 
 def _release(memory: _Memory, holders: Counter[str], gradient: str) -> None:
-    """A gradient has one reader less, and goes with the last. The one that the layer's backward began with is not the layer's."""
+    """Remove one user of a gradient, and free it after the last. The gradient of the layer's output belongs to the caller."""
     if gradient == GRADIENT:
         return
     holders[gradient] -= 1
@@ -166,7 +166,7 @@ def _release(memory: _Memory, holders: Counter[str], gradient: str) -> None:
 
 
 def most_alive(requests: Sequence[tuple[str, float | None]]) -> float:
-    """The most bytes at once."""
+    """Return the most bytes alive at once."""
     sizes: dict[str, float] = {}
     total = most = 0.0
     for name, nbytes in requests:

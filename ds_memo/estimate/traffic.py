@@ -1,7 +1,7 @@
-"""What a layer moves through device memory beside its GEMMs and attention: bytes of a token, by its ops.
+"""Bytes that a layer moves through device memory, without GEMMs and attention: per token, by its ops.
 
-An op reads and writes each tensor once, and its backward reads a gradient and what was saved and writes gradients; where several
-gradients meet they are added up. What is several kernels (Op.moved, Op.moved_back) says so itself.
+An op reads and writes each tensor once. Its backward reads a gradient and saved tensors, and writes gradients. Several gradients
+of one tensor are added up. An op of several kernels states its own bytes (Op.moved, Op.moved_back).
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from ds_memo.estimate.tape import INPUT, Op
 
 
 class Traffic(NamedTuple):
-    """Bytes of a token."""
+    """Bytes per token."""
 
     forward: float
     backward: float
     replay: float
-    """Of the forward, up to the last op that saves something."""
+    """Part of the forward up to the last op that saves something."""
 
 
 @lru_cache(maxsize=256)
 def traffic(model: Model) -> Traffic:
-    """Of one layer."""
+    """Return the traffic of one layer."""
     ops = layer_tape(model).ops
     sizes = {op.name: op.nbytes for op in ops} | {INPUT: ops[-1].nbytes}
     last = max(i for i, op in enumerate(ops) if op.inner or op.saves)
     there = [_forward(op, sizes) for op in ops]
-    biases = 0.0 if model.rms else sum(op.nbytes for op in ops if op.kind == "gemm")  # whose gradients are sums
+    biases = 0.0 if model.rms else sum(op.nbytes for op in ops if op.kind == "gemm")  # their gradients are sums
     back = sum(_backward(op, sizes) for op in ops) + _sums(ops, sizes) + biases
     return Traffic(sum(there), back, sum(there[: last + 1]))
 
 
 def norm_bytes(model: Model) -> float:
-    """Of a token, by one norm's forward and backward."""
+    """Return the bytes per token of one norm's forward and backward."""
     ops = [op for op in layer_tape(model).ops if op.name in ("norm1", "o_norm")]
     sizes = {name: ops[0].nbytes for name in ops[0].reads}
     return _forward(ops[0], sizes) + _backward(ops[0], sizes)
@@ -62,7 +62,7 @@ def _backward(op: Op, sizes: dict[str, float]) -> float:
 
 
 def _sums(ops: tuple[Op, ...], sizes: dict[str, float]) -> float:
-    """Gradients of one tensor meet two by two; those of its parts are put side by side."""
+    """Return the bytes to add up gradients of one tensor in pairs, and to concatenate those of its parts."""
     readers = Counter(name for op in ops if not op.no_gradient for name in op.reads if name not in dict(op.views))
     parts = sum(nbytes for op in ops if not op.no_gradient for _, nbytes in op.views)
     return 2 * parts + sum(3 * (count - 1) * sizes[name] for name, count in readers.items())

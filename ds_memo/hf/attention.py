@@ -1,5 +1,5 @@
-"""Transformers' attention functions: those that no dispatch mode sees (FlexAttention, flash-attn 4, flash kernels of the hub) are
-kept whole, and any of them can be wrapped."""
+"""Transformers' attention functions: make those that no dispatch mode observes (FlexAttention, flash-attn 4, flash kernels of the
+hub) saved ops, and wrap any of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from ds_memo.remat.functions import keep_whole
 
-_SEEN = {"flash_attn.flash_attn_interface", "flash_attn_interface"}
-"""Modules whose functions call custom ops, which are kept by name (ds_memo.remat.op_policy)."""
+_OBSERVED = {"flash_attn.flash_attn_interface", "flash_attn_interface"}
+"""Modules whose functions call custom ops, which ds_memo.remat.op_policy saves by name."""
 
 
-def keep_unseen_attention() -> None:
-    """Have Transformers, if it is imported, call these by :func:`keep_whole` from now on. Outside of memo nothing changes."""
+def keep_unobserved_attention() -> None:
+    """Make Transformers, if imported, call unobserved attention through :func:`keep_whole`. Outside of memo nothing changes."""
     _replace(sys.modules.get("transformers.integrations.flex_attention"), "compile_friendly_flex_attention", keep_whole)
     _replace(sys.modules.get("transformers.modeling_flash_attention_utils"), "lazy_import_flash_attention", _keeping)
 
@@ -24,10 +24,10 @@ def keep_unseen_attention() -> None:
 def wrap_attention(name: str, around: Callable[[Any], Any]) -> Any:
     """Replace an implementation in Transformers' table of attention functions by ``around(implementation)``.
 
-    Under its own name, as DeepSpeed does it: models ask for the name to choose their mask.
+    The name stays, as in DeepSpeed: models choose their mask by it.
 
     Returns:
-        The implementation that was there.
+        The previous implementation.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -39,13 +39,13 @@ def wrap_attention(name: str, around: Callable[[Any], Any]) -> Any:
 def _replace(module: ModuleType | None, name: str, by: Callable[[Any], Any]) -> None:
     function = getattr(module, name, None)
     if function is not None and not hasattr(function, "_ds_memo"):
-        ours = by(function)
-        ours._ds_memo = True
-        setattr(module, name, ours)
+        patched = by(function)
+        patched._ds_memo = True
+        setattr(module, name, patched)
 
 
 def _keeping(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Around the function that loads a flash package and returns its functions: first of whole batches, then of packed ones."""
+    """Wrap the function that loads a flash package and returns its functions: for full batches first, then for packed ones."""
 
     @functools.wraps(load)
     def loaded(*args: Any, **kwargs: Any) -> Any:
@@ -57,4 +57,4 @@ def _keeping(load: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _kept(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    return function if function is None or function.__module__ in _SEEN else keep_whole(function)
+    return function if function is None or function.__module__ in _OBSERVED else keep_whole(function)

@@ -16,17 +16,17 @@ HOW_TO_NAME = (
 
 
 def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | None = None) -> list[tuple[str, nn.Module]]:
-    """The layers and their names, in the order of the model.
+    """Return the layers and their names, in model order.
 
     Args:
         model: any module.
-        layers: names or modules, if the caller knows better; empty if the model calls ``ds_memo.checkpoint`` itself.
+        layers: names or modules, to replace the search; empty if the model calls ``ds_memo.checkpoint`` itself.
 
     Returns:
         Hugging Face's ``GradientCheckpointingLayer`` modules; without any, the longest outermost ``nn.ModuleList`` of one class.
 
     Raises:
-        MemoError: none are found, or several lists are equally long.
+        MemoError: no layers are found, or several lists are equally long.
     """
     if layers is not None:
         if isinstance(layers, str) or not isinstance(layers, Iterable):
@@ -51,19 +51,19 @@ def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | None = Non
 
 
 def is_huggingface_layer(module: nn.Module) -> bool:
-    """Whether Transformers itself routes this layer's call through a checkpoint function."""
-    modeling = sys.modules.get("transformers.modeling_layers")  # absent: nobody has built such a layer
+    """Return True if Transformers itself routes this layer's call through a checkpoint function."""
+    modeling = sys.modules.get("transformers.modeling_layers")  # not imported: no such layer exists
     return modeling is not None and isinstance(module, modeling.GradientCheckpointingLayer)
 
 
 def is_huggingface_model(module: nn.Module) -> bool:
-    """Whether this is a Transformers model that asks itself whether its layers are checkpointed."""
+    """Return True for a Transformers model with a `gradient_checkpointing` switch."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel) and hasattr(module, "gradient_checkpointing")
 
 
 def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, dict[str, nn.Module]]]:
-    """Lists that are not inside another list's items (those would be the experts of a layer), by the names of their items."""
+    """Yield the lists that are not inside another list (those hold the experts of a layer): path and items by name."""
     for name, part in module.named_children():
         path = f"{prefix}{name}"
         if isinstance(part, nn.ModuleList) and len(part):
@@ -73,7 +73,7 @@ def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
 
 
 def _items(part: nn.ModuleList, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Each once, however often it is in the list; of lists in it (stages) the items."""
+    """Yield the items of a list, and of lists inside it (stages), each once."""
     for name, item in part.named_children():
         if isinstance(item, nn.ModuleList):
             yield from _items(item, f"{prefix}{name}.")

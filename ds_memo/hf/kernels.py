@@ -1,6 +1,6 @@
-"""Optional kernels, one switch each. A package counts as there when it has the symbols that are used, whatever its name says.
+"""Optional kernels, one switch each. A package counts as installed if it has the symbols that ds_memo uses.
 
-What is asked for and missing is an error before training that gives the line to install it.
+A kernel that is configured and missing is an error before training; its message has the line to install it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ds_memo.errors import MemoConfigError, MemoError
 
 @dataclass(frozen=True)
 class Package:
-    """Where a kernel is, and how it gets there."""
+    """A kernel's module, and the command that installs it."""
 
     module: str
     symbols: tuple[str, ...]
     install: str
     compiled: str | None = None
-    """The extension it imports at first use: a build without it has the symbols all the same."""
+    """The extension that it imports at first use: a build without it has the same symbols."""
 
     def load(self, setting: str) -> Any:
-        """The module.
+        """Import the module.
 
         Raises:
-            MemoError: it cannot be imported, or is something else of the same name.
+            MemoError: it cannot be imported, or is another package of the same name.
         """
         try:
             module = importlib.import_module(self.module)
@@ -78,17 +78,17 @@ LIGER = Package(
     "pip install liger-kernel",
 )
 _ATTENTION = "_attn_implementation_internal"
-"""Where a Transformers configuration has the name of its attention; the public name sets it in sub-configurations, too."""
+"""Attribute of a Transformers configuration with the name of its attention; the public one also sets sub-configurations."""
 
 
 def use_kernels(model: nn.Module, config: MemoConfig) -> ExitStack:
-    """Give the model the kernels that the section asks for; before ``deepspeed.initialize``.
+    """Install the kernels that the section configures in the model, before ``deepspeed.initialize``.
 
     Returns:
-        A stack whose ``close()`` gives the model back what it had.
+        A stack whose ``close()`` restores the model.
 
     Raises:
-        MemoError: a package is missing, or the model has no place for it. The model is as it was.
+        MemoError: a package is missing, or the model cannot use it. The model is unchanged.
     """
     with ExitStack() as undo:
         if config.attention in FLASH:
@@ -135,7 +135,7 @@ def use_apex_norms(model: nn.Module, undo: ExitStack) -> None:
 
 
 def _restore_forward(where: weakref.ref[nn.Module], before: Callable[..., Any] | None) -> None:
-    """Put an instance's own forward back; None: it had none."""
+    """Restore an instance's own forward; None: it had none."""
     if (module := where()) is None:
         return
     if before is not None:
@@ -165,7 +165,7 @@ def _rms_norm(kernel: Callable[..., torch.Tensor], module: nn.Module, x: torch.T
 
 
 def _scales_as_rms_norm(module: nn.Module) -> bool:
-    """Whether a model's own RMSNorm is weight * x / rms(x): tried out, for Gemma's is not (it scales by 1 + weight)."""
+    """Return True if a model's own RMSNorm computes weight * x / rms(x). Gemma's does not: it scales by 1 + weight."""
     if not type(module).__name__.endswith("RMSNorm") or list(module._parameters) != ["weight"]:
         return False
     eps = getattr(module, "variance_epsilon", None)
@@ -181,7 +181,7 @@ def _scales_as_rms_norm(module: nn.Module) -> bool:
 
 
 def use_liger_cross_entropy(model: nn.Module, undo: ExitStack) -> None:
-    """Liger's fused head and cross entropy, which never makes the whole logits; nothing else of Liger."""
+    """Patch the model with Liger's fused head and cross entropy, which never makes the full logits; nothing else of Liger."""
     setting = 'memo.kernels.cross_entropy "liger"'
     liger = LIGER.load(setting)
     if hasattr(model, "get_base_model"):  # PEFT's wrapper
@@ -199,24 +199,24 @@ def use_liger_cross_entropy(model: nn.Module, undo: ExitStack) -> None:
 
 
 def fused_adam(config: Mapping[str, Any], model: nn.Module, parameters: Any, given: Any) -> torch.optim.Optimizer:
-    """apex's FusedAdam with the parameters of the DeepSpeed JSON's "optimizer" section.
+    """Return apex's FusedAdam with the parameters of the DeepSpeed JSON's "optimizer" section.
 
     Args:
         config: the DeepSpeed JSON.
-        parameters: what ``deepspeed.initialize`` was given as model_parameters; None: all of the model that are trained.
-        given: the optimizer it was given, or None.
+        parameters: the model_parameters of ``deepspeed.initialize``; None: all trained parameters of the model.
+        given: the optimizer passed to ``deepspeed.initialize``, or None.
 
     Raises:
-        MemoConfigError: the section asks for another kind of optimizer, or the script brings its own.
+        MemoConfigError: the section has another type of optimizer, or the script passes its own.
         MemoError: apex is missing.
     """
     setting = 'memo.kernels.adam "apex"'
     section = config.get("optimizer", {})
     kind = str(section.get("type", "")).lower()
     if given is not None or kind not in ("adam", "adamw"):
-        seen = f"the script's own {type(given).__name__}" if given is not None else f"type {kind!r}"
+        found = f"the script's own {type(given).__name__}" if given is not None else f"type {kind!r}"
         raise MemoConfigError(
-            f'{setting}: takes the place of an "optimizer" of type "Adam" or "AdamW" in the DeepSpeed JSON; there is {seen}'
+            f'{setting}: takes the place of an "optimizer" of type "Adam" or "AdamW" in the DeepSpeed JSON; there is {found}'
         )
     apex = APEX_ADAM.load(setting)
     options = dict(section.get("params", {}))

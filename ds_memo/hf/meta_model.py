@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM of which only so much exists as a profile needs: one layer of each kind."""
+"""Build a meta model: a Hugging Face causal LM in which only one layer of each kind has memory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ds_memo.remat.checkpoint import Layer
 
 
 def build(path: Path, dtype: torch.dtype, attention: str, device: torch.device) -> nn.Module:
-    """The model, in training mode, with random weights in the first layer of each kind.
+    """Build the model in training mode, with random weights in the first layer of each kind.
 
-    Embeddings, head and all other layers have shapes but no memory (the "meta" device): the model can be called up to its first
-    layer, with embeddings that are given to it.
+    Embeddings, head and all other layers have shapes but no memory (the "meta" device). The model can run
+    up to its first layer, from `inputs_embeds`.
 
     Args:
         path: a config JSON, or a folder with one.
-        attention: as Transformers' attn_implementation.
+        attention: Transformers' attn_implementation.
 
     Raises:
-        MemoError: in one line, what to change.
+        MemoError: a package or file is missing, or the config cannot be built.
     """
     try:
         from accelerate import init_empty_weights
@@ -38,21 +38,21 @@ def build(path: Path, dtype: torch.dtype, attention: str, device: torch.device) 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         config.use_cache = False
-        with init_empty_weights(include_buffers=False):  # buffers hold what no weight does, as rotary frequencies
+        with init_empty_weights(include_buffers=False):  # buffers hold values, such as rotary frequencies
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    except Exception as error:  # whatever a config makes the libraries raise: the file is what is wrong
+    except Exception as error:  # a wrong config may raise anything
         raise MemoError(f"model {path}: cannot be built ({type(error).__name__}: {_first_line(error)})") from None
     layers = [module for _, module in find_layers(model)]
     numbers = kinds_of(Layer(index, "", module) for index, module in enumerate(layers))
     never_run = {model.get_input_embeddings(), model.get_output_embeddings(), *layers}
-    chosen = [layers[numbers.index(kind)] for kind in range(max(numbers) + 1)]
-    for part in [*_around(model, never_run), *(part for layer in chosen for part in layer.modules())]:
+    measured = [layers[numbers.index(kind)] for kind in range(max(numbers) + 1)]
+    for part in [*_around(model, never_run), *(part for layer in measured for part in layer.modules())]:
         _fill(part, device)
     return model.train()
 
 
 def _around(module: nn.Module, leave_out: set[nn.Module | None]) -> list[nn.Module]:
-    """The module and all below it, without those that are left out and what is below them."""
+    """Return the module and its submodules, without `leave_out` and the submodules of those."""
     parts = [module]
     for child in module.children():
         if child not in leave_out:

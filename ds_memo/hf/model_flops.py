@@ -1,4 +1,4 @@
-"""What the FLOP formula needs to know of a Hugging Face causal LM."""
+"""Inputs of the FLOP formula for a Hugging Face causal LM."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ds_memo.estimate.flops import sequence_flops
 
 
 def model_flops(model: nn.Module, seq_length: int) -> float | None:
-    """FLOPs to train on one sequence of `seq_length` tokens; None where the formula does not hold.
+    """Return the FLOPs to train on one sequence of `seq_length` tokens; None where the formula does not hold.
 
-    It does not for a model without a Hugging Face configuration and head, nor for a mixture of experts.
+    It does not hold for a model without a Hugging Face configuration and head, nor for a mixture of experts.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config") or not hasattr(model, "get_output_embeddings"):
@@ -25,15 +25,15 @@ def model_flops(model: nn.Module, seq_length: int) -> float | None:
 
 
 def attention_width(config: Any) -> int:
-    """Heads × head size, in elements: h of the FLOP formula."""
+    """Return heads × head size, in elements: h of the FLOP formula."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_attention_heads * head
 
 
 def matmul_parameters(model: nn.Module) -> int | None:
-    """The parameters that multiply every token: P of the FLOP formula. None for a mixture of experts, where it differs.
+    """Return P of the FLOP formula, the parameters that multiply every token; None for a mixture of experts.
 
-    An input embedding that is not also the head is only looked up and does not count.
+    An input embedding counts only if it is also the head.
     """
     config = model.config.get_text_config()
     if any(getattr(config, field, None) for field in ("num_experts", "num_local_experts", "n_routed_experts")):

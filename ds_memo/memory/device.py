@@ -1,4 +1,4 @@
-"""What a device has left for activations."""
+"""Device memory that is left for activations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ds_memo.memory.host import available_bytes, ranks_on_node
 from ds_memo.units import GIB
 
 UNSEEN = 0.50
-"""The share that is left alone in the first step, before it was seen what head, loss and optimizer take: logits can be larger
-than everything that layers keep."""
+"""Headroom of the first step, as a share, before head, loss and optimizer are measured: logits can be larger than all kept
+outputs."""
 LOSES_MORE = 1.25
-"""How many times more torch's allocator loses between blocks in later passes than it lost in the first step."""
+"""Bytes that torch's allocator loses between blocks in later passes, relative to the first step."""
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _WHOLE_MIB = 32
@@ -24,13 +24,13 @@ _asked = _blocks_are_whole = False
 
 
 def keep_blocks_whole(device: torch.device, on: bool) -> None:
-    """Have torch's allocator split no block of more than 32 MiB, or undo that.
+    """Stop torch's allocator from splitting blocks of more than 32 MiB, or allow it again.
 
-    A block that is whole can go back to the device when another size is needed: nothing is lost between blocks, at the price of
-    more cudaMalloc calls. For passes whose addresses are not planned yet.
+    A block that was never split can go back to the device when another size is needed. So no memory is lost between blocks, at
+    the price of more cudaMalloc calls. For passes whose addresses are not planned yet.
 
-    Does nothing on a CPU; where the environment configures the allocator (PyTorch: "Optimizing memory usage with
-    PYTORCH_CUDA_ALLOC_CONF"); and where a large block is split already. Replaces settings that were made at run time.
+    Does nothing on a CPU, if the environment configures the allocator (PyTorch: "Optimizing memory usage with
+    PYTORCH_CUDA_ALLOC_CONF"), or if a large block is split already. Replaces settings that were made at run time.
     """
     global _asked, _blocks_are_whole
     if device.type != "cuda" or on == _asked or any(map(os.environ.get, _SETTINGS)):
@@ -39,22 +39,22 @@ def keep_blocks_whole(device: torch.device, on: bool) -> None:
     if on == _blocks_are_whole or (on and _split_segments()):
         return
     settings = f"max_split_size_mb:{_WHOLE_MIB}" if on else ""
-    torch._C._accelerator_setAllocatorSettings(settings)  # torch.cuda's own is deprecated
+    torch._C._accelerator_setAllocatorSettings(settings)  # torch.cuda's function is deprecated
     _blocks_are_whole = on
 
 
 def join_split_blocks(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
-    """Move these tensors out of the blocks that torch's allocator has split, and give those back to the device.
+    """Move these tensors out of the blocks that torch's allocator has split, and free those blocks.
 
-    ZeRO-3 leaves such blocks where it makes a model in pieces (deepspeed.zero.Init): each piece lies in what its whole parameter
-    was made in. Views and aliases stay what they are. The bytes pass through the host. Does nothing on a CPU.
+    ZeRO-3 leaves such blocks when it makes a partitioned model (deepspeed.zero.Init): each partition lies in the block of its
+    full parameter. Views and aliases stay valid. The bytes pass through the host. Does nothing on a CPU.
     """
     if device.type != "cuda" or any(map(os.environ.get, _SETTINGS)) or not (split := _split_segments()):
         return
     plain = (x.untyped_storage() for x in tensors if x.layout is torch.strided and not is_traceable_wrapper_subclass(x))
     storages = {storage.data_ptr(): storage for storage in plain if storage.device == device and storage.resizable()}
     moved = []
-    torch.cuda.synchronize(device)  # whatever stream they were written on
+    torch.cuda.synchronize(device)  # on any stream that wrote them
     try:
         for address, storage in storages.items():
             if any(begin <= address < end for begin, end in split):
@@ -68,12 +68,12 @@ def join_split_blocks(device: torch.device, tensors: Iterable[torch.Tensor]) -> 
 
 
 def _split_segments() -> list[tuple[int, int]]:
-    """Where segments of this size begin and end that are shared by several blocks.
+    """Return begin and end of the segments of at least this size that several blocks share.
 
-    Where blocks must not be split, torch takes cached ones of this size for whole segments: of one that was split before it would
-    give a part back to the device, an error or worse (release_available_cached_blocks in c10/cuda/CUDACachingAllocator.cpp).
+    With splitting off, torch takes cached blocks of this size for full segments. It would free part of a segment that was split
+    before, an error or worse (release_available_cached_blocks in c10/cuda/CUDACachingAllocator.cpp).
     """
-    if not torch.cuda.is_initialized():  # and the snapshot would make a context, perhaps on another rank's device
+    if not torch.cuda.is_initialized():  # the snapshot would make a context, perhaps on another rank's device
         return []
     torch.cuda.empty_cache()
     large = (s for s in torch.cuda.memory_snapshot() if s["total_size"] >= _WHOLE_MIB << 20)
@@ -81,14 +81,14 @@ def _split_segments() -> list[tuple[int, int]]:
 
 
 def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, headroom: float, lost: int = 0) -> int:
-    """Bytes that activations may take.
+    """Return the bytes that activations may take.
 
     Args:
-        device_memory_gib: of the whole device that this process may use; absent: what is free. On a CPU, where parameters and
-            activations share what there is, it is what activations may take.
+        device_memory_gib: GiB of the device that this process may use; absent: the free memory. On a CPU, the GiB that
+            activations may take.
         to_come: bytes of gradients and optimizer states that do not exist yet.
-        headroom: share of the free memory that is left alone: HEADROOM, UNSEEN, or 0.
-        lost: see `lost_bytes`. LOSES_MORE times as much is left alone if that is more than the headroom, which must not be 0.
+        headroom: share of the free memory that stays free: HEADROOM, UNSEEN, or 0.
+        lost: see `lost_bytes`. LOSES_MORE × lost stays free if that is more than a headroom above 0.
     """
     left = device_free(device)
     if left is None:
@@ -102,8 +102,8 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
 
 
 def lost_bytes(device: torch.device) -> int:
-    """By how much the peak of what torch's allocator reserved exceeds the peak of what it was asked for, since the peaks were
-    reset. 0 on a CPU, and where blocks are kept whole or segments expand: it could have given the difference back."""
+    """Return torch's peak reserved bytes less its peak requested bytes, since the peaks were reset. 0 on a CPU, and where blocks
+    are kept whole or segments expand: the allocator could free the difference."""
     if device.type != "cuda" or _blocks_are_whole or any(s["is_expandable"] for s in torch.cuda.memory_snapshot()):
         return 0
     stats = torch.cuda.memory_stats(device)
@@ -111,8 +111,7 @@ def lost_bytes(device: torch.device) -> int:
 
 
 def device_free(device: torch.device) -> int | None:
-    """Bytes that torch's allocator could still hand out within this process's limit (set_per_process_memory_fraction); None on a
-    CPU."""
+    """Return the bytes that torch's allocator can still allocate within set_per_process_memory_fraction; None on a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -121,14 +120,14 @@ def device_free(device: torch.device) -> int | None:
 
 
 def most_beyond(device: torch.device, known: int) -> int | None:
-    """By how much the most that was ever allocated at once exceeds what is allocated now and `known` bytes; None on a CPU."""
+    """Return torch's peak of allocated bytes less those allocated now and `known` bytes; None on a CPU."""
     if device.type != "cuda":
         return None
     return max(0, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device) - known)
 
 
-def device_seen(device: torch.device) -> dict[str, int] | None:
-    """Bytes of the device in all, free, and reserved by this process, for reports; None on a CPU."""
+def device_usage(device: torch.device) -> dict[str, int] | None:
+    """Return the device's total, free and reserved bytes, for reports; None on a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -136,7 +135,7 @@ def device_seen(device: torch.device) -> dict[str, int] | None:
 
 
 def states_to_come(model: nn.Module, has_engine: bool) -> int:
-    """Bytes of gradients, and of Adam's states where no engine holds them already, that the first step will make."""
+    """Return the bytes of gradients, and of Adam's states unless an engine holds them, that the first step will make."""
     missing = 0
     for parameter in model.parameters():
         if not parameter.requires_grad:

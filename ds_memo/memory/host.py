@@ -1,4 +1,4 @@
-"""How much host memory this node has left: by the cgroups' limits, the kernel's MemAvailable, and RLIMIT_MEMLOCK."""
+"""Host memory that this node has left, by cgroup limits, the kernel's MemAvailable, and RLIMIT_MEMLOCK."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from typing import Any
 
 from ds_memo.units import GIB
 
-RESERVE = 0.10
-"""Share of the free memory that is left to data loaders, optimizer staging and the page cache."""
+HOST_HEADROOM = 0.10
+"""Share of the free memory for data loaders, optimizer staging and the page cache."""
 
 _NO_LIMIT = 1 << 62
 """cgroup v1 writes "no limit" as the largest multiple of a page."""
 
 
 def available_bytes(root: Path = Path("/"), held: int = 0) -> int:
-    """Bytes that could still be taken on this node without meeting a limit.
+    """Return the bytes that can still be allocated on this node within all limits.
 
     Args:
-        root: where /proc and /sys are looked for.
-        held: bytes that were taken already, and are there to be had: they count as free.
+        root: the folder that holds /proc and /sys.
+        held: bytes that are allocated already but count as free.
     """
     return max(0, held + min([_mem_available(root), *(group.room for group in _cgroups(root))]))
 
 
 def budget_bytes(host_memory_gib: float | None, ranks_on_node: int, locked: bool, promised: int = 0, held: int = 0) -> int:
-    """Bytes that this rank may take: an equal share of the configured or, if absent, of the free memory less a reserve.
+    """Return the bytes that this rank may take: an equal share of the configured memory, else of the free memory less headroom.
 
     Args:
-        host_memory_gib: of the node, as configured.
-        locked: they are locked, so RLIMIT_MEMLOCK counts too. It is each process's own, not the node's.
-        promised: bytes that are free now, but that other models of this process, and so of each rank, may still take. What is
-            configured is not lowered by them.
-        held: bytes that each rank holds already, of what is to be budgeted.
+        host_memory_gib: GiB of the node, as configured.
+        locked: True if the bytes are locked, so that RLIMIT_MEMLOCK, a limit per process, counts too.
+        promised: free bytes of each rank that its other models may still take. They do not lower the configured memory.
+        held: bytes of the budget that each rank holds already.
     """
     free = available_bytes(held=held * ranks_on_node)
     limit: float | None = memlock_limit() if locked else None
     if host_memory_gib is None:
-        node = max(0, free - promised * ranks_on_node) * (1 - RESERVE)
-        limit = limit and limit * (1 - RESERVE)
+        node = max(0, free - promised * ranks_on_node) * (1 - HOST_HEADROOM)
+        limit = limit and limit * (1 - HOST_HEADROOM)
     else:
         node = min(host_memory_gib * GIB, free)
     share = int(node) // ranks_on_node
@@ -56,8 +55,8 @@ def memlock_limit() -> int | None:
 
 
 def ranks_on_node() -> int:
-    """Ranks sharing this node's memory, as the launchers tell it: torchrun, DeepSpeed's, Open MPI's, Intel's and MVAPICH's, and
-    Slurm's srun, whose word is taken for runs of several ranks alone (a shell inside an allocation has it too)."""
+    """Return the ranks that share this node's memory, from the variables of torchrun, DeepSpeed, Open MPI, Intel MPI, MVAPICH or
+    Slurm. Slurm's counts only in runs of several ranks, because a shell inside an allocation has it too."""
     names = ["LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"]
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         names.append("SLURM_NTASKS_PER_NODE")
@@ -79,15 +78,15 @@ class Cgroup:
     limit: int
     used: int
     cache: int
-    """Of `used`, page cache that the kernel takes back when memory runs short: it counts as free."""
+    """Page cache within `used`, which the kernel reclaims when memory runs short: it counts as free."""
 
     @property
     def room(self) -> int:
         return self.limit - self.used + self.cache
 
 
-def seen() -> dict[str, Any]:
-    """All numbers that a budget follows from, in bytes, for reports and profiles."""
+def host_usage() -> dict[str, Any]:
+    """Return the numbers that a budget follows from, in bytes, for reports and profiles."""
     return {
         "available_to_kernel": _mem_available(Path("/")),
         "cgroups": [asdict(group) for group in _cgroups(Path("/"))],
@@ -97,7 +96,7 @@ def seen() -> dict[str, Any]:
 
 
 def _cgroups(root: Path) -> Iterator[Cgroup]:
-    """Those that have a limit."""
+    """Yield the memory cgroups above this process that have a limit."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

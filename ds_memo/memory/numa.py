@@ -1,4 +1,4 @@
-"""The NUMA node that a device hangs on. A copy from another node's memory crosses the link between the sockets first."""
+"""The NUMA node of a device. A copy from another node's memory first crosses the link between the sockets."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 
 @dataclass(frozen=True)
 class Node:
-    """A NUMA node and the CPUs of it that this process may run on."""
+    """A NUMA node and those of its CPUs that this process may run on."""
 
     number: int
     cpus: frozenset[int]
 
 
 def node_of(device: torch.device, root: Path = Path("/")) -> Node | None:
-    """The node of a CUDA device; None for other devices, and where the machine has one node or does not tell.
+    """Return the node of a CUDA device; None for other devices, and if the machine has one node or does not tell.
 
     Args:
-        root: where /sys is looked for.
+        root: the folder that holds /sys.
     """
     if device.type != "cuda":
         return None
@@ -34,7 +34,7 @@ def node_of(device: torch.device, root: Path = Path("/")) -> Node | None:
 
 
 def node_of_pci(domain: int, bus: int, slot: int, root: Path = Path("/")) -> Node | None:
-    """See :func:`node_of`."""
+    """Return the node of a PCI device; see :func:`node_of`."""
     system = root / "sys/devices/system/node"
     try:
         number = int((root / f"sys/bus/pci/devices/{domain:04x}:{bus:02x}:{slot:02x}.0/numa_node").read_text())
@@ -50,7 +50,7 @@ def node_of_pci(domain: int, bus: int, slot: int, root: Path = Path("/")) -> Nod
 def on(node: Node | None) -> Iterator[None]:
     """Run this thread on the node's CPUs: Linux puts a page on the node of the CPU that first touches it.
 
-    (Setting a memory policy would say it directly, but containers forbid mbind as a rule.)
+    A memory policy would be more direct, but most containers forbid mbind.
     """
     if node is None:
         yield
@@ -64,7 +64,7 @@ def on(node: Node | None) -> Iterator[None]:
 
 
 def _numbers(ranges: str) -> set[int]:
-    """The numbers of "0-3,8,10-11"."""
+    """Return the numbers of a list like "0-3,8,10-11"."""
     numbers: set[int] = set()
     for part in filter(None, ranges.strip().split(",")):
         first, _, last = part.partition("-")

@@ -1,1 +1,1 @@
-"""What a run needs, measured: layers, copies, live bytes, memory requests. Imports nothing: a profile is read without torch."""
+"""Measurements of a run: layers, copies, live bytes, memory requests. Imports nothing: a profile is read without torch."""

@@ -1,7 +1,7 @@
 """Copy bandwidth between this rank's device and its host memory, over the streams and the slab that training uses.
 
-Ranks of a node share its memory and its links, so all of them must copy at the same time for as long as any of them does. They
-start together, and copy for a time rather than a number of times: the last one is not left alone with a free link.
+Ranks of a node share its memory and its links, so all of them must copy at the same time. They start together and copy for a
+fixed time, not a fixed number of times: no rank is left to copy alone over a free link.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, streams_for
 
 CHUNK = 1 << 26
-"""Bytes of one copy: about what one kept output of a long layer takes."""
+"""Bytes of one copy: about the size of one kept output of a long layer."""
 SECONDS = 0.3
-"""That a rate is measured for."""
+"""Length of one measurement."""
 _COPIES = 8
-"""Issued at once, and then waited for."""
+"""Copies issued before each wait."""
 
 
 class CopyBench:
-    """Memory on both sides and the streams between them. To be closed.
+    """Memory on both sides and the streams between them. The caller closes it.
 
     Args:
-        budget: bytes of the host this rank may use; the block is made smaller to fit, down to a page, which is always taken.
+        budget: host bytes this rank may use; the block shrinks to fit, down to one page.
         chunk: bytes of one copy.
 
     Raises:
@@ -52,7 +52,7 @@ class CopyBench:
         self._ends = {D2H: (here, there), H2D: (there, here)}
 
     def rate(self, stream: str) -> float:
-        """Bytes a second over `d2h` or `h2d`: the median of batches of copies."""
+        """Return bytes per second over `d2h` or `h2d`: the median over batches of copies."""
         self._copy(stream, 1)  # touches every page, and starts the threads
         rates: list[float] = []
         end = time.perf_counter() + SECONDS
@@ -82,7 +82,7 @@ class CopyBench:
 
 
 def _largest(slab: HostSlab) -> Block:
-    """All of the slab's budget, or half of it, and so on: as much as the system gives."""
+    """Allocate the slab's budget; halve the request until the system grants it."""
     nbytes = slab.budget
     while True:
         try:
@@ -94,7 +94,7 @@ def _largest(slab: HostSlab) -> Block:
 
 
 def measure_bandwidth(device: torch.device, budget: int, chunk: int = CHUNK) -> tuple[float, float]:
-    """Bytes a second to and from the host, of this rank alone. See :class:`CopyBench`."""
+    """Return bytes per second to and from the host, for this rank alone. See :class:`CopyBench`."""
     bench = CopyBench(device, budget, chunk)
     try:
         return bench.rate(D2H), bench.rate(H2D)

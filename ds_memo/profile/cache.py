@@ -1,6 +1,6 @@
-"""Profiles on disk: found again by everything they depend on, checked before they are used.
+"""Profiles on disk: found by a key of everything they depend on, checked before use.
 
-The folder is this user's alone, and so is each file: a profile decides what a run keeps where.
+Only this user may write the folder and its files, because a profile decides the placement of a run's layers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ds_memo.profile.json_file import MOST_PROFILE_BYTES, ProfileError, from_jso
 from ds_memo.profile.sample import Profile
 
 
-def opened(folder: str | os.PathLike, warn: Callable[[str], None]) -> Path | None:
-    """Return the folder of the profiles in a cache folder, made if need be; None, with a warning, where it cannot be trusted."""
+def open_folder(folder: str | os.PathLike, warn: Callable[[str], None]) -> Path | None:
+    """Return the profiles' folder inside a cache folder, made if missing; None, after a warning, if it cannot be trusted."""
     try:
         return files.private_folder(files.expanded(folder) / "profiles")
     except files.NotPrivate as error:
@@ -26,8 +26,8 @@ def opened(folder: str | os.PathLike, warn: Callable[[str], None]) -> Path | Non
         return None
 
 
-def place_of(folder: Path, key: dict[str, Any]) -> Path:
-    """Return where the profile with this key belongs."""
+def path_of(folder: Path, key: dict[str, Any]) -> Path:
+    """Return the path of the profile with this key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     return folder / f"{digest}.json"
 
@@ -36,16 +36,16 @@ def load(folder: Path, key: dict[str, Any], warn: Callable[[str], None]) -> Prof
     """Return the profile with exactly this key, or None.
 
     Args:
-        folder: from :func:`opened`.
-        warn: is told of a file that is there and cannot be used.
+        folder: from :func:`open_folder`.
+        warn: called with a message if the file exists and cannot be used.
     """
-    place = place_of(folder, key)
+    path = path_of(folder, key)
     try:
-        text = files.read_private(place, MOST_PROFILE_BYTES).decode()
+        text = files.read_private(path, MOST_PROFILE_BYTES).decode()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, files.NotPrivate, files.TooLong) as error:
-        warn(f"the cached profile {place} cannot be read ({error}); measuring again")
+        warn(f"the cached profile {path} cannot be read ({error}); measuring again")
         return None
     try:
         profile = from_json(text)
@@ -53,15 +53,15 @@ def load(folder: Path, key: dict[str, Any], warn: Callable[[str], None]) -> Prof
             different = sorted(name for name in {*profile.key, *key} if profile.key.get(name) != key.get(name))
             raise ProfileError(f"it was made for another run ({', '.join(different)} differ)")
     except ProfileError as error:
-        warn(f"the cached profile {place} is not used: {error}; measuring again")
+        warn(f"the cached profile {path} is not used: {error}; measuring again")
         return None
     return profile
 
 
 def store(folder: Path, profile: Profile, warn: Callable[[str], None]) -> None:
-    """Write a profile to its place in a folder from :func:`opened`. A full disk costs the next start its head start, no more."""
-    place = place_of(folder, profile.key)
+    """Write a profile into a folder from :func:`open_folder`. If that fails, warn: the next start measures again."""
+    path = path_of(folder, profile.key)
     try:
-        files.write_private(place, to_json(profile))
+        files.write_private(path, to_json(profile))
     except OSError as error:
         warn(f"the profile cannot be cached in {folder} ({error}); the next start will measure again")

@@ -1,4 +1,4 @@
-"""Calls of layers: caught on their way in, and made again at other lengths."""
+"""Layer calls: caught in a forward of the model, and repeated at other lengths."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_memo.errors import MemoError
-from ds_memo.profile.gathered_params import whole
+from ds_memo.profile.gathered_params import gathered
 from ds_memo.remat.call import tensor_leaves
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.random_states import forked
 from ds_memo.shapes import HiddenShape
 
-_WHOLE = (torch.int32, torch.int64)
+_INTEGERS = (torch.int32, torch.int64)
 _STATISTICS = 1 << 20
-"""Bytes. A larger buffer is a table or a quantised weight: no forward changes it, and there may be no room for a copy."""
+"""Bytes. A larger buffer is a table or a quantised weight: no forward changes it, and a copy may not fit."""
 
 
 class LayerCall:
-    """A layer and what it was called with, to be called again at other lengths.
+    """A layer and the arguments of one call, which can be repeated at other lengths.
 
     Args:
         layer: its module must be alive.
@@ -57,14 +57,14 @@ class LayerCall:
 
     @property
     def width(self) -> int:
-        """Of the hidden states."""
+        """Width of the hidden states."""
         return self.hidden.shape[-1]
 
     @property
     def source(self) -> int:
-        """Length of the other states that it attends to, an encoder's; 0: none, or they are as long as the hidden states.
+        """Length of the encoder's states that the layer attends to; 0: none, or as long as the hidden states.
 
-        They are told from rotary tables and the like by the same batch and at least half the width.
+        An argument counts as such states if it has the same batch and at least half the width; rotary tables do not.
         """
         if self.hidden.dim() < 3:
             return 0
@@ -78,8 +78,10 @@ class LayerCall:
         return HiddenShape(self.batch, self.length, tuple(rest), self.source)
 
     def others(self, apart: bool = False) -> list[list[Any]]:
-        """Shapes and dtypes of the other tensors that it is given (a mask, an encoder's states), in which the word
-        "length" stands for its length. Vectors are left out, as the ends of documents: their number is another in each batch.
+        """Return shapes and dtypes of the call's other tensors (a mask, an encoder's states).
+
+        The word "length" stands for the call's length. Vectors, such as the ends of documents, are left out: their size differs
+        from batch to batch.
 
         Args:
             apart: the word "source" stands for the source's length, too.
@@ -92,34 +94,35 @@ class LayerCall:
 
     @property
     def trains(self) -> bool:
-        """Whether a parameter or an input of it wants a gradient. If none does, it keeps nothing."""
+        """True if a parameter or an input of the layer requires a gradient. If none does, the layer keeps nothing."""
         return any(x.requires_grad for x in (self.hidden, *self._other_tensors(), *self.layer.parameters))
 
     def can_shorten(self) -> bool:
-        """Whether it is safe to cut the call to a shorter length: the length differs from the batch, and no argument says where
-        documents end."""
+        """Return True if the call can be cut to a shorter length: length and batch differ, and no argument holds the ends of
+        documents."""
         return self.length != self.batch and not any(map(self._ends_documents, tree_leaves((self._args, self._kwargs))))
 
     def _ends_documents(self, value: Any) -> bool:
-        """Whether it looks like flash-attention's cu_seqlens, by which kernels would read beyond what was cut."""
-        if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.numel() < 2 or value.dtype not in _WHOLE:
+        """Return True for a tensor like flash-attention's cu_seqlens, by which kernels would read past the cut."""
+        if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.numel() < 2 or value.dtype not in _INTEGERS:
             return False
         first, last = value[[0, -1]].tolist()
         return first == 0 and last >= self.length
 
     def _dims_of(self, length: int, tensor: torch.Tensor) -> list[int]:
-        """The dimensions of a tensor that have this size. Not the last one of hidden states: a model may be as wide as a sequence
-        is long."""
+        """Return the dimensions of a tensor that have this size. The width of hidden states never counts."""
         hidden = self.hidden.shape
         states = tensor.dim() == len(hidden) and tensor.shape[-1] == hidden[-1]
         return [dim for dim, size in enumerate(tensor.shape[:-1] if states else tensor.shape) if size == length]
 
     def at(self, length: int, source: int = 0) -> tuple[Callable[..., Any], tuple, list[torch.Tensor]]:
-        """The call with every tensor cut to `length`, cut off from its graph; and those that want a gradient, the hidden states
-        first.
+        """Return the call with every tensor cut to `length` and detached, and its inputs that require a gradient.
 
         Args:
-            source: cut to this where they have the length of that; 0: they stay as they are.
+            source: the length that dimensions of the source's length are cut to; 0: they are not cut.
+
+        Returns:
+            The function, its arguments, and the inputs that require a gradient, hidden states first.
         """
         made: dict[int, torch.Tensor] = {}
         cuts = [(self.length, length), *([(self.source, source)] if source else [])]
@@ -132,9 +135,9 @@ class LayerCall:
                 return value
             if id(value) not in made:
                 short = value.detach()
-                for whole_length, part in cuts:
-                    for dim in self._dims_of(whole_length, value):
-                        short = short.narrow(dim, 0, min(part, whole_length))
+                for before, after in cuts:
+                    for dim in self._dims_of(before, value):
+                        short = short.narrow(dim, 0, min(after, before))
                 short = short.contiguous()
                 made[id(value)] = short.clone() if short.data_ptr() == value.data_ptr() else short
                 made[id(value)].requires_grad_(value.requires_grad)
@@ -147,16 +150,16 @@ class LayerCall:
 
 
 def _is_block_mask(value: Any) -> bool:
-    """FlexAttention's mask; its module is slow to import."""
+    """Return True for FlexAttention's mask, told by its name: its module is slow to import."""
     return type(value).__module__ == "torch.nn.attention.flex_attention" and type(value).__name__ == "BlockMask"
 
 
 @contextmanager
-def beside_the_training(module: nn.Module) -> Iterator[None]:
-    """Run something that the training must not see: afterwards buffers have their old values, and saved-tensor hooks of the
-    caller (save_on_cpu, or a torch.utils.checkpoint around the whole model) have not taken the profile's tensors for its own.
+def hidden_from_training(module: nn.Module) -> Iterator[None]:
+    """Run code that must leave no trace in training: restore the module's buffers afterwards, and suspend the caller's
+    saved-tensor hooks (save_on_cpu, or a torch.utils.checkpoint around the whole model) meanwhile.
     """
-    # Through .data: the value is the old one again, so autograd need not know of a change.
+    # Through .data: the value is restored, so autograd need not know of a change.
     buffers = [
         (part, name, buffer, buffer.data.clone())
         for part in module.modules()
@@ -178,12 +181,12 @@ def beside_the_training(module: nn.Module) -> Iterator[None]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy, which a forward may change in place."""
+    """Return a copy of a tensor, which a forward may change in place."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 class _Enough(Exception):
-    """Ends a forward of which enough was seen."""
+    """Ends a forward once enough calls are caught."""
 
 
 def layer_calls(
@@ -194,16 +197,16 @@ def layer_calls(
     kinds: Sequence[int],
     enough: Callable[[dict[int, LayerCall]], bool],
 ) -> dict[int, LayerCall]:
-    """Run a forward of the model to catch the first call of each kind of layer, in the order in which they come.
+    """Run a forward of the model and catch the first call of each kind of layer, in call order.
 
-    The layers behind a caught one need its output, so the first layer of each kind runs, with nothing saved for a backward and
-    its parameters gathered where ZeRO-3 has them in pieces; later layers of that kind return the same output. Random generators
-    and the arguments of the model are left as they were.
+    Later layers need the output of a caught one. So the first layer of each kind runs, with nothing saved for a backward and its
+    ZeRO-3 parameters gathered; later layers of that kind return the same output. Random generators and the model's arguments are
+    left unchanged.
 
     Args:
-        args, kwargs: of the model's forward.
-        kinds: of each layer, see ds_memo.profile.kinds.
-        enough: given the calls so far, whether the forward may end here.
+        args, kwargs: arguments of the model's forward.
+        kinds: the kind of each layer, see ds_memo.profile.kinds.
+        enough: given the calls so far, returns True if the forward may end.
 
     Raises:
         MemoError: the forward made no layer call.
@@ -215,7 +218,7 @@ def layer_calls(
     def catch(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
         if inside or inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        if layer.index >= len(kinds):  # a function that the model checkpoints beside its layers
+        if layer.index >= len(kinds):  # a function that the model checkpoints, and no layer
             with torch.no_grad():
                 return fn(*args, **kwargs)
         call, kind = LayerCall(layer, fn, args, kwargs), kinds[layer.index]
@@ -232,7 +235,7 @@ def layer_calls(
         return outputs[key]
 
     try:
-        with remat.instead(catch), forked(remat.engine.device), beside_the_training(model):
+        with remat.instead(catch), forked(remat.engine.device), hidden_from_training(model):
             model.forward(*tree_map(_copied, args), **tree_map(_copied, kwargs))
     except _Enough:
         pass
@@ -242,11 +245,11 @@ def layer_calls(
 
 
 def _run_once(call: LayerCall, run: Callable[[], Any]) -> Any:
-    """Run a layer without saving anything. Its outputs want a gradient where they would in training, and are copies: what comes
-    behind may change them in place."""
+    """Run a layer without saving anything. Its outputs require a gradient where they would in training. They are copies, because
+    later code may change them in place."""
     counted = any(hasattr(parameter, "ds_id") for parameter in call.layer.parameters)  # ZeRO-3 would wait for the backward
     drop = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-    with torch.set_grad_enabled(not counted), drop, whole(call.layer.module()):
+    with torch.set_grad_enabled(not counted), drop, gathered(call.layer.module()):
         out = run()
 
     def as_trained(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A layer of ZeRO-3 in one piece, so that it can be run without the other ranks."""
+"""Gather a ZeRO-3 layer, so that it runs without the other ranks."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from contextlib import contextmanager
 from torch import nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
-"""The last one is there for leaf modules (``set_z3_leaf_modules``): it hands their gradients over to be reduced."""
+"""Hooks by which ZeRO-3 gathers and releases; the last, of leaf modules (``set_z3_leaf_modules``), reduces their gradients."""
 
 
 def partitioned(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that ZeRO-3 keeps in pieces on all ranks, and that are in pieces now."""
+    """Return the parameters that ZeRO-3 holds partitioned over the ranks now."""
     return [p for p in module.parameters() if hasattr(p, "ds_id") and p.ds_status.name == "NOT_AVAILABLE"]
 
 
-def whole_bytes(module: nn.Module) -> int:
-    """Bytes that gathering a layer takes."""
+def gathered_bytes(module: nn.Module) -> int:
+    """Return the bytes that gathering a layer takes."""
     return sum(p.ds_numel * p.element_size() for p in partitioned(module))
 
 
 @contextmanager
-def whole(module: nn.Module) -> Iterator[None]:
-    """Gather a layer's parameters, and leave them so: inside, a run of it makes no collective of ZeRO's.
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Gather a layer's parameters and hold them: inside the block, the layer runs without ZeRO's collectives.
 
-    ZeRO-3 gathers at each submodule's hook. A rank that fails between two of them leaves the others waiting in the next one;
-    with one gather before, which all ranks come to, it fails for itself alone. The hooks would also let the parameters go, and
-    write the profile into the trace that ZeRO-3 prefetches by. So DeepSpeed's hooks are taken out meanwhile; trl does both too
-    (trl: models/utils.py, unwrap_model_for_generation).
+    ZeRO-3 gathers at each submodule's hook. A rank that fails between two hooks leaves the others waiting in the next one; after
+    one gather that all ranks enter, it fails alone. The hooks would also release the parameters, and record the profile in
+    ZeRO-3's prefetch trace. So DeepSpeed's hooks are removed meanwhile, as trl does (models/utils.py,
+    unwrap_model_for_generation).
     """
     parts = partitioned(module)
     if not parts:

@@ -1,4 +1,4 @@
-"""A profile as one readable JSON, and everything checked when it is read back. No torch."""
+"""A profile as one JSON file, checked in full when it is read. No torch."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ds_memo.solve.costs import Output
 FORMAT = 3
 MOST_PROFILE_BYTES = 1 << 24
 MOST_KINDS, MOST_LAYERS, MOST_SAMPLES, MOST_OUTPUTS = 1 << 12, 1 << 16, 16, 1 << 12
-"""Of a model; of one kind: lengths that it was measured at, and tensors that it keeps."""
+"""Kinds and layers of a model; samples and kept tensors of one kind."""
 MOST_TOKENS = 1 << 34
 MOST_BYTES = 1 << 50
-"""Of a layer call, in all its outputs too. What is solved from it, for thousands of layers, stays within 64 bits."""
+"""Bytes of a layer call, also of all its outputs. The solver's sums over thousands of layers stay within 64 bits."""
 MOST_SECONDS = 1e6
 MOST_FLOPS = 1 << 70
 RATES = (1.0, 1e15)
-"""Bytes a second of the copies."""
+"""Least and most bytes per second of the copies."""
 _MOST = {
     **dict.fromkeys(("batch", "length", "source"), MOST_TOKENS),
     **dict.fromkeys(("gemm_flops", "attention_flops"), MOST_FLOPS),
 }
-"""By field of a sample; the others are bytes, or seconds (`…_s`)."""
+"""Upper limits by field of a sample; the other fields are bytes, or seconds (`…_s`)."""
 
 
 class ProfileError(MemoError, ValueError):
-    """A profile that cannot be used: says why."""
+    """A profile that cannot be used; the message says why."""
 
 
 def to_json(profile: Profile) -> str:
@@ -43,7 +43,7 @@ def from_json(text: str) -> Profile:
     """Read a profile and check everything in it.
 
     Raises:
-        ProfileError: it is damaged, or of another version.
+        ProfileError: the profile is damaged, or of another version.
     """
     try:
         data = json.loads(text)
@@ -105,8 +105,8 @@ def _check(profile: Profile) -> None:
             raise ProfileError("a number in it is negative, not finite, or no number")
         if number > most:
             raise ProfileError(f"{name} is {brief(number)}, the most is {most:,.0f}")
-    whole = [f.name for f in fields(LayerSample) if f.type == "int"]
-    counts = [getattr(sample, name) for sample in samples for name in whole]
+    integers = [f.name for f in fields(LayerSample) if f.type == "int"]
+    counts = [getattr(sample, name) for sample in samples for name in integers]
     if not all(type(number) is int for number in (*counts, *(n for output in outputs for n in (output.rows, output.row_bytes)))):
         raise ProfileError("a number of bytes or rows in it is not whole")
     for sample in samples:
@@ -126,8 +126,8 @@ def _check(profile: Profile) -> None:
         and all(kind is None or (type(kind) is int and 0 <= kind < len(profile.kinds)) for kind in profile.layers)
         and all(kind.samples and len({len(s.outputs) for s in kind.samples}) == 1 for kind in profile.kinds)
         and all(sample.batch > 0 and sample.length > 0 for sample in samples)
-        and all(half.source < whole.source and len(half.outputs) == len(whole.outputs) for whole, half in halves)
+        and all(half.source < full.source and len(half.outputs) == len(full.outputs) for full, half in halves)
         and all(output.kind in OUTPUT_KINDS for output in outputs)
     )
     if not ok:
-        raise ProfileError("what it tells does not fit together")
+        raise ProfileError("its fields contradict each other")

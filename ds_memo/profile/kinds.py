@@ -1,4 +1,4 @@
-"""Which layers are alike, and what a layer is: what a measurement of one says of others, and of other runs."""
+"""Kinds of layers: layers of one kind share a measurement, in this run and from the cache."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import nn
 from ds_memo.remat.checkpoint import Layer
 
 _NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")
-"""Attributes that say nothing but where in the model a layer is."""
+"""Attributes that only number the layers of a model."""
 _PASSING = ("training", "gradient_checkpointing")
 """Attributes that may change from pass to pass."""
 _NO_MATTER = ("_name_or_path", "transformers_version")
-"""Entries of a Hugging Face config that layers do not look at."""
+"""Entries of a Hugging Face config that layers do not read."""
 
 
 def kinds_of(layers: Iterable[Layer]) -> list[int]:
-    """For each layer the number of its kind.
+    """Return the number of each layer's kind.
 
     Two layers are of one kind if they have the same class, parameters of the same shapes and the same settings (an attention
-    window, say). An attribute that differs between most layers is no setting, but a name or a number of the layer.
+    window, say). An attribute that differs between most layers is a name or a number, not a setting.
     """
     layers = list(layers)
     shapes = [_class_and_shapes(layer) for layer in layers]
@@ -40,13 +40,13 @@ def kinds_of(layers: Iterable[Layer]) -> list[int]:
     found = []
     for here, named in zip(shapes, settings, strict=True):
         few = max(2, alike[here] // 2)
-        told = tuple(sorted((name, repr(value)) for name, value in named.items() if 1 < len(values[here, name]) <= few))
-        found.append(numbers.setdefault((here, told), len(numbers)))
+        varied = tuple(sorted((name, repr(value)) for name, value in named.items() if 1 < len(values[here, name]) <= few))
+        found.append(numbers.setdefault((here, varied), len(numbers)))
     return found
 
 
 def layer_in_words(layer: Layer) -> str:
-    """Class and parameters."""
+    """Return the layer's class and parameters as text."""
     module = layer.module()
     if module is None:
         return layer.name
@@ -58,11 +58,11 @@ def layer_in_words(layer: Layer) -> str:
 
 
 def settings_digest(layer: Layer) -> str:
-    """A digest of everything else that is known to change what the layer does: heads, experts per token, windows, attention
-    kernels, forwards that were replaced (Liger's, TiledMLP)."""
+    """Return a digest of everything else that changes the layer's work: heads, experts per token, windows, attention kernels,
+    replaced forwards (Liger's, TiledMLP)."""
     module = layer.module()
-    seen = [re.sub(r"0x[0-9a-f]+", "", repr(module)), sorted(_settings(module).items()), *_configs(module), _code(module)]
-    return hashlib.sha256(json.dumps(seen, sort_keys=True, default=repr).encode()).hexdigest()[:20]
+    parts = [re.sub(r"0x[0-9a-f]+", "", repr(module)), sorted(_settings(module).items()), *_configs(module), _code(module)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:20]
 
 
 def _class_and_shapes(layer: Layer) -> Any:
@@ -71,22 +71,22 @@ def _class_and_shapes(layer: Layer) -> Any:
 
 
 def _settings(module: nn.Module | None) -> dict[str, Any]:
-    """Public attributes that are plain values, of the module and those in it."""
+    """Return the public attributes of the module and its submodules that are numbers, strings or None."""
     return {
         f"{path}.{name}": value
         for path, part in (module.named_modules() if module is not None else ())
         for name, value in vars(part).items()
         if isinstance(value, (bool, int, float, str, type(None)))
-        and not name.startswith(("_", "ds_"))  # what PyTorch and DeepSpeed count
+        and not name.startswith(("_", "ds_"))  # PyTorch's and DeepSpeed's own state
         and name not in (*_NUMBERS, *_PASSING)
     }
 
 
 def _code(module: nn.Module) -> str:
-    """A digest of the code of all forwards in it."""
+    """Return a digest of the code of all forwards in the module."""
     digest = hashlib.sha256()
     for part in module.modules():
-        forward = getattr(part.forward, "plain", part.forward)  # a layer's own is behind ds_memo's
+        forward = getattr(part.forward, "plain", part.forward)  # a patched forward holds the layer's own
         forward = inspect.unwrap(getattr(forward, "__func__", forward))
         digest.update(f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}".encode())
         digest.update(getattr(getattr(forward, "__code__", None), "co_code", b""))
@@ -94,7 +94,7 @@ def _code(module: nn.Module) -> str:
 
 
 def _configs(module: nn.Module) -> list[dict[str, Any]]:
-    """The Hugging Face configs that its parts hold, and look at while they run."""
+    """Return the Hugging Face configs that the module's parts hold and read while they run."""
     configs = {id(config): config for part in module.modules() if hasattr(config := getattr(part, "config", None), "to_dict")}
     return [
         {name: value for name, value in config.to_dict().items() if name not in _NO_MATTER}

@@ -1,7 +1,7 @@
-"""Measure one layer by running it alone: times, what it keeps, what autograd would save, and what it needs besides.
+"""Measure one layer by running it alone: times, bytes kept, bytes that autograd would save, and peak bytes.
 
-Gradients are asked for with autograd.grad, so no parameter's .grad, and no hook on it, sees the profile. Random numbers are drawn
-from a fork of the generators, buffers get their values back. Nothing is copied to the host.
+Gradients come from autograd.grad, so no parameter's .grad and no hook on it is touched. Random numbers are drawn from a fork of
+the generators, and buffers get their values back. Nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, NO_RECOMPUTE, ON_DEVICE, Placement
-from ds_memo.profile.call import LayerCall, beside_the_training
+from ds_memo.profile.call import LayerCall, hidden_from_training
 from ds_memo.profile.live import bytes_made
 from ds_memo.profile.sample import LayerSample
 from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
@@ -37,25 +37,25 @@ REPEATS = 3
 
 
 def measure(call: LayerCall, length: int, device: torch.device, attention: str | None = None, source: int = 0) -> LayerSample:
-    """One layer at one length, which must not be longer than it was called with.
+    """Measure one layer at one length, at most the length of the call.
 
     Args:
         attention: as the "memo" section's.
-        source: tokens of each sequence that it attends to beside its own; 0: as it was called.
+        source: tokens of the encoder's sequence that the layer attends to; 0: as in the call.
 
     Raises:
-        MemoError: it saves nothing for a backward.
+        MemoError: the layer saves nothing for a backward.
     """
     with (
         forked(device),
         torch.enable_grad(),
-        beside_the_training(call.layer.module()),
+        hidden_from_training(call.layer.module()),
         _own_parameters(call.layer.module()) as trained,
     ):
         fn, args, inputs = call.at(length, source)
         bench = _Bench(call.layer, fn, args, [*inputs, *trained], device, attention)
         try:
-            plain = bench.timed(NO_RECOMPUTE)
+            forward_s, backward_s = bench.timed(NO_RECOMPUTE)
             full, none = bench.recipe(ON_DEVICE), bench.recipe(GEMMS_RECOMPUTED)
             if not full.packs:
                 raise MemoError(f"layer {call.layer.name} has nothing to train")
@@ -65,7 +65,6 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
             forward_bytes, working_bytes = bench.held(ON_DEVICE)
             forward_bytes_at_0, working_bytes_at_0 = bench.held(GEMMS_RECOMPUTED)
             _, without_attention = bench.held(FULL_RECOMPUTE)
-            forward_s, backward_s = plain
             outputs, gemm_s = _outputs(full, none, watch)
             return LayerSample(
                 batch=call.batch,
@@ -94,10 +93,10 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
 
 @contextmanager
 def _own_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Put copies in the place of the trained parameters, sharing their memory but not their hooks and gradients.
+    """Replace the trained parameters by copies that share their memory but not their hooks and gradients.
 
-    autograd.grad alone would not do: a backward that runs another one inside, as DeepSpeed's TiledMLP, adds to .grad by itself
-    and calls the parameters' hooks, and one that reduces gradients waits for other ranks.
+    autograd.grad alone is not enough. A backward that runs another backward inside, as DeepSpeed's TiledMLP does, adds to .grad
+    and calls the parameters' hooks; a hook that reduces gradients waits for other ranks.
     """
     held = ((part, name, own) for part in module.modules() for name, own in part._parameters.items())
     owners = [(part, name, own) for part, name, own in held if own is not None and own.requires_grad]
@@ -116,7 +115,7 @@ def _own_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 
 class _Fixed:
-    """A policy that always answers `now`. What is measured stays on the device, so it is never asked for an alpha."""
+    """A policy whose placement is always `now`. Measured layers stay on the device, so the engine never asks it for an alpha."""
 
     now = ON_DEVICE
 
@@ -131,7 +130,7 @@ class _Fixed:
 
 
 class _Watched(SwapEngine):
-    """Notes when each replay began and ended."""
+    """A swap engine that records when each replay began and ended."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -148,7 +147,7 @@ class _Watched(SwapEngine):
 
 
 class _Bench:
-    """One layer, set up to be run on its own again and again."""
+    """One layer, set up to run repeatedly on its own."""
 
     def __init__(
         self, layer: Layer, fn: Callable, args: tuple, leaves: list[torch.Tensor], device: torch.device, attention: str | None
@@ -172,7 +171,7 @@ class _Bench:
         torch.autograd.grad(outputs, self._leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
 
     def timed(self, placement: Placement) -> tuple[float, float]:
-        """Seconds of a forward and of a backward, medians after one run for warming up."""
+        """Return the seconds of a forward and of a backward, medians after one warm-up run."""
         forwards, backwards = [], []
         for _ in range(REPEATS + 1):
             start = self._clock()
@@ -185,10 +184,10 @@ class _Bench:
         return statistics.median(forwards[1:]), statistics.median(backwards[1:])
 
     def replay_s(self) -> float:
-        """Seconds of a resident layer's replay, the median after one run for warming up.
+        """Return the seconds of a resident layer's replay, the median after one warm-up run.
 
-        What it adds to a backward is not worked out from two backwards: on a CPU, where the allocator's pages come and go, they
-        differ by more than a replay takes.
+        The difference of two backwards would not do: on a CPU, where the allocator's pages come and go, it is noisier than a
+        replay is long.
         """
         for _ in range(REPEATS + 1):
             self.backward(self.forward(ON_DEVICE))
@@ -211,9 +210,9 @@ class _Bench:
         return watch
 
     def held(self, placement: Placement) -> tuple[int, int]:
-        """The most bytes alive at once that a forward made, and that a replay and backward made beside what is kept.
+        """Return the peak bytes that a forward makes, and those that a replay and backward make, without kept outputs.
 
-        The layer's output, which in a step belongs to the frame above, is alive in both; its input, born before, in none.
+        The layer's output, which in a step belongs to the frame above, counts in both; its input, made before, in neither.
         """
         frame = self.recipe(placement).layout.buffer_bytes
         with bytes_made(self._device) as count:
@@ -224,7 +223,7 @@ class _Bench:
         return forward, max(0, count.peak - frame)
 
     def saved_bytes(self) -> int:
-        """Bytes that autograd saves, without parameters, buffers and arguments that other layers share."""
+        """Return the bytes that autograd saves, without parameters, buffers and arguments that other layers share."""
         module = self._layer.module()
         own = (*module.parameters(), *module.buffers())
         shared = tensor_leaves((self._args, self._fn.keywords if isinstance(self._fn, partial) else ()))
@@ -247,7 +246,7 @@ class _Bench:
 
 
 def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output, ...], float]:
-    """What is kept, in the order of birth, and the seconds of the GEMMs that alpha splits."""
+    """Return the kept outputs, in the order of birth, and the seconds of the GEMMs that alpha splits."""
     outputs = [Output("input", 1, kept.stored_bytes, 0.0) for kept in full.inputs if kept]
     kind: OutputKind
     gemm_s = 0.0

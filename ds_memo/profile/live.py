@@ -1,9 +1,9 @@
-"""Live and peak bytes of what a block of code makes: counted tensor by tensor, or as CUDA's allocator counts them.
+"""Count the live and peak bytes that a block of code makes: tensor by tensor, or by CUDA's allocator.
 
 The CPU has no `torch.cuda.max_memory_allocated`; this is its counterpart, exact to the byte, as no allocator rounds.
 torch's MemTracker (torch/distributed/_tools/mem_tracker.py) also sorts tensors by module and role; this one only adds
-them up, which is cheap enough for a whole training step. Storages are followed by weak reference, as there. What a kernel takes
-for itself only the allocator knows: flash attention's backward adds up dQ in float32, twice the bytes of Q in bf16.
+them up, which is cheap enough for a whole training step. Storages are followed by weak reference, as there. Only the allocator
+sees a kernel's workspace: flash attention's backward adds up dQ in float32, twice the bytes of Q in bf16.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of every tensor storage that torch ops create on one device inside the block.
 
-    A storage counts once, however many views share it, from the op that returned it until it is freed, be that inside
-    the block or later. Tensors made before the block never count, not even when an op changes them in place. Backward
-    counts too: autograd carries the mode along. No tensor is kept alive by being counted.
+    A storage counts once, however many views share it, from the op that returns it until it is freed, inside the block or
+    later. Tensors made before the block never count, even if an op changes them in place. Backward counts too: autograd
+    carries the mode along. Counting keeps no tensor alive.
 
-    Enter it around other dispatch modes, not inside them: it sees only what reaches it. Not seen either: a kernel's own
-    workspace, what a higher-order op (torch.cond) makes inside, tensors made in other Python threads, memory that torch
-    merely wraps (`torch.frombuffer`).
+    Enter it around other dispatch modes, not inside them: it counts only ops that reach it. It does not count a kernel's
+    workspace, what a higher-order op (torch.cond) makes inside, tensors made in other Python threads, and memory that
+    torch only wraps (`torch.frombuffer`).
 
     Args:
         device: The device to count on; a type without index ("cuda") means every device of that type.
@@ -63,14 +63,14 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self._forget_freed()  # first: an address may already belong to a new storage
+        self._forget_freed()  # first: a new storage may already have the address of a freed one
         given = None
         for storage in self._storages(out):
             if storage._cdata not in self._counted:
                 if given is None:
                     given = {s._cdata for s in self._storages((args, kwargs))}
                 if storage._cdata in given:
-                    continue  # the op hands back an argument that was born outside the block
+                    continue  # the op returns an argument that was made outside the block
             self._count(storage)
         return out
 
@@ -115,10 +115,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 class AllocatedBytes:
-    """LiveBytes' `live`, `peak` and `reset_peak` for all that is asked of CUDA's allocator, workspaces of kernels too.
+    """LiveBytes' `live`, `peak` and `reset_peak` for all requests to CUDA's allocator, kernels' workspaces included.
 
-    Bytes as they were asked for, whatever they are rounded to. Memory of before that is freed inside counts against it, and the
-    process's own peak begins anew.
+    Bytes are those requested, before rounding. Older memory that is freed inside the block is subtracted. Entering resets the
+    process's own peak.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -140,8 +140,8 @@ class AllocatedBytes:
         return torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{when}"]
 
     def __enter__(self) -> AllocatedBytes:
-        gc.collect()  # a graph that waits in a circle would be freed inside
-        _let_backward_go(self._device)
+        gc.collect()  # a graph in a reference cycle would be freed inside
+        _release_backward(self._device)
         self.reset_peak()
         self._before = self._requested("current")
         return self
@@ -150,14 +150,14 @@ class AllocatedBytes:
         pass
 
 
-def _let_backward_go(device: torch.device) -> None:
-    """Autograd's thread lets go of what it made in a backward a moment after that has returned: when another, of no bytes, runs
-    there, it has."""
+def _release_backward(device: torch.device) -> None:
+    """Wait until autograd's thread has released the last backward, which it does shortly after returning: a second, empty
+    backward runs on that thread after it."""
     with torch.enable_grad():
         x = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(x * 1, x, x.detach())
 
 
 def bytes_made(device: torch.device) -> LiveBytes | AllocatedBytes:
-    """What sees most on this device."""
+    """Return the counter that sees most on this device."""
     return AllocatedBytes(device) if device.type == "cuda" else LiveBytes(device)

@@ -1,4 +1,4 @@
-"""One profile from those of all ranks."""
+"""Merge the profiles of all ranks into one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Prof
 
 
 def most_careful(profiles: Sequence[Profile]) -> Profile:
-    """One profile for all ranks: the slowest copies, and for each kind of layer the most memory that any rank needs.
+    """Return one profile for all ranks: the slowest copies, and for each kind of layer the most memory that any rank needs.
 
-    Times are rank 0's: the ranks have the same layers, and wait for each other in every step.
+    Times are rank 0's: the ranks have the same layers and wait for each other in every step.
     """
     return replace(
         profiles[0],
@@ -22,7 +22,7 @@ def most_careful(profiles: Sequence[Profile]) -> Profile:
 
 
 def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
-    """The first rank's measurements of one kind of layer, with DEVICE_BYTES of the rank that needs most."""
+    """Return the first rank's measurements of one kind, with the largest DEVICE_BYTES of all ranks."""
 
     def careful(sample: LayerSample) -> LayerSample:
         needs = zip(*(_needs(kind, sample) for kind in kinds), strict=True)
@@ -38,11 +38,11 @@ def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
 
 
 def _needs(kind: LayerProfile, there: LayerSample) -> list[int]:
-    """A kind's DEVICE_BYTES at the length of sample `there`: as measured, or by its lines if it was measured at others."""
+    """Return a kind's DEVICE_BYTES at the length of sample `there`: measured, else extrapolated."""
     where = there.batch, there.length, there.source
     for sample in (*kind.taken, *filter(None, [kind.half_source])):
         if (sample.batch, sample.length, sample.source) == where:
             return [getattr(sample, name) for name in DEVICE_BYTES]
     at = kind.costs(*where)
-    whole, at_0, without = at.working, at.working_at_0, at.working_without_attention
-    return [whole.backward, at_0.backward, without.backward, whole.forward, at_0.forward]
+    full, at_0, without = at.working, at.working_at_0, at.working_without_attention
+    return [full.backward, at_0.backward, without.backward, full.forward, at_0.forward]

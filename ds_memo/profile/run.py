@@ -1,11 +1,11 @@
-"""Profile the layers of a run: every kind of them at a few lengths, and the copies of all ranks at once.
+"""Profile a run: every kind of layer at a few lengths, and the copies of all ranks at once.
 
-fit       the default: two short lengths give lines, a third one, twice as long, checks them; nothing runs at full length
+fit       the default: two short lengths give lines, a third, twice as long, checks them; nothing runs at full length
 direct    one layer at full length
-unified   as direct, but refused where the lines through two short lengths say that the layer does not fit what is free. CUDA
-          managed memory, which the paper used there, can hang the card past that, and below it brings nothing
+unified   as direct, but refused if the lines through two short lengths say that the layer does not fit the free memory. The
+          paper used CUDA managed memory here: it can hang the card past that limit, and gains nothing below it
 
-The tuner and `ds-memo profile` both come here.
+The tuner and `ds-memo profile` both call this module.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 import ds_memo
 from ds_memo.distributed.agree import Do, Failed, from_all_ranks, together, world_size
 from ds_memo.errors import MemoError
-from ds_memo.memory.device import device_budget, device_seen
-from ds_memo.memory.host import ranks_on_node, seen
+from ds_memo.memory.device import device_budget, device_usage
+from ds_memo.memory.host import host_usage, ranks_on_node
 from ds_memo.profile.bandwidth import CopyBench
 from ds_memo.profile.call import LayerCall
-from ds_memo.profile.gathered_params import whole, whole_bytes
+from ds_memo.profile.gathered_params import gathered, gathered_bytes
 from ds_memo.profile.kinds import layer_in_words, settings_digest
 from ds_memo.profile.layer import measure
 from ds_memo.profile.merge_ranks import most_careful
@@ -39,24 +39,23 @@ from ds_memo.swap.stream_protocol import D2H, H2D
 from ds_memo.units import GIB
 
 LONGEST = 1 << 14
-"""Tokens of the longest sequence that `fit` runs; kernels are as fast as they get long before."""
+"""Tokens of the longest sequence that `fit` runs; kernels reach full speed at shorter ones."""
 WIDTHS = 4
-"""`fit` runs up to this many tokens per unit of the hidden states' width, if that is more than LONGEST. Up to some two widths,
-most of what a layer holds at once are gradients of weights (7B: measured at 4 to 16 Ki tokens), and the longest two samples must
-be beyond that."""
+"""`fit` runs up to WIDTHS × width tokens, if that is more than LONGEST. Up to about two widths, gradients of weights dominate a
+layer's peak (7B, measured at 4 to 16 Ki tokens); the longest two samples must be beyond that."""
 SHORTEST = 1 << 11
-"""Tokens; below a check of this length a fit would measure nothing but overhead, so `direct` is used."""
+"""Tokens of the shortest check; a shorter fit would measure only overhead, so `direct` is used."""
 WAKING_S = 0.3
 """Seconds of work before the first measurement on a GPU."""
 
 
 def lengths_of(method: str, length: int, width: int, can_shorten: bool) -> tuple[int, ...]:
-    """The lengths to measure at, shortest first: one, or two and a check.
+    """Return the lengths to measure at, shortest first: one, or two and a check.
 
     Args:
-        length: of the run, on this rank.
-        width: of the hidden states.
-        can_shorten: whether a layer can be called with less.
+        length: tokens of the run's sequence on this rank.
+        width: width of the hidden states.
+        can_shorten: True if a layer can be called with fewer tokens.
     """
     check = min(max(LONGEST, 1 << (WIDTHS * width - 1).bit_length()), 1 << (length.bit_length() - 1))
     if method == "direct" or not can_shorten or check < SHORTEST:
@@ -65,8 +64,8 @@ def lengths_of(method: str, length: int, width: int, can_shorten: bool) -> tuple
 
 
 def worth_measuring(layers: Sequence[Layer], kinds: Sequence[int], calls: Mapping[int, LayerCall]) -> dict[int, LayerCall]:
-    """Of the calls by kind, those that keep anything for a backward: a gradient is wanted in such a layer or before it. A frozen
-    vision tower keeps nothing, and neither does one that is called without a picture."""
+    """Return the calls, by kind, that keep something for a backward: their layer or one before it requires a gradient. A frozen
+    vision tower keeps nothing, nor does one that is called without an image."""
     trained = (index for index, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters))
     first = next(trained, len(layers))
     last = {kind: index for index, kind in enumerate(kinds)}
@@ -76,17 +75,17 @@ def worth_measuring(layers: Sequence[Layer], kinds: Sequence[int], calls: Mappin
 
 @dataclass
 class Asked:
-    """What is to be measured.
+    """A request to `take_profile`: which layer calls to measure, and how.
 
     Args:
-        layers: all of the model, in order.
-        kinds: of each layer its kind; from kinds_of.
-        calls: the first of each kind; kinds without one are not measured.
+        layers: all layers of the model, in order.
+        kinds: the kind of each layer; from kinds_of.
+        calls: the first call of each kind; kinds without one are not measured.
         method: fit, direct or unified.
-        lengths: of each call, from lengths_of; the same on all ranks, whose layers may wait for each other.
-        full: of each call its full length, the least of all ranks.
-        sources: of each call, the source's length to measure with; 0: it has no source, or not on all ranks.
-        host_budget: bytes of this rank.
+        lengths: by kind, from lengths_of; the same on all ranks, whose layers may wait for each other.
+        full: by kind, the call's full length, the least over all ranks.
+        sources: by kind, the source's length to measure with; 0: there is no source, or not on all ranks.
+        host_budget: host bytes of this rank.
     """
 
     layers: Sequence[Layer]
@@ -99,13 +98,13 @@ class Asked:
     device: torch.device
     host_budget: int
     attention: str | None = None
-    """As the "memo" section's, and so the next one."""
+    """Field of the "memo" section, like the next one."""
     device_memory_gib: float | None = None
     ranks_per_sequence: int = 1
-    """As the layers run now."""
+    """Ranks that share a sequence in this run."""
 
     def numbers(self) -> tuple[int | None, ...]:
-        """Of each layer the number of its kind among those that are measured; None: it is not."""
+        """Return, for each layer, the number of its kind among the measured ones; None: not measured."""
         numbers = {kind: number for number, kind in enumerate(self.calls)}
         return tuple(map(numbers.get, self.kinds))
 
@@ -123,11 +122,11 @@ class Asked:
         }
 
     def free(self) -> int:
-        """Bytes that are free on the device now."""
+        """Return the bytes that are free on the device now."""
         return device_budget(self.device, self.device_memory_gib, 0, HEADROOM)
 
     def key(self) -> dict[str, Any]:
-        """Everything that the measurements depend on."""
+        """Return everything that the measurements depend on, as JSON values."""
         device = self.device
         cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         return {
@@ -145,27 +144,27 @@ class Asked:
         }
 
 
-def take_profile(asked: Asked, warn: Callable[[str], None], told: Callable[[str], None] = lambda line: None) -> Profile:
-    """Measure layers and copies; all ranks must call this together, and get the same profile: see `most_careful`.
+def take_profile(asked: Asked, warn: Callable[[str], None], progress: Callable[[str], None] = lambda line: None) -> Profile:
+    """Measure layers and copies. All ranks must call this together and get the same profile: see `most_careful`.
 
     Args:
-        told: called with a line about each thing measured, for people who wait.
+        progress: called with a line of text after each measurement.
 
     Raises:
-        Failed: something cannot be measured on some rank. All ranks know.
+        Failed: a measurement failed on some rank. All ranks raise it.
     """
     begin = time.perf_counter()
     _wake(asked.device)
-    kinds = measure_kinds(asked, warn, told)
-    with _copy_bench(asked) as bench:  # every agreement is a start for all ranks at once
+    kinds = measure_kinds(asked, warn, progress)
+    with _copy_bench(asked) as bench:  # together() lets all ranks start at once
         d2h = together(partial(bench.rate, D2H))
         h2d = together(partial(bench.rate, H2D))
-    told(f"copies: {d2h / 1e9:.3g} GB/s to the host, {h2d / 1e9:.3g} GB/s back")
+    progress(f"copies: {d2h / 1e9:.3g} GB/s to the host, {h2d / 1e9:.3g} GB/s back")
     measured = {
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - begin, 3),
-        "host_memory": {**seen(), "budget_of_rank": asked.host_budget},
-        "device_memory": device_seen(asked.device),
+        "host_memory": {**host_usage(), "budget_of_rank": asked.host_budget},
+        "device_memory": device_usage(asked.device),
     }
     mine = Profile(
         key=asked.key(),
@@ -184,22 +183,22 @@ def take_profile(asked: Asked, warn: Callable[[str], None], told: Callable[[str]
 def measure_kinds(
     asked: Asked,
     warn: Callable[[str], None],
-    told: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda line: None,
     do: Do = together,
 ) -> tuple[LayerProfile, ...]:
     """Measure the layers, not the copies.
 
     Args:
-        do: `together`, or `alone` on a rank whose layers wait for no other.
+        do: `together`, or `alone` on a rank whose layers wait for no other rank.
 
     Raises:
-        Failed: something cannot be measured.
+        Failed: a measurement failed.
     """
-    return tuple(_measure_kind(asked, kind, warn, told, do) for kind in asked.calls)
+    return tuple(_measure_kind(asked, kind, warn, progress, do) for kind in asked.calls)
 
 
 def _wake(device: torch.device) -> None:
-    """Keep the GPU busy for a moment. An idle one runs at a sixth of its clock, and such times would stay in the cache."""
+    """Keep the GPU busy for WAKING_S. An idle GPU runs at a sixth of its clock, and the cache would keep such times."""
     if device.type != "cuda":
         return
     x = torch.ones(2048, 2048, dtype=torch.bfloat16, device=device)
@@ -214,51 +213,51 @@ def _measure_kind(
     asked: Asked,
     kind: int,
     warn: Callable[[str], None],
-    told: Callable[[str], None],
+    progress: Callable[[str], None],
     do: Do,
 ) -> LayerProfile:
     call, name = asked.calls[kind], asked.calls[kind].layer.name
     module = call.layer.module()
     lengths, full, source = asked.lengths[kind], asked.full[kind], asked.sources[kind]
     number = list(asked.calls).index(kind) + 1
-    gathered = whole_bytes(module)
-    do(lambda: _refuse_gathering(name, gathered, device_budget(asked.device, None, 0, HEADROOM)))
+    nbytes = gathered_bytes(module)
+    do(lambda: _refuse_gathering(name, nbytes, device_budget(asked.device, None, 0, HEADROOM)))
 
     def measured(lengths: Sequence[int], source: int) -> list[LayerSample]:
         samples: list[LayerSample] = []
         for length in lengths:
             if asked.method == "unified" and len(samples) == 2:
-                alike = len(samples[0].outputs) == len(samples[1].outputs)  # else experts that no token of the shorter visits
+                alike = len(samples[0].outputs) == len(samples[1].outputs)  # else some experts got no token at the shorter length
                 short = LayerProfile(name, tuple(samples if alike else samples[1:]))
                 do(partial(_refuse_too_long, short, call.batch, length, asked))
             sample = do(partial(measure, call, length, asked.device, asked.attention, source))
-            samples.append(replace(sample, **{of: getattr(sample, of) + gathered for of in DEVICE_BYTES}))
-            told(
+            samples.append(replace(sample, **{of: getattr(sample, of) + nbytes for of in DEVICE_BYTES}))
+            progress(
                 f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens"
                 f"{f' beside {source:,}' if source else ''}, "
                 f"forward {sample.forward_s * 1e3:.3g} ms, backward {sample.backward_s * 1e3:.3g} ms"
             )
         return samples
 
-    with whole(module):
+    with gathered(module):
         try:
             samples = measured(lengths, source)
             half = measured(lengths[-1:], source // 2) if source > 1 else []
-        except Failed as failed:  # a layer may know its length: DeepSpeed's Ulysses does, unless told that lengths vary
+        except Failed as failed:  # a layer may accept one length only, as under DeepSpeed's Ulysses with fixed lengths
             if not source and (asked.method != "fit" or lengths == (full,)):
                 raise
             beside = f" beside {source:,}" if source else ""
-            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens{beside} ({failed}); it is at {full:,}")
+            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens{beside} ({failed}); measured at {full:,} instead")
             samples, half = measured((full,), 0), []
     profile = do(lambda: _profile(name, asked.method, samples, warn))
-    # If it keeps other tensors with half of the source, the two cannot be compared: what a token of it takes is not known.
+    # If the layer keeps other tensors with half of the source, the two samples cannot be compared: its cost per token is unknown.
     return replace(profile, half_source=half[0]) if half and len(half[0].outputs) == len(profile.taken[-1].outputs) else profile
 
 
 def _profile(name: str, method: str, samples: list[LayerSample], warn: Callable[[str], None]) -> LayerProfile:
     if len(samples) == 1 or method == "unified":
         return LayerProfile(name, (samples[-1],))
-    if len(samples[1].outputs) != len(samples[2].outputs):  # experts that no token of the shorter one visits
+    if len(samples[1].outputs) != len(samples[2].outputs):  # some experts got no token at the shorter length
         warn(
             f"profile: {name} keeps other tensors at {samples[2].length} tokens than at {samples[1].length}; the longest is used"
         )

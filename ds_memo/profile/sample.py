@@ -1,4 +1,4 @@
-"""What is measured of a run, as plain data: samples of layers at a few lengths, and bandwidths. No torch."""
+"""A profile as plain data: samples of layers at a few lengths, and bandwidths. No torch."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ DEVICE_BYTES = (
     "forward_bytes",
     "forward_bytes_at_0",
 )
-"""Fields of a sample: what the layer needs of the device beside what is kept."""
+"""Fields of a sample with peak device bytes."""
 _OFF = 0.25
-"""How far, relative, the check may be from the lines before they are not trusted."""
+"""The largest relative error of the check at which the lines are trusted."""
 
 
 @dataclass(frozen=True)
 class LayerSample:
-    """One kind of layer, measured at one length. Seconds and bytes of one rank."""
+    """One kind of layer, measured at one length. Seconds and bytes are those of one rank."""
 
     batch: int
     length: int
     """Tokens of each sequence on this rank."""
     source: int
-    """Tokens of each sequence that the layer attends to beside its own, an encoder's; 0: none, or as many as its own."""
+    """Tokens of the encoder's sequence that the layer attends to; 0: none, or as many as `length`."""
     forward_s: float
     attention_s: float
-    """Of the forward, in attention kernels."""
+    """Part of the forward in attention kernels."""
     backward_s: float
     """Without checkpointing."""
     attention_backward_s: float
-    """Of the backward, in attention kernels."""
+    """Part of the backward in attention kernels."""
     replay_s: float
-    """What the replay of a resident layer adds to the backward."""
+    """Seconds that the replay of a resident layer adds to the backward."""
     gemm_s: float
-    """Of the forward, in the GEMMs whose rows alpha splits."""
+    """Part of the forward in the GEMMs whose rows alpha splits."""
     all_gemms_s: float
-    """Of the forward, in all GEMMs."""
+    """Part of the forward in all GEMMs."""
     gemm_flops: int
-    """Of all GEMMs in the forward."""
+    """FLOPs of all GEMMs in the forward."""
     attention_flops: int
-    """Of attention in the forward, counted as causal."""
+    """FLOPs of attention in the forward, counted as causal."""
     plain_bytes: int
-    """What autograd saves without ds_memo."""
+    """Bytes that autograd saves without ds_memo."""
     working_bytes: int
-    """The most that a replay and backward hold at once beside what is kept."""
+    """Peak bytes of a replay and backward, without kept outputs."""
     working_bytes_at_0: int
-    """The same at alpha 0, when GEMM outputs are not kept."""
+    """The same at alpha 0, where GEMM outputs are not kept."""
     working_bytes_without_attention: int
-    """The same when the attention output is not kept either."""
+    """The same where the attention output is not kept either."""
     forward_bytes: int
-    """The most that a forward holds at once: its input, what it keeps, and everything in between."""
+    """Peak bytes of a forward: its input, kept outputs and temporaries."""
     forward_bytes_at_0: int
     """The same at alpha 0."""
     outputs: tuple[Output, ...]
-    """At this length."""
+    """Kept outputs at this length."""
 
     @property
     def tokens(self) -> int:
@@ -73,25 +73,25 @@ class LayerProfile:
     """One kind of layer at several lengths."""
 
     name: str
-    """Of the first such layer."""
+    """Name of the first such layer."""
     samples: tuple[LayerSample, ...]
     """Shortest first."""
     check: LayerSample | None = None
-    """A longer one that the lines through `samples` were held against."""
+    """A longer sample that checks the lines through `samples`."""
     half_source: LayerSample | None = None
-    """The longest sample measured again with half of its source; None: it has no source, or that could not be varied."""
+    """The longest sample, measured again with half of its source; None: it has no source, or one that cannot vary."""
 
     @property
     def taken(self) -> tuple[LayerSample, ...]:
-        """All of them, the longest last."""
+        """The samples and the check, longest last."""
         return self.samples if self.check is None else (*self.samples, self.check)
 
     def costs(self, batch: int, length: int, source: int = 0, spread: float = 1.0) -> LayerCosts:
-        """The layer at any length; see :class:`AtLength`."""
+        """Extrapolate the layer to any length; see :class:`AtLength`."""
         return AtLength(self, batch, length, source, spread).costs()
 
     def off(self) -> float:
-        """How far the check is from the lines: the relative error of the seconds, or inf if a size is off by more than 1 %."""
+        """Return the relative error of the lines' seconds at the check; inf if a size is off by more than 1 %."""
         if self.check is None:
             return 0.0
         if len({len(sample.outputs) for sample in self.taken}) > 1:
@@ -112,33 +112,33 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of a run."""
+    """The measurements of a run."""
 
     key: dict[str, Any]
     """Everything the measurements depend on."""
     method: str
     kinds: tuple[LayerProfile, ...]
     layers: tuple[int | None, ...]
-    """For each layer of the model, in order, its kind; None: it was not called, or keeps nothing."""
+    """The kind of each layer, in model order; None: the layer was not called, or keeps nothing."""
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
     ranks_copying: int
-    """How many ranks of the node copied at once."""
+    """Ranks of the node that copied at once."""
     ranks_per_sequence: int = 1
-    """Whose layers were measured: `length` is a rank's share of the sequence."""
+    """Ranks that shared a sequence; `length` is one rank's share."""
     measured: dict[str, Any] = field(default_factory=dict, compare=False)
-    """For people: when, on what, how long it took, memory seen then."""
+    """Date, duration, and memory at that time; for display only."""
 
     def called(self, at: Sequence[Any]) -> list[int]:
-        """Indices of the layers whose kinds are called, and measured.
+        """Return the indices of the layers whose kinds are called and measured.
 
         Args:
-            at: by kind; None: it is not called.
+            at: by kind; None: the kind is not called.
         """
         return [index for index, kind in enumerate(self.layers) if kind is not None and at[kind] is not None]
 
     def last(self, at: Sequence[Any]) -> Any:
-        """The entry of `at` (by kind) for the last layer that is called."""
+        """Return the entry of `at` (by kind) for the last layer that is called."""
         return at[self.layers[self.called(at)[-1]]]
 
     def costs(
@@ -148,11 +148,11 @@ class Profile:
         device_budget: int,
         ranks_per_sequence: int | None = None,
     ) -> RunCosts:
-        """The layers that are called, at any length of a rank's share, for the solver.
+        """Return the solver's input: the layers that are called, at any length of a rank's share.
 
         Args:
-            at: by kind, the arguments of LayerProfile.costs (batch, length and, with an encoder, source); None: it is not called.
-            ranks_per_sequence: of the run; absent: as measured.
+            at: by kind, the arguments of LayerProfile.costs (batch, length and, with an encoder, source); None: not called.
+            ranks_per_sequence: ranks that share a sequence in the run; absent: as measured.
         """
         spread = (ranks_per_sequence or self.ranks_per_sequence) / self.ranks_per_sequence
         kinds = [
@@ -168,7 +168,7 @@ class Profile:
         )
 
     def with_kinds(self, later: Profile) -> Profile:
-        """This, and what was measured later of layers that it lacks."""
+        """Return this profile with the kinds of a later one for layers that this one lacks."""
         layers = tuple(
             len(self.kinds) + theirs if mine is None and theirs is not None else mine
             for mine, theirs in zip(self.layers, later.layers, strict=True)

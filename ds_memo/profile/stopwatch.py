@@ -1,4 +1,4 @@
-"""Where the time of one layer goes: into which of its GEMMs, attention and choices, and when each of these was over."""
+"""Time a layer's GEMMs, attention and choices, and note when each was over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_memo.remat.functions import ObservesFunctions, tensors_in
 
 
 def now(device: torch.device) -> Any:
-    """A point of time where the device's work stands."""
+    """Return the current point of the device's work."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -22,7 +22,7 @@ def now(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Of two points of time that the device has passed."""
+    """Return the seconds between two points that the device has passed."""
     return start.elapsed_time(end) * 1e-3 if isinstance(start, torch.cuda.Event) else end - start
 
 
@@ -40,9 +40,9 @@ class Stopwatch(ObservesFunctions):
         self.attention_flops = 0
         self.gemm_s = self.attention_s = self.attention_backward_s = 0.0
         self.seconds: list[float] = []
-        """Of each op that a recipe lists, in order."""
+        """Seconds of each op that a recipe lists, in order."""
         self.born: list[float] = []
-        """When each was over, as a share of the forward."""
+        """End of each such op, as a share of the forward."""
 
     def now(self) -> Any:
         return now(self._device)
@@ -52,14 +52,14 @@ class Stopwatch(ObservesFunctions):
         self._in_forward = False
 
     def read(self) -> None:
-        """Work out the attributes, when everything has run."""
+        """Wait for the device and set the attributes."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        whole = seconds_between(self._start, self._end)
+        forward_s = seconds_between(self._start, self._end)
         for kind, begin, end in self._ops:
             seconds = seconds_between(begin, end)
             self.seconds.append(seconds)
-            self.born.append(min(1.0, seconds_between(self._start, end) / whole) if whole else 1.0)
+            self.born.append(min(1.0, seconds_between(self._start, end) / forward_s) if forward_s else 1.0)
             self.gemm_s += seconds if kind is op_policy.OpKind.GEMM else 0.0
             self.attention_s += seconds if kind is op_policy.OpKind.ATTENTION else 0.0
         self.attention_backward_s = sum(seconds_between(*times) for times in self._backward)
@@ -84,7 +84,7 @@ class Stopwatch(ObservesFunctions):
         return func(*args, **kwargs)
 
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Time a function that is kept whole as attention, in the backward by the node that it leaves in the graph."""
+        """Time a function of `keep_whole` as attention; in the backward, time its node in the graph."""
         if not self._in_forward:
             return fn(*args, **kwargs)
         begin = self.now()

@@ -24,9 +24,9 @@ from ds_memo.autotune.probe_forward import TrainingPass
 from ds_memo.autotune.tuner import Tuner
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError, MemoWarning
-from ds_memo.hf.attention import keep_unseen_attention
+from ds_memo.hf.attention import keep_unobserved_attention
 from ds_memo.layer_observer import LayerObserver
-from ds_memo.memory.device import device_seen
+from ds_memo.memory.device import device_usage
 from ds_memo.memory.host import budget_bytes, ranks_on_node
 from ds_memo.placement import PlacementKind
 from ds_memo.planned_alloc.runtime import Addresses
@@ -136,7 +136,7 @@ class Session:
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._takeover.layer(module, functools.partial(self.remat.run, layer))
         self._takeover.model(model, self.run)
-        keep_unseen_attention()
+        keep_unobserved_attention()
         for name, module in layers[:1]:
             self._takeover.before_forward(module, conflicts.MaskWatch(name, self.warn))
         self._takeover.before_forward(model, self._forward_begins)
@@ -233,7 +233,7 @@ class Session:
 
     def ran_out(self) -> None:
         """The device refused memory that a training pass wanted: say what can be done."""
-        seen = device_seen(self.engine.device)
+        seen = device_usage(self.engine.device)
         has = self.config.device_memory_gib or (seen["total"] / GIB if seen else None)
         less = f"of less than {has:.4g}" if has else "that is smaller"
         self.warn(

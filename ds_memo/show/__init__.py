@@ -1,1 +1,1 @@
-"""Pictures. Matplotlib and plotly (the `plot` extra) are imported by the function that draws."""
+"""Plots and printed reports. Each drawing function imports matplotlib or plotly (the `plot` extra) itself."""

@@ -1,4 +1,4 @@
-"""A plan as a picture: time along x (index of the request), address along y, one rectangle per slot."""
+"""Plot a plan: time along x (index of the request), address along y, one rectangle per slot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_memo.units import GIB, MIB
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SKELETAL, TRANSIENT = "#4878a8", "#e8a33d"  # told apart by lightness too, for those who do not see the hues
+SKELETAL, TRANSIENT = "#4878a8", "#e8a33d"  # they differ in lightness too, for colour-blind readers
 
 
 class MissingPackage(MemoError):
@@ -48,18 +48,18 @@ def _split(plan: Plan) -> dict[str, list[Slot]]:
 
 
 def _labelled(plan: Plan, end: int) -> set[int]:
-    """The phases whose names can be drawn without running into each other."""
-    chosen, last = set(), -float(end)
+    """Return the phases whose labels do not overlap."""
+    labelled, last = set(), -float(end)
     for number, phase in enumerate(plan.phases):
         middle = (phase.first + phase.end) / 2
         if phase.end > phase.first and middle - last > end / 75:
-            chosen.add(number)
+            labelled.add(number)
             last = middle
-    return chosen
+    return labelled
 
 
 def as_png(plan: Plan) -> bytes:
-    """Return the picture, drawn by matplotlib. Raises MissingPackage."""
+    """Return the plot as PNG, drawn by matplotlib. Raises MissingPackage."""
     try:
         from matplotlib.collections import PolyCollection
         from matplotlib.figure import Figure
@@ -107,13 +107,13 @@ def saved(figure: Figure, form: str) -> bytes:
     """Return a figure of matplotlib as a file of this format."""
     file = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # a letter of a name that the font lacks: a box
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # a letter that the font lacks is drawn as a box
         figure.savefig(file, format=form)
     return file.getvalue()
 
 
 def as_html(plan: Plan) -> str:
-    """Return one self-contained page by plotly: zoom, each slot's facts under the pointer. Raises MissingPackage."""
+    """Return a self-contained page by plotly, with zoom and a tooltip for each slot. Raises MissingPackage."""
     try:
         import plotly.graph_objects as go
     except ImportError as e:

@@ -1,4 +1,4 @@
-"""A run's report for people: `ds-memo report FILE`, and what printing `ds_memo.report(…)` shows.
+"""Print a run's report: for `ds-memo report FILE`, and for `print(ds_memo.report(…))`.
 
 ds_memo          active: 6 layers, 2 of them resident, alpha 0.5
 set by           host memory: 0.0128 of 9.13 GiB at alpha 0.5
@@ -38,32 +38,32 @@ _OTHERS = {"layers_without_gemms": "without GEMMs", "layers_without_recompute": 
 """Layers on the device that are not resident, by the report's key."""
 _BAR = 30
 MOST_REPORT_BYTES = 1 << 26
-"""Of a report, or of the metrics of a run that hold it beside one entry for each step."""
+"""Most bytes of a report, or of a run's metrics, which hold it and one entry per step."""
 MOST_LINE = 2000
-"""Characters of a table's line."""
+"""Most characters of a table's line."""
 
 
 class ReportError(MemoError, ValueError):
-    """A file that holds no report: says why."""
+    """A file that holds no report; the message says why."""
 
 
 class Report(dict):
-    """The dict that ``ds_memo.report`` returns; printing it gives the text below, and it is a dict to everything else."""
+    """The dict that ``ds_memo.report`` returns; ``print`` shows it as a table."""
 
     def __str__(self) -> str:
         return as_text(self)
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """The report as a table of some fifteen lines."""
+    """Return the report as a table of about fifteen lines."""
     return "\n".join(f"{quoted(name):<16} {quoted(text, MOST_LINE)}" for name, text in _lines(report))
 
 
 def read_report(text: str, name: str) -> Report:
-    """A report as JSON: by itself, or under "report" as launch/train.py's metrics have it.
+    """Read a report from JSON: the report itself, or metrics of launch/train.py with a key "report".
 
     Raises:
-        ReportError: it is neither.
+        ReportError: the text is neither.
     """
     try:
         data = json.loads(text)
@@ -132,7 +132,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "predicted",
             f"{predicted['layers_s']:.4g} s for the layers of a pass; {size(predicted['host_bytes'])} host, {device} device",
         )
-        others = predicted.get("beside_bytes", {})  # files of earlier versions do not have it
+        others = predicted.get("beside_bytes", {})  # missing in files of earlier versions
         if parts := [f"{size(others[part])} {name}" for part, name in _NON_LAYER.items() if others.get(part)]:
             yield "non-layer memory", ", ".join(parts)
     if profile := report.get("profile"):
@@ -146,18 +146,18 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _layers(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Neighbours that store the same in the same place share a line."""
+    """Yield one line per group of neighbours with equal bytes and placement."""
     stored = report["stored_bytes_per_layer"]
-    stays = {layer for key in ("layers_on_device", *_OTHERS) for layer in report.get(key, ())}
+    on_device = {layer for key in ("layers_on_device", *_OTHERS) for layer in report.get(key, ())}
     most = max(stored, default=0)
     if min(stored, default=0) < 0:
         raise ValueError("negative stored_bytes_per_layer")
     if not most:
         return
-    for (nbytes, stay), group in itertools.groupby(range(len(stored)), lambda layer: (stored[layer], layer in stays)):
+    for (nbytes, stays), group in itertools.groupby(range(len(stored)), lambda layer: (stored[layer], layer in on_device)):
         layers = list(group)
         name = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
-        where = "on the device" if stay or not report["bytes_to_host"] else "on the host"
+        where = "on the device" if stays or not report["bytes_to_host"] else "on the host"
         each = "each" if len(layers) > 1 else ""
         yield name, f"{size(nbytes):>9} {each:4} {where:13}  {'█' * round(_BAR * nbytes / most)}"
 
@@ -172,8 +172,8 @@ def _plan(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     requests = plan["hits"] + sum(missed.values())
     why = f" ({', '.join(f'{count} {reason}' for reason, count in missed.items())})" if missed else ""
     yield "", f"{plan['hits']} of {requests} requests had theirs{why}"
-    if plan.get("gave_way"):  # files of earlier versions do not have it
-        yield "", f"the arena gave way {plan['gave_way']} times to what had no room beside it"
+    if plan.get("gave_way"):  # missing in files of earlier versions
+        yield "", f"the arena was freed {plan['gave_way']} times for requests that had no room"
 
 
 def _in_words(data: Any) -> str:

@@ -1,4 +1,4 @@
-"""Estimates over lengths as a picture: MFU and device memory, one line per method, ending where it runs out."""
+"""Plot estimates over lengths: MFU and device memory, one line per method, up to where memory runs out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLOURS = ("#4878a8", "#e8a33d", "#5aa469", "#9c6bb0", "#7a7a7a")
 
 
 def draw_sweep(found: Sequence[Estimate], form: str) -> bytes:
-    """Return the picture as "png" or "svg", drawn by matplotlib. Raises MissingPackage."""
+    """Return the plot as "png" or "svg", drawn by matplotlib. Raises MissingPackage."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter

@@ -1,4 +1,4 @@
-"""A simulated step as a picture: what each stream did when. Chrome-trace JSON, or an interactive page."""
+"""The three streams of a simulated step over time: Chrome-trace JSON, or an interactive page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLOURS = {
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """For chrome://tracing and ui.perfetto.dev: complete events, in microseconds, one thread per stream."""
+    """Return JSON for chrome://tracing and ui.perfetto.dev: complete events, in microseconds, one thread per stream."""
     names = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}} for i, name in enumerate(STREAMS)]
     events = [
         {
@@ -43,7 +43,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def as_html(spans: Sequence[Span], title: str) -> str:
-    """Return one self-contained page by plotly. Raises MissingPackage."""
+    """Return a self-contained page by plotly. Raises MissingPackage."""
     try:
         import plotly.graph_objects as go
     except ImportError as e:

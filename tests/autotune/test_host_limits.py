@@ -12,7 +12,7 @@ import pytest
 
 import ds_memo
 from ds_memo.memory import host as host_memory
-from ds_memo.memory.host import RESERVE
+from ds_memo.memory.host import HOST_HEADROOM
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.swap import host_budget
 from ds_memo.swap.pinned_segments import PAGE
@@ -54,8 +54,8 @@ def limit(tree: Path, version: int, room: int) -> None:
 
 def room_for(budget: int) -> int:
     """The least room whose budget this is."""
-    room = int(budget / (1 - RESERVE)) - 2
-    while int(room * (1 - RESERVE)) < budget:
+    room = int(budget / (1 - HOST_HEADROOM)) - 2
+    while int(room * (1 - HOST_HEADROOM)) < budget:
         room += 1
     return room
 
@@ -115,8 +115,8 @@ def test_models_of_one_process_share_what_there_is(tree: Path) -> None:
         handles.append(ds_memo.attach(build("llama"), SWAPPED))
     try:
         budgets = [handle.report()["host"]["budget"] for handle in handles]
-        rest = int((room - 32 * MIB) * (1 - RESERVE))
-        assert budgets == [int(room * (1 - RESERVE))] * 2 + [32 * MIB] * 2 + [rest]
+        rest = int((room - 32 * MIB) * (1 - HOST_HEADROOM))
+        assert budgets == [int(room * (1 - HOST_HEADROOM))] * 2 + [32 * MIB] * 2 + [rest]
     finally:
         for handle in handles:
             handle.detach()
@@ -139,7 +139,7 @@ def test_locked_memory_stays_below_rlimit_memlock() -> None:
     said = forked(host_limits.memlock, memlock, True)
     host = said["report"]["host"]
     assert said.get("errors") is None and said["changes"] == []
-    assert host["peak_used"] <= host["slab"] <= host["budget"] == int(memlock * (1 - RESERVE))
+    assert host["peak_used"] <= host["slab"] <= host["budget"] == int(memlock * (1 - HOST_HEADROOM))
     assert 0 < said["report"]["alpha"] < 1
     assert said["locked"] == host["slab"]  # the kernel counts what the slab does
 

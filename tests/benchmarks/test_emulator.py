@@ -153,7 +153,7 @@ def test_flex_attention(whole: bool, tmp_path: Path, capfd: pytest.CaptureFixtur
     given = json.loads((LLAMA.parents[1] / "zero2_bf16_memo.json").read_text())
     config.write_text(json.dumps(given | {"memo": {"enabled": True, "alpha": 0.0, "resident_layers": 0}}))
     script, train = tmp_path / "script.py", LLAMA.parents[2] / "launch" / "train.py"
-    name = "ds_memo.runtime.session.keep_unseen_attention"
+    name = "ds_memo.runtime.session.keep_unobserved_attention"
     nothing = "" if whole else f"from unittest import mock\nmock.patch({name!r}).start()\n"
     as_main = f"sys.path.insert(0, {str(train.parent)!r})\nrunpy.run_path({str(train)!r}, run_name='__main__')\n"
     script.write_text("import runpy, sys\n" + nothing + as_main)

@@ -88,10 +88,10 @@ def test_a_device_budget_is_beside_the_context(capsys):
 
 
 def test_memo_leaves_alone_what_a_run_does(capsys):
-    """And has it where nothing fits otherwise."""
+    """It uses the headroom only where nothing fits otherwise."""
 
     def taken(*words: str) -> float:
-        """Share of what states and context leave of the device."""
+        """Return activations' share of the device memory that states and context leave."""
         parts = answer(capsys, *words)["parts"]["device_gib"]
         fixed = sum(parts[name] for name in ("parameters", "gradients", "optimizer states", "context and communication"))
         return (sum(parts.values()) - fixed) / (80 - fixed)
@@ -260,7 +260,7 @@ def test_more_bytes_than_can_be_counted(capsys, tmp_path):
     path = tmp_path / "model.json"
     path.write_text('{"num_hidden_layers": 4096, "hidden_size": 16777216, "num_attention_heads": 1024, "vocab_size": 9}')
     words = ("estimate", "--model", str(path), "--hardware", "a800", "--gpus", "8", "--seq-length", "16384M")
-    assert "beyond any machine" in complaint(capsys, *words)
+    assert "more bytes than 64 bits can count" in complaint(capsys, *words)
 
 
 def machine() -> dict:

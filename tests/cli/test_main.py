@@ -1,4 +1,4 @@
-"""How `ds-memo` ends: its exit codes, and the one line that says why."""
+"""`ds-memo`'s exit codes, and the one line that gives the cause."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("error", [RuntimeError("a\x1b[31m\nb" + "c" * 10_000), RecursionError("deep"), KeyError("x")])
 def test_a_defect_has_an_exit_code_of_its_own(capsys, monkeypatch, error) -> None:
-    """1 would say that nothing fits."""
+    """Exit code 1 would mean that nothing fits."""
 
     def raises(*_, **__):
         raise error
@@ -117,7 +117,7 @@ def test_a_model_without_end(capsys) -> None:
 
 
 def test_a_library_that_cannot_be_replaced(capsys, monkeypatch) -> None:
-    """What is left of an OSError of any part: the file's name, on one line."""
+    """An OSError becomes one line with the file's name."""
 
     def raises(*_, **__):
         raise PermissionError(13, "Permission denied", "/cache/dsa_search.so")
@@ -144,7 +144,7 @@ def test_a_time_limit_that_the_system_cannot_count(capsys) -> None:
 
 
 def test_the_launchers_option_takes_a_number(capsys) -> None:
-    """Else `--local_rank plan show` takes the arguments of one verb to the other."""
+    """Otherwise `--local_rank plan show` passes the arguments of one verb to the other."""
     assert call(capsys, "--local_rank", "plan", "show").code == 2
 
 

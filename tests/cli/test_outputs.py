@@ -1,4 +1,4 @@
-"""What `ds-memo` writes: whole or not at all, with the modes that the umask leaves or the file had."""
+"""Output files of `ds-memo`: complete or not written, with the modes of the umask or of the old file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 @pytest.mark.parametrize("words", WRITERS.values(), ids=WRITERS)
 def test_who_reads_the_old_file_reads_all_of_it(here: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
-    """Also where the name leaves no room for another beside it; and modes are kept, and left by the umask to a new file."""
+    """Also where the name is too long for a longer one. An old file keeps its modes; a new one gets the umask's."""
     before = os.umask(0o027)
     try:
         out = here / words[-1].replace("out", "o" * 240)

@@ -68,7 +68,7 @@ def test_several_traces_layers_and_small_tensors(capsys):
     [("malloc 1 -5\n", "t.txt:1: read -5"), (f"malloc 1 {2**63 - 1}\nmalloc 2 {2**63 - 1}\n", "less than 2^62")],
 )
 def test_bad_input_is_exit_code_2(capsys, tmp_path, text, words):
-    """Whatever is wrong with it; the messages are tested in test_formats.py."""
+    """Tests of the messages are in test_formats.py."""
     (tmp_path / "t.txt").write_text(text)
     assert words in complaint(capsys, "plan", tmp_path / "t.txt")
 
@@ -128,7 +128,7 @@ def test_planning_imports_neither_torch_nor_a_solver():
 
 @pytest.mark.parametrize("what", ["link", "pipe", "device", "folder"])
 def test_what_the_output_is_stays_what_it_is(capsys, tmp_path, what):
-    """As root, -o /dev/null would have made a file of the device."""
+    """As root, -o /dev/null would have replaced the device by a file."""
     place, target = tmp_path / "out", tmp_path / "plan.json"
     if what == "link":
         target.write_text("before")

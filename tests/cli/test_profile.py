@@ -1,4 +1,4 @@
-"""ds-memo profile as users call it, and what reads its file."""
+"""ds-memo profile as users call it, and the readers of its file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(tmp_path: Path, **changes) -> str:
 
 
 def test_from_a_config_to_an_estimate(tmp_path):
-    """The chain as users run it. The estimate never imports torch."""
+    """Profile, then estimate, as users run them. The estimate never imports torch."""
     path = tmp_path / "profile.json"
     made = python("-m", "ds_memo.cli", *BASE, "--model", TINY, "-o", str(path))
     assert made.returncode == 0, made.stderr
@@ -78,16 +78,16 @@ def test_a_fit_runs_short_lengths_only(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "SHORTEST", 64)
     monkeypatch.setattr(run, "LONGEST", 128)
     monkeypatch.setattr(run, "WIDTHS", 1)
-    seen = []
+    measured = []
     real = run.measure
     monkeypatch.setattr(
-        run, "measure", lambda call, length, *rest: seen.append((call.length, length)) or real(call, length, *rest)
+        run, "measure", lambda call, length, *rest: measured.append((call.length, length)) or real(call, length, *rest)
     )
     path = model(tmp_path, num_hidden_layers=80)
     assert cli.main([*BASE, "--model", path, "--seq-length", "1M", "--json"]) == 0
     profile = from_json(capsys.readouterr().out)
-    assert [length for _, length in seen] == [32, 64, 128]
-    assert {longest for longest, _ in seen} == {128}  # which is the hidden size, too
+    assert [length for _, length in measured] == [32, 64, 128]
+    assert {longest for longest, _ in measured} == {128}  # equal to the hidden size
     assert len(profile.layers) == 80 and len(profile.kinds) == 1
     assert profile.kinds[0].samples[-1].length in (64, 128)
 
@@ -139,7 +139,7 @@ def test_what_is_measured_does_not_depend_on_the_dtype_asked_for_alone(capsys):
 
 def test_attention_that_no_kernel_does(capsys):
     assert cli.main([*BASE, "--model", TINY, "--attn-implementation", "eager"]) == 0
-    assert "no attention kernel seen: it is computed again" in capsys.readouterr().out
+    assert "no attention kernel observed: it is computed again" in capsys.readouterr().out
 
 
 def test_nothing_is_left(capsys):

@@ -1,4 +1,4 @@
-"""ds-memo run COMMAND: what the command starts is under memo, and sees nothing of it."""
+"""ds-memo run COMMAND: processes of the command are under memo, and nothing else changes for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ raise ValueError("no")
 
 
 def test_a_process_that_has_nothing_to_do_with_training(tmp_path: Path) -> None:
-    """It sees one folder and one finder more; the sitecustomize that is hidden has run, and what fails in it is said as ever."""
+    """It has one more folder and finder. The hidden sitecustomize has run, and its failures are reported as usual."""
     hidden, script = tmp_path / "sitecustomize.py", tmp_path / "look.py"
     hidden.write_text("import sys; sys.path.append('/of/the/hidden'); print('hidden', __name__)")
     script.write_text(LOOK)
@@ -39,9 +39,9 @@ def test_a_process_that_has_nothing_to_do_with_training(tmp_path: Path) -> None:
     want = python(script, "-c", "--memo", **paths)
     assert want.stdout.startswith("hidden sitecustomize\n") and "/of/the/hidden" in want.stdout
     finders = int(want.stdout.split()[-1])
-    seen = want.stdout.replace(f" {finders}\n", f" {finders + 1}\n")
+    received = want.stdout.replace(f" {finders}\n", f" {finders + 1}\n")
     got = prefixed(sys.executable, script, "-c", "--memo", **paths)
-    assert got[0] == 1 and got[1:] == ("hidden sitecustomize\n" * 2 + seen[len("hidden sitecustomize\n") :], want.stderr)
+    assert got[0] == 1 and got[1:] == ("hidden sitecustomize\n" * 2 + received[len("hidden sitecustomize\n") :], want.stderr)
     hidden.write_text("raise ImportError('of something else')")
     code, _, err = prefixed(sys.executable, "-c", "", **paths)
     assert code == 0 and err.count("of something else") == 2 and err.endswith(IDLE + "\n")  # the prefix is a Python, too
@@ -70,7 +70,7 @@ if __name__ == "__main__":
 
 
 def test_which_processes_are_under_memo(tmp_path: Path) -> None:
-    """All that read PYTHONPATH, at any depth; once; the section that was given nearest counts."""
+    """All that read PYTHONPATH, at any depth, once each; the innermost section counts."""
     probe, memo, nearer = tmp_path / "probe.py", '{"alpha": 0.5}', '{"alpha": 0.25}'
     probe.write_text(PROBE)
     run = " ".join((sys.executable, *PREFIX))
@@ -100,7 +100,7 @@ def test_which_processes_are_under_memo(tmp_path: Path) -> None:
 
 
 def test_a_python_without_ds_memo(tmp_path: Path) -> None:
-    """It goes on, and says why it is not under memo once it is about to use DeepSpeed."""
+    """It runs, and says why it is not under memo when it imports DeepSpeed."""
     (tmp_path / "ds_memo.py").write_text("raise ImportError('No ds_memo in this one')")
     (tmp_path / "deepspeed.py").write_text("print('stock')")
     (tmp_path / "script.py").write_text("import sys, json\nif sys.argv[1:]: import deepspeed, deepspeed")
@@ -136,15 +136,15 @@ import os, signal
 awaited = {signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGINT}
 print("ready", *signal.pthread_sigmask(signal.SIG_BLOCK, awaited), flush=True)
 patience = 60
-while seen := signal.sigtimedwait(awaited, patience):
-    print(signal.Signals(seen.si_signo).name, seen.si_pid == os.getppid(), flush=True)
-    patience = 0.3 if seen.si_signo == signal.SIGINT else 60
+while received := signal.sigtimedwait(awaited, patience):
+    print(signal.Signals(received.si_signo).name, received.si_pid == os.getppid(), flush=True)
+    patience = 0.3 if received.si_signo == signal.SIGINT else 60
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_signals_arrive_once_and_the_command_s_end_is_ours(tmp_path: Path) -> None:
-    """Those sent to us, and Ctrl-C, which the terminal sends to both."""
+def test_signals_arrive_once_and_the_exit_is_the_commands(tmp_path: Path) -> None:
+    """Signals to `ds-memo run` are passed on; the terminal sends Ctrl-C to both."""
     (tmp_path / "script.py").write_text(SIGNALS)
     ours, theirs = pty.openpty()
     command = [sys.executable, *PREFIX, sys.executable, str(tmp_path / "script.py")]

@@ -1,4 +1,4 @@
-"""Ranks agree: the most careful answer wins, differences name ranks, and who fails alone leaves none waiting."""
+"""Ranks agree: the most careful answer wins, differences name ranks, and a rank that fails leaves none waiting."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_most_careful_answer_wins() -> None:
 
 @pytest.mark.parametrize("lengths", [(2048, 4096), (4096,)])
 def test_a_rank_that_has_measured_at_other_lengths_counts_by_its_lines(lengths: tuple[int, ...]) -> None:
-    """One whose lines were not trusted has the longer two samples, or the longest alone."""
+    """A rank whose lines were not trusted has the longer two samples, or only the longest."""
     trusted, not_trusted = make_profile(lengths=(1024, 2048), working=100), make_profile(lengths=lengths, working=300)
     for sample in most_careful([trusted, not_trusted]).kinds[0].samples:
         theirs = not_trusted.kinds[0].costs(sample.batch, sample.length)
@@ -89,7 +89,7 @@ class Talking(Block):
 
 
 class Failing(Block):
-    """Fails on one rank the n-th time, in the middle."""
+    """A layer that fails on one rank in its n-th call, in the middle."""
 
     fails_on: int | None = None
     left = 3
@@ -119,13 +119,13 @@ def engine(model: nn.Module, stage: int, memo: dict[str, Any] | None) -> Any:
     }
     if memo is not None:
         config["memo"] = memo
-    optimizer = torch.optim.SGD(model.parameters(), lr=1024.0)  # a step then is the gradient, and drowns the parameter
+    optimizer = torch.optim.SGD(model.parameters(), lr=1024.0)  # a step is then the gradient, far larger than the parameter
     start = deepspeed.initialize if memo is None else ds_memo.initialize
     return start(model=model, optimizer=optimizer, config=config)[0]
 
 
 def trained(block: type[nn.Module], stage: int, memo: dict[str, Any] | None, steps: int = 2) -> tuple[dict, Any]:
-    """Parameters after some steps, and the engine."""
+    """Train some steps; return the parameters and the engine."""
     torch.manual_seed(0)
     model = Toy(block)
     trainer = engine(model, stage, memo)
@@ -154,7 +154,7 @@ class TestTwoRanks(DistributedTest):
         with pytest.raises(Failed, match=r"rank 0: .*; rank 1: "):
             together(lambda: _raise(ValueError("no")))
         key = f"ds_memo/{next(agree._meetings) - 3}/{me}"
-        assert not agree._get_default_store().check([key])  # what was read is taken away
+        assert not agree._get_default_store().check([key])  # entries that were read are deleted
 
     def test_different_configurations_name_the_ranks(self, tmp_path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)
@@ -210,7 +210,7 @@ class TestTwoRanks(DistributedTest):
         assert_close(got, want)
 
     def test_under_zero3_a_profile_makes_no_collective_in_a_layer(self, tmp_path) -> None:
-        """And what it finds is what training does; parameters are in pieces again."""
+        """Its sizes are those of training, and parameters are partitioned again."""
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)
         inside: list[str] = []
         real = run.measure
@@ -228,7 +228,7 @@ class TestTwoRanks(DistributedTest):
         assert not ds_memo.report(trainer)["warnings"]
         assert_close(got, want)
         assert all(p.ds_status.name == "NOT_AVAILABLE" for p in trainer.module.parameters())
-        run.whole = lambda module: contextlib.nullcontext()  # the control: ZeRO-3's hooks gather
+        run.gathered = lambda module: contextlib.nullcontext()  # the control: ZeRO-3's hooks gather
         os.environ["XDG_CACHE_HOME"] = "/dev/null"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -240,9 +240,9 @@ class TestTwoRanks(DistributedTest):
         _, trainer = trained(Block, 3, HERE, steps=1)
         assert meet_in_layers(trainer.module)
         module = trainer.module.blocks[0]
-        assert gathered_params.whole_bytes(module) == 4 * sum(p.ds_numel for p in module.parameters())
+        assert gathered_params.gathered_bytes(module) == 4 * sum(p.ds_numel for p in module.parameters())
         samples = trainer.memo._session.tuner.profile.kinds[0].samples
-        assert all(sample.working_bytes > gathered_params.whole_bytes(module) for sample in samples)
+        assert all(sample.working_bytes > gathered_params.gathered_bytes(module) for sample in samples)
 
     def test_a_profile_knows_how_many_ranks_share_a_sequence(self, tmp_path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)
@@ -261,7 +261,7 @@ class TestTwoRanks(DistributedTest):
         assert not ds_memo.report(trainer)["warnings"]
 
     def test_a_rank_that_fails_while_others_wait_for_it_ends(self, tmp_path) -> None:
-        """It cannot call them back; its end does."""
+        """It cannot reach them; its exit ends them."""
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)
         agree.GRACE_S = 2.0
         Talking.fails_on = 1
@@ -273,7 +273,7 @@ class TestTwoRanks(DistributedTest):
             assert re.search(r"injected\. Rank 0 has not answered for 2 s.*memo\.alpha", str(caught.value))
             assert isinstance(caught.value, ds_memo.MemoError) and not isinstance(caught.value, Failed)
         handle.detach()
-        dist.destroy_process_group()  # as the end of a process does; a rank that is waited for is missed at once
+        dist.destroy_process_group()  # as at a process's end: ranks that wait for this one notice at once
 
 
 class _Collectives(torch.utils._python_dispatch.TorchDispatchMode):

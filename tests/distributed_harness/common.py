@@ -67,7 +67,7 @@ class OwnDistributedTest:
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def class_tmpdir(cls, tmpdir_factory):
-        """A folder that all tests of the class share."""
+        """Return a folder that all tests of the class share."""
         return tmpdir_factory.mktemp(cls.__name__)
 
     def __call__(self, request: pytest.FixtureRequest) -> None:
@@ -129,8 +129,8 @@ class _Rank:
     def running(self) -> bool:
         return self.ended == float("inf")
 
-    def look(self) -> None:
-        """Note what the process said, or that it died without a word."""
+    def poll(self) -> None:
+        """Record the process's answer, or that it died without one."""
         said = None
         with suppress(EOFError, OSError):
             if self.result.poll():
@@ -148,7 +148,7 @@ class _Rank:
             self.failure = f"passed, then exited with code {self.process.exitcode}"
 
     def stack(self) -> str:
-        """Where each of its threads is."""
+        """Return the stack of each thread."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + GRACE_S
@@ -165,7 +165,7 @@ class _Rank:
     def kill(self) -> None:
         """End the process and all that it started.
 
-        When it has ended and none of its children is left, its number may be another's by now: no signal goes to a stranger.
+        After it and its children have ended, another process may have its number, so no signal is sent then.
         """
         if self.process.is_alive() or not Path(f"/proc/{self.process.pid}").exists():
             with suppress(ProcessLookupError, PermissionError):
@@ -176,7 +176,7 @@ class _Rank:
 
 
 def _wait(ranks: list[_Rank], deadline: float) -> bool:
-    """Until all have ended, or some time after the first that failed; False at the deadline."""
+    """Wait until all have ended, or some time after the first failure; return False at the deadline."""
     while any(rank.running for rank in ranks):
         now = time.monotonic()
         if any(rank.failure for rank in ranks):
@@ -189,12 +189,12 @@ def _wait(ranks: list[_Rank], deadline: float) -> bool:
         waiting = [rank for rank in ranks if rank.running]
         wait([source for rank in waiting for source in (rank.result, rank.process.sentinel)], deadline - now)
         for rank in waiting:
-            rank.look()
+            rank.poll()
     return True
 
 
 def _be_a_rank(test: type, name: str, kwargs: dict[str, Any], rank: int, size: int, folder: Path, result: Connection) -> None:
-    os.setsid()  # so that one signal reaches all that this process starts
+    os.setsid()  # one signal then reaches all child processes
     make_haste()
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1), os.dup2(output, 2)

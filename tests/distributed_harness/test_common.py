@@ -1,4 +1,4 @@
-"""DistributedTest by its contract: what runs, what is reported, and that nothing is left behind."""
+"""DistributedTest's contract: tests run, failures are reported, and no process is left behind."""
 
 import os
 import signal
@@ -112,7 +112,7 @@ TOLD = {
 
 @pytest.fixture(scope="module")
 def a_server_at_work():
-    """What it takes to import is no rank's time."""
+    """The imports do not count as a rank's time."""
     process = forkserver().Process(target=int)
     process.start()
     process.join()
@@ -153,7 +153,7 @@ def test_ours_and_deepspeeds_are_told_apart():
 
 
 def test_a_number_that_is_used_again_is_left_alone(tmp_path):
-    """A rank ended long ago, and somebody else's group leader has its number now."""
+    """A rank ended long ago, and another group leader has its number now."""
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as stranger:
         rank = object.__new__(common._Rank)
         rank.process = SimpleNamespace(pid=stranger.pid, is_alive=lambda: False, kill=lambda: None, join=lambda: None)

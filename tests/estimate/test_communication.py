@@ -1,4 +1,4 @@
-"""What ranks send each other in a step by formula, beside what DeepSpeed sends."""
+"""Bytes that ranks send each other in a step: the formula against DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.distributed_harness.common import ON_CPU, DistributedTest
 
 MODEL = Model("small", 2, 64, 128, 4, 4, 16, 96, gated=False, tied=True)
 TIMES = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1}
-"""How often a collective sends its tensor, times (ranks - 1) / ranks."""
+"""Sent bytes of a collective, in units of its tensor times (ranks - 1) / ranks."""
 
 
 class Sent(TorchDispatchMode):
-    """Bytes by collective and data type; not those of single numbers."""
+    """Count bytes by collective and data type, without single numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Sent(TorchDispatchMode):
 
 
 def step(stage: int, sequences: int) -> Counter[tuple[str, torch.dtype]]:
-    """Of the second optimizer step, for each parameter."""
+    """Return the bytes per parameter of the second optimizer step."""
     layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     config = {
         "train_micro_batch_size_per_gpu": 1,

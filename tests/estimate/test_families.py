@@ -23,7 +23,7 @@ CANNOT_BE_BUILT = {
     "ministral": {"num_hidden_layers": 2, "head_dim": 128},
     "nemotron": {"num_hidden_layers": 2, "num_key_value_heads": 8},
 }
-"""From their defaults alone; what a config has besides."""
+"""Families built from their defaults, with the keys that a config adds."""
 DBRX = {
     "model_type": "dbrx", "d_model": 512, "n_heads": 8, "n_layers": 2, "vocab_size": 1000,
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 500000},
@@ -60,23 +60,23 @@ def transformers_model(config: dict[str, Any]) -> torch.nn.Module:
 
 
 def check(config: dict[str, Any]) -> Model:
-    """Against all parameters but those of positions; biases and norms, which are not counted, are under 1 %."""
+    """Compare with all parameters but positions. Biases and norms, which the estimate leaves out, are under 1 %."""
     stock = transformers_model(config)
     positions = ("wpe", "embed_positions", "position_embeddings")
     want = sum(p.numel() for name, p in stock.named_parameters() if not any(word in name for word in positions))
-    got = ours(stock, config)
+    got = estimated(stock, config)
     assert got.parameters == pytest.approx(want, rel=0.01)
     return got
 
 
-def ours(stock: torch.nn.Module, config: dict[str, Any]) -> Model:
-    """Of the same config, and what every config has: depth and width."""
+def estimated(stock: torch.nn.Module, config: dict[str, Any]) -> Model:
+    """Return the estimate's model of the same config, plus its depth and width."""
     always = {key: value for key in SIZES if isinstance(value := getattr(stock.config, key, None), int)}
     return from_config({**always, **config}, "config")
 
 
 def shallow(kind: str) -> dict[str, Any]:
-    """Two layers; the rest is the family's defaults."""
+    """Return a config of two layers with the family's defaults."""
     if kind == "gpt_neo":  # it lists which of its layers attend to a window
         return {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}
     return {CONFIG_MAPPING[kind].attribute_map.get("num_hidden_layers", "num_hidden_layers"): 2}
@@ -84,7 +84,7 @@ def shallow(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", sorted(families.DEFAULTS.keys() - INSIDE_OTHERS - CANNOT_BE_BUILT.keys() - {"dbrx"}))
 def test_parameters_by_the_familys_defaults(kind):
-    """A config that has its depth and nothing else."""
+    """The config has its depth and nothing else."""
     model = check({"model_type": kind, **shallow(kind)})
     assert not any("not known" in note for note in model.notes)
 
@@ -111,7 +111,7 @@ def test_parameters_by_key_and_value_heads(config):
 
 @pytest.mark.parametrize("kind", families.DEFAULTS)
 def test_the_defaults_are_transformers(kind):
-    """All that are anything, of all keys that any family has."""
+    """Compare every key of every family, except empty values."""
     cls = CONFIG_MAPPING[kind]
     own = {key: getattr(cls, key, None) for key in KEYS}
     steps = {"decoder_sparse_step", "moe_layer_interval"}
@@ -127,11 +127,11 @@ def test_which_normalise_queries_and_keys(kind):
     config = {"model_type": kind, **shallow(kind)}
     stock = transformers_model(config)
     has = any(word in name for name, _ in stock.named_parameters() for word in ("q_norm", "q_layernorm", "query_layernorm"))
-    assert ours(stock, config).qk_norm is has
+    assert estimated(stock, config).qk_norm is has
 
 
 def test_a_language_model_inside_another():
-    """Most of its sizes are the family's defaults; the whole says whether its embeddings are tied."""
+    """Most sizes are the family's defaults; the outer config says if embeddings are tied."""
     inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     model = from_config({"model_type": "gemma3", "text_config": inner, "vision_config": {}}, "gemma-3-4b")
     assert model.parameters == pytest.approx(3.88e9, rel=0.001)

@@ -1,4 +1,4 @@
-"""A real run's profile in place of formulas."""
+"""Estimates with a real run's profile in place of formulas."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_its_times_and_link_are_used(capsys, tmp_path):
 
 
 def test_one_ranks_profile_stands_for_ranks_that_share_a_sequence(capsys, tmp_path):
-    """Attention is over the whole sequence, and what ranks send each other is added by formula."""
+    """Attention covers the full sequence, and the formula adds the exchange between ranks."""
     alone = tmp_path / "alone.json"
     alone.write_text(to_json(profile(32, ranks_per_sequence=1)))
     there = ask(capsys, alone, "--sp", "8")["parts"]["step_s"]["forward"]

@@ -1,4 +1,4 @@
-"""Shapes from config files, against counts that are known."""
+"""Shapes from config files, against known counts."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_what_a_layer_stores_is_the_designs(model, stored):
 
 
 def test_the_longest_length_counts_what_a_replay_makes_at_alpha_0():
-    """GEMM and attention outputs that are not kept are made again, and are alive together."""
+    """A replay makes GEMM and attention outputs that are not kept, and all are alive at once."""
     shape = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16}
     sizes = {"num_key_value_heads": 4, "num_hidden_layers": 32, "vocab_size": 32000}
     question = Question(from_config({**shape, **sizes}, "llama"), hardware.load("h200"), gpus=8, seq_length=1024)

@@ -1,4 +1,4 @@
-"""Where physics is monotone the estimates are: over random machines, models and questions."""
+"""Estimates are monotone where physics is: over random machines, models and questions."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The bars against the paper's 7B tables, and what would break them."""
+"""Estimates within their error bars against the paper's 7B tables, and changes that break them."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def test_another_machine_misses_the_bar(cells, change):
 
 
 def test_exact_host_blocks_get_the_host_wrong(cells, monkeypatch):
-    """It is the power of two that explains the out-of-host-memory cells."""
+    """Rounding up to powers of two explains the out-of-host-memory cells."""
     from ds_memo.estimate import published
 
     monkeypatch.setattr(published, "_pinned", lambda layer, alpha: layer.whole_bytes + alpha * layer.split_bytes)

@@ -1,4 +1,4 @@
-"""The comparison with real runs, on a result of this machine and on one made to fit."""
+"""The comparison with real runs, on a result of this machine and on a constructed one."""
 
 import json
 from dataclasses import replace

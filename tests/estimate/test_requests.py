@@ -1,4 +1,4 @@
-"""What a layer takes by formula, beside what real layers take and traces recorded from real models."""
+"""A layer's memory by formula, against real layers and recorded traces of real models."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ REAL = {
     "olmo2": {**BASE, "model_type": "olmo2"},
     "qwen2_moe": {**BASE, **QWEN2_MOE},
 }
-"""What the formulas are held to, within 3 %."""
+"""Configs of real layers that the formulas must match within 3 %."""
 
 
 def per_token(config: dict, folder: Path) -> dict[str, float]:
-    """Bytes of a real layer that grow with the tokens, by the profile: gradients of weights, which do not, drop out."""
+    """Return a real layer's bytes per token, by the profile; gradients of weights drop out, as they do not grow."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     (folder / "config.json").write_text(json.dumps(config))
@@ -78,13 +78,13 @@ def per_token(config: dict, folder: Path) -> dict[str, float]:
 
 
 def predicted(model: Model) -> dict[str, float]:
-    whole, at_0, without = working(model, 1), working(model, 1, gemms=False), working(model, 1, gemms=False, attention=False)
+    full, at_0, without = working(model, 1), working(model, 1, gemms=False), working(model, 1, gemms=False, attention=False)
     sizes = {op.name: op.nbytes for op in layer_tape(model).ops} | {"input": 2 * model.hidden}
     return {
-        "working_bytes": whole.backward,
+        "working_bytes": full.backward,
         "working_bytes_at_0": at_0.backward,
         "working_bytes_without_attention": without.backward,
-        "forward_bytes": whole.forward,
+        "forward_bytes": full.forward,
         "forward_bytes_at_0": at_0.forward,
         "plain_bytes": saved_bytes(model, 1),
         "kept": sum(sizes[name] for name in kept(model)),
@@ -125,7 +125,7 @@ def test_mixtures_with_a_router_in_float32(name, tmp_path):
 
 
 def test_an_activation_of_several_kernels_saves_more(tmp_path):
-    """GPT-2 as published. In a forward that saves nothing it gives back what the formula has all along."""
+    """GPT-2 as published. In a forward that saves nothing it frees memory that the formula counts throughout."""
     config = {**GPT2, "activation_function": "gelu_new"}
     got, want = predicted(from_config(config, "gpt2")), per_token(config, tmp_path)
     forward = {"forward_bytes", "forward_bytes_at_0"}
@@ -142,7 +142,7 @@ def test_transients_of_a_layer_whose_activations_are_kept(model, trace):
 
 @pytest.mark.parametrize("name", REAL)
 def test_what_is_kept_is_what_is_stored(name):
-    """The replay is given what the solver stores and reloads."""
+    """The replay is supplied with what the solver stores and reloads."""
     model = from_config(REAL[name], name)
     layer = Costs(model, hardware.load("a800"), Layout(1), 1024).memo_layer()
     sizes = {op.name: op.nbytes for op in layer_tape(model).ops} | {"input": 2 * model.hidden}
@@ -154,11 +154,11 @@ def test_what_is_kept_is_what_is_stored(name):
 
 
 def test_keeping_less_takes_more_besides():
-    """Without GEMM outputs the replay makes them, and without attention's it makes that too."""
+    """The replay makes GEMM outputs that are not kept, and attention's too."""
     for model in (GPT, LLAMA):
-        whole, at_0, without = working(model, 64), working(model, 64, gemms=False), working(model, 64, False, False)
-        assert whole.backward < at_0.backward < without.backward
-        assert whole.forward > at_0.forward > without.forward  # which keeps them
+        full, at_0, without = working(model, 64), working(model, 64, gemms=False), working(model, 64, False, False)
+        assert full.backward < at_0.backward < without.backward
+        assert full.forward > at_0.forward > without.forward  # which keeps them
 
 
 def test_every_request_is_freed_once():

@@ -44,7 +44,7 @@ class NoPrefetch(SwapEngine):
 
 
 class Impatient(SwapEngine):
-    """Lets a frame go one layer too early."""
+    """An engine that frees a frame one layer too early."""
 
     def end(self, frame):
         super().end(frame)
@@ -54,7 +54,7 @@ class Impatient(SwapEngine):
 
 @pytest.mark.parametrize("other", [NoPrefetch, Impatient])
 def test_another_schedule_is_told_apart(other):
-    """Again and again, as no busy machine does."""
+    """Repeatedly, as no busy machine does."""
     assert any(agree(Configuration.random(seed), other, tries=3) for seed in clear_configurations()[:6])
 
 

@@ -1,4 +1,4 @@
-"""Requests of small layers that can be followed by hand."""
+"""Requests of small layers, checked by hand."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_what_autograd_saves():
 
 
 def test_a_replay_makes_what_is_not_given_and_no_more():
-    """Down's output is read by a sum, which saves nothing."""
+    """A sum, which saves nothing, reads down's output."""
     replayed = [name for name, nbytes in MLP.backward(given={INPUT, "up"}) if nbytes is not None]
     assert replayed == ["act", "d.act.down", "d.up.act", "d.input.up", "d.input.sum.up"]
     assert most_alive(MLP.backward(given={INPUT, "up"})) == 4 + 4  # then act goes, and d.up comes in its place
@@ -41,7 +41,7 @@ def test_nothing_is_replayed_where_all_was_saved():
 
 
 def test_a_sums_gradient_is_one_memory():
-    """The gradient that the layer begins with is the caller's: it is neither made nor freed."""
+    """The gradient of the layer's output is the caller's: it is neither made nor freed."""
     twice = Tape((Op("a", 2, (INPUT,), (INPUT,)), Op("b", 2, ("a",)), Op("out", 2, ("a", "b"), adds=True)))
     requests = twice.backward(given={INPUT})
     assert requests == [

@@ -1,4 +1,4 @@
-"""What a layer moves through device memory by formula, beside what the ops of real layers read and write."""
+"""Bytes that a layer moves through device memory: the formula against the ops of real layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COUNTED = {
 
 
 class Moved(TorchDispatchMode):
-    """Bytes read and written by all ops but GEMMs and attention."""
+    """Count the bytes that all ops but GEMMs and attention read and write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def moved(config: dict, layers: int, tokens: int, folder: Path) -> Counter[str]:
 
 
 def per_token(of: Callable[[int, int], Counter[str]]) -> dict[str, float]:
-    """One layer's, that grow with the tokens: gradients of weights, which do not, drop out."""
+    """Return one layer's bytes per token; gradients of weights drop out, as they do not grow."""
     runs = {(layers, tokens): of(layers, tokens) for layers in (1, 2) for tokens in (256, 512)}
     return {
         name: (runs[2, 512][name] - runs[1, 512][name] - runs[2, 256][name] + runs[1, 256][name]) / 256
@@ -97,6 +97,6 @@ def test_fused_kernels_move_less_and_hold_less():
 
 def test_megatrons_kernels_are_those_the_paper_is_calibrated_with():
     model = from_config(REAL["llama"], "llama")
-    ours, theirs = (Costs(model, hardware.load("a800"), Layout(1), 1 << 16, megatron) for megatron in (False, True))
-    assert theirs.layer.forward < ours.layer.forward and theirs.head_s < ours.head_s
-    assert theirs.layer.gemm == ours.layer.gemm and theirs.layer.attention == ours.layer.attention
+    megatrons, transformers = (Costs(model, hardware.load("a800"), Layout(1), 1 << 16, megatron) for megatron in (False, True))
+    assert transformers.layer.forward < megatrons.layer.forward and transformers.head_s < megatrons.head_s
+    assert transformers.layer.gemm == megatrons.layer.gemm and transformers.layer.attention == megatrons.layer.attention

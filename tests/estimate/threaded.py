@@ -1,4 +1,4 @@
-"""The real engine on real threads, with copies as slow as asked and compute that sleeps: what the simulator must foresee.
+"""The real engine on threads, with throttled copies and sleeping compute: the reference for the simulator.
 
 Events are: each copy's begin and end, and each stretch of compute's begin, per layer. A layer's copies count as one, from the
 first's begin to the last's end: ThreadStreams hand them over together.
@@ -39,14 +39,14 @@ class Event:
 
 
 class ThrottledStreams(ThreadStreams):
-    """Copies take their bytes over a bandwidth, by the clock; begin and end are noted."""
+    """Streams whose copies last bytes over bandwidth, and record their begin and end."""
 
     def __init__(self, d2h_bytes_per_s: float, h2d_bytes_per_s: float) -> None:
         super().__init__()
         self.rates = {D2H: d2h_bytes_per_s, H2D: h2d_bytes_per_s}
         self.events: list[Event] = []
         self.names: dict[int, str] = {}
-        """By address of a layer's host block."""
+        """Names by address of a layer's host block."""
         self.waits: list[tuple[str, float]] = []
         """Compute's, with the seconds each took."""
 
@@ -118,7 +118,7 @@ class Configuration:
 
 
 def predicted_events(simulated: Simulated) -> list[Event]:
-    """In the words of `measured_events`."""
+    """Return the simulator's events, named as in `measured_events`."""
     found: list[Event] = []
     for span in simulated.spans:
         if span.stream == COMPUTE and span.kind != "stall":
@@ -135,7 +135,7 @@ def predicted_events(simulated: Simulated) -> list[Event]:
 def measured_events(
     configuration: Configuration, engine_class: type[SwapEngine] = SwapEngine
 ) -> tuple[list[Event], ThrottledStreams]:
-    """Run it; events from the start of the step, and the streams."""
+    """Run a configuration; return its events, in seconds from the start of the step, and the streams."""
     run, alpha = configuration.run, configuration.alpha
     streams = ThrottledStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
     cpu = torch.device("cpu")
@@ -186,7 +186,7 @@ def measured_events(
 
 
 def clear_configurations() -> list[int]:
-    """Seeds whose events are simultaneous because one makes the other, or far enough apart to be told by the clock."""
+    """Return seeds whose events are either simultaneous by cause or far enough apart for the clock."""
     found, seed = [], 0
     while len(found) < CONFIGURATIONS:
         times = [event.at for event in predicted_events(Configuration.random(seed).predicted())]
@@ -198,7 +198,7 @@ def clear_configurations() -> list[int]:
 
 
 def groups(events: list[Event]) -> list[set[str]]:
-    """Names in order; those predicted at the same moment are one set."""
+    """Return names in order; names predicted for the same moment form one set."""
     found: list[set[str]] = []
     last = -1.0
     for event in events:
@@ -213,8 +213,8 @@ def mismatch(predicted: list[Event], measured: list[Event]) -> str | None:
     names = [event.name for event in measured if event.name != "the end"]
     at = 0
     for group in groups(predicted):
-        seen = set(names[at : at + len(group)])
-        if seen != group:
+        observed = set(names[at : at + len(group)])
+        if observed != group:
             return f"after {at} events: predicted {sorted(group)}, measured {names[at : at + len(group)]}"
         at += len(group)
     return None if at == len(names) else f"measured {names[at:]} beyond what was predicted"

@@ -1,4 +1,4 @@
-"""Damaged files, as hypothesis strategies: from the small corpus in tests/data/fuzz, cut, doubled and filled with junk."""
+"""Hypothesis strategies for damaged files: the corpus of tests/data/fuzz, cut, doubled and filled with junk."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ OPCODES += [b"\xff\xff\xff\xff", b"\x00\x00\x00\x7f", b"\x94h\x00", b"h\x00h\x00
 
 
 def edits(original: bytes, tokens: list[bytes]) -> st.SearchStrategy[bytes]:
-    """Return files with up to five places cut, doubled or filled."""
+    """Return files with up to five paths cut, doubled or filled."""
     place = st.integers(0, len(original))
     edit = st.tuples(place, st.integers(0, 40), st.sampled_from(tokens), st.integers(0, 3))
 
-    def apply(chosen: list[tuple[int, int, bytes, int]]) -> bytes:
+    def apply(drawn: list[tuple[int, int, bytes, int]]) -> bytes:
         data = original
-        for at, length, token, times in chosen:
+        for at, length, token, times in drawn:
             data = data[:at] + token + data[at : at + length] * (times == 2) + data[at + length * (times != 3) :]
         return data
 
@@ -62,38 +62,38 @@ def swapped(original: bytes, tokens: list[bytes]) -> st.SearchStrategy[bytes]:
     swap = st.tuples(st.integers(0, len(lines) - 1), st.integers(0, 8), st.sampled_from(words * 2 + tokens))
     move = st.tuples(st.integers(0, len(lines) - 1), st.sampled_from([0, 2]))
 
-    def apply(chosen: tuple[list[tuple[int, int, bytes]], list[tuple[int, int]]]) -> bytes:
+    def apply(drawn: tuple[list[tuple[int, int, bytes]], list[tuple[int, int]]]) -> bytes:
         found = [list(line) for line in lines]
-        for at, word, token in chosen[0]:
+        for at, word, token in drawn[0]:
             found[at][word % len(found[at])] = token
-        for at, times in chosen[1]:
+        for at, times in drawn[1]:
             found[at : at + 1] = found[at : at + 1] * times
         return b"".join(b"".join(line) + b"\n" for line in found)
 
     return st.tuples(st.lists(swap, max_size=3), st.lists(move, max_size=2)).map(apply)
 
 
-def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Return the path of everything in a JSON value."""
+def paths(value: Any, path: tuple = ()) -> list[tuple]:
+    """Return the path of every entry in a JSON value."""
     found = [path]
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, part in items:
-        found += places(part, (*path, name))
+        found += paths(part, (*path, name))
     return found
 
 
 def replaced(original: Any) -> st.SearchStrategy[Any]:
     """Return values with up to three of their parts gone, doubled or replaced by junk."""
-    edit = st.tuples(st.sampled_from(places(original)), st.sampled_from(JUNK), st.sampled_from(["put"] * 4 + ["drop", "add"]))
+    edit = st.tuples(st.sampled_from(paths(original)), st.sampled_from(JUNK), st.sampled_from(["put"] * 4 + ["drop", "add"]))
 
-    def apply(chosen: list[tuple[tuple, Any, str]]) -> Any:
-        whole = {"": copy.deepcopy(original)}
-        for path, junk, how in chosen:
-            owner, name = whole, ""
+    def apply(drawn: list[tuple[tuple, Any, str]]) -> Any:
+        root = {"": copy.deepcopy(original)}
+        for path, junk, how in drawn:
+            owner, name = root, ""
             try:
                 for step in path:
                     owner, name = owner[name], step
-                if how == "drop" and owner is not whole:
+                if how == "drop" and owner is not root:
                     del owner[name]
                 elif how == "add" and isinstance(owner, list):
                     owner.insert(name, copy.deepcopy(owner[name]))
@@ -103,7 +103,7 @@ def replaced(original: Any) -> st.SearchStrategy[Any]:
                     owner[name] = junk
             except (KeyError, IndexError, TypeError):  # an earlier edit took it away
                 continue
-        return whole[""]
+        return root[""]
 
     return st.lists(edit, min_size=1, max_size=3).map(apply)
 
@@ -114,9 +114,9 @@ def texts(name: str) -> st.SearchStrategy[bytes]:
 
 
 def jsons(name: str) -> st.SearchStrategy[bytes]:
-    """Return files of which the values are wrong, or the text is no JSON."""
-    whole = json.loads((CORPUS / name).read_text())
-    dumped = replaced(whole).map(lambda value: json.dumps(value).encode())
+    """Return files with wrong values, or whose text is no JSON."""
+    root = json.loads((CORPUS / name).read_text())
+    dumped = replaced(root).map(lambda value: json.dumps(value).encode())
     return st.one_of(dumped, dumped, dumped, edits((CORPUS / name).read_bytes(), TOKENS))
 
 

@@ -1,4 +1,4 @@
-"""Whatever a file holds, `ds-memo` ends with 0, 1 or 2 and says why in few words."""
+"""For any content of a file, `ds-memo` exits with 0, 1 or 2 and one short message."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FEW, MANY, IN_PROCESSES = 60, 500, 3
 
 
 def settled(examples: int) -> settings:
-    """The same cases in every run, and no time limit for one."""
+    """Return settings: the same cases in every run, without a time limit per case."""
     checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     phases = [Phase.explicit, Phase.generate, Phase.shrink]
     return settings(

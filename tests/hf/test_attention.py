@@ -1,4 +1,4 @@
-"""Attention of Transformers that no dispatch mode sees is kept whole without a word: FlexAttention and flash-attn 4."""
+"""Attention of Transformers that no dispatch mode observes, FlexAttention and flash-attn 4, becomes a saved op."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import flex_attention as flex
 
 import ds_memo
-from ds_memo.hf.attention import keep_unseen_attention
+from ds_memo.hf.attention import keep_unobserved_attention
 from tests.models import LAYERS, MODELS, Batch, assert_same, step
 from tests.remat.test_functions import Below, ran
 
@@ -28,14 +28,14 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None, causal: bool = False
 ) -> torch.Tensor:
-    """With flash-attn 4's layout, (b, s, heads, d), and of its signature what is used here."""
+    """Stand in for flash-attn 4: its layout, (b, s, heads, d), and the used part of its signature."""
     assert causal
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     return Below.apply(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
 
 
 def of_flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> Any:
-    """FlexAttention's arguments; PyTorch's own has no backward on a CPU."""
+    """Stand in for FlexAttention: PyTorch's own has no backward on a CPU."""
     ran.append("flex")
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs["scale"])
@@ -74,9 +74,9 @@ def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_once_is_enough() -> None:
     before = flex.compile_friendly_flex_attention
-    keep_unseen_attention()
+    keep_unobserved_attention()
     once = flex.compile_friendly_flex_attention
-    keep_unseen_attention()
+    keep_unobserved_attention()
     assert flex.compile_friendly_flex_attention is once is not before
 
 
@@ -87,5 +87,5 @@ def test_packages_whose_ops_are_known_are_left_alone(monkeypatch: pytest.MonkeyP
     function.__module__ = "flash_attn.flash_attn_interface"
     monkeypatch.setattr(flash, "_lazy_imports", lambda *args, **kwargs: (function, None, None, None, None))
     monkeypatch.setattr(flash, "_lazy_define_process_function", lambda function: function)
-    keep_unseen_attention()
+    keep_unobserved_attention()
     assert flash.lazy_import_flash_attention("flash_attention_2")[0][:2] == (function, None)

@@ -1,4 +1,4 @@
-"""Optional kernels: an error with the install line where they are missing, and their place in the model where they are there.
+"""Optional kernels: an error with the install line if missing, and calls from the right modules if installed.
 
 apex and flash-attn need a GPU; stand-ins with their signatures, computed by PyTorch, show here that the right modules call them
 with the right arguments.
@@ -68,7 +68,7 @@ def start(memo: dict, name: str = "llama", stage: int = 0):
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder to put packages into; what is imported from it is forgotten afterwards."""
+    """Make a folder for packages; imports from it are undone afterwards."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -136,7 +136,7 @@ def test_detach_puts_the_norms_back(name: str, packages: Path) -> None:
 
 
 def test_a_layer_that_is_itself_a_norm_is_put_back(packages: Path) -> None:
-    """The kernel was there first and goes last."""
+    """The kernel was installed first and is removed last."""
     write(packages, APEX)
     model = nn.ModuleList([nn.ModuleList(nn.LayerNorm(8) for _ in range(2))])
     before = fingerprint(model)
@@ -221,7 +221,7 @@ def test_liger_on_a_cpu_and_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         start(memo)
     with pytest.raises(ds_memo.MemoError, match=r"Liger has none for OPTForCausalLM \(model type 'opt'\)"):
         start(memo, "opt")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as far as the model is changed, not run
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # the model is changed, not run
     from ds_memo.hf.kernels import use_liger_cross_entropy
 
     model = build("llama")
@@ -233,7 +233,7 @@ def test_liger_on_a_cpu_and_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flash_attention_switches_the_model(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether Transformers then likes the package is for it to say; here it does not, for there is no GPU."""
+    """Transformers itself checks the package, and refuses it here for want of a GPU."""
     write(packages, {"flash_attn/__init__.py": "flash_attn_func = flash_attn_varlen_func = None\n"})
     asked = []
     model = build("llama")

@@ -1,4 +1,4 @@
-"""What a device has left for activations, by what PyTorch and the driver say."""
+"""Device memory left for activations, by the numbers of PyTorch and the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_memo.memory.device import (
     GIB,
     UNSEEN,
     device_budget,
-    device_seen,
+    device_usage,
     keep_blocks_whole,
     lost_bytes,
     states_to_come,
@@ -23,7 +23,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def card(monkeypatch):
-    """80 GiB, of which 50 are free; we hold 20 and use 12 of these, others hold 10."""
+    """A card of 80 GiB: 50 free, 20 held by this process, of which 12 in use, 10 held by others."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 12 * GIB)
@@ -37,7 +37,7 @@ def host(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("configured", "to_come", "reserve", "expected_gib"),
+    ("configured", "to_come", "headroom", "expected_gib"),
     [
         (None, 0, HEADROOM, 58 * (1 - HEADROOM)),  # free, and what the caching allocator holds unused
         (None, 0, 0.0, 58),
@@ -50,8 +50,8 @@ def host(monkeypatch):
         (5.0, 0, HEADROOM, 0),
     ],
 )
-def test_a_card(card, configured, to_come, reserve, expected_gib):
-    assert device_budget(CUDA, configured, to_come, reserve) == pytest.approx(expected_gib * GIB, abs=1)
+def test_a_card(card, configured, to_come, headroom, expected_gib):
+    assert device_budget(CUDA, configured, to_come, headroom) == pytest.approx(expected_gib * GIB, abs=1)
 
 
 def test_what_the_allocator_lost_is_left_alone(card, monkeypatch):
@@ -65,7 +65,7 @@ def test_what_the_allocator_lost_is_left_alone(card, monkeypatch):
 
 
 def test_segments_that_expand_lose_nothing(monkeypatch):
-    """Pages of theirs that are free go back to the device."""
+    """Their free pages go back to the device."""
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: pytest.fail("asked for"))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": False}, {"is_expandable": True}])
     assert lost_bytes(CUDA) == 0
@@ -73,7 +73,7 @@ def test_segments_that_expand_lose_nothing(monkeypatch):
 
 @pytest.fixture
 def settings(monkeypatch):
-    """Of torch's allocator, as they are given to it."""
+    """Record the settings that torch's allocator gets."""
     given = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
     monkeypatch.setattr(device_memory, "_blocks_are_whole", False)
@@ -119,7 +119,7 @@ def test_where_a_large_block_is_split_already(settings, monkeypatch, mib, blocks
 
 
 def test_without_a_context_nothing_is_split_and_none_is_made(settings, monkeypatch):
-    """It would be made on the first device, whichever this rank will have."""
+    """The snapshot would make a context on the first device, not on this rank's."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pytest.fail("makes a context"))
     keep_blocks_whole(CUDA, True)
@@ -128,12 +128,12 @@ def test_without_a_context_nothing_is_split_and_none_is_made(settings, monkeypat
 
 def test_a_process_that_is_limited_to_a_part_of_the_card(card, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.25)
-    assert device_budget(CUDA, None, 0, 0.0) == 8 * GIB  # 20 of 80, less what we use
+    assert device_budget(CUDA, None, 0, 0.0) == 8 * GIB  # 20 of 80, less what is in use
 
 
-def test_a_card_for_people(card):
-    assert device_seen(CUDA) == {"total": 80 * GIB, "free": 50 * GIB, "held": 20 * GIB}
-    assert device_seen(CPU) is None
+def test_a_cards_usage_for_reports(card):
+    assert device_usage(CUDA) == {"total": 80 * GIB, "free": 50 * GIB, "held": 20 * GIB}
+    assert device_usage(CPU) is None
 
 
 def test_a_cpu_shares_the_host_with_the_other_ranks(host):

@@ -1,4 +1,4 @@
-"""How much host memory there is: fake /proc and /sys trees of every kind of node."""
+"""Free host memory, by fake /proc and /sys trees of every kind of node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_memo.memory import host as host_memory
-from ds_memo.memory.host import RESERVE, available_bytes, budget_bytes, ranks_on_node
+from ds_memo.memory.host import HOST_HEADROOM, available_bytes, budget_bytes, ranks_on_node
 from ds_memo.units import GIB
 
 NO_LIMIT_V1 = 9223372036854771712
@@ -136,8 +136,8 @@ def hundred_gib_free(monkeypatch):
 @pytest.mark.parametrize(
     ("asked_gib", "ranks", "expected_gib"),
     [
-        (None, 1, 100 * (1 - RESERVE)),
-        (None, 8, 100 * (1 - RESERVE) / 8),
+        (None, 1, 100 * (1 - HOST_HEADROOM)),
+        (None, 8, 100 * (1 - HOST_HEADROOM) / 8),
         (64.0, 1, 64),
         (64.0, 8, 8),
         (0.5, 4, 0.125),
@@ -152,19 +152,19 @@ def test_ranks_share_equally(hundred_gib_free, asked_gib, ranks, expected_gib):
 
 @pytest.mark.parametrize(("ranks", "expected_gib"), [(1, 70), (2, 20), (4, 0)])
 def test_what_others_may_still_take_is_not_free(hundred_gib_free, ranks, expected_gib):
-    """Each rank of the node has promised as much."""
+    """Each rank of the node has promised the same bytes."""
     budget = budget_bytes(None, ranks, locked=False, promised=30 * GIB)
-    assert budget == pytest.approx(expected_gib * (1 - RESERVE) * GIB, abs=ranks)
+    assert budget == pytest.approx(expected_gib * (1 - HOST_HEADROOM) * GIB, abs=ranks)
     assert budget_bytes(64.0, ranks, locked=False, promised=30 * GIB) == 64 * GIB // ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_locked_memory_is_limited_for_each_process(hundred_gib_free, monkeypatch, ranks):
-    """RLIMIT_MEMLOCK is of a process: ranks do not share it, but the node's memory."""
+    """Ranks share the node's memory, but each process has its own RLIMIT_MEMLOCK."""
     assert budget_bytes(20.0, ranks, locked=False) == 20 * GIB // ranks
     monkeypatch.setattr(resource, "getrlimit", lambda _: (3 * GIB, 5 * GIB))
     assert budget_bytes(20.0, ranks, locked=True) == 3 * GIB
-    assert budget_bytes(None, ranks, locked=True) == int(3 * GIB * (1 - RESERVE))
+    assert budget_bytes(None, ranks, locked=True) == int(3 * GIB * (1 - HOST_HEADROOM))
     assert budget_bytes(4.0, 4, locked=True) == GIB
 
 

@@ -16,12 +16,12 @@ from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import PAGE
 
 CPUS = sorted(os.sched_getaffinity(0))
-needs_two_cpus = pytest.mark.skipif(len(CPUS) < 2, reason="one CPU: running elsewhere cannot be seen")
+needs_two_cpus = pytest.mark.skipif(len(CPUS) < 2, reason="one CPU: running elsewhere cannot be observed")
 
 
 @pytest.fixture
 def machine(tmp_path):
-    """A tree like /sys of two nodes; device 0000:3b:00 on the second, which has this process's last CPU and one more."""
+    """Make a /sys tree of two nodes; device 0000:3b:00 is on the second, with this process's last CPU and one more."""
 
     def make(node="1\n", cpulist=f"{CPUS[-1]},9998-9999\n", nodes=2):
         device = tmp_path / "sys/bus/pci/devices/0000:3b:00.0"
@@ -43,10 +43,10 @@ def test_the_node_of_a_device(machine):
 @pytest.mark.parametrize(
     "odd",
     [
-        {"node": "-1\n"},  # a virtual machine that does not tell
+        {"node": "-1\n"},  # a virtual machine that hides the node
         {"node": "nonsense"},
         {"nodes": 1, "node": "0\n"},
-        {"cpulist": "9998-9999\n"},  # none of them is ours
+        {"cpulist": "9998-9999\n"},  # this process may use none of them
         {"cpulist": "\n"},  # memory without CPUs
     ],
 )
@@ -72,11 +72,11 @@ def test_lists_of_cpus(text, numbers):
 
 @needs_two_cpus
 def test_only_this_thread_moves_and_only_for_a_while():
-    seen, inside, go_on = [], threading.Event(), threading.Event()
+    observed, inside, go_on = [], threading.Event(), threading.Event()
 
     def other():
         inside.wait()
-        seen.append(os.sched_getaffinity(0))
+        observed.append(os.sched_getaffinity(0))
         go_on.set()
 
     thread = threading.Thread(target=other)
@@ -87,7 +87,7 @@ def test_only_this_thread_moves_and_only_for_a_while():
         go_on.wait()
         raise RuntimeError
     thread.join()
-    assert seen == [set(CPUS)] and os.sched_getaffinity(0) == set(CPUS)
+    assert observed == [set(CPUS)] and os.sched_getaffinity(0) == set(CPUS)
     with on(None):
         assert os.sched_getaffinity(0) == set(CPUS)
 

@@ -1,4 +1,4 @@
-"""Profiles of layers whose every size and time is known."""
+"""Profiles of layers with known sizes and times."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ HIDDEN = 2 * 64
 def make_sample(
     length: int = 1024, batch: int = 1, working: int = 20 * HIDDEN, overhead: float = 0.0, slower: float = 1.0
 ) -> LayerSample:
-    """Times a + b·t, attention b·t + c·t·s, bytes b·t.
+    """A sample with times a + b·t, attention b·t + c·t·s, bytes b·t.
 
     Args:
-        working: bytes a token.
-        overhead: seconds of each time that do not depend on the length.
+        working: bytes per token.
+        overhead: seconds added to each time.
     """
     tokens = batch * length
     attention = slower * (2e-7 * tokens + 1e-10 * tokens * length)

@@ -1,4 +1,4 @@
-"""Copies are measured over memory that fits the budget, and nothing of it is left."""
+"""Bandwidth is measured over memory that fits the budget, and all of it is freed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _no():
 
 
 class Slow(ThreadStreams):
-    """A link of so many bytes a second each way."""
+    """A link with a rate per direction, in bytes per second."""
 
     RATE: ClassVar[dict[str, float]] = {}
 
@@ -94,11 +94,11 @@ class Slow(ThreadStreams):
 
 
 def test_each_direction_has_its_own_rate(monkeypatch):
-    """Throttled links: what is found is what they let through."""
+    """Each direction of a throttled link is measured at its own rate."""
     Slow.RATE = {D2H: 40e6, H2D: 800e6}
     monkeypatch.setattr(bandwidth, "streams_for", lambda device: Slow())
     d2h, h2d = measure_bandwidth(CPU, 1 << 30, chunk=1 << 16)
-    assert d2h <= 40e6 and h2d <= 800e6  # a sleep is never too short; how much too long is the machine's
+    assert d2h <= 40e6 and h2d <= 800e6  # a sleep is never too short; how much longer depends on the machine
     assert h2d > d2h
 
 

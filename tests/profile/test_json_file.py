@@ -1,4 +1,4 @@
-"""Profiles as files: there and back, and nothing damaged gets in."""
+"""Profiles as files: a round trip keeps them, and damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def test_what_is_no_profile(text: str) -> None:
         from_json(text)
 
 
-def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Of everything in a JSON value."""
+def paths(value: Any, path: tuple = ()) -> list[tuple]:
+    """Yield the path of every entry in a JSON value."""
     found = [path] if path else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, part in items:
-        found += places(part, (*path, name))
+        found += paths(part, (*path, name))
     return found
 
 
-PLACES = [path for path in places(data()) if path[0] not in ("key", "measured")]
+PATHS = [path for path in paths(data()) if path[0] not in ("key", "measured")]
 JUNK = (None, -1, 0, 1.5, math.nan, math.inf, 10**30, True, "x", [], {}, [1], {"a": 1}, [None])
 
 
-@pytest.mark.parametrize("path", PLACES, ids=lambda path: ".".join(map(str, path)))
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
 def test_anything_damaged_is_refused_or_does_no_harm(path: tuple) -> None:
-    """Every single value replaced by junk, or gone: an error that is a ProfileError, or a profile that can be used."""
+    """Replacing or removing any single value gives a ProfileError or a usable profile."""
     for junk in (*JUNK, "gone"):
         damaged = copy.deepcopy(data())
         owner: Any = damaged
@@ -95,7 +95,7 @@ def test_anything_damaged_is_refused_or_does_no_harm(path: tuple) -> None:
     ],
 )
 def test_what_no_run_can_have(path: tuple, value: Any, says: str) -> None:
-    """Refused here, and not in the first step: the solver would count past 64 bits, or for ever."""
+    """Refused when read, not in the first step: the solver would count past 64 bits, or for ever."""
     damaged = data()
     owner: Any = damaged
     for name in path[:-1]:

@@ -1,4 +1,4 @@
-"""Which layers count as alike, and which runs: what parameters' shapes do not tell counts too."""
+"""Kinds of layers and keys of runs: settings count as well as parameters' shapes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_settings_make_kinds(name: str, values: list[Any], inside: bool) -> None
     [("layer_idx", [0, 1]), ("place", [0, 1, 2, 3, 4]), ("title", list("abcde")), ("_seen", [1, 2]), ("ds_id", [1, 2])],
 )
 def test_names_and_counters_make_none(name: str, values: list[Any]) -> None:
-    """However many layers there are, they are not all measured."""
+    """Names and counters differ in every layer, but not every layer is measured."""
     blocks = [Block() for _ in values]
     for block, value in zip(blocks, values, strict=True):
         setattr(block, name, value)
@@ -62,7 +62,7 @@ def test_windows_of_gemma() -> None:
     ],
 )
 def test_what_shapes_do_not_tell(name: str, more: dict[str, Any]) -> None:
-    """A cached profile of the one is none of the other."""
+    """A cached profile of one is not used for the other."""
 
     def digest(**settings: Any) -> str:
         model = build(name, **settings)
@@ -73,7 +73,7 @@ def test_what_shapes_do_not_tell(name: str, more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("attached", [False, True])
 def test_a_forward_that_was_replaced(attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As TiledMLP and Liger are brought in."""
+    """TiledMLP and Liger replace forwards this way."""
     model = build("plain")
 
     def digest() -> str:

@@ -1,4 +1,4 @@
-"""One layer alone: what a sample of it says is what the layer is, and nothing is left of the measuring."""
+"""Measuring one layer: the sample matches the layer, and the measurement leaves no trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_memo
 from ds_memo.profile import layer as layers
-from ds_memo.profile.call import LayerCall, beside_the_training
+from ds_memo.profile.call import LayerCall, hidden_from_training
 from ds_memo.profile.layer import REPEATS, measure
 from ds_memo.profile.live import LiveBytes
 from ds_memo.profile.stopwatch import Stopwatch
@@ -52,8 +52,8 @@ def test_sizes_and_work_of_a_block(length: int, dtype: torch.dtype) -> None:
     assert 0 < sample.attention_backward_s <= sample.backward_s and sample.replay_s > 0
 
 
-def unseen(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    """A compiler whose kernels come to no mode, as inductor's do not."""
+def unobserved(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """A compiler whose kernels no dispatch mode observes, like inductor's."""
 
     def run(*args: Any) -> Any:
         with _disable_current_modes():
@@ -68,14 +68,14 @@ class PartlyCompiled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.small, self.large = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 32 * HIDDEN)
-        self.compiled = torch.compile(lambda x: self.small(x).tanh(), backend=aot_autograd(fw_compiler=unseen))
+        self.compiled = torch.compile(lambda x: self.small(x).tanh(), backend=aot_autograd(fw_compiler=unobserved))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.large(self.compiled(x)).relu()
 
 
 def test_products_of_compiled_functions_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe does not list them: their times would be taken for those of the products behind them."""
+    """A recipe does not list them: later products would get their times."""
     torch._dynamo.reset()
     timed = []
     read = Stopwatch.read
@@ -86,7 +86,7 @@ def test_products_of_compiled_functions_are_not_timed(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("batch", [1, BATCH])
 def test_a_length_that_is_the_hidden_size(batch: int) -> None:
-    """4096 of both, say: it is cut in one place, on the rank that has it, where another's batch is shorter."""
+    """Only the length is cut, not the hidden size, if a rank with a longer batch has both at 4096."""
     states, mask = torch.randn(batch, HIDDEN, HIDDEN), torch.ones(batch, 1, HIDDEN, HIDDEN, dtype=torch.bool)
     one = LayerCall(Layer(0, "blocks.0", None), Block(), (states, mask), {"position_ids": torch.arange(HIDDEN)[None]})
     assert one.can_shorten()
@@ -97,13 +97,13 @@ def test_a_length_that_is_the_hidden_size(batch: int) -> None:
 
 @pytest.mark.parametrize("ends, packed", [([0, 20, LENGTH], True), ([0, 7], False), (list(range(LENGTH)), False)])
 def test_where_documents_end_nothing_is_cut(ends: list[int], packed: bool) -> None:
-    """As Hugging Face hands on what flash-attention takes; kernels would read beyond what was cut."""
+    """Hugging Face passes flash-attention's cu_seqlens this way; kernels would read past the cut."""
     states, ends = torch.randn(BATCH, LENGTH, HIDDEN), torch.tensor(ends, dtype=torch.int32)
     assert LayerCall(Layer(0, "blocks.0", None), Block(), (states,), {"cu_seq_lens_q": ends}).can_shorten() is not packed
 
 
 def test_hooks_of_others_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be no memory for what is put aside first, or the profile itself fails."""
+    """Saving the buffers may run out of memory, or the profile may fail."""
 
     def fails(*args: object) -> None:
         raise MemoryError
@@ -112,9 +112,9 @@ def test_hooks_of_others_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(1) or tensor, lambda tensor: tensor):
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
             patch.setattr(torch.Tensor, "clone", fails)
-            with beside_the_training(nn.BatchNorm1d(4)):
+            with hidden_from_training(nn.BatchNorm1d(4)):
                 pass
-        with pytest.raises(ZeroDivisionError), beside_the_training(nn.BatchNorm1d(4)):
+        with pytest.raises(ZeroDivisionError), hidden_from_training(nn.BatchNorm1d(4)):
             x * x, 1 / 0
         assert not saved
         x * x
@@ -122,7 +122,7 @@ def test_hooks_of_others_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_each_replay_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of a replay is that between bringing the frame back and its end, not the difference of two backwards."""
+    """A replay's time runs from bringing the frame back to its end; it is no difference of two backwards."""
     spans = []
     real = layers.seconds_between
 
@@ -156,7 +156,7 @@ def test_nothing_is_left() -> None:
 
 
 class Tiled(torch.autograd.Function):
-    """As DeepSpeed's TiledMLP: a backward with backwards in it, which add to the gradients of parameters by themselves."""
+    """Like DeepSpeed's TiledMLP: a backward that runs backwards inside, which add to parameters' gradients."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, x: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:
@@ -194,7 +194,7 @@ def test_a_backward_that_adds_to_gradients_by_itself() -> None:
 
 
 class Counts(Block):
-    """Running statistics, some of which no op says that it writes, and one that is bound anew."""
+    """Running statistics: some written without a declared op, one rebound."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,21 +223,21 @@ def test_buffers_keep_their_values() -> None:
 
 
 def test_hooks_around_the_model_see_no_tensor_of_a_profile() -> None:
-    seen, inner = [], []
+    observed, inner = [], []
 
     def hooks(packed: list) -> Any:
         return torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(0) or x.detach(), lambda x: x)
 
     one = call(Block())
-    with hooks(seen), hooks(inner):
+    with hooks(observed), hooks(inner):
         measure(one, LENGTH, CPU)
-        assert not seen and not inner
+        assert not observed and not inner
         nn.Linear(3, 3)(torch.ones(3))
         first = len(inner)
-        assert first and not seen
-    with hooks(seen):
+        assert first and not observed
+    with hooks(observed):
         nn.Linear(3, 3)(torch.ones(3))
-    assert seen and len(inner) == first
+    assert observed and len(inner) == first
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
@@ -251,7 +251,7 @@ def test_a_layer_that_saves_nothing() -> None:
 
 
 def test_what_else_a_layer_is_given_is_part_of_the_key() -> None:
-    """An encoder's length, a mask: what is kept, and how long it takes, depend on them."""
+    """Kept bytes and times depend on an encoder's length and on a mask."""
     states = torch.randn(BATCH, LENGTH, HIDDEN)
 
     def others(*args: torch.Tensor, apart: bool = False, **kwargs: torch.Tensor) -> list:

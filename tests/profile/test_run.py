@@ -1,4 +1,4 @@
-"""The order in which a run is profiled."""
+"""The order of a profile's measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.profile.samples import make_sample
 
 
 def test_the_device_is_awake_before_anything_is_measured(monkeypatch):
-    """A first profile is taken on an idle GPU, and what it says stays in the cache."""
+    """A first profile starts on an idle GPU, and the cache keeps its times."""
     order = []
 
     def measured(*args):
@@ -39,7 +39,7 @@ def test_a_cpu_is_not_woken(monkeypatch):
     [((), (1024, 2048), None), ((0,), (2048, 4096), "other sizes than the lines say"), ((0, 1), (4096,), "other tensors")],
 )
 def test_lengths_at_which_a_layer_keeps_fewer_tensors(fewer_at, used, told):
-    """Experts that no token visits, where there are few tokens."""
+    """With few tokens, no token visits some experts."""
     samples = [make_sample(length) for length in (1024, 2048, 4096)]
     samples = [replace(s, outputs=s.outputs[:-1]) if i in fewer_at else s for i, s in enumerate(samples)]
     warned = []
@@ -53,7 +53,7 @@ def test_lengths_at_which_a_layer_keeps_fewer_tensors(fewer_at, used, told):
     "method, least, used", [("fit", 5000, [5000]), ("fit", 0, [1024, 2048]), ("fit", 9999, None), ("direct", 9999, None)]
 )
 def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, monkeypatch):
-    """As DeepSpeed's Ulysses, unless it is told that lengths vary."""
+    """DeepSpeed's Ulysses is such a layer if lengths are fixed."""
     module, warned, ran = torch.nn.Linear(2, 2), [], []
 
     def measure(call, length, *rest):
@@ -77,12 +77,12 @@ def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, mo
     profile = run._measure_kind(asked, 0, warned.append, str, alone)
     assert [sample.length for sample in profile.samples] == used
     why = "AssertionError: does not match the required shape 5000"
-    said = f"profile: blocks.0 cannot be measured at 1,024 tokens ({why}); it is at 5,000"
+    said = f"profile: blocks.0 cannot be measured at 1,024 tokens ({why}); measured at 5,000 instead"
     assert warned == ([said] if least else [])
 
 
 def test_unified_where_the_shortest_keeps_fewer_tensors(monkeypatch):
-    """Experts that no token visits: the next one tells what the full length needs."""
+    """No token visits some experts at the shortest length; the next length predicts the full one."""
     short = make_sample(1024)
     samples = iter([replace(short, outputs=short.outputs[:-1]), make_sample(2048), make_sample(8192)])
     monkeypatch.setattr(run, "measure", lambda *args: next(samples))

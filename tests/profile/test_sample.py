@@ -24,8 +24,8 @@ def layer(*lengths: int, **how: Any) -> LayerProfile:
 @given(LENGTHS, LENGTHS, st.integers(1, 1 << 21), st.integers(1, 4), st.integers(1, 4), st.floats(0, 1e-2))
 @settings(deadline=None)
 def test_lines_and_parabolas_are_found(first: int, second: int, length: int, batch: int, other: int, overhead: float) -> None:
-    """a + b·t of every time and byte, b·t + c·t·s of attention, at any length and batch, longer or shorter; and with them when
-    outputs are born: before attention earlier and earlier, behind it later and later."""
+    """Times and bytes follow a + b·t, attention b·t + c·t·s, at any length and batch. So does the moment when
+    outputs are made: earlier before attention, later behind it, as the length grows."""
     if first == second:
         second += 1
     low, high = sorted((first, second))
@@ -43,7 +43,7 @@ def test_lines_and_parabolas_are_found(first: int, second: int, length: int, bat
 @given(st.lists(st.floats(0, 1e3), min_size=4, max_size=4), st.lists(LENGTHS, min_size=2, max_size=2, unique=True), LENGTHS)
 @settings(deadline=None)
 def test_whatever_was_measured_a_longer_sequence_is_not_cheaper(times: list[float], at: list[int], length: int) -> None:
-    """Noise may make the longer sample the faster one; nothing negative comes of it either."""
+    """Noise may make the longer sample the faster one. No result is negative then."""
     low, high = sorted(at)
     samples = [
         dataclasses.replace(make_sample(n), forward_s=rest + attention, attention_s=attention, replay_s=rest)
@@ -81,7 +81,7 @@ def test_ranks_that_share_a_sequence_attend_to_all_of_it() -> None:
 
 
 def test_what_is_held_at_once_follows_the_longest_two_samples() -> None:
-    """The most of two lines: gradients of weights and a little for each token, or activations alone."""
+    """The peak is the maximum of two lines: gradients of weights plus little per token, or activations alone."""
 
     def held(tokens: int) -> int:
         return max(12 * HIDDEN**2 + 11 * HIDDEN * tokens, 15 * HIDDEN * tokens)
@@ -122,7 +122,7 @@ def test_a_size_off_the_line_is_never_trusted(change: str) -> None:
 
 
 def test_sizes_of_one_token() -> None:
-    """What the tests above rest on."""
+    """The tests above depend on these sizes."""
     assert sum(o.rows * o.row_bytes for o in make_sample(1).outputs) == 10 * HIDDEN
 
 

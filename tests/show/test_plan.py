@@ -21,7 +21,7 @@ def plan():
 
 
 def pixels_of(path: Path, colour: str, tolerance: float = 0.01) -> int:
-    """How many pixels have the colour, or nearly."""
+    """Count the pixels that have nearly this colour."""
     image = pytest.importorskip("matplotlib.image").imread(path)
     wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     return int((abs(image[:, :, :3] - wanted).max(axis=-1) < tolerance).sum())

@@ -17,7 +17,7 @@ from tests.processes import python
 
 @pytest.fixture(scope="module")
 def report() -> dict:
-    """Of three real steps, as JSON gives it back."""
+    """Return the report of three real steps, read back from JSON."""
     model = build("llama")
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
     for _ in range(4):
@@ -71,7 +71,7 @@ def test_warnings_and_what_was_solved_are_shown(report: dict) -> None:
 
 
 def test_the_command(report: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By itself and inside the metrics of a run; nothing heavy is imported."""
+    """It reads a report, and a run's metrics with one; nothing heavy is imported."""
     for name, data in (("report.json", report), ("metrics.json", {"steps": [], "report": report})):
         (tmp_path / name).write_text(json.dumps(data))
         assert main(["report", str(tmp_path / name)]) == 0
@@ -97,7 +97,7 @@ def test_what_is_no_report(text: str, says: str) -> None:
 
 
 def test_a_bar_of_less_than_nothing(report: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The longest is 30 signs, and -1e12 is 1e12 times -1."""
+    """The longest bar has 30 characters; -1e12 would scale it by 1e12."""
     (tmp_path / "odd.json").write_text(json.dumps({**report, "stored_bytes_per_layer": [-1, -1e12]}))
     assert "negative" in complaint(capsys, "report", tmp_path / "odd.json")
 

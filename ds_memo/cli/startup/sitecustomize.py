@@ -1,6 +1,6 @@
-"""Every Python that starts under `ds-memo run` runs this file: the folder is on PYTHONPATH, and it looks for this name.
+"""Started by every Python under `ds-memo run`: the folder is on PYTHONPATH, where Python imports this name.
 
-It may be of any version, with ds_memo or without. Until it imports deepspeed nothing happens, and nothing is imported.
+The Python may be of any version, with or without ds_memo. Nothing happens and nothing is imported until it imports deepspeed.
 """
 
 import os
@@ -8,7 +8,7 @@ import sys
 
 
 class _Watch:
-    """Stands before the other finders, and calls install() as soon as deepspeed is imported, or looked for."""
+    """A finder before all others that calls install_as_told() once deepspeed is imported or searched for."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "deepspeed":
@@ -26,9 +26,9 @@ class _Watch:
         return find_spec(name)
 
 
-def _run_the_one_behind():
-    """The sitecustomize that this one hides: it is run, and has the name, as if this folder were not there."""
-    here, ours = os.path.dirname(__file__), sys.modules[__name__]
+def _run_hidden():
+    """Run the sitecustomize that this one hides, under the name, as if this folder were not on the path."""
+    here, this = os.path.dirname(__file__), sys.modules[__name__]
     sys.path[:] = [folder for folder in sys.path if folder != here]
     del sys.modules[__name__]
     try:
@@ -36,11 +36,11 @@ def _run_the_one_behind():
     except ImportError as error:
         if getattr(error, "name", None) != __name__:
             raise
-        sys.modules[__name__] = ours  # there is none
+        sys.modules[__name__] = this  # there is no other
     finally:
-        sys.path.insert(0, here)  # some give sys.path to those they start
+        sys.path.insert(0, here)  # some programs pass sys.path to their children
 
 
-if sys.version_info >= (3, 4):  # noqa: UP036  older ones ask finders in another way
+if sys.version_info >= (3, 4):  # noqa: UP036  older ones call finders differently
     sys.meta_path.insert(0, _Watch())
-_run_the_one_behind()
+_run_hidden()
