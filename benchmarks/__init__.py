@@ -1,12 +1,12 @@
-"""Everything that is measured. Each command is `python -m benchmarks.NAME`; README.md lists them.
+"""The benchmarks. Each command is `python -m benchmarks.NAME`; README.md lists them.
 
 cpu/        on a CPU: memory, planner, solver, overhead, convergence
-gpu/        on a GPU, beside every rival, by `bash benchmarks/gpu.sh`
+gpu/        on a GPU, against every rival, by `bash benchmarks/gpu.sh`
 emulator/   on an emulated CUDA device: bytes, calls and order are real, values and times are not
-paper/      beside the tables of the MEMO paper, and its own method as a rival
-results/    what was measured, as JSON
+paper/      the tables of the MEMO paper, and its own method as a rival
+results/    measurements as JSON
 
-The folders sort files for people; to Python all of them are `benchmarks.NAME`.
+The folders sort files by subject. Python finds all of them as `benchmarks.NAME`, so that commands keep their names.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Correctness and numbers on one CUDA GPU, without a package index: what is importable or on PYTHONPATH is enough.
+# Correctness and numbers on one CUDA GPU, without a package index: importable packages are enough.
 #   bash benchmarks/gpu.sh check    [--device cuda|cpu] [--out FILE]   gradients, stream order, memory, allocator
-#   bash benchmarks/gpu.sh speed    [--help]   step time and memory beside every rival, attention kernels, the three streams
+#   bash benchmarks/gpu.sh speed    [--help]   step time and memory of every rival, attention kernels, the three streams
 #   bash benchmarks/gpu.sh capacity [--help]   longest trainable length at equal device and host budgets
 #   bash benchmarks/gpu.sh planner  [--help]   allocators: cudaMalloc, reserved over requested, planned over measured
 #   bash benchmarks/gpu.sh all      [--help]   the four, each in 8 minutes at most

@@ -1,4 +1,4 @@
-"""Where results go: one JSON per run, with versions, device and commit, and one archive of details; and what they share."""
+"""Results: one JSON per run, with versions, device and commit, and one archive of details."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent / "results"
 VERBS = ("check", "speed", "capacity", "planner")
 NO_TIME = "no time left"
 ARCHIVE_MOST = 12 << 20
-"""Bytes of details: what comes back from a lent machine is limited."""
+"""Bytes of details: transfers from the machine are limited."""
 
 
 def device_or_exit(name: str, verb: str) -> torch.device:
@@ -38,7 +38,7 @@ def say(line: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: no NaN, no infinity, no tuples or paths."""
+    """Return the value as JSON has it: no NaN, no infinity, no tuples or paths."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -55,16 +55,16 @@ def folder(out: str | None) -> Path:
 
 
 def write(path: Path, found: dict[str, Any], unfinished: bool) -> None:
-    """A verb's file; one that is read meanwhile is whole."""
-    said = plain(found | ({"unfinished": True} if unfinished else {}))
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(said, indent=1, allow_nan=False) + "\n")
-    beside.replace(path)
+    """Replace a verb's file, so that a reader never sees half of it."""
+    content = plain(found | ({"unfinished": True} if unfinished else {}))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    temporary.replace(path)
 
 
 class Run:
-    """One run of a verb. Its file is there from the beginning, marked "unfinished", and is brought up to date after every part:
-    a run that is ended from outside leaves what it has."""
+    """One run of a verb. Its file exists from the beginning, marked "unfinished", and is updated after every part.
+    So a run that is ended from outside leaves its parts."""
 
     def __init__(self, verb: str, device: torch.device, out: str | None, settings: dict[str, Any] | None = None) -> None:
         here = environment(device)
@@ -84,7 +84,7 @@ class Run:
         write(self.path, self.found, unfinished)
 
     def attempt(self, name: str, part: Callable[..., Any], *arguments: Any) -> Any:
-        """What a part found; None where it broke, which is a failure and no end."""
+        """Return a part's result; None if it raised, which is noted as a failure."""
         try:
             return part(*arguments)
         except Exception as error:
@@ -93,7 +93,7 @@ class Run:
             return None
 
     def finish(self, details: Path | None = None) -> int:
-        """Write the last word, bring the table up to date where it lies beside it, and return the exit status.
+        """Write the final file, update the table if it is in the same folder, and return the exit status.
 
         Args:
             details: a folder that goes into an archive of the file's name.
@@ -113,7 +113,7 @@ class Run:
 
 
 def pack(details: Path, archive: Path, most: int = ARCHIVE_MOST) -> list[str]:
-    """Small files first, as far as there is room: traces are what is large. The names of the others."""
+    """Archive files while there is room, small ones first (traces are large); return the names of the others."""
     left_out = []
     with tarfile.open(archive, "w:gz") as into:
         for path in sorted(details.iterdir(), key=lambda path: path.stat().st_size):
@@ -126,7 +126,7 @@ def pack(details: Path, archive: Path, most: int = ARCHIVE_MOST) -> list[str]:
 
 
 def end(result: Any, failures: list[str], path: Path | None) -> int:
-    """The last word of what is no verb: writes the result where it is asked for, and returns the exit status."""
+    """Write the result of a command that is no verb, if `path` is given, and return the exit status."""
     if path is not None:
         path.write_text(json.dumps(result, indent=1) + "\n")
     say("\n".join(failures) or "all bars met")
@@ -134,7 +134,7 @@ def end(result: Any, failures: list[str], path: Path | None) -> int:
 
 
 def unmeasured(claim: str, why: str) -> dict[str, Any]:
-    """A bar that nothing was measured for: not held, and named in the table."""
+    """Return a bar without a measurement: not held, and named in the table."""
     return {"claim": claim, "value": None, "bar": None, "held": False, "why": why.strip().split("\n")[-1][:200]}
 
 

@@ -52,7 +52,7 @@ def render(results: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def summary(data: dict[str, Any]) -> str:
-    """One cell."""
+    """Return a run's result as one cell."""
     failures = data.get("failures", [])
     verdict = f"{len(failures)} failures" if failures else "no failures"
     if data.get("unfinished"):
@@ -90,7 +90,7 @@ def _points(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def _kernels(runs: list[dict[str, Any]]) -> list[str]:
-    """Attention at each length, of the latest run that has it; the one that ds_memo picks by itself is marked."""
+    """Attention at each length, of the latest run that has it; the kernel that PyTorch picks is marked."""
     points = next((run["attention"]["points"] for run in reversed(runs) if (run.get("attention") or {}).get("points")), [])
     if not points:
         return []
@@ -119,7 +119,7 @@ def _longest(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def _length(row: dict[str, Any]) -> str:
-    """What a search found; one that was cut off knows less."""
+    """Return the longest length as text; of a search that was cut off, "≥"."""
     if early := row.get("ended_early"):
         return f"≥ {_short(row['longest'])} ({_why(early)})" if row["longest"] else _why(early)
     return _short(row["longest"]) if row["longest"] else _why(row["why"]) if row.get("why") else "none"
@@ -134,7 +134,7 @@ def _step(row: dict[str, Any] | None) -> str:
 
 
 def _predicted(point: dict[str, Any]) -> str:
-    """How long a step was said to take, and how far that is from what it took."""
+    """Return the predicted milliseconds of a step, and their error."""
     said = point.get("predicted", {}).get("step_s")
     if said is None:
         return "–"
@@ -143,7 +143,7 @@ def _predicted(point: dict[str, Any]) -> str:
 
 
 def _why(out: str) -> str:
-    """The reason in two or three words; the whole of it is in the JSON."""
+    """Return the reason in two or three words; the JSON has all of it."""
     reasons = {
         "no time": "no time",
         "is not installed": "not installed",

@@ -19,7 +19,7 @@ from ds_memo.solve.refusals import NothingFits
 
 
 def does_not_fit(error: BaseException) -> bool:
-    """Whether memory is what a rival ran out of. Host memory that CUDA cannot lock comes as any other CUDA error."""
+    """Return True if a rival ran out of memory. Host memory that CUDA cannot lock raises as any other CUDA error."""
     if isinstance(error, MemoError):  # others are misuse
         return isinstance(error, NothingFits) or str(error).startswith(("host memory:", "device memory:"))
     if isinstance(error, RuntimeError):
@@ -56,15 +56,15 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=False)
 
     def update_s(self) -> float:
-        """Of the optimizer's part of a step."""
+        """Return the seconds of the optimizer's part of a step."""
         return seconds(self._update, self.ids.device)
 
     def seconds(self, installed: Installed) -> float:
-        """Of one step; on CUDA between events on the stream."""
+        """Return the seconds of one step; on CUDA between events on the stream."""
         return seconds(lambda: self.step(installed), self.ids.device)
 
     def layer_forward_s(self, layers: int) -> float:
-        """Of one layer, without anything saved."""
+        """Return the seconds of one layer's forward, with nothing saved."""
         with torch.no_grad():
             loss_of(self.model, self.ids)
             return min(seconds(lambda: loss_of(self.model, self.ids), self.ids.device) for _ in range(2)) / layers
@@ -84,7 +84,7 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 class Memory:
-    """Device and host bytes over a block of steps. On a CPU a step of its own is counted instead of watched."""
+    """Device and host bytes over a block of steps. On a CPU one more step is counted instead."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -99,7 +99,7 @@ class Memory:
 
         Args:
             steps: how many there were.
-            step: one more, where there is nothing that watches.
+            step: runs one more, where no counter has watched.
         """
         if not self._cuda:
             with LiveBytes(self._device) as count:
@@ -117,18 +117,18 @@ class Memory:
 
 
 def placements(report: dict[str, Any]) -> tuple[Any, ...]:
-    """Where a rival keeps what, by its own report."""
+    """Return the placement of a rival's layers, by its own report."""
     layers = (tuple(report.get(name) or ()) for name in ("layers_on_device", "layers_without_gemms", "layers_without_recompute"))
     return report.get("checkpointing"), report.get("alpha"), *layers
 
 
 def arena(report: dict[str, Any]) -> int:
-    """Bytes of planned addresses; 0: there are none, as where ds_memo is plain training."""
+    """Return the bytes of planned addresses; 0: there are none, as without checkpointing."""
     return (report.get("plan") or {}).get("arena") or 0
 
 
 def served(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Between two reports of a plan: how many requests had their address, and by reason how many had not.
+    """Count, between two reports of a plan, the requests with their address, and the others by reason.
 
     Args:
         before: empty where there was no plan yet.
@@ -138,8 +138,8 @@ def served(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {"hits": after["hits"] - before.get("hits", 0), "misses": {name: n for name, n in misses.items() if n}}
 
 
-def setting(report: dict[str, Any]) -> tuple[Any, ...]:
-    """All that its speed and bytes depend on: placements, which ds_memo may lower while it trains, and addresses."""
+def solution(report: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what speed and bytes depend on: placements, which ds_memo may change while it trains, and addresses."""
     profile, plan = report.get("profile") or {}, report.get("plan") or {}
     return (*placements(report), profile.get("changes"), plan.get("plans"), plan.get("arena"))
 
@@ -150,9 +150,9 @@ class Block:
 
     samples_s: list[float]
     dropped_s: list[float]
-    """Of steps before, during which the setting changed."""
+    """Samples of earlier steps, during which the solution changed."""
     settled: bool
-    """It did not change during the samples."""
+    """True if it did not change during the samples."""
     before: dict[str, Any]
     """The report when they began."""
     after: dict[str, Any]
@@ -160,7 +160,7 @@ class Block:
 
 
 def timed(installed: Installed, device: torch.device, take: Callable[[], list[float]], warm_up: Callable[[], Any]) -> Block:
-    """Time steps of one setting: if it changes meanwhile, what was timed is dropped, and timed again twice at most.
+    """Time steps under one solution. If it changes meanwhile, drop the samples and take them again, twice at most.
 
     Args:
         take: the samples.
@@ -170,7 +170,7 @@ def timed(installed: Installed, device: torch.device, take: Callable[[], list[fl
     for more_tries in (2, 1, 0):
         before, memory = installed.report(), Memory(device)
         samples, after = take(), installed.report()
-        settled = setting(before) == setting(after)
+        settled = solution(before) == solution(after)
         if settled or not more_tries:
             break
         dropped += samples
@@ -179,7 +179,7 @@ def timed(installed: Installed, device: torch.device, take: Callable[[], list[fl
 
 
 def clear(device: torch.device) -> None:
-    """Nothing of one rival is left for the next."""
+    """Free what one rival has left, so that the next finds nothing of it."""
     with torch.enable_grad():  # autograd holds on to a backward that raised until the next one
         x = torch.ones(16, 16, device=device, requires_grad=True)
         (x @ x).sum().backward()
@@ -191,7 +191,7 @@ def clear(device: torch.device) -> None:
 
 
 def use_expandable(on: bool, device: torch.device) -> None:
-    """Switch PyTorch's segments; only what is allocated from now on is affected, so the cache goes first."""
+    """Switch PyTorch's expandable segments. This affects later allocations only, so the cache is emptied first."""
     if device.type != "cuda":
         return
     clear(device)

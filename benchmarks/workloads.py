@@ -1,4 +1,4 @@
-"""What the GPU benchmarks train: layers of the papers' widths with random weights, one random sequence, forward, backward, step.
+"""Workloads of the GPU benchmarks: layers of the papers' widths with random weights, one random sequence, training steps.
 
     gpt7b      GPT-NeoX, rotary, GELU tanh: h 4096, 32 heads, ffn 16384
     llama8b    Llama-3-8B's shape: h 4096, 32 heads, 8 of them for keys and values, ffn 14336
@@ -27,7 +27,7 @@ Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], torch.Te
 """q, k, v (b, heads, rows, d), scale, ranks → (b, rows, heads, d)."""
 NAMES = ("gpt7b", "llama8b", "ulysses8")
 LOGITS = 16
-"""Last positions that the loss looks at: a full vocabulary at every position would be a benchmark of the loss."""
+"""Last positions that the loss reads: a full vocabulary at every position would be a benchmark of the loss."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Shape:
     """Tokens of the whole sequence, over all ranks."""
     size: Size
     ranks: int = 1
-    """Of sequence parallelism; this process is one of them."""
+    """Ranks of sequence parallelism, this process among them."""
 
 
 def gpt_shape(layers: int, hidden: int, heads: int, lengths: tuple[int, ...]) -> Shape:
@@ -123,7 +123,7 @@ def small_models(vocab: int, layers: int, hidden: int, heads: int, kv_heads: int
 
 @contextlib.contextmanager
 def born_as(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters are made in this dtype. One that is cast afterwards leaves a hole in the memory that the allocator holds."""
+    """Make parameters in this dtype. A later cast would leave a hole in the memory that the allocator holds."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -169,7 +169,7 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tor
 
 
 def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ranks: int) -> torch.Tensor:
-    """Attention over the whole sequence, from and to what this rank holds of it."""
+    """Attention over the whole sequence; inputs and output are this rank's part of it."""
     q, k, v = (heads_to_ranks(x, ranks) for x in (q, k, v))
     return ranks_to_heads(sdpa(q, k, v, scale), ranks)
 

@@ -1,4 +1,4 @@
-"""Hold a run with memo against the same run without, from the metrics that train.py wrote.
+"""Compare a run with memo with the same run without, from the metrics that train.py wrote.
 
     python launch/compare.py with.json without.json
 
@@ -19,7 +19,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 
 
 def differences(memo: dict, plain: dict) -> list[float]:
-    """Relative difference of the loss, step by step; infinite where a loss is not a number.
+    """Return the relative difference of the loss, step by step; infinite if a loss is not a number.
 
     Raises:
         ValueError: Where the two runs are not of the same steps.
@@ -36,16 +36,16 @@ def mib(count: int) -> str:
 
 
 def table(memo: dict, plain: dict) -> str:
-    """The closing table of a quickstart; bytes are those of rank 0."""
+    """Return the closing table of a quickstart; bytes are those of rank 0."""
     report = memo["report"]
     lines = [f"{'step':>20}{'loss with memo':>20}{'loss without':>20}{'difference':>14}"]
     for a, b, difference in zip(memo["steps"], plain["steps"], differences(memo, plain), strict=True):
         lines.append(f"{a['step']:>20}{a['loss']:>20.6f}{b['loss']:>20.6f}{difference:>14.1e}")
     peaks = [max(step["peak_live_bytes"] for step in run["steps"]) for run in (memo, plain)]
-    settings = f"alpha {report['alpha']}, resident layers {report['resident_layers']}"
+    solution = f"alpha {report['alpha']}, resident layers {report['resident_layers']}"
     rows = [
         ("peak live activation bytes", mib(peaks[0]), f"without memo {mib(peaks[1])}: {peaks[0] / peaks[1]:.0%} of it"),
-        ("bytes to the host", mib(report["bytes_to_host"]), f"over all steps; {settings}"),
+        ("bytes to the host", mib(report["bytes_to_host"]), f"over all steps; {solution}"),
         ("GEMM FLOPs recomputed", f"{report['gemm_flops_recomputed_fraction']:.1%}", "of the forward's"),
         ("attention recomputed", str(report["attention_recomputed"]), "times"),
     ]

@@ -22,11 +22,11 @@ VALIDATION_SHARE = 0.05  # of the documents; at least one
 
 
 class DataError(ValueError):
-    """What a person has to change about the data, in one line."""
+    """Data that cannot be used; says in one line what to change."""
 
 
 class Tokenizer(Protocol):
-    """What `load_windows` needs of a tokenizer."""
+    """A tokenizer for `load_windows`."""
 
     vocab_size: int
     eos: int
@@ -69,7 +69,7 @@ class HFTokenizer:
 
 
 def standard_library() -> Path:
-    """Where this Python keeps its own sources: real long documents on every machine."""
+    """Return the folder of this Python's own sources: real long documents on every machine."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -139,8 +139,8 @@ class Windows:
         Returns:
             `input_ids` and `labels`, int64 (rows, seq_length); labels[i] is the token after input_ids[i].
         """
-        chosen = [self._window(sample, shuffle) for sample in range(first, first + rows)]
-        both = torch.from_numpy(np.stack(chosen)).long()
+        windows = [self._window(sample, shuffle) for sample in range(first, first + rows)]
+        both = torch.from_numpy(np.stack(windows)).long()
         return {"input_ids": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous()}
 
     def _window(self, sample: int, shuffle: bool) -> np.ndarray:
@@ -168,8 +168,8 @@ def load_windows(
     held_out = max(1, round(VALIDATION_SHARE * len(encoded)))
     parts = {"validation": order[:held_out], "training": order[held_out:]}
     windows = {}
-    for name, chosen in parts.items():
-        windows[name] = Windows(np.concatenate([encoded[i] for i in chosen]), seq_length, seed)
+    for name, indices in parts.items():
+        windows[name] = Windows(np.concatenate([encoded[i] for i in indices]), seq_length, seed)
         if not len(windows[name]):
             raise DataError(
                 f"data too small: the {name} part has {len(windows[name].tokens)} tokens, "

@@ -24,7 +24,7 @@ UNKNOWN_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output
 
 
 class HeadError(ValueError):
-    """A model whose head the tiled loss cannot stand in for, in one line."""
+    """A model whose head the tiled loss does not compute; says in one line why."""
 
 
 class TiledCrossEntropy(torch.autograd.Function):

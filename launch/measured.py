@@ -1,4 +1,4 @@
-"""What a run tells of itself: speed and memory of a step, the progress bar, and the file of --metrics-json."""
+"""Measurements of a run: speed and memory of a step, the progress bar, and the file of --metrics-json."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PeakBytes:
 def speed(
     engine: deepspeed.DeepSpeedEngine, seq_length: int, flops_per_sequence: float | None, seconds: float
 ) -> dict[str, float | None]:
-    """Of one optimizer step that took these seconds."""
+    """Return the speed of one optimizer step that took these seconds."""
     tokens_per_s = engine.train_batch_size() * seq_length / seconds
     return {
         "seconds": seconds,
@@ -68,7 +68,7 @@ def mfu(engine: deepspeed.DeepSpeedEngine, flops_per_sequence: float | None, sec
 
 
 def of_the_run(engine: deepspeed.DeepSpeedEngine, seq_length: int, sp: int) -> dict[str, Any]:
-    """What is not of one step.
+    """Return the metrics of the whole run.
 
     Args:
         sp: ranks that share a sequence.

@@ -13,11 +13,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 
 class ModelError(ValueError):
-    """What a person has to change about the model, in one line."""
+    """A model that cannot be used; says in one line what to change."""
 
 
 def load_config(path: Path) -> PreTrainedConfig:
-    """The model's configuration, from a JSON file or a checkpoint directory.
+    """Return the model's configuration, from a JSON file or a checkpoint directory.
 
     Raises:
         ModelError: Where nothing is there, it is no model configuration, or the model is not a causal LM.
@@ -34,12 +34,12 @@ def load_config(path: Path) -> PreTrainedConfig:
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest sequence the model is made for, in tokens; None where its configuration sets no limit."""
+    """Return the model's longest sequence, in tokens; None if its configuration sets no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def build(path: Path, config: PreTrainedConfig, ds_config: dict, dtype: torch.dtype, attention: str) -> nn.Module:
-    """The model in `dtype`: weights from the directory `path`, else random ones from torch's seed.
+    """Build the model in `dtype`: weights from the directory `path`, else random ones from torch's seed.
 
     Under ZeRO-3 every parameter is partitioned as it is made (deepspeed.zero.Init), so no rank ever holds them all.
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One command on a fresh machine: set everything up, then train a small model on real text twice, with memo and without,
-# and hold the two runs against each other.   bash launch/quickstart.sh
+# and compare the two runs.   bash launch/quickstart.sh
 # Settings by environment: STEPS (10), SEQ (2048 tokens), OUT (runs/quickstart).
 set -euo pipefail
 EXTRA=hf . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"

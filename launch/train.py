@@ -42,14 +42,14 @@ from ds_memo.hf.model_flops import model_flops
 
 
 class UsageError(ValueError):
-    """What a person has to change about the call, in one line."""
+    """A call that cannot run; says in one line what to change."""
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser("train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON")
     parser.add_argument("--model", type=Path, required=True, help="config JSON (random weights) or checkpoint directory")
-    parser.add_argument("--no-memo", action="store_true", help='ignore the JSON\'s "memo" section: plain DeepSpeed')
+    parser.add_argument("--no-memo", action="store_true", help='ignore the JSON\'s "memo" section: DeepSpeed alone')
     parser.add_argument("--seq-length", type=tokens, default=4096, metavar="TOKENS", help="4096, 128K or 1M, say")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps in all, those before --resume included")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the split and the order of the data")
@@ -73,7 +73,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """What is written at the end must not fail then.
+    """Check that the files at the end of the run can be written.
 
     Raises:
         UsageError: Where a folder cannot be made or written to.
@@ -92,7 +92,7 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def read_ds_config(path: Path, no_memo: bool) -> dict:
-    """The DeepSpeed JSON as a dict, without its "memo" section where that is not wanted.
+    """Return the DeepSpeed JSON as a dict, without its "memo" section if `no_memo`.
 
     Raises:
         UsageError: Where there is no such file, it is not a JSON object, or it names no optimizer.
@@ -113,7 +113,7 @@ def read_ds_config(path: Path, no_memo: bool) -> dict:
 
 
 def dtype_of(ds_config: dict) -> torch.dtype:
-    """The parameters' dtype that the DeepSpeed JSON asks for."""
+    """Return the parameters' dtype of the DeepSpeed JSON."""
     for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if ds_config.get(section, {}).get("enabled"):
             return dtype
@@ -141,7 +141,7 @@ def init_distributed() -> None:
 
 @dataclass
 class Run:
-    """One training run: the engine, its data, and how far it is."""
+    """One training run: the engine, its data, and its step."""
 
     args: argparse.Namespace
     engine: deepspeed.DeepSpeedEngine
@@ -179,7 +179,7 @@ class Run:
         return total.item() / dist.get_world_size()
 
     def step(self, batches: Iterator[dict[str, torch.Tensor]], peak: PeakBytes | None) -> dict:
-        """One optimizer step; returns what is to know about it."""
+        """Take one optimizer step and return its metrics."""
         engine, start = self.engine, time.perf_counter()
         losses = []
         if peak:
@@ -199,7 +199,7 @@ class Run:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over the first windows of the held-out documents, the same ones every time."""
+        """Return the mean loss over the first windows of the held-out documents, the same ones every time."""
         self.engine.eval()
         batches = itertools.islice(self.batches(self.validation, 0, shuffle=False), self.args.eval_batches)
         loss = self.mean([self.loss(batch) for batch in batches])
@@ -229,7 +229,7 @@ class Run:
 
 
 def start(args: argparse.Namespace) -> Run:
-    """Check everything that can be checked cheaply, then read the data, build the model and its engine."""
+    """Check the cheap things first, then read the data, build the model and its engine."""
     ds_config = read_ds_config(args.deepspeed_config, args.no_memo)
     config = hf.load_config(args.model)
     positions = hf.max_positions(config)

@@ -20,11 +20,11 @@ YIELDS = ("ds_memo/runtime/first_step_warnings.py", "ds_memo/remat/diagnostics.p
 """Files whose functions yield texts."""
 ELSEWHERE = {
     ("ds_memo/config.py", "'\\n'.join(lines)"): "_explain() words them: memo.…: got …; allowed: …",
+    ("ds_memo/compiled.py", "f'ds_memo: {message}'"): "passes a text on",
     ("ds_memo/runtime/handle.py", "message"): "passes a text on",
     ("ds_memo/remat/checkpoint.py", "layer"): "is no text but a layer, of Remat._warn()",
     ("ds_memo/remat/checkpoint.py", "f'layer {layer.name}: {reason}.'"): "of remat/diagnostics.py",
     ("ds_memo/autotune/tuner.py", "f'rank {rank}: {message}'"): "another rank's NothingFits",
-    ("ds_memo/plan/solver.py", "f'ds_memo: {run.notes[-1]}'"): "the note before it",
     ("ds_memo/solve/refusals.py", "f'{what}: {missing}. What helps: {ranks}, {others}.'"): "worded in nothing_fits()",
 }
 """Texts that are put together in several steps."""

@@ -26,8 +26,6 @@ INTERNAL = {
     "the host slab was closed while … bytes of it were allocated": "likewise",
 }
 """Messages that no user can cause. They are for a bug report, and docs/troubleshooting.md leaves them out."""
-LATER = {"residents": "layers_on_device", "lean": "layers_without_gemms", "plain": "layers_without_recompute"}
-"""The report's new names of these keys."""
 
 
 def rows(page: str) -> list[str]:
@@ -89,7 +87,7 @@ def test_the_report_table_has_every_key():
     keys = {word.arg for call in makes for word in call.keywords if word.arg}
     assert len(keys) > 15
     cells = re.findall(r"^\| (`[^|]+`) \|", (REPO / "docs/report.md").read_text(), re.MULTILINE)
-    assert {LATER.get(key, key) for key in keys} <= set(re.findall(r"`(\w+)`", " ".join(cells)))
+    assert keys <= set(re.findall(r"`(\w+)`", " ".join(cells)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPO).as_posix())

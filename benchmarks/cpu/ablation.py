@@ -2,8 +2,8 @@
 
     python -m benchmarks.ablation [--layers 8] [--hidden 256] [--length 2048] [--steps 8] [--device-memory-gib G]
 
-One process, the same weights and batches for all; settings take turns, so that what else the machine does falls on all of them
-alike. Prints the median step time of each, beside what the solver predicts for the layers, and bytes over the link; --json keeps
+One process, the same weights and batches for all; methods take turns, so that other load of the machine falls on all of them
+alike. Prints the median step time of each, the solver's prediction for the layers, and bytes over the link; --json keeps
 all samples. On a CPU copies and compute share cores: only CUDA numbers say how well copies hide.
 """
 
@@ -25,7 +25,7 @@ from benchmarks.timing import seconds
 from benchmarks.workloads import dtype_of
 from ds_memo.units import MIB
 
-SETTINGS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "full recompute": {"ablation": "full_recompute"},
     "full swap": {"ablation": "full_swap"},
     "memo": {},
@@ -48,7 +48,7 @@ def model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def run(net: nn.Module, memo: dict[str, Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Train some steps under one setting; samples of those after the first three, in which layers are analysed and planned."""
+    """Train some steps with one method; the first three, in which layers are analysed and planned, give no samples."""
     handle = ds_memo.attach(net, {"enabled": True, **memo})
     tokens = torch.randint(0, 512, (1, args.length), generator=torch.Generator().manual_seed(1)).to(device)
     samples = []
@@ -62,11 +62,11 @@ def run(net: nn.Module, memo: dict[str, Any], args: argparse.Namespace, device: 
 
 
 def row(turns: list[dict[str, Any]]) -> str:
-    """What is predicted is of the layers alone: embedding, head and loss come on top."""
+    """A line of the table. The prediction is for the layers alone; embedding, head and loss come on top."""
     report, predicted = turns[-1]["report"], turns[-1]["report"]["predicted"] or {}
     step = statistics.median(seconds for turn in turns for seconds in turn["samples_s"])
     steps = report["frames"] // report["layers"] or 1
-    alpha = "plain" if not report["checkpointing"] else f"{report['alpha']:.3f}"
+    alpha = f"{report['alpha']:.3f}" if report["checkpointing"] else "-"
     layers = f"{predicted['layers_s'] * 1e3:.0f}" if predicted else "-"
     arena = f"{report['plan']['arena'] / MIB:.1f}" if report["plan"] else "-"
     device = f"{predicted['device_bytes'] / MIB:.1f}" if predicted else "-"
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of each setting and turn")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each method and turn")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--device-memory-gib", type=float, help="less than there is, so that not everything fits")
     parser.add_argument("--json", type=Path)
@@ -91,7 +91,7 @@ def main() -> None:
     limit = {"device_memory_gib": args.device_memory_gib} if args.device_memory_gib else {}
     results: dict[str, list[dict[str, Any]]] = {}
     for _ in range(args.turns):
-        for name, memo in SETTINGS.items():
+        for name, memo in METHODS.items():
             for planned in (False, True):
                 label = f"{name}, {'plan' if planned else 'no plan'}"
                 results.setdefault(label, []).append(run(net, {**memo, **limit, "plan": {"enabled": planned}}, args, device))

@@ -1,4 +1,4 @@
-"""Planned addresses in training: how many requests get theirs, and what the arena takes, beside other ways to allocate.
+"""Planned addresses in training: the requests that get theirs, and the arena's size against other ways to allocate.
 
     python -m benchmarks.addresses [--layers 8] [--alpha 0.5] [--json PATH]
 
@@ -6,9 +6,9 @@ A GPT and a Llama shape at small scale train on this CPU with AdamW, once with P
 
     per iteration   requests of 64 KiB and more inside planned phases, and how many of them got their planned address;
                     bar: 99 % from the third iteration on. Loss and every gradient are compared to the bit
-    arena           bytes, the plan's peak and the lower bound, the most that is alive at once
-    beside it       what PyTorch would have reserved for the same requests (simulated, ds_memo/plan/simulate.py), natively and
-                    with expandable segments (whose segments of 20 MiB weigh heavily at this scale); and what a plan would take
+    arena           bytes, the plan's peak, and the lower bound: the most that is alive at once
+    compared with   the bytes that PyTorch would reserve for the same requests (simulated, ds_memo/plan/simulate.py), natively and
+                    with expandable segments (whose segments of 20 MiB weigh heavily at this scale); and the bytes of a plan
                     with two fixed rounding buffers, in which kept outputs and reloads of odd and even layers live
 """
 
@@ -67,7 +67,7 @@ def with_fixed_regions(log: RequestLog, trace: Trace, layers: list[Any]) -> int:
         its = visit.phase if isinstance(visit.phase, LayerPass) else None
         for k, (size, death) in enumerate(zip(visit.sizes, log.deaths[v], strict=True)):
             dies_in = names[death[0]] if death[0] < len(names) else None
-            # An output is let go when the layer after the next begins.
+            # An output is freed when the layer after the next begins.
             if its and not its.backward and dies_in == its._replace(layer=its.layer + 2):
                 inside.add(f"{v}:{k}")
                 kept[str(its)] += rounded(size)

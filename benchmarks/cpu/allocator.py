@@ -1,9 +1,9 @@
-"""What a planned request costs, beside the stock allocator in the same run.
+"""The cost of a planned request against the stock allocator, in the same run.
 
     python -m benchmarks.allocator [--rounds N] [--json PATH]
 
 One sample is the mean of 2,000 pairs of an allocation and its free, made in C++ through c10 as torch makes them; the memory is
-not touched. The variants take turns, so that what else the machine does falls on all of them:
+not touched. The variants take turns, so that other load of the machine falls on all of them:
 
     stock    torch's allocator, the op not installed
     off      the op installed, no pass running
@@ -50,7 +50,7 @@ def pairs_of(folder: Path, device: torch.device) -> Any:
     kind = {"cpu": 0, "cuda": 1}[device.type]  # c10::DeviceType
 
     def timed(size: int, pairs: int) -> float:
-        function(kind, size, pairs // 10)  # whatever ran before has moved the end of the heap
+        function(kind, size, pairs // 10)  # the variant before has moved the end of the heap
         return function(kind, size, pairs)
 
     return timed
@@ -89,16 +89,16 @@ def measure(rounds: int, device: torch.device) -> dict[str, Any]:
 
 
 def _in_a_pass(allocator: Allocator, pairs: Any, size: int, outcome: str, neighbours: int, device: torch.device) -> float:
-    """All requests of the visit share one slot, and blocks that stay alive lie on both sides of it."""
+    """Time requests that share one slot, with blocks that stay alive on both sides of it."""
     small = allocator.min_bytes
-    ours = neighbours // 2 * small
-    places = [i * small + (size if i * small >= ours else 0) for i in range(neighbours)]
-    slot = (size, ours if outcome == "hit" else NATIVE)
-    allocator.load_plan(0, [("neighbours", [(small, place) for place in places]), ("timed", [slot] * WITH_WARM_UP)])
+    begin = neighbours // 2 * small
+    offsets = [i * small + (size if i * small >= begin else 0) for i in range(neighbours)]
+    slot = (size, begin if outcome == "hit" else NATIVE)
+    allocator.load_plan(0, [("neighbours", [(small, offset) for offset in offsets]), ("timed", [slot] * WITH_WARM_UP)])
     allocator.reserve(neighbours * small + size)
     allocator.follow(0)
     allocator.phase("neighbours")
-    alive = [torch.empty(small, dtype=torch.uint8, device=device) for _ in places]
+    alive = [torch.empty(small, dtype=torch.uint8, device=device) for _ in offsets]
     allocator.phase("timed")
     before = allocator.stats()[outcome]
     nanoseconds = pairs(size, PAIRS)

@@ -3,7 +3,7 @@
     python -m benchmarks.convergence [--steps 300] [--seq-length 256] [--out benchmarks/results]
 
 Trains ds_configs/models/tiny.json in fp32 on this Python's own sources with launch/train.py, one run after another, on the same
-batches. Beside them one more stock run whose linear layers add up their inner dimension in two parts: how far that drifts from
+batches. One more stock run has linear layers that add up their inner dimension in two parts: how far that drifts from
 stock is the floating-point noise of a reordered GEMM, and memo's curves must stay within as much. Writes convergence-DEVICE.json
 (every loss) and .png; prints a table; ends with 1 where a curve leaves the noise. Runs that are finished are not run again.
 """
@@ -28,9 +28,9 @@ REPO = Path(__file__).parents[2]
 ALPHAS = {"0": 0.0, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "1": 1.0}
 NOISE = "stock, GEMMs reordered"
 WINDOW = 20
-"""Steps that the noise is taken over: single steps cross each other by chance."""
+"""Steps in a mean: single steps cross each other by chance."""
 FACTOR = 3.0
-"""A curve may drift so many times as far as the reordered one: both are single draws."""
+"""Allowed drift of a curve over that of the reordered one: both are single draws."""
 FLOOR = 1e-6
 """Below this, relative, there is nothing to compare."""
 
@@ -46,7 +46,7 @@ def deepspeed_config(ranks: int, alpha: float | None) -> dict:
 
 
 def every_run(rank_counts: list[int]) -> dict[str, tuple[int, float | None]]:
-    """Name → ranks and alpha; None: stock."""
+    """Return ranks and alpha by name; alpha None: stock."""
     runs: dict[str, tuple[int, float | None]] = {}
     for ranks in rank_counts:
         where = "1 rank" if ranks == 1 else f"Ulysses {ranks}"
@@ -56,7 +56,7 @@ def every_run(rank_counts: list[int]) -> dict[str, tuple[int, float | None]]:
 
 
 def train(name: str, ranks: int, alpha: float | None, folder: Path, steps: int, length: int) -> dict:
-    """One run by launch/train.py in processes of its own; what it measured."""
+    """Run launch/train.py in processes of its own and return its metrics."""
     stem = folder / name.replace(", ", "-").replace(" ", "_").replace("/", "over")
     metrics, config = stem.with_suffix(".json"), stem.with_suffix(".config")
     wanted = deepspeed_config(ranks, alpha)
@@ -93,7 +93,7 @@ def train(name: str, ranks: int, alpha: float | None, folder: Path, steps: int, 
 
 
 def train_reordered(arguments: list[str]) -> None:
-    """launch/train.py in this process, with linear layers that sum in another order."""
+    """Run launch/train.py in this process, with linear layers that sum in another order."""
 
     def forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
         half = layer.in_features // 2
@@ -113,7 +113,7 @@ def drift(losses: list[float], stock: list[float]) -> float:
 
 
 def table(curves: dict[str, list[float]]) -> tuple[str, bool]:
-    """The table and whether all is within the noise."""
+    """Return the table, and True if all is within the noise."""
     one = curves["stock, 1 rank"]
     noise = drift(curves[NOISE], one)
     lines = [f"{'run':<26}{'first loss':>12}{'last loss':>12}{'equal steps':>13}{'drift':>10}{'from one rank':>15}"]
@@ -135,7 +135,7 @@ means over {WINDOW} steps from that run, and from the one on one rank; allowed a
 
 
 def picture(curves: dict[str, list[float]], path: Path) -> None:
-    """All curves on top of each other, and below how far each is from stock."""
+    """Draw all curves, and below them how far each is from stock."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

@@ -109,7 +109,7 @@ class Measured:
     backward_bar: float | None
 
     def misses(self) -> list[str]:
-        """What is over its bar."""
+        """Values over their bar."""
         found = []
         if self.stored and abs(self.stored / self.stored_bar - 1) > TOLERANCE:
             found.append(f"stored {self.stored:.3f} instead of {self.stored_bar:.3f}")

@@ -1,4 +1,4 @@
-"""What the order of summation alone makes of a gradient: the bar for everything that must not change one."""
+"""Noise of a gradient under another order of summation: the bar for code that must not change gradients."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def distance(got: Gradients, want: Gradients, zero: Iterable[str] = ()) -> dict[
 
 
 def noise(run: Callable[[], Gradients], want: Gradients, dtype: torch.dtype, orders: int = 2, zero: Iterable[str] = ()) -> float:
-    """The most that stock differs from stock in two orders of summation; and no less than one rounding of the dtype, which
-    any number may see.
+    """The most that stock differs from stock in two orders of summation, at least one rounding of the dtype.
 
     Args:
         run: a step of stock.

@@ -1,11 +1,11 @@
-"""Time that record and replay add to a layer, beside plain torch.utils.checkpoint in the same run.
+"""Time that record and replay add to a layer, over torch.utils.checkpoint in the same run.
 
     python -m benchmarks.overhead [--device cpu|cuda] [--json PATH]
 
-The layers are tiny, so what is measured is Python and launch time, which does not grow with the length. Each sample is one
+The layers are tiny, so the samples are Python and launch time, which does not grow with the length. Each sample is one
 training step of one variant; variants take turns. Printed: median milliseconds per layer of a forward and of a backward with
 its replay, and what ds_memo adds to each. On a CPU the clock is the compute thread's own CPU time, so that copies, which run on
-threads of this process there, and other load do not count; on CUDA, where backward has its own thread, it is wall time.
+threads of this process there, and other load do not count. On CUDA, where backward has its own thread, it is wall time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the planner grows: python -m benchmarks.plan --scaling
+"""Time and memory of the planner by the size of the trace: python -m benchmarks.plan --scaling
 
 Plans traces of 10^3 to 10^6 requests, in layers and in one phase (tests/plan/instances.py), each in a fresh process. Writes
 benchmarks/results/plan_scaling.json and draws docs/plan_scaling.png.
@@ -34,7 +34,7 @@ def scaling() -> list[dict]:
 
 
 def one(kind: str, size: int, solver: str) -> dict:
-    """One plan, in this process. Memory is that of the trace and the plan together, above what Python and numpy take."""
+    """Make one plan in this process. Memory is that of trace and plan, without Python's and numpy's own."""
     before = _most_memory()
     trace = getattr(instances, kind)(size)
     began, busy = time.perf_counter(), time.process_time()
@@ -56,7 +56,7 @@ def one(kind: str, size: int, solver: str) -> dict:
 
 
 def _most_memory() -> int:
-    """Bytes of this process at their most."""
+    """Return the peak bytes of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -64,8 +64,8 @@ def draw(rows: list[dict], target: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.4), dpi=100)
-    for place, key, unit in ((1, "seconds", "s"), (2, "MiB", "MiB")):
-        axes = figure.add_subplot(1, 2, place)
+    for column, key, unit in ((1, "seconds", "s"), (2, "MiB", "MiB")):
+        axes = figure.add_subplot(1, 2, column)
         for kind in ("layered", "flat"):
             for solver, line in (("greedy", "o-"), ("cbc", "x--")):
                 mine = [row for row in rows if (row["trace"], row["solver"]) == (kind, solver)]

@@ -1,4 +1,4 @@
-"""Durations that the simulator predicts, beside the real engine's on CPU threads: python -m benchmarks.simulator [--runs N]
+"""Durations of the simulator against the real engine's on CPU threads: python -m benchmarks.simulator [--runs N]
 
 Twenty random configurations with throttled copies (tests/estimate/threaded.py). The order of events is a test; how long things
 took is this table. Compute sleeps, so the machine's speed does not matter; how late it wakes a sleeper does.

@@ -1,4 +1,4 @@
-"""The solver beside its bars: python -m benchmarks.solver [--runs 200] [--json PATH]
+"""The solver against its bars: python -m benchmarks.solver [--runs 200] [--json PATH]
 
 How long it thinks: for random runs of 8 to 128 layers of up to three kinds, with budgets from too little to plenty,
 milliseconds of one solve (residents, alpha, last resort, sentence and all). Each is the median of five.
@@ -43,7 +43,7 @@ def milliseconds(run: RunCosts) -> tuple[float, str]:
 
 
 def times(runs: int) -> tuple[dict[str, Any], float]:
-    """What to keep, and the slowest solve in milliseconds."""
+    """Return rows for the JSON, and the slowest solve in milliseconds."""
     kept, worst = {}, 0.0
     print(f"{'layers':>6s} {'median ms':>10s} {'worst ms':>9s}   answers")
     for layers in (8, 32, 80, 128):
@@ -58,7 +58,7 @@ def times(runs: int) -> tuple[dict[str, Any], float]:
 
 
 def alphas() -> tuple[list[dict[str, Any]], float]:
-    """What to keep, and the largest distance of an alpha from the best of its sweep."""
+    """Return rows for the JSON, and the largest distance of an alpha from the best of its sweep."""
     kept = []
     for case in sweep.CASES:
         costs = case.costs()

@@ -1,9 +1,9 @@
-"""What the tuner adds to the first training pass: with nothing cached, and with the profile of the run before.
+"""Time that the tuner adds to the first training pass: with nothing cached, and with the profile of the run before.
 
     python -m benchmarks.warm_start [--device cpu|cuda] [--model CONFIG.json] [--seq-length N] [--rounds N] [--json PATH]
 
 A start is attaching, finding the profile (measured or read), agreeing and solving, until the first layer could run; planned
-addresses, which have a subject of their own, are off. Cold and warm starts take turns. Printed: medians, the warm one beside its
+addresses are off. Cold and warm starts take turns. Printed: medians, the warm one against its
 bar; ends with 1 if that is missed.
 """
 
@@ -24,12 +24,12 @@ import ds_memo
 from benchmarks.environment import environment
 
 BAR_S = 1.0
-"""Of a warm start that everything is cached for."""
+"""For a warm start with everything cached."""
 CONFIG = Path(__file__).parents[2] / "ds_configs" / "models" / "tiny.json"
 
 
 def start(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[float, bool]:
-    """Seconds, and whether the profile was read."""
+    """Return the seconds, and True if the profile was read."""
     begin = time.perf_counter()
     handle = ds_memo.attach(model, {"plan": {"enabled": False}})
     pilot = handle._session.tuner

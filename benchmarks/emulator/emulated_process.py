@@ -15,11 +15,11 @@ from ds_memo.units import GIB
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
 HOST_GIB = 115
-"""What the emulated machine has free."""
+"""Free host memory of the emulated machine."""
 
 
 def compiled(folder: Path, headers: Path) -> Path:
-    """The stand-in, under the one name that torch looks for beside those of the runtime."""
+    """Compile the stand-in, under the one name that torch looks for besides those of the runtime."""
     library = folder / "libcuda.so.1"
     command = [*compiler(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{headers}", str(HERE / "emulator.cpp")]
     subprocess.run([*command, "-o", str(library)], check=True)
@@ -27,7 +27,7 @@ def compiled(folder: Path, headers: Path) -> Path:
 
 
 def environment(folder: Path, headers: Path, device_gib: float) -> dict[str, str]:
-    """Of a process whose CUDA is the stand-in."""
+    """Return the environment of a process whose CUDA is the stand-in."""
     return {
         "LD_PRELOAD": str(compiled(folder, headers)),
         "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
@@ -38,7 +38,7 @@ def environment(folder: Path, headers: Path, device_gib: float) -> dict[str, str
 
 
 def run_emulated(module: str, arguments: list[str], device_gib: float) -> int:
-    """A module with these arguments in a process whose CUDA is the stand-in; 2 where there can be none, which is said."""
+    """Run a module in a process whose CUDA is the stand-in; print why and return 2 if there can be none."""
     python, headers = os.environ.get("DS_MEMO_CUDA_TORCH"), cuda_headers()
     if python is None or headers is None:
         torch = "DS_MEMO_CUDA_TORCH is not set; it names a Python with a CUDA build of torch"
@@ -53,10 +53,10 @@ def run_emulated(module: str, arguments: list[str], device_gib: float) -> int:
 
 
 def without_values(host_gib: float = HOST_GIB) -> None:
-    """What looks at numbers, or touches memory for its own sake, is left out.
+    """Leave out code that reads values, or touches memory only to have it.
 
     Args:
-        host_gib: what the emulated machine has free.
+        host_gib: free on the emulated machine.
     """
     import torch
     from deepspeed.runtime.zero import stage3, stage_1_and_2

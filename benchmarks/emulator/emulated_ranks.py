@@ -124,13 +124,13 @@ class Alike(dist.ProcessGroup):
 
 
 def _tell(piece: torch.Tensor, mine: torch.Tensor) -> None:
-    """What ranks say to each other is in the host's memory; of what is on the device there are no values."""
+    """Exchange host tensors between the ranks; tensors on the device have no values."""
     if not piece.is_cuda:
         piece.copy_(mine)
 
 
 class _UnderWay(dist.Work):
-    """A collective. Its tensors live until it was waited for, as those of NCCL do."""
+    """A collective. Its tensors live until it was waited for, as under NCCL."""
 
     def __init__(self, over: torch.cuda.Event, moved: Any) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class _UnderWay(dist.Work):
 
 
 def among(ranks: int, clock: Clock) -> None:
-    """From now on this process is rank 0 of so many."""
+    """Make this process rank 0 of so many."""
 
     def make(options: Any, _: Any) -> Alike:
         return Alike(options.group_rank, options.group_size, options.group_id, clock)

@@ -1,4 +1,4 @@
-"""What a step on the emulated device took: time, bytes asked for and reserved, calls of CUDA, planned addresses, setting."""
+"""One step on the emulated device: time, bytes requested and reserved, calls of CUDA, planned addresses, solution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_REPORT = {"plan": None, "predicted": None, "profile": None, "resident_layers
 
 
 class Step:
-    """One that begins now.
+    """A step that begins now.
 
     Args:
         handle: None: it is not under ds_memo.
@@ -32,10 +32,10 @@ class Step:
         self._begin.record()
 
     def row(self, number: int, binding: str | None = None, **more: Any) -> dict[str, Any]:
-        """It is over.
+        """End the step and return its row.
 
         Args:
-            binding: what there is to say where there is no handle.
+            binding: text of the row if there is no handle.
         """
         waits = self._clock.host_waits() - self._waits
         (end := torch.cuda.Event(enable_timing=True)).record()
@@ -65,7 +65,7 @@ class Step:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Under HEADER."""
+    """Format a row as a line under HEADER."""
     gib = "  ".join(f"{(row[name] or 0) / GIB:9.3f}" for name in ("requested", "reserved", "arena", "predicted"))
     counts = f"{row['mallocs']:10.0f}  {row['hits']:5d}  {row['residents']:9d}  {row['alpha']:5.3g}"
     return f"{row['step']:4d}  {row['ms']:7.1f}  {gib}  {counts}  {row['missed'] or ''}"

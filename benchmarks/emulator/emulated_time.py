@@ -1,8 +1,8 @@
-"""What kernels would cost on the emulated device: each op by its FLOPs or its bytes, at rates that `ds-memo estimate` knows.
+"""Kernel times on the emulated device: each op by its FLOPs or its bytes, at the rates of `ds-memo estimate`.
 
 The emulator's streams, events and queues keep time (emulator.cpp); this says how long each kernel keeps its stream busy. So the
-commands that a real CUDA build of torch gives, in their real order and with their real events, take their course: what waits
-for what is found, and what a rate does to it. No kernel ran, and no time of a GPU comes from here.
+commands of a real CUDA build of torch run in their real order and with their real events. The result shows what waits
+for what, and how a rate changes it. No kernel runs, and these are no times of a GPU.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _FREE = {
     aten._unsafe_view,
 }
 _ROWS = {aten.index, aten.index_select, aten.gather, aten.embedding}
-"""They read no more than they write."""
+"""Ops that read no more than they write."""
 _TO_ROWS = {aten.index_copy_, aten.index_put_, aten._index_put_impl_, aten.scatter_, aten.index_add_}
-"""They write no more than the last of their arguments has."""
+"""Ops that write no more than their last argument has."""
 
 
 class Clock:
-    """The emulator's own, which everything in this process sees."""
+    """The emulator's clock, which all code in this process sees."""
 
     def __init__(self, machine: hardware.Hardware) -> None:
         self.machine = machine
@@ -54,7 +54,7 @@ class Clock:
         self.link_share(1.0)
 
     def link_share(self, share: float) -> None:
-        """From now on copies have this share of the link's rate: others use it too."""
+        """Give copies this share of the link's rate from now on, as if others used the link too."""
         self._emulator.emulated_links(share * self.machine.d2h, share * self.machine.h2d)
 
     def now(self) -> float:
@@ -62,16 +62,16 @@ class Clock:
         return self._emulator.emulated_now()
 
     def host_waits(self) -> int:
-        """How often the host has waited for the device."""
+        """Number of times that the host has waited for the device."""
         return self._emulator.emulated_host_waits()
 
     def spend(self, seconds: float) -> None:
-        """On the current stream, behind what is there."""
+        """Add seconds to the current stream, behind its queued work."""
         self._emulator.emulated_work(torch.cuda.current_stream().cuda_stream, seconds)
 
 
 class Costs(SkipsCompiled):
-    """Every op takes its time on the stream that it was launched on."""
+    """Charges each op's time to the stream that it was launched on."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Costs(SkipsCompiled):
 
 
 def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, machine: hardware.Hardware) -> float:
-    """Seconds of one op's kernels; copies over the link are the emulator's own matter."""
+    """Return the seconds of one op's kernels; the emulator itself times copies over the link."""
     packet = func._overloadpacket
     if func.is_view or packet in _FREE:
         return 0.0
@@ -106,7 +106,7 @@ def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Through the device's memory, by an op that only reads and writes."""
+    """Return the bytes that an elementwise op moves through the device's memory."""
     packet = func._overloadpacket
     if func.is_view or packet in _FREE:
         return 0
@@ -120,12 +120,12 @@ def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name."""
+    """Return the arguments by name."""
     return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """What the op reads and writes in place."""
+    """Return the tensors that the op writes in place."""
     if func._schema.name.rpartition("::")[2] in ("copy_", "zero_", "fill_"):  # only written
         return []
     given = _given(func, args, kwargs)
@@ -134,7 +134,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def _bytes(x: Any) -> int:
-    """Of a tensor as it is spread in memory: what is repeated (expanded) is read once."""
+    """Return the bytes of a tensor in memory: an expanded one counts once."""
     if not torch.is_tensor(x):
         return 0
     return math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
@@ -142,7 +142,7 @@ def _bytes(x: Any) -> int:
 
 @contextmanager
 def keeping_time(machine: hardware.Hardware) -> Iterator[Clock]:
-    """Within the block, kernels and copies take the time that this machine would need, also for what ds_memo measures."""
+    """Within the block, kernels and copies take this machine's time, in ds_memo's measurements too."""
     from ds_memo.profile import bandwidth, layer
     from ds_memo.runtime import session as memo
 

@@ -52,7 +52,7 @@ SLOW_AFTER = 7
 """Steps that --slow-link leaves alone; as many as STEPS come after."""
 
 Run = tuple[MemoHandle | None, Callable[[], Any]]
-"""The handle, if it is under ds_memo, and what trains a step."""
+"""The handle, if the model is under ds_memo, and a function that trains a step."""
 
 
 def _attached(model: nn.Module, ids: torch.Tensor, memo: dict[str, Any] | None, rival: Installed) -> Run:
@@ -97,7 +97,7 @@ def step(
     ranks: int = 1,
     rival: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Train some steps and tell, for each, what it took.
+    """Train some steps and return a row for each.
 
     Args:
         models: that take turns, each with half the tokens of the one before.
@@ -135,7 +135,7 @@ def step(
 
 
 def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: float) -> None:
-    """The longest length of each rival, as `gpu.sh capacity` searches it."""
+    """Print the longest length of each rival, as `gpu.sh capacity` searches it."""
     device = torch.device("cuda", 0)
     for rival in rivals:
         probes: list[dict[str, Any]] = []
@@ -159,7 +159,7 @@ def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: floa
 def speed(
     workload: str, length: int, rivals: list[str], link: float, host_gib: float, device_gib: float | None
 ) -> dict[str, Any]:
-    """A point of `gpu.sh speed`.
+    """Run a point of `gpu.sh speed`.
 
     Args:
         link: bytes a second to the host, for the paper's program.

@@ -1,12 +1,12 @@
-"""A training script's first steps as one of many GPUs, on a machine without one: what each step asks CUDA for, and the time.
+"""A training script's first steps as one of many GPUs, on a machine without one: requests to CUDA and time of each step.
 
     export DS_MEMO_CUDA_TORCH=/path/to/python
     python -m benchmarks.rehearsal --ranks 8 --device-gib 80 launch/train.py --deepspeed_config ds_configs/zero3_bf16_memo.json \\
         --model ds_configs/models/llama3-8b.json --seq-length 64K --steps 8
 
 The script runs unchanged, on the emulated device (emulator.py) and as rank 0 of ranks that all do the same (emulated_ranks.py):
-ZeRO, Ulysses, buckets and gathers are DeepSpeed's, of full size, and no number is computed. So losses mean nothing, a "speed" by
-the host's clock that the script prints neither, and the times told here are those of a table, never of a GPU.
+ZeRO, Ulysses, buckets and gathers are DeepSpeed's, of full size, and no number is computed. So losses mean nothing, nor does a
+"speed" that the script prints by the host's clock. Times printed here come from a table, never from a GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rehearse(clock: Clock, ranks: int, rows: list[dict[str, Any]], script: str, 
     """Run the script, and print a line for each optimizer step but the first, in which layers are measured.
 
     Args:
-        rows: what each of these steps took is added to them.
+        rows: a row for each of these steps is added.
     """
     import deepspeed
 
@@ -94,7 +94,7 @@ def rehearse(clock: Clock, ranks: int, rows: list[dict[str, Any]], script: str, 
 
 
 def _split(batches: Iterable[dict[str, Any]], device: Any) -> Iterator[dict[str, Any]]:
-    """ds_memo.deepspeed.ulysses.split without the lengths that ranks tell each other: theirs are this one's."""
+    """ds_memo.deepspeed.ulysses.split without an exchange of lengths: all ranks have this rank's."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     ranks = parallel_state_sp.get_sequence_parallel_world_size()

@@ -18,13 +18,13 @@ LIMIT_S = 480
 
 
 def end_with_children() -> None:
-    """SIGTERM unwinds what runs."""
+    """Have SIGTERM raise SystemExit, so that `run` ends its children."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def run(command: list[str], seconds: float) -> int:
-    """The exit status of a command, 124 if it took too long. None of its children outlives it, whatever ends this process but
-    SIGKILL: one that did would hold the GPU."""
+    """Run a command and return its exit status, 124 if it took too long. No child outlives it, unless SIGKILL ends this process:
+    such a child would hold the GPU."""
     verb = subprocess.Popen(command, start_new_session=True)
     try:
         return verb.wait(seconds)

@@ -39,7 +39,7 @@ STEPS_TO_A_PLAN = 4
 
 
 def train(device: torch.device, planned: bool, hidden: int, layers: int, lengths: list[int], steps: int) -> dict[str, Any]:
-    """One process's part."""
+    """Train in this process and return its samples, counts and bytes."""
     cuda = device.type == "cuda"
     shape = gpt_shape(layers, hidden, max(1, hidden // 128), tuple(lengths))
     model = build(shape, device)
@@ -74,10 +74,10 @@ def train(device: torch.device, planned: bool, hidden: int, layers: int, lengths
 def measure(
     device: torch.device, hidden: int, layers: int, lengths: list[int], steps: int, left: Callable[[], float] = lambda: math.inf
 ) -> dict[str, Any]:
-    """Every way in its own process.
+    """Measure every way in a process of its own.
 
     Args:
-        left: seconds that are left for all that is to come.
+        left: seconds that are left.
     """
     rows: dict[str, dict[str, Any]] = {}
     arguments = {"hidden": hidden, "layers": layers, "lengths": lengths, "steps": steps}

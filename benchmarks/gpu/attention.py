@@ -55,7 +55,7 @@ PACKAGES = {"flash_attn 2": "flash_attn", "flash_attn 3": "flash_attn_interface"
 
 
 def kernels(device: torch.device) -> tuple[dict[str, Kernel], dict[str, str]]:
-    """What can run, and why the others cannot."""
+    """Return the kernels that can run, and by name why the others cannot."""
     names = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
     if device.type != "cuda":
         names = {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
@@ -83,7 +83,7 @@ class Seen(TorchDispatchMode):
 
 
 def picked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """The kernel that PyTorch chooses by itself."""
+    """Return the kernel that PyTorch chooses by itself."""
     with Seen() as seen:
         sdpa(q, k, v, HEAD**-0.5)
     name = (seen.names or ["math"])[0]

@@ -4,8 +4,8 @@
                                     [--device cuda|cpu] [--out DIR]
 
 Per rival and host budget a process of its own doubles the length until it does not fit, then closes in until what fits and what
-does not are within a sixteenth; a length fits if whole steps run: two while the search goes on (ds_memo's first is set more
-carefully than those after it), and at the end as many as it takes until addresses are planned, and one more. Ours and the rivals
+does not are within a sixteenth. A length fits if whole steps run: two during the search (ds_memo's first leaves more memory
+alone than later ones), and at the end as many as planned addresses need, and one more. ds_memo and the rivals
 that get furthest come first, and each may take half of the time that is left.
 
 On CUDA the device budget is PyTorch's own limit of this process, and host memory that a rival pins beyond the host budget counts
@@ -40,11 +40,11 @@ CLOSE = 1 / 16
 BEST = (PLANNED, "hf_offload", "deepspeed", "checkpoint")
 """Searched by default, as the time holds them."""
 ALL = (*dict.fromkeys((*BEST, *OURS, *(name for name in RIVALS if name not in ("paper, expandable", SWAPPING)))),)
-"""What the time does not hold is dropped from the end."""
+"""Dropped from the end where the time does not suffice."""
 EQUALLY_FAST = 1.03
-"""Of step times that are measured once each."""
+"""Bar for the ratio of two step times that are measured once each."""
 KEPT = 1 / 4
-"""Of the time, for steps of ours at the lengths that the rivals reach."""
+"""Share of the time kept for steps of ds_memo at the lengths that the rivals reach."""
 
 
 class OverBudget(MemoryError):
@@ -72,11 +72,11 @@ class Search:
         return max(self.fits, default=0)
 
     def lengths(self) -> Iterator[int]:
-        """What to try next; :meth:`learn` must be told before the next one is asked for."""
+        """Yield lengths to try; the caller passes each result to :meth:`learn` before it takes the next."""
         return iter(self._next, None)
 
     def learn(self, length: int, fits: bool) -> None:
-        """The latest word on a length counts."""
+        """Note a result; the latest for a length counts."""
         if fits:
             self.fits.append(length)
         else:
@@ -95,7 +95,7 @@ class Search:
 
 
 def probe(shape: Shape, length: int, rival_name: str, budget: Budget, model: torch.nn.Module, warm_up: int = 1) -> dict[str, Any]:
-    """Whether whole steps of one length run, and how long the last one took.
+    """Run steps of one length; return if they fit, and the seconds of the last.
 
     Args:
         warm_up: steps before the one that is timed.
@@ -138,7 +138,7 @@ def _within(found: dict[str, Any], budget: Budget) -> None:
 def search_here(
     shape: Shape, rival: str, budget: Budget, tell: Callable[[dict[str, Any]], None], lengths: Sequence[int] = ()
 ) -> None:
-    """The child's part: one rival, one line of JSON per length.
+    """Search for one rival in this process, and tell the result of each length.
 
     Args:
         lengths: tried in full, instead of a search.
@@ -172,7 +172,7 @@ def search_here(
 
 
 def longest(probes: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Of the lengths that fit by their last word, the probe of the longest."""
+    """Return the longest probe that fits; the last probe of a length counts."""
     last_words = {found["length"]: found for found in probes}
     return max((found for found in last_words.values() if found["fits"]), key=lambda found: found["length"], default=None)
 
@@ -180,7 +180,7 @@ def longest(probes: list[dict[str, Any]]) -> dict[str, Any] | None:
 def search_apart(
     shape: Shape, rival: str, budget: Budget, seconds: float, device_bytes: int, lengths: Sequence[int] = ()
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """The search in a process of its own, which may run out of anything; what it said until then counts.
+    """Search in a process of its own, which may run out of memory or time; its probes until then count.
 
     Returns:
         The probes, and why it ended early if it did.
@@ -211,7 +211,7 @@ def search_apart(
 def measure(
     run: results.Run, shape: Shape, rivals: list[str], budgets: list[int], budget: Budget, device_bytes: int, until: float
 ) -> None:
-    """Every rival at every host budget, one rival after the other, as far as the time goes; then ours at their lengths.
+    """Search with every rival at every host budget while there is time; then train ds_memo at their lengths.
 
     Args:
         until: seconds since the run began.
@@ -265,16 +265,16 @@ def measure(
 
 
 def lengths_to_compare(ours: dict[str, Any], rows: list[dict[str, Any]]) -> list[int]:
-    """Where each rival ends at the host budget of ours, if ours goes as far; the longest first."""
+    """Return the longest length of each rival at this host budget, if ds_memo goes as far; the longest first."""
     ends = {row["longest"] for row in rows if row["host_bytes"] == ours["host_bytes"] and row["rival"] not in OURS}
     return sorted((length for length in ends if length and length <= (ours["longest"] or 0)), reverse=True)
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At each host budget: ours, planned, against the longest of the others, and how fast it is where each of them ends.
+    """Return, for each host budget, ds_memo's longest length against the others', and its step time where each ends.
 
-    A search that was cut off is at its length *or more*: ours then claims nothing, which is a bar missed, and another's speaks
-    only if that is beyond ours already; else it is named as unfinished.
+    A search that was cut off reached its length *or more*. If it was ds_memo's, the bar is missed. Another's counts only if it is
+    beyond ds_memo's already; else it is named as unfinished.
     """
     found = []
     for host in dict.fromkeys(row["host_bytes"] for row in rows):
@@ -297,7 +297,7 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _equally_fast(ours: dict[str, Any], other: dict[str, Any], at: str) -> dict[str, Any]:
-    """Step times where the other one ends, both as they stay: ours with planned addresses."""
+    """Compare step times at the other rival's longest length; ds_memo's with planned addresses."""
     name = f"step / step of {other['rival']} at {other['longest']} tokens, {at}"
     probes = {found["length"]: found for found in ours.get("at_rivals", ())}
     if (probe := probes.get(other["longest"])) is None:

@@ -1,4 +1,4 @@
-"""Is ds_memo right on this machine, and what does it cost? Ends with 1 if anything is off.
+"""Check ds_memo's results and cost on this machine. Ends with 1 if anything is off.
 
     bash benchmarks/gpu.sh check [--device cuda|cpu] [--out FILE]
 
@@ -6,11 +6,11 @@ On CUDA in bf16, on a CPU (to try the harness) in fp32:
 
     host           a virtual machine whose memory grows as it is used is made to grow, on CUDA
     gradients      every model of the test suite, alpha × resident layers, three steps each, against the model without memo; the
-                   bar is what stock differs by from stock in five other orders of summation, for each model its own
-    stream order   copies delayed by a random time, memory that was let go overwritten: gradients bit-equal to the undelayed run
+                   bar is the difference of stock from stock in five other orders of summation, for each model its own
+    stream order   copies delayed by a random time, freed memory overwritten: gradients bit-equal to the undelayed run
                    Both once more without cuDNN's attention, on CUDA, where it is what PyTorch picks on a new card
     memory         stored bytes per layer, live bytes after the forward, backward peak (benchmarks/memory.py)
-    overhead       what record and replay add per layer (benchmarks/overhead.py)
+    overhead       milliseconds that record and replay add per layer (benchmarks/overhead.py)
     link           copy bandwidth of the host slab in both directions
     step           four layers of 7B width: no checkpointing, torch's checkpoint, ds_memo at alpha 0, 0.5 and 1, and stalls
     allocator      planned addresses (benchmarks/check_addresses.py)
@@ -54,24 +54,24 @@ from ds_memo.units import GIB
 from tests import models
 
 LIMIT_S = 440
-"""Of the whole check on CUDA, once everything is imported; what would begin too late is left out, and that is a failure."""
+"""Seconds of the whole check on CUDA, after the imports. A part that would begin too late is left out, which is a failure."""
 HOST = 24 * GIB
-"""That it needs of a machine whose memory grows."""
+"""Host memory that the check needs on a machine whose memory grows."""
 ORDERS = 5
 OTHER_ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""Without cuDNN. Flash where it can; masks, which it has not, need one of the others."""
+"""Without cuDNN: flash if it can, one of the others for masks."""
 MODELS: dict[str, Callable[[torch.dtype], nn.Module]] = {
     **{name: functools.partial(models.build, name) for name in models.MODELS},
     "dropout": lambda dtype: models.build("gpt2", dtype, attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1),
 }
-"""Those of the tests, and one that draws random numbers inside attention and beside it."""
+"""The models of the tests, and one that draws random numbers inside and outside attention."""
 ALPHAS, RESIDENTS = (0.0, 0.125, 0.5, 0.875, 1.0), (0, 2, models.LAYERS)
 
 
 def gradients(
     device: torch.device, dtype: torch.dtype, alphas: tuple[float, ...] = ALPHAS, residents: tuple[int, ...] = RESIDENTS
 ) -> dict[str, Any]:
-    """Every model, alpha and number of residents; loss and generator must be equal to the bit."""
+    """Compare gradients of every model, alpha and number of residents; loss and generator must be equal to the bit."""
     failures: list[str] = []
     rows = {}
     for name, make in MODELS.items():
@@ -126,7 +126,7 @@ class DelayedCudaStreams(CudaStreams):
 
 
 def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) -> dict[str, Any]:
-    """Random alpha, residents and delays; what was let go is written over by compute at once."""
+    """Train with random alpha, residents and delays; compute overwrites freed memory at once."""
     model = models.build("llama", dtype).to(device)
     # On CUDA addresses are planned for requests of 1 MiB and more; of short sequences, so that backwards repeat to the bit.
     batch = models.Batch.random(512 if device.type == "cuda" else 2, 64, dtype).to(device)
@@ -172,7 +172,7 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
 
 
 def _different(got: models.Outcome, want: models.Outcome) -> list[str]:
-    """What is not equal to the bit, the first few."""
+    """Return the names of the first few values that are not equal to the bit."""
     names = [name for name in want.grads if not _bit_equal(got.grads[name], want.grads[name])]
     return ([] if torch.equal(got.loss, want.loss) else ["loss"]) + names[:3]
 
@@ -187,7 +187,7 @@ def stored_and_live(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def link(device: torch.device, gib: float) -> dict[str, Any]:
-    """GB/s of a large copy from and to the slab, each direction alone and both at once."""
+    """Measure GB/s of a large copy from and to the slab, each direction alone and both at once."""
     nbytes = int(gib * GIB)
     slab, streams = HostSlab(2 * nbytes + 8192, HostPool(device)), streams_for(device)
     blocks = [slab.allocate(nbytes, "the link test") for _ in range(2)]
@@ -223,19 +223,19 @@ def link(device: torch.device, gib: float) -> dict[str, Any]:
 
 
 def attempt(name: str, part: Callable[[], Any], left: Callable[[], float]) -> Any:
-    """What a part found; where it broke or would begin too late, that as a failure."""
+    """Return a part's result, or a failure if it raises or would begin too late."""
     if left() < LIMIT_S / 8:
         return {"failures": [f"{name}: left out, {left():.0f} of {LIMIT_S} s are left"]}
     try:
         return part()
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        gc.collect()  # what was attached to a model that is gone
+        gc.collect()  # handles of models that are gone
         return {"failures": [f"{name}: {type(error).__name__}: {error}"]}
 
 
 def step_time(device: torch.device, hidden: int, heads: int, tokens: int, layers: int = 4) -> dict[str, Any]:
-    """Median seconds of a step, variants in turn, with peak device memory where CUDA counts it."""
+    """Measure median seconds of a step, variants in turn, with peak device memory where CUDA counts it."""
     shape = gpt_shape(layers, hidden, heads, (tokens,))
     model, ids = build(shape, device), batch(shape, tokens, device)
     variants = {"no checkpointing": None, "torch checkpoint": "torch", "alpha 0": 0.0, "alpha 0.5": 0.5, "alpha 1": 1.0}
@@ -274,7 +274,7 @@ def step_time(device: torch.device, hidden: int, heads: int, tokens: int, layers
 
 
 def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable[[], Any]]:
-    """What is checked, in this order.
+    """Return the parts of the check, in their order.
 
     Args:
         left: seconds that are left.

@@ -1,6 +1,6 @@
 """Planned addresses on this machine: the part "allocator" of `gpu.sh check`.
 
-scenarios        on CUDA: the op beside everything else that uses device memory (tests/ops/cuda_scenarios), with torch's
+scenarios        on CUDA: the op with all other users of device memory (tests/ops/cuda_scenarios), with torch's
                  segments and with expandable ones
 pairs            nanoseconds of a planned request (benchmarks/allocator.py)
 fixed_length     memory that training holds (benchmarks/allocator_gpu.py); likewise three_lengths, which take turns
@@ -31,18 +31,18 @@ def measure(
     layers: int,
     tokens: int,
 ) -> dict[str, Any]:
-    """All of it.
+    """Run all of it.
 
     Args:
-        attempt: gives what a part found; where that broke or would begin too late, "failures".
+        attempt: returns a part's result; "failures" if it raises or would begin too late.
     """
     result: dict[str, Any] = {"failures": [], "scenarios": {}}
     for expandable in (False, True) if device.type == "cuda" else ():
-        setting = f"expandable_segments:{expandable}"
-        passed, failures = scenarios(setting if expandable else "", left())
-        print(f"    {setting}: {passed} scenarios passed")
-        result["scenarios"][setting] = passed
-        result["failures"] += [f"allocator, {setting}: {failure}" for failure in failures]
+        segments = f"expandable_segments:{expandable}"
+        passed, failures = scenarios(segments if expandable else "", left())
+        print(f"    {segments}: {passed} scenarios passed")
+        result["scenarios"][segments] = passed
+        result["failures"] += [f"allocator, {segments}: {failure}" for failure in failures]
     lengths = [tokens, tokens // 2, tokens * 3 // 4]
     parts: dict[str, Callable[[], Any]] = {
         "pairs": lambda: allocator.measure(10, device),
@@ -57,10 +57,10 @@ def measure(
 
 
 def scenarios(segments: str, seconds: float) -> tuple[int, list[str]]:
-    """How many passed, and what failed, in a process of their own.
+    """Run the scenarios in a process of their own; return the number that passed, and the failures.
 
     Args:
-        segments: PYTORCH_CUDA_ALLOC_CONF; with anything in it ds_memo leaves the splitting of blocks to whoever set it.
+        segments: PYTORCH_CUDA_ALLOC_CONF; if it is not empty, ds_memo does not change how blocks are split.
     """
     ran = subprocess.Popen(
         [sys.executable, "-m", "tests.ops.cuda_scenarios"],

@@ -17,7 +17,7 @@ SETTINGS = tuple(itertools.product((0.0, 0.5, 1.0), (0, 2)))
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Gradients against the model without memo, within what half precision allows; the loss to the bit; attention runs once."""
+    """Compare gradients with the model without memo, within half precision; the loss to the bit; attention runs once."""
     model = models.build("llama", dtype, attn_implementation="flex_attention").to(device)
     batch = models.Batch.random(2, LENGTH, dtype).to(device)
     want = models.step(model, batch, use_cache=False)

@@ -1,4 +1,4 @@
-"""The bars that a point of `speed` can speak to: name, measured, bar, held. What should have been measured and was not is a bar
+"""The bars of a point of `speed`: name, measured, bar, held. A measurement that is missing is a bar
 that is not held."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from benchmarks.rivals import INPUT_OFFLOAD, OURS, PLANNED, SWAPPING
 from benchmarks.timing import arena
 
 MOST_NOISE = 0.03
-"""No samples excuse more than this; the bar beside no checkpointing allows as much."""
+"""Noise allows no more than this; the bar against no checkpointing allows as much."""
 
 
 def spread(samples: list[float]) -> float:
-    """Width of the middle half of the samples over their median."""
+    """Return the width of the middle half of the samples over their median."""
     if len(samples) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -24,16 +24,16 @@ def spread(samples: list[float]) -> float:
 
 
 def _has_room_to_hide(length: int, row: dict[str, Any]) -> bool:
-    """Whether copies can be expected to cost nothing: attention takes its time, and the host has room for what is copied."""
+    """Return True if copies should cost nothing: attention is long enough, and the host has room for the rows."""
     binding = (row.get("report") or {}).get("binding") or ""
     return length >= 65536 and not binding.startswith(("host memory", "last resort"))
 
 
 def claims(point: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of ours, planned, which is what a user gets: where another way trains and it does not, that is a bar missed.
+    """Return the bars of "ds_memo, planned", the default. If another way trains and it does not, the bar is missed.
 
-    Where two ways train that may be equally fast, they are told apart no further than their samples tell: `margin`, the middle
-    halves of both (root of the sum of squares), is beside the bar, and MOST_NOISE at most.
+    Two ways may be equally fast. So a bar has a `margin`: the middle halves of both samples (root of the sum of squares),
+    MOST_NOISE at most.
     """
     rows = {name: row for name, row in point["rivals"].items() if "median_s" in row}
     found: list[dict[str, Any]] = []

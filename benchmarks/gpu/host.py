@@ -1,4 +1,4 @@
-"""Host memory of a virtual machine that grows only as it is used: used once, so that budgets see what there can be."""
+"""Host memory of a virtual machine that grows only as it is used: used once, so that budgets count the grown memory."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ds_memo.units import GIB
 
 STEP = 4 * GIB
 PATIENCE_S = 2.0
-"""How long a machine is waited for until its memory counts as all there is."""
+"""Seconds to wait for growth after each block."""
 IDLE_S = 15.0
-"""One that has not grown for so long, while its memory was being used, does not grow: a large one takes minutes to half fill."""
+"""Seconds without growth, while memory is used, after which a machine counts as grown: a large one takes minutes to half fill."""
 MOST_S = 40.0
-"""How long a machine may grow: the time that one is lent for is short."""
+"""Seconds that a machine may grow."""
 BESIDE = 16 * GIB
-"""What is needed beside a host budget."""
+"""Bytes needed besides a host budget."""
 
 
 def budget(host_gib: float | None, device: torch.device, enough_gib: float = 48.0) -> int:
-    """Bytes of host memory that rivals may use. Trials on a CPU take what there is.
+    """Return the bytes of host memory that rivals may use. Trials on a CPU take all there is.
 
     Args:
-        host_gib: at most; None: what is there, once the machine has grown to `enough_gib` and what is needed beside.
+        host_gib: at most; None: all there is, once the machine has grown to `enough_gib` and BESIDE.
     """
     if device.type == "cuda":
         grow(int((host_gib or enough_gib) * GIB) + BESIDE)
@@ -39,7 +39,7 @@ def total_bytes() -> int:
 
 
 def touch(nbytes: int) -> mmap.mmap:
-    """Memory of which every page is there."""
+    """Map memory and write to every page."""
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     page = b"\1" * (1 << 20)
     for _ in range(nbytes >> 20):
@@ -55,10 +55,10 @@ def grow(
     wait: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Use memory, step by step, as long as the machine is smaller than `wanted` and grows, for MOST_S at most; give it back.
+    """Use memory, step by step, while the machine is smaller than `wanted` and grows, for MOST_S at most; then free it.
 
     Returns:
-        Bytes that the machine has then. One that has them already, or does not grow, is left as it is.
+        Bytes that the machine has then.
     """
     held, most, begin = [], free() // 2, clock()
     grew = begin

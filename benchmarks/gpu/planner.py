@@ -1,16 +1,16 @@
-"""What planned addresses are worth: each way to allocate in a process of its own, on the layers of the claims.
+"""Gain of planned addresses: each way to allocate in a process of its own, on the layers of the claims.
 
     bash benchmarks/gpu.sh planner [--workloads gpt7b llama8b ulysses8] [--budget-s 420] [--device cuda|cpu] [--out DIR]
 
 Per workload at one length, and at three lengths in turn, ds_memo trains with PyTorch's native allocator, its expandable
-segments, planned addresses, and both. Two layers are resident: where everything fits ds_memo would be plain training, which has
+segments, planned addresses, and both. Two layers are resident: where everything fits, ds_memo would not checkpoint and have
 no phases to plan. Printed and written per way, after the warm-up:
 
     cudaMalloc, cudaFree   per step; bar for planned: 0
-    reserved               most bytes held from CUDA; bar for planned: 1.02 × what was requested at most of the native allocator,
-                           in the same setting: what is requested with a plan has the arena in it, however large
+    reserved               most bytes held from CUDA; bar for planned: 1.02 × the requested peak of the native allocator with the
+                           same placements: with a plan the arena is among what is requested, however large
     plan                   peak, lower bound, hits, misses by reason, seconds that planning took
-    step                   median seconds; steps during which ds_memo changed its setting are dropped and timed again
+    step                   median seconds; steps during which ds_memo changed its solution are dropped and timed again
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from benchmarks.workloads import NAMES, Shape, batch, build, shapes
 from ds_memo.units import GIB
 
 LEAST_S = 20.0
-"""With less, no way is begun: a process has to load its libraries and to train until addresses are planned."""
+"""Seconds that a way needs: a process has to load its libraries and to train until addresses are planned."""
 BAR = 1.02
 STEPS = 4
 ENOUGH_GIB = 32.0
-"""Of host memory, where there is no more."""
+"""GiB of host memory that suffice."""
 WARM_UP = 5
 
 
 def lengths_of(shape: Shape, cuda: bool) -> dict[str, list[int]]:
-    """One length, and three that take turns: the shortest two of the workload and one between them."""
+    """Return one length, and three that take turns: the shortest two of the workload and one between them."""
     short, long = shape.lengths[:2]
     between = (short + long) // 2 // (64 * shape.ranks) * (64 * shape.ranks) if cuda else (short + long) // 2
     return {"fixed length": [long], "three lengths": [long, short, between]}
 
 
 def train(shape: Shape, planned: bool, lengths: list[int], budget: Budget) -> dict[str, Any]:
-    """The child's part."""
+    """Train in this process and return its samples, counts and bytes."""
     device = budget.device
     model = build(shape, device)
     trainer = Trainer(model, batch(shape, lengths[0], device))
@@ -85,7 +85,7 @@ def run_way(shape: Shape, way: str, lengths: list[int], budget: Budget, seconds:
 
 
 def claims(ways: dict[str, dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """The bars that planned addresses have to meet; counts and bytes, and no claim without a device that counts them."""
+    """Return the bars of planned addresses: counts and bytes, if the device counts them."""
     found: list[dict[str, Any]] = []
     planned, native = ways.get("planned", {"error": results.NO_TIME}), ways.get("native", {"error": results.NO_TIME})
     mallocs, reserved = f"cudaMalloc and cudaFree a step, {where}", f"reserved / requested without a plan, {where}"
@@ -102,14 +102,14 @@ def claims(ways: dict[str, dict[str, Any]], where: str) -> list[dict[str, Any]]:
     if placements(native["report"]) != placements(planned["report"]):
         return [
             *found,
-            results.unmeasured(reserved, "the two processes chose other placements, so their bytes cannot be compared"),
+            results.unmeasured(reserved, "the two processes have other placements, so their bytes cannot be compared"),
         ]
     over = planned["device_reserved_peak"] / native["device_peak"]
     return [*found, {"claim": reserved, "value": over, "bar": BAR, "held": over <= BAR}]
 
 
 def measure(run: results.Run, names: list[str], budget: Budget, budget_s: float) -> None:
-    """Every way of every workload and kind, as far as the time goes.
+    """Measure every way of every workload and kind, while there is time.
 
     Args:
         budget: layers are profiled once for all ways, in its cache.

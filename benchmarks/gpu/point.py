@@ -1,4 +1,4 @@
-"""One point of `speed`: every rival at one length of a workload, in turns, and what is looked at once beside them.
+"""One point of `speed`: every rival at one length of a workload, in turns; then gradients and streams.
 
 A rival is put on the model, warmed up, timed, taken off, and the next has its turn. All are warmed up by as many steps, and every
 other turn goes through them backwards: a card that is held to a power limit is slower when it is warm.
@@ -29,9 +29,9 @@ from ds_memo.units import GIB
 WARM_UP = max(rival.warm_up for rival in RIVALS.values())
 """Steps of every rival before it is timed."""
 NEEDED = (PLANNED, "none", "checkpoint", *INPUT_OFFLOAD, SWAPPING)
-"""Those that the bars name."""
+"""Rivals that the bars name."""
 URGENT = (*NEEDED, "checkpoint+attention", "paper, planned", "paper")
-"""In this order, and then the others: what a point cannot do without comes before its time is over."""
+"""Order of the rivals, then the others: the most urgent ones come before the time is over."""
 
 
 def run_point(
@@ -46,11 +46,11 @@ def run_point(
     until: float = math.inf,
     tell: Callable[[dict[str, Any]], Any] = lambda point: None,
 ) -> dict[str, Any]:
-    """One point: raw samples, memory and reports of every rival.
+    """Measure one point: raw samples, memory and reports of every rival.
 
     Args:
-        visits: how often each rival has its turn, and how many steps are timed then.
-        compare: the gradients too.
+        visits: turns of each rival, and steps timed in a turn.
+        compare: compare the gradients too.
         folder: for the profile, the trace and the picture of the streams.
         until: no turn begins later, by time.perf_counter().
         tell: called with the point after the prediction, and after every turn of a rival.
@@ -65,7 +65,7 @@ def run_point(
     point["device_budget"] = budget.device_bytes
 
     def part(name: str, work: Callable[[], Any]) -> None:
-        """One that breaks takes no rival's numbers with it."""
+        """Run a part; one that raises leaves the rivals' numbers alone."""
         if time.perf_counter() >= until:
             point[name] = {"skipped": results.NO_TIME}
             return
@@ -105,7 +105,7 @@ def run_point(
 
 
 def _sum_up(row: dict[str, Any], flops: float) -> None:
-    """One that broke in a later turn has samples, and no median."""
+    """Add the median and TFLOP/s; a rival that broke in a later turn gets none."""
     row.pop("median_s", None), row.pop("tflops", None)
     if row["samples_s"] and "out" not in row:
         row["median_s"] = statistics.median(row["samples_s"])
@@ -117,7 +117,7 @@ def urgency(rival: Rival) -> int:
 
 
 def held(rivals: list[Rival], rows: dict[str, dict[str, Any]], left: float) -> list[Rival]:
-    """The first of them that have a turn in the seconds that are left, by what their turns took before."""
+    """Return the first rivals whose turns fit the seconds that are left, by their longest turn so far."""
     found = []
     for rival in (rival for rival in rivals if "out" not in rows[rival.name]):
         left -= max(rows[rival.name]["turns_s"], default=0.0)
@@ -130,10 +130,10 @@ def held(rivals: list[Rival], rows: dict[str, dict[str, Any]], left: float) -> l
 def _turn(
     trainer: Trainer, rival: Rival, budget: Budget, rows: dict[str, dict[str, Any]], steps: int, until: float
 ) -> str | None:
-    """Put a rival on the model, time it, take it off; what becomes of it is in its row.
+    """Put a rival on the model, time it, take it off, and note the result in its row.
 
     Returns:
-        What broke, if it was not for want of memory.
+        The error, unless memory ran out.
     """
     row = rows[rival.name]
     if "out" in row:
@@ -156,7 +156,7 @@ def _turn(
         if not does_not_fit(error):
             traceback.print_exc()
             broke = row["out"]
-    for parameter in trainer.model.parameters():  # whatever a failed step left
+    for parameter in trainer.model.parameters():  # a failed step may have left gradients
         parameter.grad.zero_()
     clear(budget.device)
     row["turns_s"].append(time.perf_counter() - begin)
@@ -164,7 +164,7 @@ def _turn(
 
 
 def watch_streams(trainer: Trainer, rival: Rival, budget: Budget, folder: Path, name: str) -> dict[str, Any]:
-    """One step as the profiler sees it."""
+    """Profile one step and return its streams' analysis."""
     path = folder / f"streams-{name}.json"
     with rival.on(trainer.model, budget) as installed:
         for _ in range(rival.warm_up):
@@ -205,7 +205,7 @@ def _visit(trainer: Trainer, installed: Installed, steps: int, row: dict[str, An
 
 
 def _too_much_host(rival: Rival, rows: dict[str, dict[str, Any]], budget: Budget) -> str | None:
-    """PyTorch's own offloading knows no budget, and a host that is full kills the whole run."""
+    """Return why a rival is not tried: PyTorch's offloading knows no budget, and a full host kills the whole run."""
     saved = rows.get("none", {}).get("memory", {}).get("device_peak")
     if rival.name != "save_on_cpu" or budget.device.type != "cuda":
         return None
@@ -216,7 +216,7 @@ def _too_much_host(rival: Rival, rows: dict[str, dict[str, Any]], budget: Budget
 
 
 def gradients(trainer: Trainer, rivals: list[Rival], budget: Budget, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Every rival's gradients, once it is warm, against no checkpointing; the bar: the same model with GEMMs in other orders."""
+    """Compare every warm rival's gradients with no checkpointing; the bar: the same model with GEMMs in other orders."""
     try:
         loss, want = trainer.gradients(Installed())
         bar = noise(lambda: trainer.gradients(Installed())[1], want, next(trainer.model.parameters()).dtype)

@@ -1,4 +1,4 @@
-"""What ds_memo says of a point before it is measured: the solver's layers, and `ds-memo estimate` from the measured profile,
+"""Prediction of a point before it is measured: the solver's layers, and `ds-memo estimate` from the measured profile,
 within the same budgets."""
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ds_memo.solve.headroom import HEADROOM
 from ds_memo.units import GIB
 
 SETTLED_AFTER = 4
-"""Steps, at most."""
+"""Steps until the solution stays, at most."""
 STATE_BYTES = 16
-"""That the estimator counts of a parameter, without ZeRO: itself, its gradient, and Adam's fp32 weight and two moments."""
+"""Bytes of a parameter's states in the estimator, without ZeRO: weight, gradient, and Adam's fp32 weight and two moments."""
 
 
 def hardware_of(device: torch.device) -> str | None:
-    """The estimator's name of the device; None: it has none."""
+    """Return the estimator's name of the device; None: it has none."""
     return named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def in_words(said: dict[str, Any], measured_s: float | None = None) -> str:
-    """A prediction in one line.
+    """Return a prediction as one line.
 
     Args:
         measured_s: the step that was predicted; None: not measured.
@@ -51,14 +51,14 @@ def in_words(said: dict[str, Any], measured_s: float | None = None) -> str:
 
 
 def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder: Path, hardware: str | None) -> dict[str, Any]:
-    """Before anything is timed: the first steps of ds_memo, in which it profiles the layers and solves; then the estimator.
+    """Take ds_memo's first steps, in which it profiles the layers and solves; then ask the estimator.
 
-    The first step holds back half of the device until it has seen what head and optimizer take: the solver is asked when it
-    answers as in the step before.
+    The first step leaves half of the device alone, until head and optimizer are known. So the solver's answer counts once it is
+    that of the step before.
 
     Args:
-        folder: the profile and the model's config are left there.
-        hardware: the estimator's name of this device; None: only the solver's word is taken.
+        folder: for the profile and the model's config.
+        hardware: the estimator's name of this device; None: only the solver answers.
     """
     try:
         with RIVALS[PLANNED].on(trainer.model, replace(budget, ranks=shape.ranks)) as installed:
@@ -77,7 +77,7 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     found |= {"solver": report["predicted"], "steps_until_settled": len(reports)}
     stem = f"{shape.name}-{length}"
     profile_file, config_file = folder / f"profile-{stem}.json", folder / f"model-{stem}.json"
-    # What stands in for one rank of so many was measured at the rows of that rank, with the attention of the whole sequence.
+    # The stand-in for one rank of several was measured at that rank's rows, with the attention of the whole sequence.
     profile_file.write_text(to_json(replace(profile, ranks_per_sequence=shape.ranks)))
     if hardware is None:
         return found | {"estimate": None}
@@ -85,7 +85,7 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     ranks = str(shape.ranks)  # the layers' times are those of one rank of so many, measured
     words = ["--model", str(config_file), "--hardware", hardware, "--gpus", ranks, "--sp", ranks, "--zero", "0"]
     words += ["--seq-length", str(length), "--host-memory-gib", f"{shape.ranks * budget.host_bytes / GIB:.9f}"]
-    # What the solver had for layers, and what the estimator takes off for others and leaves alone.
+    # The solver's budget for layers, plus what the estimator subtracts for logits, states and headroom.
     counted, rows = model.load(str(config_file)), tokens_of(shape, length)
     activations = report["profile"]["device_budget"] + LOGIT_BYTES * counted.vocab * min(rows, TILE_TOKENS)
     words += ["--device-memory-gib", f"{(STATE_BYTES * counted.parameters + activations / (1 - HEADROOM)) / GIB:.9f}"]

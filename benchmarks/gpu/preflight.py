@@ -1,4 +1,4 @@
-"""Is everything there that a verb of gpu.sh needs? Asked before anything is timed, and answered in a line; then the verb runs."""
+"""Check that a verb of gpu.sh has what it needs, before anything is timed; then run it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEEDED = ("transformers", "deepspeed", "ds_memo")
 
 
 def missing(device: torch.device) -> str | None:
-    """What cannot be imported or built, and why; None: nothing."""
+    """Return what cannot be imported or built, and why; None: nothing is missing."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return "no CUDA device here; --device cpu tries the harness itself"
     for name in NEEDED:

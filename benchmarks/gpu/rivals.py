@@ -1,7 +1,7 @@
-"""What a user would pick instead, each as it is used, and ds_memo itself.
+"""The rivals: other methods, each as its users call it, and ds_memo itself.
 
 Every rival is installed on the same Hugging Face model, trains, and is taken off again. `around` encloses a forward with its
-backward; a rival that holds host memory gives it back when it is taken off.
+backward; a rival that holds host memory frees it when it is taken off.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ds_memo.units import GIB
 
 @dataclass(frozen=True)
 class Budget:
-    """What every rival may use, and what the workload is."""
+    """Memory that every rival may use, and facts of the workload."""
 
     device: torch.device
     host_bytes: int
@@ -36,7 +36,7 @@ class Budget:
     layer_forward_s: float = 0.0
     """Measured, of one layer without copies; likewise."""
     cache_dir: str | None = None
-    """Where ds_memo's profiles are shared by the turns of one run; None: its own place."""
+    """Folder of ds_memo's profiles, shared by the turns of one run; None: its default."""
 
 
 @dataclass
@@ -45,9 +45,9 @@ class Installed:
 
     around: Callable[[], AbstractContextManager] = nullcontext
     report: Callable[[], dict[str, Any]] = dict
-    """What it says of itself."""
+    """The rival's own report."""
     profile: Callable[[], Any] = lambda: None
-    """What it measured of the layers."""
+    """Its profile of the layers."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Rival:
     expandable: bool = False
     """Runs with PyTorch's expandable segments."""
     warm_up: int = 1
-    """Steps until it is as it will stay."""
+    """Steps before its time and memory are steady."""
     needs: str | None = None
     """A package without which it cannot run."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     def missing(self) -> str | None:
-        """Why it cannot run here."""
+        """Return why it cannot run here; None: it can."""
         return f"{self.needs} is not installed" if self.needs and importlib.util.find_spec(self.needs) is None else None
 
     def on(self, model: nn.Module, budget: Budget) -> AbstractContextManager[Installed]:
@@ -163,8 +163,8 @@ def memo(model: nn.Module, budget: Budget, planned: bool = False, **config: Any)
 
 
 _UNTIL_PLANNED = 4
-"""Steps until addresses are planned: one after which ds_memo solves again, two alike to profile, one that plans and lets go of
-what torch's allocator held. (Seen in the emulator, at every length. Where a GPU takes longer, samples are taken again.)"""
+"""Steps until addresses are planned: one after which ds_memo solves again, two alike to profile, one that plans and frees
+the memory in torch's cache. (Observed in the emulator, at every length. Where a GPU takes longer, samples are taken again.)"""
 
 RIVALS = {
     rival.name: rival
@@ -210,7 +210,7 @@ RIVALS = {
     )
 }
 PLANNED = "ds_memo, planned"
-"""What a user gets."""
+"""The default of ds_memo."""
 OURS = ("ds_memo", "ds_memo, expandable", PLANNED)
 """With its own solution."""
 SWAPPING = "ds_memo, swapping"

@@ -4,22 +4,22 @@
                                  [--budget-s 420] [--device cuda|cpu] [--out DIR]
 
 The points (workload, length) that the bars name come first, with the rivals that they name, and with others as the time allows;
-then the other points, from short to long, and attention kernels last. What the time does not hold is dropped and named; where
-lengths are given, there are no others. What happens at a point is in benchmarks/point.py, the bars in benchmarks/claims.py.
+then the other points, from short to long, and attention kernels last. Points for which time lacks are dropped and named; where
+lengths are given, there are no others. benchmarks/point.py measures a point, benchmarks/claims.py has the bars.
 
 A rival that runs out of memory is written down as such. At the shortest length of gpt7b and llama8b, and of any lengths that are
-given, every rival's gradients are compared with those of no checkpointing, and the bar is what stock itself is off by when its
-GEMMs sum in other orders. Samples during which ds_memo changed its setting are dropped and taken again (`dropped_s`; `unsettled`
+given, every rival's gradients are compared with those of no checkpointing. The bar is the error of stock itself when its
+GEMMs sum in other orders. Samples during which ds_memo changed its solution are dropped and taken again (`dropped_s`; `unsettled`
 where it did not come to rest).
 
 "ds_memo, swapping" keeps two layers on the device whatever there is room for, as the paper does: where everything fits, ds_memo
-itself is plain training, and its speed would say nothing of swapping.
+itself does not checkpoint, and its speed would say nothing of swapping.
 
 --host-gib lowers the host budget of ds_memo and of the paper's MEMO: host-bound points; --device-gib the device budget that
-ds_memo is told. What `ds-memo estimate` predicts of "ds_memo, planned" under these budgets is written before anything is timed. A
+ds_memo gets. `ds-memo estimate` predicts "ds_memo, planned" under these budgets before anything is timed. A
 virtual machine whose memory grows as it is used is made to grow first (benchmarks/host.py).
 
-Details go into one archive beside the JSON: profiles, streams, traces as far as they are small.
+Details go into one archive: profiles, streams, traces if they are small.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from ds_memo.units import GIB
 ASSUMED_FLOPS = {"cuda": 4.5e14, "cpu": 3e9}
 """Per second, until the first step has been timed."""
 AT_LEAST_S = 60.0
-"""That the first point may take, whatever time there is."""
+"""Seconds that the first point may take, whatever time is left."""
 KERNELS_S = 25.0
-"""Of attention kernels, which points that no bar names leave over."""
+"""Seconds for attention kernels; points that no bar names leave them over."""
 BARS = {("gpt7b", 65536): 2, ("ulysses8", 65536): 1, ("gpt7b", 16384): 1, ("ulysses8", 131072): 1}
 """Points that the bars name, the first one first, and how many turns the time holds there. On a slow card the last one falls out;
 the one that gradients have their bar at must not."""
 ENOUGH = 0.6
-"""Of what such a point needs: with the most urgent rivals it says more than not at all."""
+"""Share of the time of such a point that is worth using: the most urgent rivals alone say something too."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Point:
     compare: bool
     """The gradients too."""
     turns: int | None = None
-    """Of each rival; None: as many as its steps are short."""
+    """Turns of each rival; None: by the length of its steps."""
 
     def visits(self, rate: float) -> tuple[int, int]:
-        """How often each rival has its turn, and how many steps are timed then.
+        """Return the turns of each rival, and the steps timed in a turn.
 
         Args:
             rate: FLOP/s that a step is expected to reach.
@@ -80,8 +80,8 @@ class Point:
         return self.turns or (3 if step_s < 0.5 else 2), 3 if step_s < 1.5 else 2
 
     def cost_s(self, rivals: Iterable[Rival], rate: float) -> float:
-        """What it takes: rivals recompute and are a third longer, installing takes a while, prediction and gradients have steps
-        of their own. Streams are left out where the time is over."""
+        """Return the seconds of the point: rivals recompute and are a third longer, installing takes a while, prediction and
+        gradients have steps of their own. Streams are not counted, as they are left out when the time is over."""
         step_s, (turns, steps) = step_flops(self.shape, self.length) / rate, self.visits(rate)
         each = turns * (WARM_UP + steps) + (WARM_UP + 1 if self.compare else 0)
         beside = 13 if self.compare else 5
@@ -89,7 +89,7 @@ class Point:
         return beside * step_s + each * step_s * sum(longer) + turns * 0.5 * min(1.0, step_s) * len(longer)
 
     def held(self, needed: list[Rival], rivals: list[Rival], rate: float, most_s: float) -> list[Rival]:
-        """Those that are needed, and others in their order as long as all of them take no longer than this."""
+        """Return the needed rivals, and others in their order while all of them fit these seconds."""
         found = list(needed)
         for rival in (rival for rival in rivals if rival not in needed):
             if self.cost_s([*found, rival], rate) > most_s:
@@ -99,7 +99,7 @@ class Point:
 
 
 def points_of(names: list[str], lengths: list[int] | None, device: torch.device) -> list[Point]:
-    """In the order in which they are measured; lengths that are asked for have all the turns that their steps allow."""
+    """Return the points in the order of measurement; given lengths have all the turns that their steps allow."""
     table = shapes(device)
     found = []
     for name in names:
@@ -119,7 +119,7 @@ def points_of(names: list[str], lengths: list[int] | None, device: torch.device)
 def measure(
     run: results.Run, points: list[Point], rivals: list[Rival], budget: Budget, budget_s: float, kernels: bool, details: Path
 ) -> None:
-    """All points that the time budget holds, and then the attention kernels.
+    """Measure all points that the time budget holds, and then the attention kernels.
 
     Args:
         budget_s: seconds since the run began.
@@ -179,7 +179,7 @@ def measure(
 
 
 def _without_ours(points: list[dict[str, Any]]) -> list[str]:
-    """That there is nothing of ds_memo to compare, if so."""
+    """Return a failure if no row of ds_memo has samples."""
     ours = [row for point in points for name, row in point["rivals"].items() if name in OURS]
     if any(row["samples_s"] for row in ours):
         return []
@@ -200,7 +200,7 @@ def _kernels(run: results.Run, device: torch.device, left: float) -> dict[str, A
 
 
 def show(point: dict[str, Any]) -> None:
-    """What was measured at a point, a line for each rival."""
+    """Print a point, one line for each rival."""
     say = results.say
     for name, row in point["rivals"].items():
         if "median_s" not in row:
@@ -222,7 +222,7 @@ def show(point: dict[str, Any]) -> None:
 
 
 def make_budget(run: results.Run, device: torch.device, host_gib: float | None, device_gib: float | None = None) -> Budget:
-    """What cannot be had or measured is a failure, and none at all for the rivals."""
+    """Return the rivals' budget; a measurement that raises is a failure and counts as 0."""
     host = run.attempt("host memory", host_memory.budget, host_gib, device) or 0
     rate = run.attempt("link", lambda: measure_bandwidth(device, min(host, GIB))[0]) or 0.0
     device_bytes = None if device_gib is None else int(device_gib * GIB)
@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("gpu.sh speed", description=__doc__.splitlines()[0])
     add_common(parser)
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens; absent: all of a workload")
-    parser.add_argument("--device-gib", type=float, help="device budget that ds_memo is told; absent: all there is")
+    parser.add_argument("--device-gib", type=float, help="device budget of ds_memo; absent: all there is")
     parser.add_argument("--no-attention", action="store_true", help="leave the attention kernels out")
     options = parser.parse_args(arguments)
     device = results.device_or_exit(options.device, "speed")

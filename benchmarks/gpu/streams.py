@@ -1,6 +1,6 @@
-"""What the three streams did during one step, measured: busy, hidden, waited for, and a picture of it.
+"""The three streams during one step, measured: busy, hidden, waited for, and a picture.
 
-    python -m benchmarks.streams FILE.json      draws FILE.png from what a run wrote on a machine without matplotlib
+    python -m benchmarks.streams FILE.json      draws FILE.png from the file of a run on a machine without matplotlib
 
 On CUDA the spans are kernels and copies of a torch.profiler trace, which is written too (for chrome://tracing and Perfetto). On a
 CPU they are ops of the compute thread and copies of the two copy threads, by the clock: the harness's own trial.
@@ -35,7 +35,7 @@ class Span:
 
 
 def record(step: Callable[[], Any], device: torch.device, trace: Path) -> list[Span]:
-    """One step's spans; on CUDA `trace` is written."""
+    """Return one step's spans; on CUDA write `trace`."""
     return _record_cuda(step, trace) if device.type == "cuda" else _record_cpu(step)
 
 
@@ -51,7 +51,7 @@ def _record_cuda(step: Callable[[], Any], trace: Path) -> list[Span]:
 
 
 def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """Of a chrome trace. A copy between device and host belongs to its direction, everything else on the device computes."""
+    """Return the spans of a chrome trace. A copy between device and host belongs to its direction; all else is compute."""
     found = []
     for event in events:
         if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -110,7 +110,7 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def common(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
-    """Seconds that are in both of two unions."""
+    """Return the seconds that are in both of two unions."""
     total, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):
         total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
@@ -133,7 +133,7 @@ def analyse(spans: list[Span]) -> dict[str, Any]:
 
 
 def draw(spans: list[Span], title: str, path: Path) -> bool:
-    """Three rows over time as PNG. False: there is no matplotlib here."""
+    """Draw three rows over time as PNG; return False if there is no matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -153,7 +153,7 @@ def draw(spans: list[Span], title: str, path: Path) -> bool:
 
 
 def save(spans: list[Span], title: str, path: Path) -> None:
-    """FILE.json, and FILE.png where it can be drawn."""
+    """Write FILE.json, and FILE.png if it can be drawn."""
     merged = {row: union((span.begin, span.end) for span in spans if span.stream == row) for row in ROWS}
     slim = [Span(row, *times) for row, found in merged.items() for times in found]
     path.write_text(json.dumps({"title": title, "spans": [asdict(span) for span in slim]}) + "\n")

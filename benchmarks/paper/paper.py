@@ -1,4 +1,4 @@
-"""The estimator beside the paper's 7B tables: python -m benchmarks.paper [--calibrate] [--out docs/paper.md]
+"""The estimator against the paper's 7B tables: python -m benchmarks.paper [--calibrate] [--out docs/paper.md]
 
 Prints every cell with its prediction and error, and the checks that nothing is overfitted; --out writes that as a page.
 --calibrate fits the constants of hardware_data/a800.json that come from the tables, and prints them beside those in the file.
@@ -39,9 +39,9 @@ CALIBRATED_ON = (
 stalls by how much faster a link its alpha was solved for), two for attention."""
 CONSTANTS = ("attention_forward_efficiency", "d2h", "quiet_link", "stall")
 BACKWARD = 0.63 / 0.73
-"""Of the forward's FLOP/s, attention's backward reaches this share on A100 (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
+"""FLOP/s of attention's backward over its forward's, on A100 (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
 START = {"attention_forward_efficiency": 0.6, "d2h": 12e9, "quiet_link": 1.2, "stall": 0.5}
-"""Of the search; far from where it ends, so that what no cell tells shows in the leave-one-out table."""
+"""Start of the search, far from its end, so that a constant that no cell determines shows in the leave-one-out table."""
 _SCALE = {"d2h": 1e10}
 
 DISAGREE = {
@@ -56,7 +56,7 @@ DISAGREE = {
     ("main", "DS", 64): "its TGS of 935.76 gives an MFU of 27.42, the table says 27.95",
     ("main", "MEMO", 896): "its TGS of 251.98 gives an MFU of 61.14, the table says 52.71",
 }
-"""Cells that contradict other cells; what is wrong."""
+"""Cells that contradict other cells, and how."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The estimator beside real runs: python -m benchmarks.real [RESULT.json …]
+"""The estimator against real runs: python -m benchmarks.real [RESULT.json …]
 
 Takes what `bash benchmarks/gpu.sh check` wrote (default: all of benchmarks/results/check-*.json) and prints, with errors: bytes
 stored per layer (bar 2 %), and on a known GPU the time of a step by variant (bar 5 %), with the link speeds of the same result.
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def stored_bytes(result: dict[str, Any]) -> Iterator[Row]:
-    """Per layer, in units of its hidden states: independent of width and length."""
+    """Yield bytes per layer, in units of its hidden states: independent of width and length."""
     machine = hardware.load("a800")  # bytes know no machine
     for row in {(r["shape"], r["alpha"]): r for r in result["memory"]["rows"]}.values():
         model = load(str(ROOT / "ds_configs" / "models" / f"{SHAPES[row['shape']]}.json"))
@@ -53,7 +53,7 @@ def stored_bytes(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def machine_of(result: dict[str, Any]) -> Hardware | None:
-    """The GPU of a result, with its measured link; None where it is not among ours."""
+    """Return the GPU of a result, with its measured link; None if the estimator does not know it."""
     if (name := hardware.named(result["environment"]["device"])) is None:
         return None
     rates = result["link"]["gb_per_s"]
@@ -72,14 +72,14 @@ def step_times(result: dict[str, Any], machine: Hardware) -> Iterator[Row]:
     layer = costs.memo_layer()
     run = RunCosts((layer,) * layers, machine.d2h, machine.h2d, 0, 0, head_s=costs.head_s)
     bare = replace(layer, outputs=(), replay_s=0.0, gemm_s=0.0)
-    plain, again = (replace(run, layers=(x,) * layers) for x in (bare, replace(bare, replay_s=layer.forward_s)))
+    alone, again = (replace(run, layers=(x,) * layers) for x in (bare, replace(bare, replay_s=layer.forward_s)))
     everyone, last = (ON_DEVICE,) * layers, (ON_DEVICE,) * 2
 
     def at(alpha: float) -> Simulated:
         return simulate(run, (Placement(PlacementKind.SWAPPED, alpha),) * (layers - 2) + last)
 
     predicted = {
-        "no checkpointing": simulate(plain, everyone),
+        "no checkpointing": simulate(alone, everyone),
         "torch checkpoint": simulate(again, everyone),
     }
     predicted |= {f"alpha {alpha:g}": at(alpha) for alpha in (0.0, 0.5, 1.0)}
@@ -88,7 +88,7 @@ def step_times(result: dict[str, Any], machine: Hardware) -> Iterator[Row]:
 
 
 def compare(path: Path) -> bool:
-    """Print one result; whether all bars hold."""
+    """Print one result and return True if all bars hold."""
     result = json.loads(path.read_text())
     machine = machine_of(result)
     print(f"{path.name}: {result['environment']['device']}")

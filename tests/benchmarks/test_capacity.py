@@ -1,4 +1,4 @@
-"""The search for the longest length: how it goes down, when it ends, what it may claim."""
+"""The search for the longest length: order of lengths, end, claims."""
 
 import contextlib
 import json

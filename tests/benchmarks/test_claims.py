@@ -1,4 +1,4 @@
-"""What the verbs claim, and that what was not measured is no bar held."""
+"""Claims of the verbs; a bar that was not measured is not held."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_claims_hold_and_miss():
 
 
 def test_no_checkpointing_is_no_rival_that_noise_could_let_win():
-    """Where it fits, ds_memo runs the same code; what that may cost has a bar of its own."""
+    """Where everything fits, ds_memo runs the same code; its cost has a bar of its own."""
     found = claims_of(none=1.0, checkpoint=1.3, ds_memo_planned=1.01)
     assert found["step / no checkpointing"]["held"]
     assert found["step / best rival (checkpoint)"]["value"] == pytest.approx(1.01 / 1.3)
@@ -66,7 +66,7 @@ def test_planned_addresses_are_claimed_only_where_there_is_a_plan():
 
 
 def test_an_arena_that_is_too_large_misses():
-    """What is requested with a plan has the arena in it."""
+    """With a plan, the arena is among the requested bytes."""
     (claim,) = (
         c for n, c in claims_of(ds_memo_planned=1.0, ds_memo_swapping=with_plan(10 * GIB, 15 * GIB)).items() if "reserved" in n
     )

@@ -23,7 +23,7 @@ about = functools.partial(pytest.approx, abs=1e-4)
 
 
 class Cuda:
-    """What the tests ask of the stand-in; times in seconds."""
+    """Calls of the stand-in; times in seconds."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library

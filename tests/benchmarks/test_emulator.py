@@ -43,7 +43,7 @@ def steps(capfd: pytest.CaptureFixture[str], memo: dict[str, Any], length: int =
     ids=["configured", "solved", "small host"],
 )
 def test_a_planned_step_asks_cuda_for_nothing(memo: dict[str, Any], length: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """No cudaMalloc and no miss once addresses are planned; hardly more is reserved than is needed, and predicted than is had."""
+    """No cudaMalloc and no miss once addresses are planned; little more is reserved than needed, and predicted than used."""
     *_, before, last = steps(capfd, memo, length)
     assert last["hits"] > 0 and last["missed"] == {}
     assert before["mallocs"] == last["mallocs"] == 0
@@ -100,7 +100,7 @@ def test_no_rival_is_faster_under_deepspeed(stage: int, capfd: pytest.CaptureFix
 
 @pytest.mark.parametrize("gathers", ["overlapping", "not overlapping"])
 def test_one_of_eight_ranks_trains_where_memory_is_tight(gathers: str, tmp_path: Path) -> None:
-    """Of a model that ZeRO-3 made in pieces; on 80 GiB, most of which is used."""
+    """ZeRO-3 makes the model in pieces, on 80 GiB, most of which is used."""
     last = rehearsed(tmp_path, 80, overlap_comm=gathers == "overlapping")[-1]
     assert last["hits"] > 1000 and last["mallocs"] == 0 and last["warnings"] == []
     assert 0.85 * 80 * GIB < last["reserved"] < 80 * GIB
@@ -176,7 +176,7 @@ def test_without_a_plan_more_is_reserved(capfd: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("workload, host_gib", [("gpt7b", 2), ("gpt7b", 32), ("llama8b", 2)])
 def test_no_rival_trains_longer_in_the_same_memory(workload: str, host_gib: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of 16 GiB; where the host is small, ours is the longest of all."""
+    """On 16 GiB ds_memo is as long as any; where the host is small, it is the longest."""
     rivals = ["checkpoint", "deepspeed", "hf_offload"]
     asked = ["capacity", workload, "--host-gib", str(host_gib), "--rivals", "ds_memo, planned", *rivals]
     assert emulator.main(asked) == 0

@@ -1,4 +1,4 @@
-"""Which ways to allocate have their turn, and what is in the file when the time is over."""
+"""Turns of the ways to allocate, and the file when the time is over."""
 
 import json
 

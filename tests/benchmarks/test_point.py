@@ -74,7 +74,7 @@ def test_wrong_gradients_are_a_failure():
 
 
 class Reports:
-    """A rival that reports one setting after the other, the last one for ever."""
+    """A rival that reports one solution after the other, the last one for ever."""
 
     def __init__(self, *changes):
         self.changes, self.steps = changes, 0
@@ -118,7 +118,7 @@ def test_a_point_says_what_was_dropped(tmp_path):
 
 
 def test_a_point_whose_time_is_over_keeps_what_it_has(tmp_path, monkeypatch):
-    """Ours and what it is compared with have their turn first; a turn that would end too late does not begin."""
+    """ds_memo and the rivals of its bars have their turn first; a turn that would end too late does not begin."""
     clock, order = 0.0, []
     monkeypatch.setattr(point, "time", types.SimpleNamespace(perf_counter=lambda: clock))
 

@@ -1,4 +1,4 @@
-"""What is missing is said before anything is timed."""
+"""A missing package is named before anything is timed."""
 
 import sys
 
@@ -17,7 +17,7 @@ def test_nothing_is_missing_here():
 
 @pytest.fixture
 def ran(monkeypatch):
-    """What would have run as a verb."""
+    """Record what would have run as a verb."""
     verbs = []
     monkeypatch.setattr(preflight.runpy, "run_module", lambda module, **how: verbs.append((module, sys.argv[1:])))
     monkeypatch.setattr(sys, "argv", ["preflight"])

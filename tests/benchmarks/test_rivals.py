@@ -12,7 +12,7 @@ from benchmarks.timing import Trainer
 
 CPU = torch.device("cpu")
 FP32 = 1e-5
-"""Of the norm: a GEMM that is split by rows may sum in another order."""
+"""Share of the norm: a GEMM that is split by rows may sum in another order."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Which points `speed` measures, in which order and with which rivals, and what is left when something breaks."""
+"""Points of `speed`, their order and rivals, and the results that remain when a part breaks."""
 
 import contextlib
 import dataclasses
@@ -61,7 +61,7 @@ def measured(monkeypatch, tmp_path, flops, lengths=None, names=ALL, budget_s=420
 
 @pytest.mark.parametrize("flops", [4e14, 4.5e14, 5.5e14])
 def test_the_points_that_the_bars_name_come_first(flops, monkeypatch, tmp_path):
-    """What an H200 reaches is not known; gradients at 16K are compared whatever it is."""
+    """The rate of an H200 is not known; gradients at 16K are compared at any rate."""
     clock = measured(monkeypatch, tmp_path, flops)
     *points, _ = clock.points
     named = [("gpt7b", 65536), ("ulysses8", 65536), ("gpt7b", 16384), ("ulysses8", 131072)]

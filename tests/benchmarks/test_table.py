@@ -1,4 +1,4 @@
-"""What becomes of results: files, archives, and the tables in the README."""
+"""Results: files, archives, and the tables in the README."""
 
 import json
 import os

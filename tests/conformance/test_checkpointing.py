@@ -43,14 +43,14 @@ def checkpoint(fn, *args, **kwargs):
 
 
 class Accelerator:
-    """What upstream asks for its device. It skips "cpu", where memo works: the CPU has another name too."""
+    """Accelerator for upstream's tests. They skip "cpu", where memo works: the CPU has another name too."""
 
     def device_name(self):
         return "cpu:0" if common.ON_CPU else "cuda"
 
 
-def ours(upstream):
-    """The file's test classes, calling ds_memo."""
+def calling_ds_memo(upstream):
+    """Yield names and test classes of an upstream file, with ds_memo.checkpoint in them."""
     for module in {upstream, getattr(upstream, "test_act_ckpt", upstream)}:  # the second file runs a copy of the first
         module.ckpt = checkpoint
         module.get_accelerator = Accelerator
@@ -62,4 +62,4 @@ def ours(upstream):
 
 sys.path.insert(0, str(FOLDER))
 for _file in ("test_activation_checkpointing", "test_activation_checkpointing_non_reentrant"):
-    globals().update(ours(importlib.import_module(_file)))
+    globals().update(calling_ds_memo(importlib.import_module(_file)))

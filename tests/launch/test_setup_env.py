@@ -21,13 +21,13 @@ def set_up(tmp_path):
     """Sources setup_env.sh in an environment of `files` (path: text), whose pip installs nothing: (output, constraints)."""
 
     def set_up(files):
-        home, seen = tmp_path / "venv", tmp_path / "constraints"
-        venv.create(home, symlinks=True)
-        (packages,) = home.glob("lib/python*/site-packages")
+        environment, seen = tmp_path / "venv", tmp_path / "constraints"
+        venv.create(environment, symlinks=True)
+        (packages,) = environment.glob("lib/python*/site-packages")
         for path, text in {"pip/__main__.py": PIP.format(seen=str(seen)), "pip/__init__.py": "", **files}.items():
             (packages / path).parent.mkdir(exist_ok=True)
             (packages / path).write_text(text)
-        env = {"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": str(home), "EXTRA": "dev"}
+        env = {"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": str(environment), "EXTRA": "dev"}
         done = subprocess.run(["bash", "-ec", ". launch/setup_env.sh"], cwd=REPO, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert not done.stderr

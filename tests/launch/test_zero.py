@@ -1,4 +1,4 @@
-"""The tiled loss under ZeRO 0 to 3, tied and untied, on two ranks with gradient accumulation, against plain torch.
+"""The tiled loss under ZeRO 0 to 3, tied and untied, on two ranks with gradient accumulation, against torch alone.
 
 The change of a parameter under SGD is its gradient times the learning rate. Two micro-batches a step, so that the accumulation's
 division is in it; ranks see different data.
@@ -39,7 +39,7 @@ def batches(rank: int) -> list[dict[str, torch.Tensor]]:
 
 
 def stock_gradients(model) -> dict[str, torch.Tensor]:
-    """Of the mean loss over all ranks' micro-batches, by the model's own untiled head."""
+    """Gradients of the mean loss over all ranks' micro-batches, by the model's own untiled head."""
     every = [batch for rank in range(dist.get_world_size()) for batch in batches(rank)]
     for batch in every:
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits

@@ -1,4 +1,4 @@
-"""A training loop with Accelerate and its DeepSpeed plug-in, as people write it; it knows nothing of ds_memo.
+"""A training loop with Accelerate and its DeepSpeed plug-in, as in its documentation; it knows nothing of ds_memo.
 
 [ds-memo run] accelerate launch --use_deepspeed --deepspeed_config_file ds.json accelerate_loop.py [--lora] LOSSES.json
 """

@@ -1,4 +1,4 @@
-"""Preference tuning with TRL's DPOTrainer and a reference model, as people write it; it knows nothing of ds_memo.
+"""Preference tuning with TRL's DPOTrainer and a reference model, as in its documentation; it knows nothing of ds_memo.
 
 [ds-memo run] deepspeed dpo.py --deepspeed ds.json --output_dir DIR …                         (TRL's DPOConfig)
 """

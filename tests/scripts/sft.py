@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with TRL's SFTTrainer and LoRA from PEFT, as people write it; it knows nothing of ds_memo.
+"""Supervised fine-tuning with TRL's SFTTrainer and LoRA from PEFT, as in its documentation; it knows nothing of ds_memo.
 
 [ds-memo run] deepspeed sft.py --deepspeed ds.json --output_dir DIR …                         (TRL's SFTConfig)
 """

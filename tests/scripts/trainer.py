@@ -1,4 +1,4 @@
-"""A training script as people write them with the Hugging Face Trainer; it knows nothing of ds_memo.
+"""A training script with the Hugging Face Trainer, as in its documentation; it knows nothing of ds_memo.
 
 [ds-memo run] deepspeed trainer.py --deepspeed ds.json --output_dir DIR …        (Hugging Face TrainingArguments)
 """
