@@ -1,4 +1,4 @@
-"""Bytes that a layer stores and that a step holds on the device, beside the bars that the design sets.
+"""Bytes that a layer stores and that a step holds on the device, with their bars.
 
     python -m benchmarks.memory [--device cpu|cuda] [--dtype float32|bfloat16] [--length 512] [--layers 8] [--json PATH]
 

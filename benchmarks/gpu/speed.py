@@ -123,7 +123,7 @@ def measure(
 
     Args:
         budget_s: seconds since the run began.
-        details: a folder for what each point writes beside.
+        details: a folder for the other files of each point.
     """
     device = budget.device
     rate, slower = ASSUMED_FLOPS[device.type], 1.0

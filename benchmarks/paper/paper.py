@@ -1,7 +1,7 @@
 """The estimator against the paper's 7B tables: python -m benchmarks.paper [--calibrate] [--out docs/paper.md]
 
 Prints every cell with its prediction and error, and the checks that nothing is overfitted; --out writes that as a page.
---calibrate fits the constants of hardware_data/a800.json that come from the tables, and prints them beside those in the file.
+--calibrate fits the constants of hardware_data/a800.json that come from the tables, and prints them with those in the file.
 Ends with 1 where a bar is missed.
 """
 
@@ -189,7 +189,7 @@ def page(all_cells: Sequence[Cell]) -> tuple[str, bool]:
         ("main table, MEMO from 64 Ki", mape(memo), 3.0),
     ]
     lines = [
-        "# The estimator beside the paper",
+        "# The estimator against the paper",
         "",
         INTRO,
         "",
