@@ -21,9 +21,14 @@ YIELDS = ("ds_memo/runtime/first_step_warnings.py", "ds_memo/remat/diagnostics.p
 ELSEWHERE = {
     ("ds_memo/config.py", "'\\n'.join(lines)"): "_explain() words them: memo.…: got …; allowed: …",
     ("ds_memo/compiled.py", "f'ds_memo: {message}'"): "passes a text on",
-    ("ds_memo/runtime/handle.py", "message"): "passes a text on",
+    ("ds_memo/runtime/session.py", "message"): "passes a text on",
     ("ds_memo/remat/checkpoint.py", "layer"): "is no text but a layer, of Remat._warn()",
     ("ds_memo/remat/checkpoint.py", "f'layer {layer.name}: {reason}.'"): "of remat/diagnostics.py",
+    (
+        "ds_memo/autotune/policy.py",
+        "host_too_small(f'{swapped} swapped layers like {layer.name}', need, least, budget, fits)",
+    ): "as too_little_host_memory",
+    ("ds_memo/solve/refusals.py", "message"): "worded in host_too_small()",
     ("ds_memo/autotune/tuner.py", "f'rank {rank}: {message}'"): "another rank's NothingFits",
     ("ds_memo/solve/refusals.py", "f'{what}: {missing}. What helps: {ranks}, {others}.'"): "worded in nothing_fits()",
 }

@@ -25,7 +25,7 @@ from ds_memo.swap.host_budget import HostBudget
 
 
 class Budgets:
-    """Of one model's training.
+    """Device and host budgets of one model's training.
 
     Args:
         device_memory_gib: as configured.

@@ -28,7 +28,7 @@ class Window:
     """Passes were of several kinds, which cannot be compared with one prediction."""
 
     def share(self, run: RunCosts, solution: Solution) -> float:
-        """Of the profiled bandwidth, what the copies reached, as far as it can be told: 1 if they are as predicted."""
+        """Return the share of the profiled bandwidth that copies reached, if it can be told: 1 if they are as predicted."""
         if self.mixed or self.passes <= 0 or solution.no_recompute:
             return 1.0
         return slowdown(run, solution, self.stalled_s / self.passes, self.seconds / self.passes)

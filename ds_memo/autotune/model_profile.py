@@ -36,7 +36,7 @@ _TRIES = 8
 
 
 class Profiling:
-    """Of one model.
+    """Profiling of one model.
 
     Args:
         host: this rank's.
@@ -55,10 +55,10 @@ class Profiling:
         self._device = device
         self._warn = warn
         self._tries: Counter[int] = Counter()
-        """Of kinds, later."""
+        """Attempts to measure kinds that came later."""
 
     def first(self, layers: Sequence[Layer], of_layers: Sequence[int], calls: Mapping[int, LayerCall]) -> None:
-        """Of the first pass. All ranks call this together.
+        """Profile the first pass. All ranks call this together.
 
         Args:
             layers: in the order of the model.
@@ -108,7 +108,7 @@ class Profiling:
         return short and self._tries[kind] < _TRIES
 
     def later(self, calls: Mapping[int, LayerCall], with_others: bool) -> list[str]:
-        """Of a pass with kinds that the profile lacks, or knows of shorter batches; what can be learned is in it then.
+        """Measure kinds that the profile lacks, or knows from shorter batches alone, and add them to it.
 
         Args:
             with_others: all ranks call this together.

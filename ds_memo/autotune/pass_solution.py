@@ -27,7 +27,7 @@ class PassSolution:
     """Number of the model's layers."""
     shapes: HiddenShapes
     shape: HiddenShape
-    """Of what comes into the last layer."""
+    """The shape of the hidden states that come into the last layer."""
     paced: bool = False
     """Layers tell the engine when they run, also where none of them is checkpointed (ds_memo.deepspeed.run_ahead_limit)."""
 

@@ -22,9 +22,9 @@ class InFlight(NamedTuple):
     """What there is at the same time, before a backward begins."""
 
     calls: int = 1
-    """Of each layer."""
+    """Calls of each layer."""
     forwards: int = 1
-    """Of the model."""
+    """Forwards of the model."""
 
 
 class _Forward:
@@ -32,7 +32,7 @@ class _Forward:
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
-        """Of one layer, the most."""
+        """The most calls of one layer."""
         self.waits = True
         """For its backward to begin."""
 

@@ -41,13 +41,13 @@ class Probe:
 
     def __init__(self, remat: Remat, before: Callable[[], None]) -> None:
         self.kinds: list[int] = []
-        """Of each layer its kind; known from the first probe on."""
+        """The kind of each layer, from the first probe on."""
         self._before = before
         self._remat = remat
         self._last = 0
         """The kind that comes last in a forward."""
         self._first: tuple[Shapes, dict[int, HiddenShape]] = ((), {})
-        """Of the pass that was profiled, hidden states by the kind of layer."""
+        """Hidden states of the profiled pass, by the kind of layer."""
         self._seen: dict[Shapes, dict[int, HiddenShape]] = {}
         """What only a probe could tell."""
 

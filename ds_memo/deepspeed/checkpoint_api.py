@@ -19,7 +19,7 @@ from ds_memo.runtime.session import Session, module_of
 
 _NAMES = ("checkpoint", "non_reentrant_checkpoint")
 _hold_layers: weakref.WeakKeyDictionary[Session, dict[CodeType, bool]] = weakref.WeakKeyDictionary()
-"""Of functions that were checkpointed, whether layers that memo runs anyway were called inside."""
+"""By the code of a checkpointed function: True if it called layers that memo runs anyway."""
 
 
 def redirect() -> None:

@@ -284,7 +284,7 @@ class Addresses:
         return self._allocator.release() if self.installed else 0
 
     def report(self) -> dict[str, Any] | None:
-        """Return the "plan" part of Memo.report(); None if addresses are not planned."""
+        """Return the "plan" part of MemoHandle.report(); None if addresses are not planned."""
         if not self.planned:
             return None
         plan, counts = self.plan, self._counts

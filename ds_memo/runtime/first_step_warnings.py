@@ -13,7 +13,7 @@ _OFF = 0.25
 
 
 def not_solved(model: str, traffic: Traffic, passes: int) -> Iterator[str]:
-    """Of a run that left something open.
+    """Yield warnings for a run that left something open.
 
     Args:
         model: its class.
@@ -28,7 +28,7 @@ def not_solved(model: str, traffic: Traffic, passes: int) -> Iterator[str]:
 
 
 def no_effect(traffic: Traffic, layers: int, residents: int | None) -> Iterator[str]:
-    """Of a run whose placements are as configured.
+    """Yield warnings for a run whose placements are as configured.
 
     Args:
         residents: None: nothing is meant to move.
@@ -46,7 +46,7 @@ def no_effect(traffic: Traffic, layers: int, residents: int | None) -> Iterator[
 
 
 def not_as_profiled(layers: Sequence[Layer], solution: PassSolution) -> Iterator[str]:
-    """Of layers that keep much more or less than they did in the profile."""
+    """Yield warnings for layers that keep much more or less than they did in the profile."""
     known = [
         (layer.name, layer.latest.layout.stored_bytes, nbytes)
         for layer, nbytes in zip(layers, solution.stored_bytes[: solution.layers], strict=False)

@@ -18,7 +18,7 @@ _STEPS = 20
 
 
 class Speed:
-    """Of this rank."""
+    """Step times and tokens of this rank."""
 
     def __init__(self) -> None:
         self.tokens = 0

@@ -12,7 +12,7 @@ from tests.solve import runs
 
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_how_slow_copies_are_follows_from_their_stalls(share: float) -> None:
-    """Of a schedule on made-up hardware: what is measured here, and how far from a profile, is this machine's business."""
+    """Costs on made-up hardware: a measured profile would depend on this machine."""
     run = runs.run(runs.layer(16 * 1024), 8, link=50e9)
     solution = solve(run, may_skip_recompute=False)
     assert solution.alpha > 0.5

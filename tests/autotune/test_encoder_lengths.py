@@ -24,7 +24,7 @@ from tests.autotune.test_kinds import assert_as_predicted, attached, batch, enco
 from tests.models import assert_same
 
 LENGTHS = [(120, 40), (240, 40), (60, 40), (40, 120), (200, 200), (90, 200), (240, 16)]
-"""Of the encoder's input and the decoder's."""
+"""Lengths of the encoder's input and the decoder's."""
 
 
 def inputs(encoder: int, decoder: int) -> dict[str, torch.Tensor]:
@@ -51,7 +51,7 @@ def test_bytes_are_as_predicted_at_all_lengths(first: int, tmp_path: Path, monke
 
 
 def test_the_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the encoder's length nothing is known: what is kept is not what was said."""
+    """The encoder's length is not known: what is kept is not what was said."""
     measured = run._measure_kind
     monkeypatch.setattr(run, "_measure_kind", lambda *args: replace(measured(*args), half_source=None))
     handle = attached(model := encoder_and_decoder(), tmp_path)

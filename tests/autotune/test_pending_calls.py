@@ -49,7 +49,7 @@ def attached(model: nn.Module, cache: Path, **memo: Any) -> ds_memo.Memo:
 
 
 def steps(model: nn.Module, count: int, forwards: int = 1) -> list[tuple[int, dict[str, torch.Tensor]]]:
-    """Of each step: the most bytes that were alive, and the gradients of so many forwards with one backward."""
+    """Return the most bytes alive in each step, and the gradients of so many forwards with one backward."""
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.0), []
     for _ in range(count):
         model.zero_grad()

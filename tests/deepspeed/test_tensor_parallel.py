@@ -28,7 +28,7 @@ def start(**memo: Any) -> Any:
 
 
 def train(engine: Any) -> list[torch.Tensor]:
-    """Of four steps the loss and all gradients."""
+    """Return the losses and all gradients of four steps."""
     seen = []
     for number in range(4):
         tokens = torch.randint(VOCAB, (2, 60), generator=torch.Generator().manual_seed(number))

@@ -69,7 +69,7 @@ def test_one_that_never_lends_has_no_part():
 
 
 def three_that_wait_together() -> tuple[list[HostSlab], list[Block]]:
-    """Of 12 pages, each with one allocated."""
+    """Three clients of 12 pages, each with one allocated."""
     pool = HostPool(CPU)
     slabs, blocks = [HostSlab(12 * PAGE, pool) for _ in range(3)], []
     for slab in slabs:
