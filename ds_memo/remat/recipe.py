@@ -86,7 +86,7 @@ class Unkept:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a call keeps, and what its replay does, op by op."""
+    """The ops of a kind of call: what is kept of each, and what its replay does."""
 
     ops: list[Gemm | SavedOp]
     inputs: list[Kept | None]
