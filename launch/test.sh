@@ -13,5 +13,6 @@ say "lint"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
+lint-imports --no-cache  # what may import what: pyproject.toml
 say "tests"
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$PYTHON" -m pytest -n 2 "${MARKER[@]}" "$@"

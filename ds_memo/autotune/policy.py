@@ -33,7 +33,7 @@ WITHOUT_ALPHA = (
 
 
 class PlacementPolicy:
-    """Places the layer calls of one attached model. See :class:`ds_memo.remat.checkpoint.Policy`.
+    """Decides the placements of one attached model's layer calls. See :class:`ds_memo.remat.checkpoint.Policy`.
 
     Args:
         config: what it gives is obeyed.

@@ -27,17 +27,17 @@ def redirect() -> None:
     for name in _NAMES:
         stock = getattr(checkpointing, name)
         if not hasattr(stock, "_before_ds_memo"):
-            ours: Any = functools.wraps(stock)(functools.partial(_checkpoint, stock))
-            ours._before_ds_memo = stock
-            replace_in_modules(stock, ours)  # whoever imported it by name, too
+            redirected: Any = functools.wraps(stock)(functools.partial(_checkpoint, stock))
+            redirected._before_ds_memo = stock
+            replace_in_modules(stock, redirected)  # also modules that imported it by name
 
 
 def give_back() -> None:
     """Undo redirect()."""
     for name in _NAMES:
-        ours = getattr(checkpointing, name)
-        if hasattr(ours, "_before_ds_memo"):
-            replace_in_modules(ours, ours._before_ds_memo)
+        redirected = getattr(checkpointing, name)
+        if hasattr(redirected, "_before_ds_memo"):
+            replace_in_modules(redirected, redirected._before_ds_memo)
 
 
 def _checkpoint(stock: Callable[..., Any], fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -130,7 +130,7 @@ def take_initialize_over() -> None:
         return
     stock = deepspeed.initialize
     unreachable = other_holders(stock)
-    _taken[:] = replace_in_modules(stock, initialize)  # whoever wrote `from deepspeed import initialize` before
+    _taken[:] = replace_in_modules(stock, initialize)  # also modules that wrote `from deepspeed import initialize` before
     _replaced = stock
     checkpoint_api.redirect()  # now, so that a name imported from there is ours as well
     if unreachable:
@@ -205,8 +205,11 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
 
 
 def _gather_nothing_ahead(engine: weakref.ref[deepspeed.DeepSpeedEngine]) -> None:
-    """Have ZeRO-3 forget in which order layers came, as it does where another one comes than it expects: it would gather by it in
-    a look, and what is under way to a layer that is to be measured alone can be neither used nor gathered."""
+    """Have ZeRO-3 forget in which order layers came, as it does where another one comes than it expects.
+
+    It would gather ahead by that order in a probe. What is under way to a layer that is measured alone can be neither used nor
+    gathered.
+    """
     running = engine()
     offload = getattr(running.optimizer, "parameter_offload", None) if running is not None else None
     if offload is not None and (order := offload.get_param_coordinator()).is_complete_trace():

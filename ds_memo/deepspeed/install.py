@@ -1,4 +1,4 @@
-"""install: make every later deepspeed.initialize, whoever calls it, ds_memo's.
+"""install: make every later deepspeed.initialize ds_memo's, whichever library calls it.
 
 Accelerate, the Hugging Face Trainer and TRL look ``deepspeed.initialize`` up when they call it, so replacing the name is enough.
 Nothing is imported before the script itself imports deepspeed: what it sets up first (environment variables, say) still counts.

@@ -21,7 +21,7 @@ def replace_in_modules(before: Callable[..., Any], after: Callable[..., Any]) ->
     Returns:
         What was replaced, for :func:`restore`.
     """
-    # By modules too: what gc.freeze() has put aside is nobody's referrer.
+    # By modules too: objects that gc.freeze() has put aside are not found as referrers.
     of_modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
     others = [holder for holder in gc.get_referrers(before) if _is_module_globals(holder)]
     spaces = {id(names): names for names in (*of_modules, *others)}
@@ -32,7 +32,7 @@ def replace_in_modules(before: Callable[..., Any], after: Callable[..., Any]) ->
 
 
 def restore(taken: list[Taken], before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Undo replace_in_modules(), save where somebody has put something else since."""
+    """Undo replace_in_modules(), except where other code has put another function since."""
     while taken:
         names, name = taken.pop()
         if names.get(name) is after:

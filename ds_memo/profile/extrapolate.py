@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 OUTPUT_KINDS = get_args(OutputKind)
 
 
-class AtLength:
+class Extrapolated:
     """One kind of layer, called with `batch` sequences of `length` tokens.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ds_memo.profile.extrapolate import OUTPUT_KINDS, AtLength
+from ds_memo.profile.extrapolate import OUTPUT_KINDS, Extrapolated
 from ds_memo.solve.costs import LayerCosts, Output, RunCosts
 
 DEVICE_BYTES = (
@@ -87,8 +87,8 @@ class LayerProfile:
         return self.samples if self.check is None else (*self.samples, self.check)
 
     def costs(self, batch: int, length: int, source: int = 0, spread: float = 1.0) -> LayerCosts:
-        """Extrapolate the layer to any length; see :class:`AtLength`."""
-        return AtLength(self, batch, length, source, spread).costs()
+        """Extrapolate the layer to any length; see :class:`Extrapolated`."""
+        return Extrapolated(self, batch, length, source, spread).costs()
 
     def off(self) -> float:
         """Return the relative error of the lines' seconds at the check; inf if a size is off by more than 1 %."""

@@ -16,13 +16,13 @@ from ds_memo.runtime import conflicts
 _MISSING = object()
 
 
-class Takeover:
+class ModulePatches:
     """Replaces forwards and checkpoint functions, adds hooks, and undoes all of it."""
 
     def __init__(self) -> None:
         _run_uncompiled()
         self._undo: list[Callable[[], Any]] = []
-        self._through_us: weakref.WeakKeyDictionary[nn.Module, Ours] = weakref.WeakKeyDictionary()
+        self._through_us: weakref.WeakKeyDictionary[nn.Module, Patched] = weakref.WeakKeyDictionary()
         """Hugging Face modules and the checkpoint function that they must call."""
         self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -32,7 +32,7 @@ class Takeover:
         if is_huggingface_layer(module):
             self._checkpoint_with(module, run)
         else:
-            self._set(module, "forward", Ours(functools.partial(run, module.forward), module.forward))
+            self._set(module, "forward", Patched(functools.partial(run, module.forward), module.forward))
 
     def model(self, model: nn.Module, run: Callable[..., Any]) -> None:
         """Have Hugging Face models in it know that they are checkpointed: else they fill a cache with the keys and values of all
@@ -44,11 +44,11 @@ class Takeover:
 
     def before_forward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Call ``hook(module, args, kwargs)``."""
-        self.undo_with(module.register_forward_pre_hook(Ours(hook, nothing), with_kwargs=True).remove)
+        self.undo_with(module.register_forward_pre_hook(Patched(hook, nothing), with_kwargs=True).remove)
 
     def after_forward(self, module: nn.Module, hook: Callable[..., Any], always: bool = False) -> None:
         """Call ``hook(module, args, output)``; `always`: also where the forward raised."""
-        self.undo_with(module.register_forward_hook(Ours(hook, nothing), always_call=always).remove)
+        self.undo_with(module.register_forward_hook(Patched(hook, nothing), always_call=always).remove)
 
     def hold(self) -> None:
         """gradient_checkpointing_enable() and _disable() after attach: memo stays in charge of training forwards."""
@@ -75,7 +75,7 @@ class Takeover:
             self._undo.pop()()
 
     def _checkpoint_with(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        function = Ours(run, _plainly)
+        function = Patched(run, _plainly)
         self._set(module, "gradient_checkpointing", WITH_GRAD)
         self._set(module, "_gradient_checkpointing_func", function)
         self._through_us[module] = function
@@ -112,7 +112,7 @@ class _WithGrad:
 WITH_GRAD = _WithGrad()
 
 
-class Ours:
+class Patched:
     """What we put into a module. A copy of the module, or a pickle of it, is a plain one: it gets `plain` in its place."""
 
     def __init__(self, call: Callable[..., Any], plain: Callable[..., Any]) -> None:
@@ -130,7 +130,7 @@ class Ours:
 def _run_uncompiled() -> None:
     """Once there is something to run: this imports torch's compiler, which launchers can do without."""
     why = "ds_memo runs layers uncompiled: what happens in a compiled region cannot be kept or swapped"
-    Ours.__call__ = torch.compiler.disable(Ours.__call__, reason=why)  # type: ignore[method-assign]
+    Patched.__call__ = torch.compiler.disable(Patched.__call__, reason=why)  # type: ignore[method-assign]
 
 
 def nothing(*args: Any) -> None:

@@ -36,7 +36,7 @@ from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime import first_step_warnings as first_step
 from ds_memo.runtime import report as account
-from ds_memo.runtime.module_patches import Takeover, nothing
+from ds_memo.runtime.module_patches import ModulePatches, nothing
 from ds_memo.runtime.optimizer_hooks import watch_optimizers
 from ds_memo.runtime.throughput import Speed, model_flops_utilization
 from ds_memo.shapes import shapes_of
@@ -106,11 +106,11 @@ class Session:
         """Training forwards that came to their end."""
         self._frames_before = 0
         self._speed = Speed()
-        self._takeover = Takeover()
+        self._patches = ModulePatches()
         try:
             self._put_together(model, layers, device, ties)
         except BaseException:
-            self._takeover.undo()
+            self._patches.undo()
             raise
 
     def _put_together(
@@ -119,11 +119,11 @@ class Session:
         """Make the parts, then change the model. The undo list gives back what is taken, also where this raises."""
         config = self.config
         self.slab = self._make_slab(device, ties.agree_on_host)
-        self._takeover.undo_with(self.slab.close)
+        self._patches.undo_with(self.slab.close)
         self.engine = SwapEngine(streams_for(device), self.slab, device)
-        self._takeover.undo_with(self.engine.close)
+        self._patches.undo_with(self.engine.close)
         self.addresses = Addresses(device, config.plan, self.warn, steps_happen=ties.on_last_micro_batch is not None)
-        self._takeover.undo_with(self.addresses.close)
+        self._patches.undo_with(self.addresses.close)
         self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
         self._by_module = weakref.WeakKeyDictionary(
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
@@ -134,14 +134,14 @@ class Session:
         if not self.policy.fixed:
             self.tuner = Tuner(config, self.remat, self.addresses, self.warn, ties.of_engine, ties.before_probe)
         for layer, (_, module) in zip(self.layers, layers, strict=True):
-            self._takeover.layer(module, functools.partial(self.remat.run, layer))
-        self._takeover.model(model, self.run)
+            self._patches.layer(module, functools.partial(self.remat.run, layer))
+        self._patches.model(model, self.run)
         keep_unobserved_attention()
         for name, module in layers[:1]:
-            self._takeover.before_forward(module, conflicts.MaskWatch(name, self.warn))
-        self._takeover.before_forward(model, self._forward_begins)
-        self._takeover.after_forward(model, self._forward_is_over, always=True)
-        self._takeover.after_forward(model, self._forward_ends)
+            self._patches.before_forward(module, conflicts.MaskWatch(name, self.warn))
+        self._patches.before_forward(model, self._forward_begins)
+        self._patches.after_forward(model, self._forward_is_over, always=True)
+        self._patches.after_forward(model, self._forward_ends)
 
     # ---- running
 
@@ -174,10 +174,10 @@ class Session:
         if training:
             self.engine.settle()
             self.slab.pass_begins()
-            self._takeover.hold()
+            self._patches.hold()
             if not self._passes and conflicts.is_offloaded():
                 self.warn(conflicts.OFFLOADED)
-            if self._takeover.uncompile() or (not self._passes and has_compiled(module)):
+            if self._patches.uncompile() or (not self._passes and has_compiled(module)):
                 self.warn(conflicts.UNCOMPILED)
             self._place(module, args, kwargs)
         if not training:
@@ -247,7 +247,7 @@ class Session:
     def watch_optimizers(self) -> None:
         """Follow the steps of every torch optimizer that has a parameter of the model."""
         for end in watch_optimizers(self._model, self, Session.step_begins, Session.stepped):
-            self._takeover.undo_with(end)
+            self._patches.undo_with(end)
 
     @contextmanager
     def reduction(self) -> Iterator[None]:
@@ -295,7 +295,7 @@ class Session:
 
     def on_detach(self, undo: Callable[[], Any], last: bool = False) -> None:
         """Call this too when the model is detached; `last`: after all else, for what was changed before."""
-        self._takeover.undo_with(undo, last)
+        self._patches.undo_with(undo, last)
 
     def detach(self) -> None:
         """Give the model back as it was. Graphs made before can no longer be run backward."""
@@ -305,7 +305,7 @@ class Session:
             raise MemoError("detach() was called while a layer runs; call it between two steps")
         self._detached = True
         active_forward.ends(self)
-        self._takeover.undo()
+        self._patches.undo()
 
     # ---- what is told
 

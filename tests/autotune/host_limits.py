@@ -87,7 +87,7 @@ def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> None:
 def memlock(nbytes: int, look: bool) -> dict[str, Any]:
     """
     Args:
-        look: whether somebody looks at the limit beforehand.
+        look: True if the limit is asked for beforehand.
     """
     said: dict[str, Any] = {}
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (nbytes, nbytes))

@@ -92,7 +92,7 @@ def test_all_calls_are_solved_for(layers: int, calls: int, forwards: int, device
 
 
 def test_a_host_that_one_forward_fills(tmp_path: Path, times_by_flops: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first step nobody knows that a second one comes: what the first has left of the host is not enough for it."""
+    """In the first step it is not known that a second one comes: what the first has left of the host is not enough for it."""
     monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # copies hide
     model = build("plain")
     want = steps(copy.deepcopy(model), 1, forwards=2)[0][1]
@@ -159,7 +159,7 @@ def test_fewer_calls_count_after_some_steps() -> None:
         return output
 
     first, second = forward(3), forward(1)
-    forward(1)  # and nobody wants its backward
+    forward(1)  # and no backward follows
     third = forward(2)
     assert calls.earlier == 4 and calls.most == (6, 3)
     (first + third).backward()

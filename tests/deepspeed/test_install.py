@@ -92,7 +92,7 @@ def test_names_that_were_imported_before(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_modules_that_were_frozen_before() -> None:
-    """gc.freeze(), as trainers call it for fewer pauses, hides a module's names from whoever asks the collector for them."""
+    """gc.freeze(), as trainers call it for fewer pauses, hides a module's names from callers who ask the collector for them."""
     stock = deepspeed.initialize
     gc.freeze()
     ds_memo.install()
@@ -137,7 +137,7 @@ print(*[w.message for w in caught if w.category is ds_memo.MemoWarning], sep="\\
         assert holder in lines[0], holder
 
 
-def test_somebody_else_wraps_it_too(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_code_wraps_it_too(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = deepspeed.initialize
     monkeypatch.setattr(deepspeed, "initialize", lambda **kwargs: ours(**kwargs))
     engine = start(ds_config(memo=MEMO))

@@ -214,7 +214,7 @@ class TestMissingRanks(DistributedTest):
     world_size = 2
 
     def test_a_rank_that_does_not_run_under_memo_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It would be waited for, and nobody would know why."""
+        """It would be waited for, without a reason."""
         monkeypatch.setattr(agree, "ARRIVAL_S", 0.5)
         if dist.get_rank() == 1:
             start(2)

@@ -1,4 +1,4 @@
-"""Attaching and detaching: all of it or nothing, once for a model, and what is left when nobody detaches."""
+"""Attaching and detaching: all of it or nothing, once for a model, and what is left without a detach."""
 
 from __future__ import annotations
 

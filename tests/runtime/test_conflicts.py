@@ -169,7 +169,7 @@ def test_generation_keeps_its_cache() -> None:
 
 @pytest.mark.parametrize("inside", ["itself", "a wrapper"])
 def test_generation_in_training_mode(inside: str) -> None:
-    """Samples in the middle of training: without its cache a model would see its last token only, and nobody would notice."""
+    """Samples in the middle of training: without its cache a model would see its last token only, without a word."""
 
     class Wrapper(torch.nn.Module):
         def __init__(self, model: torch.nn.Module) -> None:

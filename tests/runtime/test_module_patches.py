@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_memo.runtime.module_patches import Takeover
+from ds_memo.runtime.module_patches import ModulePatches
 from tests.models import build
 
 
@@ -29,72 +29,72 @@ def through(calls: list[str], name: str) -> Any:
 
 
 def test_a_plain_layer_comes_through_until_it_is_undone() -> None:
-    layer, takeover, calls = Doubles(), Takeover(), []
-    takeover.layer(layer, through(calls, "first"))
-    takeover.layer(layer, through(calls, "second"))
+    layer, patches, calls = Doubles(), ModulePatches(), []
+    patches.layer(layer, through(calls, "first"))
+    patches.layer(layer, through(calls, "second"))
     assert layer(3) == 6 and calls == ["second", "first"]
-    takeover.undo()
+    patches.undo()
     assert layer(3) == 6 and len(calls) == 2 and "forward" not in vars(layer)
-    takeover.undo()  # nothing is left to undo
+    patches.undo()  # nothing is left to undo
 
 
 def test_a_forward_that_was_there_comes_back() -> None:
-    layer, takeover = Doubles(), Takeover()
+    layer, patches = Doubles(), ModulePatches()
     layer.forward = mine = lambda x: -x
-    takeover.layer(layer, through([], ""))
+    patches.layer(layer, through([], ""))
     assert layer(3) == -3
-    takeover.undo()
+    patches.undo()
     assert vars(layer)["forward"] is mine
 
 
 def test_undone_in_reverse() -> None:
-    takeover, order = Takeover(), []
+    patches, order = ModulePatches(), []
     for number in range(3):
-        takeover.undo_with(lambda number=number: order.append(number))
-    takeover.undo()
+        patches.undo_with(lambda number=number: order.append(number))
+    patches.undo()
     assert order == [2, 1, 0]
 
 
 def test_copies_are_plain() -> None:
-    layer, takeover, calls = Doubles(), Takeover(), []
-    takeover.layer(layer, through(calls, "ours"))
-    takeover.before_forward(layer, lambda module, args, kwargs: calls.append("before"))
-    takeover.after_forward(layer, lambda module, args, output: calls.append("after"))
+    layer, patches, calls = Doubles(), ModulePatches(), []
+    patches.layer(layer, through(calls, "ours"))
+    patches.before_forward(layer, lambda module, args, kwargs: calls.append("before"))
+    patches.after_forward(layer, lambda module, args, output: calls.append("after"))
     assert copy.deepcopy(layer)(3) == 6 and calls == []
     assert layer(3) == 6 and calls == ["before", "ours", "after"]
-    takeover.undo()
+    patches.undo()
 
 
 def test_a_hook_after_a_forward_that_raised() -> None:
-    layer, takeover, calls = Doubles(), Takeover(), []
-    takeover.after_forward(layer, lambda module, args, output: calls.append("always"), always=True)
-    takeover.after_forward(layer, lambda module, args, output: calls.append("else"))
+    layer, patches, calls = Doubles(), ModulePatches(), []
+    patches.after_forward(layer, lambda module, args, output: calls.append("always"), always=True)
+    patches.after_forward(layer, lambda module, args, output: calls.append("else"))
     with pytest.raises(TypeError):
         layer(None)
     assert calls == ["always"]
-    takeover.undo()
+    patches.undo()
 
 
 def test_transformers_own_switches_do_not_take_the_layers_back() -> None:
-    model, takeover, calls = build("llama"), Takeover(), []
+    model, patches, calls = build("llama"), ModulePatches(), []
     for layer in model.model.layers:
-        takeover.layer(layer, through(calls, "ours"))
-    takeover.model(model, through(calls, "model"))
+        patches.layer(layer, through(calls, "ours"))
+    patches.model(model, through(calls, "model"))
     model.gradient_checkpointing_disable()
     model(inputs_embeds=torch.zeros(1, 4, model.config.hidden_size))
     assert calls == []
-    takeover.hold()
+    patches.hold()
     model(inputs_embeds=torch.zeros(1, 4, model.config.hidden_size))
     assert calls == ["ours"] * len(model.model.layers)
-    takeover.undo()
+    patches.undo()
     assert not model.is_gradient_checkpointing
 
 
 def test_nothing_is_kept_alive() -> None:
-    layer, takeover = Doubles(), Takeover()
-    takeover.layer(layer, through([], ""))
+    layer, patches = Doubles(), ModulePatches()
+    patches.layer(layer, through([], ""))
     gone = weakref.ref(layer)
     del layer
     gc.collect()
     assert gone() is None
-    takeover.undo()
+    patches.undo()

@@ -82,10 +82,10 @@ def test_a_second_backward_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) 
     layer = handle._session.layers[1].module()
 
     def fail(*args: Any) -> None:
-        raise RuntimeError("in the plain layer")
+        raise RuntimeError("in the layer without recompute")
 
     hook = layer.mlp.register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="in the plain layer"):
+    with pytest.raises(RuntimeError, match="in the layer without recompute"):
         model(input_ids=tokens, labels=tokens)
     hook.remove()
     model.zero_grad()

@@ -1,4 +1,4 @@
-"""Steps of torch optimizers are told to whoever watches a model of theirs, and nobody is kept alive."""
+"""Steps of torch optimizers are told to the watcher of a model of theirs, and no object is kept alive."""
 
 from __future__ import annotations
 

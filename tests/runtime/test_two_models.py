@@ -197,7 +197,7 @@ def test_a_given_alpha_waits_while_another_model_holds_the_host(
 def test_a_configured_model_waits_while_another_one_holds_the_host(
     own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever came first: passes that find too little go without, with one warning, and the open model leaves it from then on."""
+    """In either order: passes that find too little go without, with one warning, and the open model leaves it from then on."""
     monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # the open one takes all
     models = [build("llama"), build("gpt2")]
     stocks = [copy.deepcopy(model) for model in models]

@@ -28,7 +28,7 @@ def rig():
 
 
 @pytest.fixture
-def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """No slab of another test shares."""
     gc.collect()
     monkeypatch.setattr(host_budget, "_open", weakref.WeakSet())

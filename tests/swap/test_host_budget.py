@@ -17,7 +17,7 @@ from ds_memo.swap.pinned_segments import PAGE
 from tests.swap.budgets import CPU, two
 
 CUDA = torch.device("cuda", 0)
-pytestmark = pytest.mark.usefixtures("nobody_else")
+pytestmark = pytest.mark.usefixtures("no_other_client")
 
 
 def test_in_turns_each_has_everything_and_nothing_is_mapped_anew():
@@ -84,7 +84,7 @@ def test_a_third_has_its_part_too():
 
 
 def test_the_limit_is_of_all_together():
-    """Whoever does not say that a pass begins."""
+    """Clients that do not say that a pass begins."""
     first, second = two(10, 8)
     blocks = [first.allocate(PAGE, "x") for _ in range(2)], second.allocate(8 * PAGE, "y")
     with pytest.raises(MemoError, match="GiB are left"):
@@ -252,7 +252,7 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
 
 
 def test_what_is_configured_has_no_part():
-    """Whoever can do with less has what it leaves."""
+    """A client that can do with less has what the fixed one leaves."""
     first, second = two()
     first.needs = 0
     block = first.allocate(7 * PAGE, "x")
@@ -266,7 +266,7 @@ def test_what_is_configured_has_no_part():
 
 
 def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
-    """The later one's passes begin first, when nobody waits."""
+    """The later one's passes begin first, when no model waits."""
     first, second = two()
     block = first.allocate(PAGE, "x")
     second.pass_begins()

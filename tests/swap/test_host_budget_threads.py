@@ -18,7 +18,7 @@ from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import PAGE
 from tests.swap.budgets import CPU, two
 
-pytestmark = pytest.mark.usefixtures("nobody_else")
+pytestmark = pytest.mark.usefixtures("no_other_client")
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_threads_that_train_a_model_each_are_never_refused():
     assert [slab.share for slab in slabs] == [pages // 3 * PAGE] * 3
 
 
-def test_blocks_are_counted_whoever_gives_them_back():
+def test_blocks_are_counted_by_any_thread_that_frees_them():
     """A thread whose model's pass begins gives dead frames of another thread's model back."""
     slab, given = HostSlab(1000 * PAGE, HostPool(CPU)), queue.SimpleQueue()
 
