@@ -16,7 +16,7 @@ OLD_WORDS = re.compile(
     r"\b(autopilot|takeover|skeleton|cautions?|sharers?|graves?|plain layers?|lean layers?|at_length|"
     r"Homes|Places|Chosen|Decisions|SeenGemm|Stays|has_part|[Ww]hoever|[Ss]omebody|[Nn]obody)\b"
 )
-"""Words that CONTRIBUTING.md's glossary replaces."""
+"""Words of earlier versions, for which there are terms of the field."""
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess:
