@@ -91,7 +91,7 @@ if __name__ == "__main__":
 
 
 def python(*words: object, cwd: Path) -> tuple[int, str, str]:
-    where = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    where = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, cwd=cwd, env=os.environ | {"PYTHONPATH": where}, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
@@ -167,7 +167,7 @@ def test_launchers(launcher: str, as_module: bool, tmp_path: Path) -> None:
     (tmp_path / "package" / "train.py").write_text("import sys; print('RAN', sys.argv[-2:], __name__, sys.path[0])")
     target = ("-m", "package.train") if as_module else ("package/train.py",)
     words = [str(Path(sys.executable).parent / LAUNCHERS[launcher][0]), *LAUNCHERS[launcher][1:], *target, "--x", "1"]
-    where = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    where = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": where, "LOCAL_SIZE": "1"}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     first = tmp_path if as_module else tmp_path / "package"
