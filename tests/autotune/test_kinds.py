@@ -238,7 +238,7 @@ def test_a_kind_behind_all_others_comes_later(tmp_path: Path) -> None:
 def test_a_pass_is_known_again_when_its_kinds_were_profiled_since() -> None:
     """Seen where a tower was on one rank of experts alone, say, and learned where it was on all."""
     seen = {number: SimpleNamespace(shape=(1, 10 + number, HIDDEN)) for number in (0, 1)}
-    probe, kind = Probe(None), (((1, 100), torch.int64),)
+    probe, kind = Probe(None, lambda: None), (((1, 100), torch.int64),)
     probe.saw(kind, seen)
     assert probe.shapes(kind, [1]) == ((1, 11, HIDDEN),)
     assert probe.shapes(kind, [1, 0]) == ((1, 11, HIDDEN), (1, 10, HIDDEN))

@@ -57,7 +57,7 @@ def test_another_run_measures_for_itself() -> None:
             for case in [
                 (lambda text: text.replace('"forward_s": ', '"forward_s": -'), "negative"),
                 (lambda text: text.replace('"forward_s"', '"forwards"'), "fields"),
-                (lambda text: json.dumps({**json.loads(text), "layers": [99]}), "fit together"),
+                (lambda text: json.dumps({**json.loads(text), "layers": [99]}), "contradict each other"),
                 (lambda text: "", "no JSON"),
             ]
         ),

@@ -34,7 +34,7 @@ def test_each_layer_begins_ends_and_replays_once(config: dict) -> None:
     """In the step that analyses the layers, and in the one that follows their recipes."""
     model = toy()
     handle = ds_memo.attach(model, config)
-    handle._session.remat.observers.append(log := Log())
+    handle._session.remat.observers = (*handle._session.remat.observers, log := Log())
     for _ in range(2):
         step(model, BATCH)
         forward = [(what, layer) for layer in range(LAYERS) for what in ("begins", "ends")]
@@ -47,7 +47,7 @@ def test_a_refusal_rises_out_of_no_mode() -> None:
     """Alpha is decided when the first layer has run. Its frame is freed, and observers are told that the pass is over."""
     model = toy()
     handle = ds_memo.attach(model, {"resident_layers": 0, "alpha": 0.5, "host_memory_gib": 1e-5})
-    handle._session.remat.observers.append(log := Log())
+    handle._session.remat.observers = (*handle._session.remat.observers, log := Log())
     with pytest.raises(ds_memo.MemoError, match=r"even memo\.alpha 0 does not fit") as refusal:
         step(model, BATCH)
     assert log == [("begins", 0), "interrupted"]
