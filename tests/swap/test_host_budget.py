@@ -139,7 +139,7 @@ def test_a_pool_of_the_cpu_does_not_wait_for_cuda(monkeypatch):
     assert HostSlab(10 * PAGE, pool).allocate(10 * PAGE, "y").nbytes == pool.used
 
 
-def test_copies_that_nobody_waits_for_end_before_memory_is_allocated_again():
+def test_abandoned_copies_end_before_memory_is_allocated_again():
     there = streams.ThreadStreams()
     slow = torch.zeros(1)
     there._queues[streams.D2H].put((time.sleep, 0.2))
