@@ -51,3 +51,7 @@ def kinds(
 
 def placed(kinds_of_layers: Iterable[PlacementKind], alpha: float) -> list[Placement]:
     return [Placement(kind, alpha) for kind in kinds_of_layers]
+
+
+def swapped_at(alpha: float) -> Placement:
+    return Placement(PlacementKind.SWAPPED, alpha)

@@ -57,19 +57,14 @@ class PassSolution:
         """By number, what each call keeps, wherever."""
         stored = [0] * len(self.placements)
         for call, (layer, placement) in enumerate(zip(self.run.layers, self.solution.placements, strict=True)):
-            if placement.kind is not PlacementKind.NO_RECOMPUTE:
-                keeps_attention = not placement.kind.recomputes_attention
-                stored[self.number(call)] = layer.stored_bytes(placement.alpha, keeps_attention)
+            stored[self.number(call)] = layer.stored_bytes(placement)
         return tuple(stored)
 
     def host_bytes(self, first: int, end: int) -> int:
         """Bytes of the host blocks of every layer's calls from `first` to before `end`."""
         calls = slice(first * len(self.solved), end * len(self.solved))
-        return sum(
-            layer.host_bytes(placement.alpha, keeps_attention=not placement.kind.recomputes_attention)
-            for layer, placement in zip(self.run.layers[calls], self.solution.placements[calls], strict=True)
-            if not placement.kind.on_device
-        )
+        placed = zip(self.run.layers[calls], self.solution.placements[calls], strict=True)
+        return sum(layer.host_bytes(placement) for layer, placement in placed)
 
     def predicted(self) -> dict[str, Any]:
         """What the solver expects of a pass; bytes and seconds of this rank."""

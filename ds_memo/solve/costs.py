@@ -8,14 +8,14 @@ run        all layers, both bandwidths, both budgets
 from __future__ import annotations
 
 import mmap
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
+from ds_memo.placement import Placement, PlacementKind
 from ds_memo.units import ALIGN, round_up
 
 PAGE = mmap.PAGESIZE
@@ -108,20 +108,22 @@ class LayerCosts:
         """Device bytes of a reload buffer at alpha 0 without the attention output."""
         return sum(round_up(output.nbytes, ALIGN) for output in self.outputs if output.kind in ("input", "choice"))
 
-    def host_bytes(self, alpha: float, keeps_attention: bool = True) -> int:
-        """Return the exact bytes of the frame's host block."""
-        total = 0
+    def host_bytes(self, placement: Placement) -> int:
+        """Return the exact bytes of the frame's host block; 0 on the device."""
+        if placement.kind.on_device:
+            return 0
+        return round_up(sum(round_up(nbytes, ALIGN) for nbytes in self._stored(placement)), PAGE)
+
+    def stored_bytes(self, placement: Placement) -> int:
+        """Return the bytes that the layer keeps, wherever, as report()["stored_bytes_per_layer"] counts them."""
+        return 0 if placement.kind is PlacementKind.NO_RECOMPUTE else sum(self._stored(placement))
+
+    def _stored(self, placement: Placement) -> Iterator[int]:
         for output in self.outputs:
             if output.kind == "gemm":
-                total += round_up(int(alpha * output.rows) * output.row_bytes, ALIGN)
-            elif output.kind != "attention" or keeps_attention:
-                total += round_up(output.nbytes, ALIGN)
-        return round_up(total, PAGE)
-
-    def stored_bytes(self, alpha: float, keeps_attention: bool = True) -> int:
-        """Return the bytes sent to the host, as report()["stored_bytes_per_layer"] counts them."""
-        split = sum(int(alpha * output.rows) * output.row_bytes for output in self.outputs if output.kind == "gemm")
-        return self.whole_bytes - (0 if keeps_attention else self.attention_bytes) + split
+                yield int(placement.decided_alpha * output.rows) * output.row_bytes
+            elif output.kind != "attention" or not placement.kind.recomputes_attention:
+                yield output.nbytes
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,3 @@ class RunCosts:
     def layers_alone(self) -> RunCosts:
         """Return the run without non-layer memory."""
         return replace(self, working_bytes=0, head_bytes=0, forward_bytes=0, backward_bytes=())
-
-
-def host_bytes(layers: Iterable[LayerCosts], alpha: float) -> int:
-    """Return the bytes of the host blocks of swapped layers."""
-    return sum(count * layer.host_bytes(alpha) for layer, count in Counter(layers).items())

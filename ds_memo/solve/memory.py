@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from ds_memo.placement import Placement, PlacementKind
-from ds_memo.solve.costs import LayerCosts, RunCosts, host_bytes
+from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.solve.kinds import ON_DEVICE, RECOMPUTES_ATTENTION, Kinds, swapped
 
 ALPHA_STEPS = 10_000
@@ -53,10 +53,8 @@ def _below(frame: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 def swapped_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
     """Return the bytes of all host blocks."""
-    calls = swapped(kinds)
-    without = [i for i in calls if RECOMPUTES_ATTENTION[kinds[i]]]
-    others = (run.layers[i] for i in calls if not RECOMPUTES_ATTENTION[kinds[i]])
-    return sum(run.layers[i].host_bytes(alpha, keeps_attention=False) for i in without) + host_bytes(others, alpha)
+    calls = Counter((run.layers[call], kinds[call]) for call in swapped(kinds))
+    return sum(count * layer.host_bytes(Placement(PlacementKind(kind), alpha)) for (layer, kind), count in calls.items())
 
 
 def host_cap(layers: Sequence[LayerCosts], budget: int) -> float:
@@ -64,7 +62,8 @@ def host_cap(layers: Sequence[LayerCosts], budget: int) -> float:
     kinds = Counter(layers).items()
 
     def fits(steps: int) -> bool:
-        return sum(count * layer.host_bytes(steps / ALPHA_STEPS) for layer, count in kinds) <= budget
+        placement = Placement(PlacementKind.SWAPPED, steps / ALPHA_STEPS)
+        return sum(count * layer.host_bytes(placement) for layer, count in kinds) <= budget
 
     return most_that_fit(ALPHA_STEPS, fits) / ALPHA_STEPS
 

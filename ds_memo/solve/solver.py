@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.alpha import best_alpha
-from ds_memo.solve.costs import LayerCosts, RunCosts, host_bytes
+from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.solve.kinds import RECOMPUTES_ATTENTION, WITHOUT_GEMMS, Kinds, count, place, swapped
 from ds_memo.solve.last_resort import last_resort
 from ds_memo.solve.memory import ALPHA_STEPS, device_bytes, host_cap, most_that_fit, swapped_bytes
@@ -224,9 +224,8 @@ def _in_words(layers: int, no_recompute: int) -> str:
 
 def _why_zero(run: RunCosts, kinds: Kinds, resident_layers: int | None) -> str:
     """Return the sentence that says what keeps alpha at 0."""
-    layers = _swapped_layers(run, kinds)
-    use = host_use(run, host_bytes(layers, 0.0), 0.0)
-    if host_cap(layers, run.host_budget) <= 0:
+    use = host_use(run, swapped_bytes(run, kinds, 0.0), 0.0)
+    if host_cap(_swapped_layers(run, kinds), run.host_budget) <= 0:
         return use
     full = device_bytes(run, kinds, 1.0)
     if full > run.device_budget and _most_residents(run, 1.0, resident_layers) is None:

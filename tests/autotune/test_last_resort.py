@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.placement import PlacementKind
+from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve import headroom
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.memory import device_bytes
@@ -48,7 +48,7 @@ def test_gradients_are_stocks(memory: tuple[int, int], name: str) -> None:
     run = profiled(model)
     placed = kinds(LAYERS, without_gemms=ALL[host:], attention_recomputed=ALL[:again])
     device = device_bytes(run, placed, 0.0) + run.layers[0].smallest_frame_bytes // 4
-    on_host = max(NO_HOST, host * run.layers[0].host_bytes(0.0, keeps_attention=False) / GIB)
+    on_host = max(NO_HOST, host * run.layers[0].host_bytes(Placement(PlacementKind.SWAPPED_ATTENTION_RECOMPUTED, 0.0)) / GIB)
     memo = {"device_memory_gib": device / GIB, "host_memory_gib": on_host, "plan": {"enabled": False}}
     handle = ds_memo.attach(model, memo)
     for _ in range(2):

@@ -25,7 +25,7 @@ from ds_memo.solve.solver import solve
 from ds_memo.swap import pinned_segments
 from ds_memo.swap.streams import ThreadStreams
 from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
-from tests.placements import kinds, sets
+from tests.placements import kinds, sets, swapped_at
 
 GIB = 1 << 30
 LENGTH = 300
@@ -62,7 +62,7 @@ def budgets(run: Any, residents: float, host: float, buffers: str = "frame_bytes
     # What a step needs is measured anew in each run and must not depend on it to the byte.
     return {
         "device_memory_gib": (device + one.frame_bytes / 3) / GIB,
-        "host_memory_gib": host * LAYERS * one.host_bytes(1.0) / GIB,
+        "host_memory_gib": host * LAYERS * one.host_bytes(swapped_at(1.0)) / GIB,
     }
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from ds_memo.profile.json_file import ProfileError, from_json, to_json
 from ds_memo.profile.sample import LayerProfile
+from tests.placements import swapped_at
 from tests.profile.samples import make_profile, make_sample
 
 
@@ -69,7 +70,10 @@ def test_anything_damaged_is_refused_or_does_no_harm(path: tuple) -> None:
         except ProfileError:
             continue
         run = profile.costs([(2, 777)] * len(profile.kinds), 10**9, 10**9)
-        assert all(math.isfinite(layer.forward_s) and layer.forward_s >= 0 and layer.host_bytes(1.0) >= 0 for layer in run.layers)
+        assert all(
+            math.isfinite(layer.forward_s) and layer.forward_s >= 0 and layer.host_bytes(swapped_at(1.0)) >= 0
+            for layer in run.layers
+        )
         assert profile.kinds[0].off() >= 0 and isinstance(profile.kinds[0].name, str)
         assert from_json(to_json(profile)) == profile
 

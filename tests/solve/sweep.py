@@ -10,7 +10,7 @@ from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.kinds import Kinds, swapped
 from ds_memo.solve.memory import device_bytes, host_cap
 from ds_memo.solve.solver import Solution
-from tests.placements import placed
+from tests.placements import placed, swapped_at
 from tests.solve.runs import GPT, LLAMA, layer, run
 
 KI = 1024
@@ -35,7 +35,7 @@ class Case:
 
     def costs(self) -> RunCosts:
         one = layer(self.tokens, shape=self.shape)
-        whole = self.layers * one.host_bytes(1.0)
+        whole = self.layers * one.host_bytes(swapped_at(1.0))
         return run(one, self.layers, self.link, int(self.host * whole), int(self.device * one.frame_bytes), head_s=one.forward_s)
 
 

@@ -14,7 +14,7 @@ from ds_memo.solve.memory import device_bytes, swapped_bytes
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solver import solve
-from tests.placements import kinds, sets
+from tests.placements import kinds, sets, swapped_at
 from tests.solve.runs import GPT, LLAMA, layer, run
 
 KI = 1024
@@ -121,7 +121,7 @@ def test_no_layer_is_resident_while_long_attention_must_run_again() -> None:
 def test_attention_is_computed_again_only_as_often_as_it_must() -> None:
     one = layer(64 * KI)
     costs = run(one, 32, device=4 * one.nbytes("input"))
-    every_other = solve(replace(costs, host_budget=32 * one.host_bytes(0.0) - 16 * one.attention_bytes))
+    every_other = solve(replace(costs, host_budget=32 * one.host_bytes(swapped_at(0.0)) - 16 * one.attention_bytes))
     assert 14 <= len(sets(every_other).attention_recomputed) <= 16  # some room is left on the device
     assert f"{len(sets(every_other).attention_recomputed)} of 32 layers recompute attention" in every_other.binding
     all_of_them = solve(replace(costs, host_budget=30 * one.nbytes("input")))

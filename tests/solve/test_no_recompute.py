@@ -12,7 +12,7 @@ from ds_memo.solve.costs import Working
 from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.solver import solve
-from tests.placements import sets
+from tests.placements import sets, swapped_at
 from tests.solve.runs import layer, run
 
 KI = 1024
@@ -26,7 +26,7 @@ def test_some_layers_go_without_checkpointing() -> None:
     assert len(sets(solution).no_recompute) == 9 and not solution.no_recompute and solution.alpha == checkpointed.alpha == 1.0
     assert len(sets(checkpointed).on_device) > 15 and not sets(checkpointed).no_recompute
     assert solution.step_s == pytest.approx(checkpointed.step_s - 9 * one.replay_s, rel=1e-3)
-    assert solution.host_bytes == (23 - len(sets(solution).on_device)) * one.host_bytes(1.0)
+    assert solution.host_bytes == (23 - len(sets(solution).on_device)) * one.host_bytes(swapped_at(1.0))
     assert solution.device_bytes == device_bytes(costs, solution.kinds, 1.0) <= costs.device_budget
     assert not sets(solve(costs, resident_layers=2)).no_recompute and not sets(solve(costs, alpha=1.0)).no_recompute
 

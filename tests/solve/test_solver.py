@@ -20,7 +20,7 @@ from ds_memo.solve.paper import paper_alpha
 from ds_memo.solve.refusals import GIB, NothingFits
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solver import alpha_for_host, solve
-from tests.placements import kinds, sets
+from tests.placements import kinds, sets, swapped_at
 from tests.solve.lp import best_alphas
 from tests.solve.runs import GPT, LLAMA, layer, random_run, run
 
@@ -88,9 +88,9 @@ def test_budgets_are_kept(seed: int) -> None:
     assert 0 <= solution.alpha <= 1
     assert solution.host_bytes <= costs.host_budget
     assert solution.device_bytes <= costs.device_budget
-    on_device, without_gemms, again, no_recompute = sets(solution)
+    on_device, without_gemms, _, no_recompute = sets(solution)
     swapped = set(range(len(costs.layers))) - on_device - without_gemms - no_recompute
-    assert solution.host_bytes == sum(costs.layers[i].host_bytes(solution.alpha, i not in again) for i in swapped)
+    assert solution.host_bytes == sum(costs.layers[i].host_bytes(solution.placements[i]) for i in swapped)
     assert all(solution.placements[i].alpha == solution.alpha for i in swapped)
     assert solution.device_bytes == device_bytes(costs, solution.kinds, solution.alpha)
     assert solution.no_recompute == (len(no_recompute) == len(costs.layers))
@@ -343,9 +343,9 @@ def test_with_configured_residents_alpha_obeys_the_device() -> None:
 def test_a_configured_alpha_that_does_not_fit() -> None:
     one = layer(16384)
     with pytest.raises(NothingFits, match=r"need .* GiB at alpha 0\.9, .* memo\.alpha of at most 0\.\d+ fits"):
-        solve(run(one, 32, host=30 * one.host_bytes(0.5)), alpha=0.9)
+        solve(run(one, 32, host=30 * one.host_bytes(swapped_at(0.5))), alpha=0.9)
     with pytest.raises(NothingFits, match=r"even memo\.alpha 0 does not fit"):
-        solve(run(one, 32, host=29 * one.host_bytes(0.0)), alpha=0.9)
+        solve(run(one, 32, host=29 * one.host_bytes(swapped_at(0.0))), alpha=0.9)
 
 
 def test_a_configured_alpha_for_which_the_device_is_too_small() -> None:
