@@ -23,6 +23,7 @@ from torch import nn
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.deepspeed import checkpoint_api, launched_by, ulysses
+from ds_memo.deepspeed.conflicts import refuse_config
 from ds_memo.deepspeed.engine_hooks import hook_engine, weakly
 from ds_memo.deepspeed.rebind import Taken, other_holders, replace_in_modules, restore
 from ds_memo.deepspeed.run_ahead_limit import limit_run_ahead
@@ -31,8 +32,8 @@ from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.hf import kernels
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.memory.device import join_split_blocks, keep_blocks_whole
-from ds_memo.runtime import conflicts
 from ds_memo.runtime.attach import attach_model, check_residents, refuse_attached, take_from_engine
+from ds_memo.runtime.conflicts import refuse_model
 from ds_memo.runtime.handle import MemoHandle
 from ds_memo.runtime.module_patches import nothing
 from ds_memo.runtime.session import EngineTies, Session
@@ -102,9 +103,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     with ExitStack() as undo:
         if config.enabled:
             refuse_attached(asked["model"], but_by_engines=True)
-            conflicts.refuse_config(section)
+            refuse_config(section)
             layers = find_layers(asked["model"], config.layers)
-            conflicts.refuse_model(layers)
+            refuse_model(layers)
             check_residents(config, len(layers))
             undo.enter_context(kernels.use_kernels(asked["model"], config))
             if config.kernels.adam:

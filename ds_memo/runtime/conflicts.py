@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,13 +10,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ds_memo.errors import MemoConfigError, MemoError
+from ds_memo.errors import MemoError
 from ds_memo.hf.find_layers import is_huggingface_layer
 from ds_memo.remat.diagnostics import is_compiled
 from ds_memo.units import MIB
-
-_SAME_WORK = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
-
 
 UNCOMPILED = (
     "torch.compile is used on this model: under memo its layers run uncompiled, for what happens in a compiled region cannot be "
@@ -28,22 +25,6 @@ OFFLOADED = (
     "torch's save_on_cpu): gradients are right, but whatever layers keep without checkpointing goes to the host whole, beside "
     "memo's own copies. Leave it out"
 )
-
-
-def refuse_config(config: Mapping[str, Any]) -> None:
-    """Refuse sections of the DeepSpeed JSON that do memo's work in another way.
-
-    Raises:
-        MemoConfigError: naming the setting.
-    """
-    for key in _SAME_WORK:
-        if config.get("activation_checkpointing", {}).get(key):
-            raise MemoConfigError(f"activation_checkpointing.{key} does what memo does in another way; remove one of the two")
-    if config.get("compile", {}).get("deepcompile"):
-        raise MemoConfigError(
-            "compile.deepcompile compiles the layers, and what happens inside a compiled region cannot be kept or swapped; "
-            "remove it or memo"
-        )
 
 
 def refuse_model(layers: list[tuple[str, nn.Module]]) -> None:
