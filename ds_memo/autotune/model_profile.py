@@ -173,7 +173,6 @@ class Profiling:
             device=self._device,
             host_budget=self._host.budget,
             attention=self._config.attention,
-            device_memory_gib=self._config.device_memory_gib,
             ranks_per_sequence=ranks_per_sequence(),
         )
 

@@ -163,6 +163,7 @@ def test_nothing_is_left(capsys):
         (("--model", TINY, "--batch", "0"), "whole number"),
         (("--model", TINY, "--dtype", "int8"), "int8"),
         (("--model", TINY, "--method", "guess"), "guess"),
+        (("--model", TINY, "--method", "unified"), "unified"),
         (("--model", TINY, "--device", "tpu"), "tpu"),
         (("--model", TINY, "--host-memory-gib", "-1"), "GiB above 0"),
         (("--model", TINY, "--attn-implementation", "fastest"), "fastest"),
