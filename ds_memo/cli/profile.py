@@ -97,7 +97,6 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
             method=args.method,
             lengths=dict.fromkeys(calls, lengths),
             full={kind: call.length for kind, call in calls.items()},
-            sources=dict.fromkeys(calls, 0),  # a model called with embeddings alone has no encoder
             device=device,
             host_budget=memo.slab.budget,
         )

@@ -82,7 +82,6 @@ class Asked:
         method: fit or direct.
         lengths: by kind, from lengths_of; the same on all ranks, whose layers may wait for each other.
         full: by kind, the call's full length, the least over all ranks.
-        sources: by kind, the source's length to measure with; 0: there is no source, or not on all ranks.
         host_budget: host bytes of this rank.
     """
 
@@ -92,7 +91,6 @@ class Asked:
     method: str
     lengths: Mapping[int, tuple[int, ...]]
     full: Mapping[int, int]
-    sources: Mapping[int, int]
     device: torch.device
     host_budget: int
     attention: str | None = None
@@ -113,8 +111,7 @@ class Asked:
             "batch": call.batch,
             "hidden": [*call.hidden.shape[2:]],
             "dtype": str(call.hidden.dtype),
-            "others": call.others(apart=self.sources[kind] > 0),
-            "source": self.sources[kind],
+            "others": call.others(),
             "lengths": list(self.lengths[kind]),
         }
 
@@ -211,36 +208,31 @@ def _measure_kind(
 ) -> LayerProfile:
     call, name = asked.calls[kind], asked.calls[kind].layer.name
     module = call.layer.module()
-    lengths, full, source = asked.lengths[kind], asked.full[kind], asked.sources[kind]
+    lengths, full = asked.lengths[kind], asked.full[kind]
     number = list(asked.calls).index(kind) + 1
     nbytes = gathered_bytes(module)
     do(lambda: _refuse_gathering(name, nbytes, device_budget(asked.device, None, 0, HEADROOM)))
 
-    def measured(lengths: Sequence[int], source: int) -> list[LayerSample]:
+    def measured(lengths: Sequence[int]) -> list[LayerSample]:
         samples: list[LayerSample] = []
         for length in lengths:
-            sample = do(partial(measure, call, length, asked.device, asked.attention, source))
+            sample = do(partial(measure, call, length, asked.device, asked.attention))
             samples.append(replace(sample, **{of: getattr(sample, of) + nbytes for of in DEVICE_BYTES}))
             progress(
-                f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens"
-                f"{f' beside {source:,}' if source else ''}, "
+                f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens, "
                 f"forward {sample.forward_s * 1e3:.3g} ms, backward {sample.backward_s * 1e3:.3g} ms"
             )
         return samples
 
     with gathered(module):
         try:
-            samples = measured(lengths, source)
-            half = measured(lengths[-1:], source // 2) if source > 1 else []
+            samples = measured(lengths)
         except Failed as failed:  # a layer may accept one length only, as under DeepSpeed's Ulysses with fixed lengths
-            if not source and lengths == (full,):
+            if lengths == (full,):
                 raise
-            beside = f" beside {source:,}" if source else ""
-            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens{beside} ({failed}); measured at {full:,} instead")
-            samples, half = measured((full,), 0), []
-    profile = do(lambda: _profile(name, samples, warn))
-    # If the layer keeps other tensors with half of the source, the two samples cannot be compared: its cost per token is unknown.
-    return replace(profile, half_source=half[0]) if half and len(half[0].outputs) == len(profile.taken[-1].outputs) else profile
+            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens ({failed}); measured at {full:,} instead")
+            samples = measured((full,))
+    return do(lambda: _profile(name, samples, warn))
 
 
 def _profile(name: str, samples: list[LayerSample], warn: Callable[[str], None]) -> LayerProfile:

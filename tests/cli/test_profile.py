@@ -188,6 +188,16 @@ def test_a_model_that_cannot_be_called_so_says_why(tmp_path, capsys):
     assert "IndexError" in complaint(capsys, *BASE, "--model", path, after_progress=True)
 
 
+@pytest.mark.parametrize("name", ["T5Config", "BartConfig", "WhisperConfig", "MllamaConfig"])
+def test_layers_that_attend_to_an_encoder(tmp_path, capsys, name):
+    import transformers
+
+    path = tmp_path / "config.json"
+    getattr(transformers, name)().to_json_file(path)
+    says = complaint(capsys, *BASE, "--model", str(path), after_progress=True)
+    assert "layers attend to an encoder's states" in says and "memo.alpha and memo.resident_layers" in says
+
+
 def test_a_layer_that_does_not_fit_is_an_error_not_a_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "measure", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
     path = tmp_path / "profile.json"
