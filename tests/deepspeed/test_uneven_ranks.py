@@ -178,8 +178,10 @@ class TestUnevenRanks(DistributedTest):
             assert_same(step(model, batch), step(stock, batch))
             assert handle.report()["checkpointing"] is not (ours == theirs == SHORT)
 
-    def test_experts_behind_a_tower_that_one_rank_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It solves for other layers than the other rank, which may have as many without recompute, and not the same."""
+    @pytest.mark.parametrize("first", [1, 0], ids=["tower in the first pass", "tower later"])
+    def test_experts_behind_a_tower_that_one_rank_calls(self, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It solves for other layers than the other rank, which may have as many without recompute, and not the same. A tower
+        that the first pass lacks is recomputed by the rank that calls it."""
 
         def decided(run: Any, alpha: Any, residents: Any, may_skip_recompute: bool, **_: Any) -> Solution:
             return judged(run, 1.0, place(len(run.layers), 0, 3 * may_skip_recompute), "as the test wants it")
@@ -190,7 +192,7 @@ class TestUnevenRanks(DistributedTest):
         stock = copy.deepcopy(model)
         layers = [*model.tower, *model.blocks]
         handle = ds_memo.attach(model, {"plan": {"enabled": False}}, layers=layers)
-        for images in ((0, 0), (1, 1), (1, 0), (0, 1), (1, 0)):
+        for images in ((first, first), (0, 0), (1, 1), (1, 0), (0, 1), (1, 0)):
             more = {"image": torch.ones(1, 64, 2)} if images[dist.get_rank()] else {}
             batch = Batch.random(2, 64, seed=1 + dist.get_rank())
             assert_same(step(model, batch, **more), step(stock, batch, **more))
