@@ -45,7 +45,7 @@ class Probe:
         self._before = before
         self._remat = remat
         self._last = 0
-        """The kind that came last in the profiled pass."""
+        """The kind in the profile that came last in the profiled pass. It is the same on all ranks, for they probe together."""
         self._measured: Sequence[int] = ()
         """The kinds in the profile, in its order."""
         self._first: tuple[Shapes, HiddenShapes] = ((), ())
@@ -78,7 +78,8 @@ class Probe:
             kind: of the pass.
             measured: the kinds of layers in the profile, in its order; all of them were called.
         """
-        self._last, self._measured = list(calls)[-1], measured
+        self._measured = measured
+        self._last = [number for number in calls if number in measured][-1]
         self._first = kind, self.saw(kind, calls)
 
     def shapes(self, kind: Shapes) -> HiddenShapes | None:
@@ -92,7 +93,7 @@ class Probe:
         return found if all(found) else None
 
     def later(self, training_pass: TrainingPass) -> dict[int, LayerCall]:
-        """A call of each kind that a forward calls, up to the kind that came last in the profiled pass."""
+        """A call of each kind that a forward calls, up to the measured kind that came last in the profiled pass."""
         return self._run(training_pass, lambda calls: self._last in calls)
 
     def saw(self, kind: Shapes, calls: Mapping[int, LayerCall]) -> HiddenShapes:
