@@ -60,8 +60,8 @@ class PlanConfig(_Section):
 class ProfileConfig(_Section):
     """Measuring of sizes and times."""
 
-    method: Literal["fit", "direct", "unified"] = "fit"
-    """fit: two short lengths and a check; direct: one layer at full length; unified: direct, refused where it would not fit."""
+    method: Literal["fit", "direct"] = "fit"
+    """fit: two short lengths and a check; direct: one layer at full length."""
 
 
 class KernelsConfig(_Section):
@@ -168,7 +168,7 @@ _ALLOWED = {
     "plan.solver": '"cbc", "highs" or "greedy"',
     "plan.time_limit_s": f"a number of seconds above 0, at most {MOST_SECONDS:,.0f}",
     "plan.cache_dir": "a path",
-    "profile.method": '"fit", "direct" or "unified"',
+    "profile.method": '"fit" or "direct"',
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,6 @@ class HiddenShape(NamedTuple):
     length: int
     rest: tuple[int, ...] = ()
     """The other dimensions, usually the width alone."""
-    source: int = 0
-    """Tokens per sequence of the encoder that the layer also attends to; 0: none, or as many as `length`."""
 
 
 HiddenShapes = tuple[HiddenShape | None, ...]
@@ -73,31 +71,18 @@ def hidden_shape(shapes: Shapes, hidden: HiddenShape, others: Shapes) -> HiddenS
 
     Returns:
         The new shape, or None if no dimension matched, or the matching dimensions now disagree. With batch 1, a leading dimension
-        that equals the length is enough (an image's patches). `source` is found the same way; if no dimension equalled it
-        (audio, images), it counts as unchanged, unless another size changed: then None.
+        that equals the length is enough (an image's patches).
     """
     if [len(shape) for shape, _ in shapes] != [len(shape) for shape, _ in others]:
         return None
     pairs = [(here, there) for (here, _), (there, _) in zip(shapes, others, strict=True)]
-    found = _sizes_where(pairs, hidden.batch, hidden.length)
-    sources = {length for _, length in _sizes_where(pairs, hidden.batch, hidden.source)}
-    if len(found) != 1 or len(sources) > 1:
+    found = {there[:2] for here, there in pairs if here[:2] == (hidden.batch, hidden.length)}
+    if hidden.batch == 1:
+        found |= {(1, there[0]) for here, there in pairs if here[:1] == (hidden.length,)}
+    if len(found) != 1:
         return None
     batch, length = found.pop()
-    if hidden.source and not sources:
-        known = {(hidden.batch, batch), (hidden.length, length)}
-        sizes = {size for here, there in pairs for size in zip(here, there, strict=True)}
-        if any(here != there for here, there in sizes - known):
-            return None
-    return HiddenShape(batch, length, hidden.rest, sources.pop() if sources else hidden.source)
-
-
-def _sizes_where(pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], batch: int, length: int) -> set[tuple[int, ...]]:
-    """Return the second shape's sizes, of each pair whose first shape has this batch and length."""
-    found = {there[:2] for here, there in pairs if here[:2] == (batch, length)}
-    if batch == 1:
-        found |= {(1, there[0]) for here, there in pairs if here[:1] == (length,)}
-    return found
+    return HiddenShape(batch, length, hidden.rest)
 
 
 def length_between(here: PassKind, there: PassKind) -> Length | None:

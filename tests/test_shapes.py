@@ -40,16 +40,3 @@ def test_hidden_states_stand_where_they_stood() -> None:
     assert found(kind((2, 8), (2, 8)), (2, 8, 64), kind((2, 16), (2, 12))) is None
     assert found(kind((2, 8)), (2, 8, 64), kind((2, 16), (2, 16))) is None
     assert found(kind((2, 8)), (2, 8, 64), kind((16,))) is None
-
-
-def test_a_source_stands_where_it_stood() -> None:
-    first = kind((2, 30), (2, 8)).shapes
-    decoder = HiddenShape(2, 8, (64,), source=30)
-    assert hidden_shape(first, decoder, kind((3, 40), (3, 16)).shapes) == HiddenShape(3, 16, (64,), 40)
-    assert hidden_shape(first, decoder, kind((3, 16), (3, 16)).shapes) == HiddenShape(3, 16, (64,), 16)
-    three = kind((2, 30), (2, 30), (2, 8)).shapes
-    assert hidden_shape(three, decoder, kind((2, 40), (2, 50), (2, 8)).shapes) is None, "which of them?"
-    frames = kind((2, 80, 60), (2, 8)).shapes  # audio, from which the encoder makes half as many states
-    assert hidden_shape(frames, decoder, kind((2, 80, 60), (2, 16)).shapes) == HiddenShape(2, 16, (64,), 30)
-    assert hidden_shape(frames, decoder, kind((3, 80, 60), (3, 16)).shapes) == HiddenShape(3, 16, (64,), 30)
-    assert hidden_shape(frames, decoder, kind((2, 80, 90), (2, 16)).shapes) is None, "of more frames it makes more"

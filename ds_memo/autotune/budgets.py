@@ -96,8 +96,8 @@ class Budgets:
         Args:
             host: bytes, of those that the pass may have.
         """
-        at = [shape and (shape.batch, shape.length, shape.source) for shape in shapes]
-        tokens = math.prod(profile.last(at)[:2]) * in_flight.forwards
+        at = [shape and (shape.batch, shape.length) for shape in shapes]
+        tokens = math.prod(profile.last(at)) * in_flight.forwards
         run = profile.costs(at, host, self.device)
         other, calls = self._non_layer or NonLayerMemory(0), in_flight.calls
         backward, most = other.backward, max(other.backward)

@@ -1,9 +1,8 @@
 """Profiling: the profile of one model, from the cache or measured.
 
-first pass   all ranks together: of every kind of layer that all of them call
-later        of kinds that come with a later batch (an image after text), or to some ranks only, and once more of kinds that
-             were measured in a batch too short to tell of longer ones: by each rank itself; by all together where ranks meet in
-             layers, for there they come together
+first pass   all ranks together: every kind of layer that all of them call; other kinds stay fully recomputed
+again        kinds whose batch was too short to tell of longer ones: each rank by itself, or where ranks meet in layers, all of
+             them together
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from ds_memo.config import MemoConfig
-from ds_memo.distributed.agree import Failed, alone, from_all_ranks, refuse_differences, together
+from ds_memo.distributed.agree import Do, Failed, alone, from_all_ranks, refuse_differences, together
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.files import NotPrivate, cache_home
 from ds_memo.profile import cache
@@ -32,7 +31,7 @@ from ds_memo.shapes import HiddenShapes
 from ds_memo.swap.host_budget import HostBudget
 
 _TRIES = 8
-"""To measure a kind later: the device may be full at the moment, and another rank's batch short."""
+"""To measure a kind again: the device may be full at the moment, and another rank's batch short."""
 
 
 class Profiling:
@@ -47,7 +46,7 @@ class Profiling:
         self.profile: Profile | None = None
         self.from_cache = False
         self.kinds: list[int] = []
-        """Those in the profile, in its order; numbers as in `of_layers`."""
+        """The kinds in the profile, in its order; numbers as in `of_layers`."""
         self._config = config
         self._layers: Sequence[Layer] = ()
         self._of_layers: Sequence[int] = ()
@@ -55,7 +54,7 @@ class Profiling:
         self._device = device
         self._warn = warn
         self._tries: Counter[int] = Counter()
-        """Attempts to measure kinds that came later."""
+        """Attempts to measure a kind again."""
 
     def first(self, layers: Sequence[Layer], of_layers: Sequence[int], calls: Mapping[int, LayerCall]) -> None:
         """Profile the first pass. All ranks call this together.
@@ -66,7 +65,7 @@ class Profiling:
             calls: one of each kind that this rank calls.
 
         Raises:
-            Failed: nothing can be measured; all ranks know.
+            Failed: nothing can be measured, or a layer's costs depend on an encoder's length, too; all ranks know.
             MemoError: ranks are configured differently.
         """
         self._layers, self._of_layers = layers, of_layers
@@ -83,7 +82,7 @@ class Profiling:
             self.profile = take_profile(asked, self._warn)
             if folder and int(os.environ.get("LOCAL_RANK") or 0) == 0:
                 cache.store(folder, self.profile, self._warn)
-        self.kinds += asked.calls
+        self.kinds = list(asked.calls)
 
     def _cache(self) -> Path | None:
         """Return the folder of profiles in plan.cache_dir, whose default obeys XDG_CACHE_HOME; None, with a warning, if there is
@@ -97,71 +96,64 @@ class Profiling:
         return cache.open_folder(folder, self._warn)
 
     def outgrown(self, shapes: HiddenShapes) -> bool:
-        """Whether these hidden states, or an encoder's beside them, have far more tokens than a kind was measured with: of few,
-        most is overhead. Where both had as many, what is whose could not be told."""
-        return any(here and self._outgrown(kind, here.length, here.source) for kind, here in zip(self.kinds, shapes, strict=True))
+        """Return True if these hidden states have far more tokens than a kind was measured with: of few, most is overhead."""
+        called = ((kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True) if shape and shape.batch)
+        return any(self._outgrown(kind, shape.length) for kind, shape in called)
 
-    def _outgrown(self, kind: int, length: int, source: int) -> bool:
-        longest = self.profile.kinds[self.kinds.index(kind)].taken[-1]
-        both = (longest.length, length), (longest.source, source)
-        short = any(seen < SHORTEST and now > 2 * seen for seen, now in both)
-        return short and self._tries[kind] < _TRIES
+    def _outgrown(self, kind: int, length: int) -> bool:
+        longest = self.profile.kinds[self.kinds.index(kind)].taken[-1].length
+        return longest < SHORTEST and length > 2 * longest and self._tries[kind] < _TRIES
 
-    def later(self, calls: Mapping[int, LayerCall], with_others: bool) -> list[str]:
-        """Measure kinds that the profile lacks, or knows from shorter batches alone, and add them to it.
+    def again(self, calls: Mapping[int, LayerCall], with_others: bool) -> list[str]:
+        """Measure the kinds again that these calls have outgrown.
 
         Args:
-            with_others: all ranks call this together.
+            with_others: all ranks call this together, and measure what all of them have outgrown.
 
         Returns:
             What was measured, in words.
         """
         everybody, do = (from_all_ranks, together) if with_others else (_only_me, alone)
-        unknown = {kind for kind in self._of_layers if kind not in self.kinds and self._tries[kind] < _TRIES}
-        known = ((kind, calls[kind]) for kind in self.kinds if kind in calls)
-        outgrown = {kind for kind, call in known if self._outgrown(kind, call.length, call.source)}
-        grown = set().union(*everybody(outgrown))
-        if not unknown | grown:  # on all ranks: they have learned the same
-            return []
-        worth = worth_measuring(self._layers, self._of_layers, calls)
-        new = {kind: call for kind, call in worth.items() if kind in unknown | grown}
-        asked, learned, again = self._asked(new, everybody), [], []
-        for kind, call in asked.calls.items():
-            name, full, source = type(call.layer.module()).__name__, asked.full[kind], asked.sources[kind]
-            if kind in grown and not self._outgrown(kind, full, source):  # of all ranks together
+        everybodys = everybody({kind: call.length for kind, call in calls.items() if call.tokens})
+        changes = []
+        for kind in self.kinds:
+            lengths = [theirs.get(kind, 0) for theirs in everybodys]
+            if not self._outgrown(kind, max(lengths)):
                 continue
-            one = replace(asked, calls={kind: call})
-            try:
-                mine = replace(self.profile, kinds=measure_kinds(one, self._warn, do=do), layers=one.numbers())
-            except Failed as failed:
-                instead = "what it took before is scaled" if kind in grown else "it is fully recomputed"
-                self._warn(f"{name}: cannot be profiled ({failed}), and {instead}")
-                continue
-            careful = most_careful(everybody(mine))
-            if kind in grown:
-                kinds = list(self.profile.kinds)
-                kinds[self.kinds.index(kind)] = careful.kinds[0]
-                self.profile = replace(self.profile, kinds=tuple(kinds))
-                beside = f" beside {source:,}" if source else ""
-                again.append(f"measured {name} again, with {full:,} tokens{beside}: the first batches told too little")
-            else:
-                self.profile = self.profile.with_kinds(careful)
-                self.kinds.append(kind)
-                learned.append(name)
-        self._tries.update(grown | asked.calls.keys())
-        return [*([f"profiled {', '.join(learned)}, which no pass before has called"] if learned else []), *again]
+            if self._outgrown(kind, min(lengths)):
+                name = type(calls[kind].layer.module()).__name__
+                try:
+                    self._measure_again(kind, calls[kind], everybody, do)
+                    changes.append(f"measured {name} again, with {min(lengths):,} tokens: the first batches told too little")
+                except Failed as failed:
+                    self._warn(f"{name}: cannot be measured again ({failed}), and what it took before is scaled")
+            self._tries[kind] += 1
+        return changes
+
+    def _measure_again(self, kind: int, call: LayerCall, everybody: Callable[[Any], list[Any]], do: Do) -> None:
+        asked = self._asked({kind: call}, everybody)
+        mine = replace(self.profile, kinds=measure_kinds(asked, self._warn, do=do))
+        kinds = list(self.profile.kinds)
+        (kinds[self.kinds.index(kind)],) = most_careful(everybody(mine)).kinds
+        self.profile = replace(self.profile, kinds=tuple(kinds))
 
     def _asked(self, calls: Mapping[int, LayerCall], everybody: Callable[[Any], list[Any]]) -> Asked:
-        """What all of them call."""
-        everybodys = everybody({kind: (call.length, call.can_shorten(), call.source) for kind, call in calls.items()})
+        """What all of them call.
+
+        Raises:
+            Failed: a layer attends to an encoder's states of another length; all of them know.
+        """
+        everybodys = everybody({kind: (call.length, call.can_shorten(), call.encoder_length) for kind, call in calls.items()})
         calls = {kind: call for kind, call in calls.items() if all(kind in theirs for theirs in everybodys)}
         method = self._config.profile.method
-        lengths, full, sources = {}, {}, {}
+        lengths, full = {}, {}
         for kind, call in calls.items():
-            said, can_shorten, beside = zip(*(theirs[kind] for theirs in everybodys), strict=True)
+            said, can_shorten, encoders = zip(*(theirs[kind] for theirs in everybodys), strict=True)
+            if any(encoders):
+                states = f"layer {call.layer.name} attends to {max(encoders):,} states of an encoder"
+                raise Failed([f"{states}: its costs depend on two lengths, and a profile has one"])
             full[kind] = min(said)
             lengths[kind] = lengths_of(method, full[kind], call.width, all(can_shorten))
-            sources[kind] = lengths_of(method, min(beside), call.width, True)[-1] if min(beside) and all(can_shorten) else 0
         return Asked(
             layers=self._layers,
             kinds=self._of_layers,
@@ -169,11 +161,9 @@ class Profiling:
             method=method,
             lengths=lengths,
             full=full,
-            sources=sources,
             device=self._device,
             host_budget=self._host.budget,
             attention=self._config.attention,
-            device_memory_gib=self._config.device_memory_gib,
             ranks_per_sequence=ranks_per_sequence(),
         )
 

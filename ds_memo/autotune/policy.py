@@ -122,15 +122,15 @@ class PlacementPolicy:
             self._warn(f"{layer.name} is not among the {solution.layers} layers that were solved for: fully recomputed")
             return FULL_RECOMPUTE
         number = self.in_flight.number(layer.index) * solution.layers + layer.index
-        # More calls than ever before: the next pass is solved for so many, and this one takes no more than it must.
-        placement = solution.placements[number] if number < len(solution.placements) else FULL_RECOMPUTE
-        unknown = placement.kind is PlacementKind.FULL_RECOMPUTE and layer.index not in solution.solved
-        if unknown and any(parameter.requires_grad for parameter in layer.parameters):
+        if layer.index not in solution.solved and any(parameter.requires_grad for parameter in layer.parameters):
             self._warn(
-                f"{type(layer.module()).__name__} trains, and none was called, or trained, in the first pass, which was "
-                "profiled: it is fully recomputed. Begin with a batch that calls all, or set memo.alpha and memo.resident_layers"
+                f"{type(layer.module()).__name__} trains, and in the first pass, which was profiled, not every rank called one "
+                "that trained: it is fully recomputed. Begin with batches that call all kinds of layers, or set memo.alpha and "
+                "memo.resident_layers"
             )
-        return placement
+            return FULL_RECOMPUTE
+        # More calls than ever before: the next pass is solved for so many, and this one takes no more than it must.
+        return solution.placements[number] if number < len(solution.placements) else FULL_RECOMPUTE
 
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         alpha, reason = self._config.alpha, "as configured"

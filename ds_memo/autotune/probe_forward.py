@@ -16,7 +16,7 @@ from ds_memo.errors import MemoError
 from ds_memo.profile.call import LayerCall, layer_calls
 from ds_memo.profile.kinds import kinds_of
 from ds_memo.remat.checkpoint import Layer, Remat
-from ds_memo.shapes import HiddenShape, HiddenShapes, Shapes, hidden_shape
+from ds_memo.shapes import HiddenShapes, Shapes, hidden_shape
 
 REMEMBERED = 64
 """Kinds of passes."""
@@ -45,10 +45,12 @@ class Probe:
         self._before = before
         self._remat = remat
         self._last = 0
-        """The kind that comes last in a forward."""
-        self._first: tuple[Shapes, dict[int, HiddenShape]] = ((), {})
-        """Hidden states of the profiled pass, by the kind of layer."""
-        self._seen: dict[Shapes, dict[int, HiddenShape]] = {}
+        """The kind in the profile that came last in the profiled pass. It is the same on all ranks, for they probe together."""
+        self._measured: Sequence[int] = ()
+        """The kinds in the profile, in its order."""
+        self._first: tuple[Shapes, HiddenShapes] = ((), ())
+        """Inputs and hidden states of the profiled pass."""
+        self._seen: dict[Shapes, HiddenShapes] = {}
         """What only a probe could tell."""
 
     def first(self, training_pass: TrainingPass, layers: Sequence[Layer]) -> dict[int, LayerCall]:
@@ -69,55 +71,39 @@ class Probe:
             raise MemoError("the first batches have no tokens")
         return calls
 
-    def profiled(self, kind: Shapes, calls: dict[int, LayerCall]) -> None:
+    def profiled(self, kind: Shapes, calls: Mapping[int, LayerCall], measured: Sequence[int]) -> None:
         """The pass of these calls was profiled.
 
         Args:
             kind: of the pass.
+            measured: the kinds of layers in the profile, in its order; all of them were called.
         """
-        self._last = list(calls)[-1]
+        self._measured = measured
+        self._last = [number for number in calls if number in measured][-1]
         self._first = kind, self.saw(kind, calls)
 
-    def shapes(self, kind: Shapes, measured: Sequence[int]) -> HiddenShapes | None:
-        """Hidden states of a pass of this kind; None: only a probe can tell.
-
-        Args:
-            measured: the kinds of layers in the profile, in its order.
-        """
+    def shapes(self, kind: Shapes) -> HiddenShapes | None:
+        """Hidden states of a pass of this kind; None: only a probe can tell."""
         if not kind:  # no tensor was seen among the inputs: every pass looks like this
             return None
         if kind in self._seen:
-            return in_order(self._seen[kind], measured)
+            return self._seen[kind]
         first, shapes = self._first
-        found = {number: hidden_shape(first, shapes[number], kind) for number in measured if number in shapes}
-        return in_order(found, measured) if all(found.values()) else None
+        found = tuple(hidden_shape(first, shape, kind) for shape in shapes if shape)
+        return found if all(found) else None
 
-    def later(self, training_pass: TrainingPass, measured: Sequence[int]) -> dict[int, LayerCall]:
-        """A call of each kind that a forward calls: as far as the one that has come last so far, or to the end, where one may
-        come that no pass before has called."""
-        known = {*measured, *self._first[1]}
+    def later(self, training_pass: TrainingPass) -> dict[int, LayerCall]:
+        """A call of each kind that a forward calls, up to the measured kind that came last in the profiled pass."""
+        return self._run(training_pass, lambda calls: self._last in calls)
 
-        def enough(calls: dict[int, LayerCall]) -> bool:
-            return self._last in calls and known | calls.keys() == set(self.kinds)
-
-        calls = self._run(training_pass, enough)
-        if calls.keys() - known:
-            self._last = list(calls)[-1]
-        return calls
-
-    def saw(self, kind: Shapes, calls: dict[int, LayerCall]) -> dict[int, HiddenShape]:
-        """Remember a pass of this kind: the shapes of hidden states, by the kind of layer."""
+    def saw(self, kind: Shapes, calls: Mapping[int, LayerCall]) -> HiddenShapes:
+        """Remember and return the shapes of hidden states in a pass of this kind."""
         while len(self._seen) >= REMEMBERED:
             del self._seen[next(iter(self._seen))]
-        self._seen[kind] = {number: call.shape for number, call in calls.items()}
+        self._seen[kind] = tuple(calls[number].shape if number in calls else None for number in self._measured)
         return self._seen[kind]
 
     def _run(self, training_pass: TrainingPass, enough: Callable[[dict[int, LayerCall]], bool]) -> dict[int, LayerCall]:
         self._before()
         _, model, args, kwargs = training_pass
         return layer_calls(self._remat, model, args, kwargs, self.kinds, enough)
-
-
-def in_order(shapes: Mapping[int, HiddenShape], measured: Sequence[int]) -> HiddenShapes:
-    """The shapes by the kinds of the profile, in its order; None for a kind that is not called."""
-    return tuple(map(shapes.get, measured))

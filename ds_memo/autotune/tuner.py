@@ -2,9 +2,8 @@
 
 first pass        the first call of each kind of layer is caught before the forward runs; ds_memo.autotune.model_profile has the
                   profile; solved; NothingFits comes out here, before the first step
-other passes      solved from the same profile, which grows where a kind of layer comes later than others; ranks that hold
-                  parameters in pieces (ZeRO-3) or each some of the experts agree in each pass on whether they checkpoint, the
-                  others need not talk
+other passes      solved from the same profile; ranks that hold parameters in pieces (ZeRO-3) or each some of the experts agree
+                  in each pass on whether they checkpoint, the others need not talk
 between steps     budgets are measured again once the first optimizer step has shown what else needs memory, head and loss
                   above all; copies that take longer than profiled lower alpha
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,7 @@ from ds_memo.autotune.model_profile import Profiling
 from ds_memo.autotune.pass_solution import PassSolution
 from ds_memo.autotune.pending_calls import InFlight
 from ds_memo.autotune.policy import WITHOUT_ALPHA
-from ds_memo.autotune.probe_forward import REMEMBERED, Probe, TrainingPass, in_order
+from ds_memo.autotune.probe_forward import REMEMBERED, Probe, TrainingPass
 from ds_memo.config import MemoConfig
 from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, together
 from ds_memo.distributed.topology import meet_in_layers, talk_in_layers
@@ -36,7 +35,7 @@ from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat
-from ds_memo.shapes import HiddenShapes
+from ds_memo.shapes import HiddenShapes, Shapes
 from ds_memo.solve.headroom import solve_within
 from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits
@@ -90,8 +89,8 @@ class Tuner:
         """Calls of a layer in forwards that wait for their backward, before the pass that begins."""
         self._meets_in_layers = False
         """See ds_memo.distributed.topology."""
-        self._learns = False
-        """A kind of layer that comes later can be profiled then."""
+        self._measures_again = False
+        """Layers can be measured again in a later pass: with all ranks, or without making another rank wait."""
         self._latest: PassSolution | None = None
         self._budgets = Budgets(config.device_memory_gib, remat.engine.slab, self._device)
         self._copies_at = 1.0
@@ -126,9 +125,11 @@ class Tuner:
         if self.gave_up or (self.profile is None and not self._start(training_pass, layers)):
             return None
         self._expect(in_flight, earlier)
-        solve = self._solve_together if self._meets_in_layers else self._solve_alone
-        shapes = self._probe.shapes(training_pass.kind, self._profiling.kinds)
-        solution = solve(shapes, functools.partial(self._probed, training_pass))
+        shapes = self._shapes(training_pass.kind)
+        if self._meets_in_layers:
+            solution = self._solve_together(training_pass, shapes)
+        else:
+            solution = self._solved(shapes or self._probed(training_pass), self._may_skip_recompute)
         if solution is not self._latest:
             self._latest = solution
             self._stalls.another_kind()
@@ -143,47 +144,29 @@ class Tuner:
             forwards = f", in {in_flight.forwards} forwards" if in_flight.forwards > 1 else ""
             self.changes.append(f"solved for {in_flight.calls} calls of each layer before its backward{forwards}")
 
-    def _probed(self, training_pass: TrainingPass) -> HiddenShapes:
-        probe = functools.partial(self._probe.later, training_pass, self._profiling.kinds)
-        calls = together(probe) if self._meets_in_layers else probe()
-        shapes = self._probe.saw(training_pass.kind, calls)
-        self._learn(calls)
-        return in_order(shapes, self._profiling.kinds)
+    def _shapes(self, kind: Shapes) -> HiddenShapes | None:
+        """The hidden states of a pass of this kind; None: it must be probed, as its inputs do not tell, or it has outgrown what
+        was measured."""
+        shapes = self._probe.shapes(kind)
+        return None if shapes and self._measures_again and self._profiling.outgrown(shapes) else shapes
 
-    def _learn(self, calls: dict[int, LayerCall]) -> None:
-        """Profile the layers among these that no pass before has called, or only with far fewer tokens."""
-        if self._learns and (learned := self._profiling.later(calls, with_others=self._meets_in_layers)):
-            self.changes += learned
-            self._latest = None  # it knows nothing of them
-            self._solutions.clear()
-
-    def _solve_alone(self, shapes: HiddenShapes | None, probe: Callable[[], HiddenShapes]) -> PassSolution | None:
-        shapes = probe() if self._must_probe(shapes) else shapes
-        return self._solved(shapes, self._may_skip_recompute) if any(shapes) else None
-
-    def _must_probe(self, shapes: HiddenShapes | None) -> bool:
-        return not shapes or (self._learns and self._profiling.outgrown(shapes))
-
-    def _solve_together(
-        self, shapes: HiddenShapes | None, probe: Callable[[], HiddenShapes], probed: bool = False
-    ) -> PassSolution | None:
+    def _solve_together(self, training_pass: TrainingPass, shapes: HiddenShapes | None) -> PassSolution | None:
         """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer; where each has other
         experts, they trade tokens there. So, whatever lengths they have, a rank must not probe a forward alone, and they replay
         the same layers: all, unless they agree on those without recompute."""
         no_recompute, nothing_fits = 0, None
-        must_probe = not probed and self._must_probe(shapes)
-        if not must_probe and any(shapes):
+        if shapes is not None:
             try:
                 no_recompute = _digest(self._solved(shapes, self._may_skip_recompute))
             except NothingFits as error:
                 nothing_fits = error
-        mine = (must_probe, no_recompute, -no_recompute, nothing_fits is not None)
+        mine = (shapes is None, no_recompute, -no_recompute, nothing_fits is not None)
         one_must_probe, most, minus_least, fails = greatest(mine, self._device)
-        if one_must_probe:
-            return self._solve_together(probe(), probe, probed=True)
+        if shapes is None or one_must_probe:
+            return self._solve_together(training_pass, self._probed(training_pass))
         if fails:
             self._refuse_together(nothing_fits)
-        return self._solved(shapes, self._may_skip_recompute and most == -minus_least) if any(shapes) else None
+        return self._solved(shapes, self._may_skip_recompute and most == -minus_least)
 
     def _refuse_together(self, mine: NothingFits | None) -> None:
         """Ranks that wait for one that has ended would learn of it much later, and not why."""
@@ -198,9 +181,30 @@ class Tuner:
         """The first step is to show what head and loss take, and does so where it checkpoints and addresses are planned."""
         return self._steps > 0 or not self._addresses.planned
 
-    def _solved(self, shapes: HiddenShapes, may_skip_recompute: bool) -> PassSolution:
+    def _probed(self, training_pass: TrainingPass) -> HiddenShapes:
+        """Run the forward up to its last kind of layer, and measure kinds again that it has outgrown."""
+        probe = functools.partial(self._probe.later, training_pass)
+        calls = together(probe) if self._meets_in_layers else probe()
+        self._warn_of_encoders(calls[kind] for kind in self._profiling.kinds if kind in calls)
+        if self._measures_again and (again := self._profiling.again(calls, with_others=self._meets_in_layers)):
+            self.changes += again
+            self._solutions.clear()
+        return self._probe.saw(training_pass.kind, calls)
+
+    def _warn_of_encoders(self, calls: Iterable[LayerCall]) -> None:
+        for call in calls:
+            if call.encoder_length:
+                self._warn(
+                    f"layer {call.layer.name} attends to an encoder's states, which were as long as its own in the first pass "
+                    "and are not any more: what it takes is predicted as if they were. Set memo.alpha and memo.resident_layers "
+                    "for such a model"
+                )
+
+    def _solved(self, shapes: HiddenShapes, may_skip_recompute: bool) -> PassSolution | None:
         """Forwards of before may hold more of the host than is left by what is solved for now: this one was not foreseen, or they
         were longer. Then it does without."""
+        if not any(shapes):
+            return None
         solution = self._solved_within(self._budgets.host.reserve_solvable(), shapes, may_skip_recompute)
         if self._earlier:
             end = self._earlier + self._in_flight.calls // self._in_flight.forwards
@@ -269,11 +273,9 @@ class Tuner:
             self._profiling.first(layers, self._probe.kinds, calls)
         except Failed as failed:
             return self._give_up(failed)
-        self._probe.profiled(training_pass.kind, calls)
+        self._probe.profiled(training_pass.kind, calls, self._profiling.kinds)
         self._meets_in_layers = meet_in_layers(model)
-        self._learns = self._meets_in_layers or not talk_in_layers(model)
-        if not self._meets_in_layers:
-            self._learn(calls)  # what other ranks do not call
+        self._measures_again = self._meets_in_layers or not talk_in_layers(model)
         del calls  # their hidden states are nothing that will be there
         self._budgets.measure(model, self._has_engine, stepped=False)
         return True
@@ -358,8 +360,10 @@ class Tuner:
         self.changes.append(f"{change}: copies reach {self._copies_at:.0%} of the profiled bandwidth")
 
 
-def _digest(solution: PassSolution) -> int:
+def _digest(solution: PassSolution | None) -> int:
     """A number for the layers without recompute. Ranks that solve for other layers (a tower that only some call) may have as many
     of them and not the same."""
+    if solution is None:
+        return 0
     calls = sorted(number for number, kind in solution.kinds.items() if kind is PlacementKind.NO_RECOMPUTE)
     return zlib.crc32(repr(calls).encode()) >> 1  # fits int32, with either sign

@@ -41,10 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of weights and activations (default: %(default)s)")
     parser.add_argument(
         "--method",
-        choices=("fit", "direct", "unified"),
+        choices=("fit", "direct"),
         default="fit",
-        help="fit: two short lengths and a longer one that checks them (default); direct: the whole length; "
-        "unified: as direct, refused where it would not fit",
+        help="fit: two short lengths and a longer one that checks them (default); direct: the whole length",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--attn-implementation", default="sdpa", metavar="NAME", help="of Transformers (default: %(default)s)")
@@ -98,7 +97,6 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
             method=args.method,
             lengths=dict.fromkeys(calls, lengths),
             full={kind: call.length for kind, call in calls.items()},
-            sources=dict.fromkeys(calls, 0),  # a model called with embeddings alone has no encoder
             device=device,
             host_budget=memo.slab.budget,
         )

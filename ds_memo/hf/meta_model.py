@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,6 +13,9 @@ from ds_memo.errors import MemoError
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.profile.kinds import kinds_of
 from ds_memo.remat.checkpoint import Layer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def build(path: Path, dtype: torch.dtype, attention: str, device: torch.device) -> nn.Module:
@@ -25,7 +29,7 @@ def build(path: Path, dtype: torch.dtype, attention: str, device: torch.device) 
         attention: Transformers' attn_implementation.
 
     Raises:
-        MemoError: a package or file is missing, or the config cannot be built.
+        MemoError: a package or file is missing, the config cannot be built, or layers attend to an encoder's states.
     """
     try:
         from accelerate import init_empty_weights
@@ -38,8 +42,11 @@ def build(path: Path, dtype: torch.dtype, attention: str, device: torch.device) 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         config.use_cache = False
+        _refuse_encoders(path, config)
         with init_empty_weights(include_buffers=False):  # buffers hold values, such as rotary frequencies
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except MemoError:
+        raise
     except Exception as error:  # a wrong config may raise anything
         raise MemoError(f"model {path}: cannot be built ({type(error).__name__}: {_first_line(error)})") from None
     layers = [module for _, module in find_layers(model)]
@@ -49,6 +56,15 @@ def build(path: Path, dtype: torch.dtype, attention: str, device: torch.device) 
     for part in [*_around(model, never_run), *(part for layer in measured for part in layer.modules())]:
         _fill(part, device)
     return model.train()
+
+
+def _refuse_encoders(path: Path, config: PretrainedConfig) -> None:
+    cross_attention = ("cross_attention_layers", "add_cross_attention")
+    if config.is_encoder_decoder or any(getattr(config.get_text_config(), name, None) for name in cross_attention):
+        raise MemoError(
+            f"model {path}: layers attend to an encoder's states, whose length a profile does not know. Train such a model with "
+            "memo.alpha and memo.resident_layers"
+        )
 
 
 def _around(module: nn.Module, leave_out: set[nn.Module | None]) -> list[nn.Module]:

@@ -61,7 +61,7 @@ class LayerCall:
         return self.hidden.shape[-1]
 
     @property
-    def source(self) -> int:
+    def encoder_length(self) -> int:
         """Length of the encoder's states that the layer attends to; 0: none, or as long as the hidden states.
 
         An argument counts as such states if it has the same batch and at least half the width; rotary tables do not.
@@ -75,19 +75,16 @@ class LayerCall:
     @property
     def shape(self) -> HiddenShape:
         rest = self.hidden.shape[2 if self.hidden.dim() > 2 else 1 :]
-        return HiddenShape(self.batch, self.length, tuple(rest), self.source)
+        return HiddenShape(self.batch, self.length, tuple(rest))
 
-    def others(self, apart: bool = False) -> list[list[Any]]:
-        """Return shapes and dtypes of the call's other tensors (a mask, an encoder's states).
+    def others(self) -> list[list[Any]]:
+        """Return shapes and dtypes of the call's other tensors, such as a mask.
 
         The word "length" stands for the call's length. Vectors, such as the ends of documents, are left out: their size differs
         from batch to batch.
-
-        Args:
-            apart: the word "source" stands for the source's length, too.
         """
-        names = {self.length: "length", **({self.source: "source"} if apart else {})}
-        return [[names.get(n, n) for n in x.shape] + [str(x.dtype)] for x in self._other_tensors() if x.dim() > 1]
+        tensors = (x for x in self._other_tensors() if x.dim() > 1)
+        return [["length" if size == self.length else size for size in x.shape] + [str(x.dtype)] for x in tensors]
 
     def _other_tensors(self) -> Iterator[torch.Tensor]:
         return (x for x in tensor_leaves((self._args, self._kwargs)) if x is not self.hidden)
@@ -109,35 +106,29 @@ class LayerCall:
         first, last = value[[0, -1]].tolist()
         return first == 0 and last >= self.length
 
-    def _dims_of(self, length: int, tensor: torch.Tensor) -> list[int]:
-        """Return the dimensions of a tensor that have this size. The width of hidden states never counts."""
+    def _dims_to_cut(self, tensor: torch.Tensor) -> list[int]:
+        """Return the dimensions of a tensor that are the call's length. The width of hidden states never counts."""
         hidden = self.hidden.shape
         states = tensor.dim() == len(hidden) and tensor.shape[-1] == hidden[-1]
-        return [dim for dim, size in enumerate(tensor.shape[:-1] if states else tensor.shape) if size == length]
+        return [dim for dim, size in enumerate(tensor.shape[:-1] if states else tensor.shape) if size == self.length]
 
-    def at(self, length: int, source: int = 0) -> tuple[Callable[..., Any], tuple, list[torch.Tensor]]:
+    def at(self, length: int) -> tuple[Callable[..., Any], tuple, list[torch.Tensor]]:
         """Return the call with every tensor cut to `length` and detached, and its inputs that require a gradient.
-
-        Args:
-            source: the length that dimensions of the source's length are cut to; 0: they are not cut.
 
         Returns:
             The function, its arguments, and the inputs that require a gradient, hidden states first.
         """
         made: dict[int, torch.Tensor] = {}
-        cuts = [(self.length, length), *([(self.source, source)] if source else [])]
 
         def cut(value: Any) -> Any:
             if _is_block_mask(value):
-                queries, keys = (dict(cuts).get(size, size) for size in value.seq_lengths)
-                return value._adjust(queries, keys)
+                return value._adjust(*(length if size == self.length else size for size in value.seq_lengths))
             if not isinstance(value, torch.Tensor):
                 return value
             if id(value) not in made:
                 short = value.detach()
-                for before, after in cuts:
-                    for dim in self._dims_of(before, value):
-                        short = short.narrow(dim, 0, min(after, before))
+                for dim in self._dims_to_cut(value):
+                    short = short.narrow(dim, 0, min(length, self.length))
                 short = short.contiguous()
                 made[id(value)] = short.clone() if short.data_ptr() == value.data_ptr() else short
                 made[id(value)].requires_grad_(value.requires_grad)

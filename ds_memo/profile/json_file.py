@@ -13,7 +13,7 @@ from ds_memo.profile.extrapolate import OUTPUT_KINDS
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
 from ds_memo.solve.costs import Output
 
-FORMAT = 3
+FORMAT = 4
 MOST_PROFILE_BYTES = 1 << 24
 MOST_KINDS, MOST_LAYERS, MOST_SAMPLES, MOST_OUTPUTS = 1 << 12, 1 << 16, 16, 1 << 12
 """Kinds and layers of a model; samples and kept tensors of one kind."""
@@ -25,7 +25,7 @@ MOST_FLOPS = 1 << 70
 RATES = (1.0, 1e15)
 """Least and most bytes per second of the copies."""
 _MOST = {
-    **dict.fromkeys(("batch", "length", "source"), MOST_TOKENS),
+    **dict.fromkeys(("batch", "length"), MOST_TOKENS),
     **dict.fromkeys(("gemm_flops", "attention_flops"), MOST_FLOPS),
 }
 """Upper limits by field of a sample; the other fields are bytes, or seconds (`…_s`)."""
@@ -62,8 +62,8 @@ def from_json(text: str) -> Profile:
 
 def _layer_profile(data: dict[str, Any]) -> LayerProfile:
     samples = tuple(map(_sample, data["samples"]))
-    check, half = (None if data[name] is None else _sample(data[name]) for name in ("check", "half_source"))
-    return LayerProfile(data["name"], samples, check, half)
+    check = None if data["check"] is None else _sample(data["check"])
+    return LayerProfile(data["name"], samples, check)
 
 
 def _sample(data: dict[str, Any]) -> LayerSample:
@@ -83,8 +83,7 @@ def _check_counts(profile: Profile, samples: Sequence[LayerSample]) -> None:
 
 
 def _check(profile: Profile) -> None:
-    halves = [(kind.taken[-1], kind.half_source) for kind in profile.kinds if kind.taken and kind.half_source]
-    samples = [*(sample for kind in profile.kinds for sample in kind.taken), *(half for _, half in halves)]
+    samples = [sample for kind in profile.kinds for sample in kind.taken]
     _check_counts(profile, samples)
     outputs = [output for sample in samples for output in sample.outputs]
     numbers = [
@@ -110,8 +109,8 @@ def _check(profile: Profile) -> None:
     if not all(type(number) is int for number in (*counts, *(n for output in outputs for n in (output.rows, output.row_bytes)))):
         raise ProfileError("a number of bytes or rows in it is not whole")
     for sample in samples:
-        if (tokens := sample.batch * max(sample.length, sample.source)) > MOST_TOKENS:
-            raise ProfileError(f"a sample has {tokens:,} tokens, the most is {MOST_TOKENS:,}")
+        if sample.tokens > MOST_TOKENS:
+            raise ProfileError(f"a sample has {sample.tokens:,} tokens, the most is {MOST_TOKENS:,}")
         if (held := sum(output.rows * output.row_bytes for output in sample.outputs)) > MOST_BYTES:
             raise ProfileError(f"the outputs of a sample have {brief(held)} bytes, the most is {MOST_BYTES:,}")
     names = [profile.method, *(kind.name for kind in profile.kinds)]
@@ -126,7 +125,6 @@ def _check(profile: Profile) -> None:
         and all(kind is None or (type(kind) is int and 0 <= kind < len(profile.kinds)) for kind in profile.layers)
         and all(kind.samples and len({len(s.outputs) for s in kind.samples}) == 1 for kind in profile.kinds)
         and all(sample.batch > 0 and sample.length > 0 for sample in samples)
-        and all(half.source < full.source and len(half.outputs) == len(full.outputs) for full, half in halves)
         and all(output.kind in OUTPUT_KINDS for output in outputs)
     )
     if not ok:

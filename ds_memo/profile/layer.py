@@ -36,12 +36,11 @@ from ds_memo.swap.streams import streams_for
 REPEATS = 3
 
 
-def measure(call: LayerCall, length: int, device: torch.device, attention: str | None = None, source: int = 0) -> LayerSample:
+def measure(call: LayerCall, length: int, device: torch.device, attention: str | None = None) -> LayerSample:
     """Measure one layer at one length, at most the length of the call.
 
     Args:
         attention: as the "memo" section's.
-        source: tokens of the encoder's sequence that the layer attends to; 0: as in the call.
 
     Raises:
         MemoError: the layer saves nothing for a backward.
@@ -52,7 +51,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
         hidden_from_training(call.layer.module()),
         _own_parameters(call.layer.module()) as trained,
     ):
-        fn, args, inputs = call.at(length, source)
+        fn, args, inputs = call.at(length)
         bench = _Bench(call.layer, fn, args, [*inputs, *trained], device, attention)
         try:
             forward_s, backward_s = bench.timed(NO_RECOMPUTE)
@@ -69,7 +68,6 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
             return LayerSample(
                 batch=call.batch,
                 length=length,
-                source=source or call.source,
                 forward_s=forward_s,
                 attention_s=min(forward_s, watch.attention_s),
                 backward_s=backward_s,

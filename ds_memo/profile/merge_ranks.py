@@ -29,20 +29,14 @@ def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
         return replace(sample, **dict(zip(DEVICE_BYTES, map(max, needs), strict=True)))
 
     first = kinds[0]
-    return replace(
-        first,
-        samples=tuple(map(careful, first.samples)),
-        check=first.check and careful(first.check),
-        half_source=first.half_source and careful(first.half_source),
-    )
+    return replace(first, samples=tuple(map(careful, first.samples)), check=first.check and careful(first.check))
 
 
 def _needs(kind: LayerProfile, there: LayerSample) -> list[int]:
     """Return a kind's DEVICE_BYTES at the length of sample `there`: measured, else extrapolated."""
-    where = there.batch, there.length, there.source
-    for sample in (*kind.taken, *filter(None, [kind.half_source])):
-        if (sample.batch, sample.length, sample.source) == where:
+    for sample in kind.taken:
+        if (sample.batch, sample.length) == (there.batch, there.length):
             return [getattr(sample, name) for name in DEVICE_BYTES]
-    at = kind.costs(*where)
+    at = kind.costs(there.batch, there.length)
     full, at_0, without = at.working, at.working_at_0, at.working_without_attention
     return [full.backward, at_0.backward, without.backward, full.forward, at_0.forward]

@@ -2,8 +2,6 @@
 
 fit       the default: two short lengths give lines, a third, twice as long, checks them; nothing runs at full length
 direct    one layer at full length
-unified   as direct, but refused if the lines through two short lengths say that the layer does not fit the free memory. The
-          paper used CUDA managed memory here: it can hang the card past that limit, and gains nothing below it
 
 The tuner and `ds-memo profile` both call this module.
 """
@@ -60,7 +58,7 @@ def lengths_of(method: str, length: int, width: int, can_shorten: bool) -> tuple
     check = min(max(LONGEST, 1 << (WIDTHS * width - 1).bit_length()), 1 << (length.bit_length() - 1))
     if method == "direct" or not can_shorten or check < SHORTEST:
         return (length,)
-    return check // 4, check // 2, check if method == "fit" else length
+    return check // 4, check // 2, check
 
 
 def worth_measuring(layers: Sequence[Layer], kinds: Sequence[int], calls: Mapping[int, LayerCall]) -> dict[int, LayerCall]:
@@ -81,10 +79,9 @@ class Asked:
         layers: all layers of the model, in order.
         kinds: the kind of each layer; from kinds_of.
         calls: the first call of each kind; kinds without one are not measured.
-        method: fit, direct or unified.
+        method: fit or direct.
         lengths: by kind, from lengths_of; the same on all ranks, whose layers may wait for each other.
         full: by kind, the call's full length, the least over all ranks.
-        sources: by kind, the source's length to measure with; 0: there is no source, or not on all ranks.
         host_budget: host bytes of this rank.
     """
 
@@ -94,12 +91,10 @@ class Asked:
     method: str
     lengths: Mapping[int, tuple[int, ...]]
     full: Mapping[int, int]
-    sources: Mapping[int, int]
     device: torch.device
     host_budget: int
     attention: str | None = None
-    """Field of the "memo" section, like the next one."""
-    device_memory_gib: float | None = None
+    """Field of the "memo" section."""
     ranks_per_sequence: int = 1
     """Ranks that share a sequence in this run."""
 
@@ -116,14 +111,9 @@ class Asked:
             "batch": call.batch,
             "hidden": [*call.hidden.shape[2:]],
             "dtype": str(call.hidden.dtype),
-            "others": call.others(apart=self.sources[kind] > 0),
-            "source": self.sources[kind],
+            "others": call.others(),
             "lengths": list(self.lengths[kind]),
         }
-
-    def free(self) -> int:
-        """Return the bytes that are free on the device now."""
-        return device_budget(self.device, self.device_memory_gib, 0, HEADROOM)
 
     def key(self) -> dict[str, Any]:
         """Return everything that the measurements depend on, as JSON values."""
@@ -218,45 +208,36 @@ def _measure_kind(
 ) -> LayerProfile:
     call, name = asked.calls[kind], asked.calls[kind].layer.name
     module = call.layer.module()
-    lengths, full, source = asked.lengths[kind], asked.full[kind], asked.sources[kind]
+    lengths, full = asked.lengths[kind], asked.full[kind]
     number = list(asked.calls).index(kind) + 1
     nbytes = gathered_bytes(module)
     do(lambda: _refuse_gathering(name, nbytes, device_budget(asked.device, None, 0, HEADROOM)))
 
-    def measured(lengths: Sequence[int], source: int) -> list[LayerSample]:
+    def measured(lengths: Sequence[int]) -> list[LayerSample]:
         samples: list[LayerSample] = []
         for length in lengths:
-            if asked.method == "unified" and len(samples) == 2:
-                alike = len(samples[0].outputs) == len(samples[1].outputs)  # else some experts got no token at the shorter length
-                short = LayerProfile(name, tuple(samples if alike else samples[1:]))
-                do(partial(_refuse_too_long, short, call.batch, length, asked))
-            sample = do(partial(measure, call, length, asked.device, asked.attention, source))
+            sample = do(partial(measure, call, length, asked.device, asked.attention))
             samples.append(replace(sample, **{of: getattr(sample, of) + nbytes for of in DEVICE_BYTES}))
             progress(
-                f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens"
-                f"{f' beside {source:,}' if source else ''}, "
+                f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens, "
                 f"forward {sample.forward_s * 1e3:.3g} ms, backward {sample.backward_s * 1e3:.3g} ms"
             )
         return samples
 
     with gathered(module):
         try:
-            samples = measured(lengths, source)
-            half = measured(lengths[-1:], source // 2) if source > 1 else []
+            samples = measured(lengths)
         except Failed as failed:  # a layer may accept one length only, as under DeepSpeed's Ulysses with fixed lengths
-            if not source and (asked.method != "fit" or lengths == (full,)):
+            if lengths == (full,):
                 raise
-            beside = f" beside {source:,}" if source else ""
-            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens{beside} ({failed}); measured at {full:,} instead")
-            samples, half = measured((full,), 0), []
-    profile = do(lambda: _profile(name, asked.method, samples, warn))
-    # If the layer keeps other tensors with half of the source, the two samples cannot be compared: its cost per token is unknown.
-    return replace(profile, half_source=half[0]) if half and len(half[0].outputs) == len(profile.taken[-1].outputs) else profile
+            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens ({failed}); measured at {full:,} instead")
+            samples = measured((full,))
+    return do(lambda: _profile(name, samples, warn))
 
 
-def _profile(name: str, method: str, samples: list[LayerSample], warn: Callable[[str], None]) -> LayerProfile:
-    if len(samples) == 1 or method == "unified":
-        return LayerProfile(name, (samples[-1],))
+def _profile(name: str, samples: list[LayerSample], warn: Callable[[str], None]) -> LayerProfile:
+    if len(samples) == 1:
+        return LayerProfile(name, tuple(samples))
     if len(samples[1].outputs) != len(samples[2].outputs):  # some experts got no token at the shorter length
         warn(
             f"profile: {name} keeps other tensors at {samples[2].length} tokens than at {samples[1].length}; the longest is used"
@@ -286,13 +267,3 @@ def _copy_bench(asked: Asked) -> Iterator[CopyBench]:
 def _refuse_gathering(name: str, needed: int, free: int) -> None:
     if needed > max(0, free):
         raise MemoError(f"layer {name} has {needed / GIB:.3g} GiB of parameters, {free / GIB:.3g} GiB of the device are free")
-
-
-def _refuse_too_long(profile: LayerProfile, batch: int, length: int, asked: Asked) -> None:
-    costs = profile.costs(batch, length)
-    needed, free = costs.working.backward + costs.frame_bytes, asked.free()
-    if needed > free:
-        raise MemoError(
-            f'memo.profile.method: "unified" runs one layer at full length, which needs {needed / GIB:.3g} GiB where '
-            f'{free / GIB:.3g} GiB are free: managed memory past that can hang the GPU. Use "fit", the default.'
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ds_memo.profile.extrapolate import OUTPUT_KINDS, Extrapolated
@@ -29,8 +29,6 @@ class LayerSample:
     batch: int
     length: int
     """Tokens of each sequence on this rank."""
-    source: int
-    """Tokens of the encoder's sequence that the layer attends to; 0: none, or as many as `length`."""
     forward_s: float
     attention_s: float
     """Part of the forward in attention kernels."""
@@ -78,17 +76,15 @@ class LayerProfile:
     """Shortest first."""
     check: LayerSample | None = None
     """A longer sample that checks the lines through `samples`."""
-    half_source: LayerSample | None = None
-    """The longest sample, measured again with half of its source; None: it has no source, or one that cannot vary."""
 
     @property
     def taken(self) -> tuple[LayerSample, ...]:
         """The samples and the check, longest last."""
         return self.samples if self.check is None else (*self.samples, self.check)
 
-    def costs(self, batch: int, length: int, source: int = 0, spread: float = 1.0) -> LayerCosts:
+    def costs(self, batch: int, length: int, spread: float = 1.0) -> LayerCosts:
         """Extrapolate the layer to any length; see :class:`Extrapolated`."""
-        return Extrapolated(self, batch, length, source, spread).costs()
+        return Extrapolated(self, batch, length, spread).costs()
 
     def off(self) -> float:
         """Return the relative error of the lines' seconds at the check; inf if a size is off by more than 1 %."""
@@ -96,7 +92,7 @@ class LayerProfile:
             return 0.0
         if len({len(sample.outputs) for sample in self.taken}) > 1:
             return math.inf
-        here = self.costs(self.check.batch, self.check.length, self.check.source)
+        here = self.costs(self.check.batch, self.check.length)
         kept = sum(output.nbytes for output in self.check.outputs)
         if [output.kind for output in here.outputs] != [output.kind for output in self.check.outputs]:
             return math.inf
@@ -143,7 +139,7 @@ class Profile:
 
     def costs(
         self,
-        at: Sequence[tuple[int, ...] | None],
+        at: Sequence[tuple[int, int] | None],
         host_budget: int,
         device_budget: int,
         ranks_per_sequence: int | None = None,
@@ -151,14 +147,11 @@ class Profile:
         """Return the solver's input: the layers that are called, at any length of a rank's share.
 
         Args:
-            at: by kind, the arguments of LayerProfile.costs (batch, length and, with an encoder, source); None: not called.
+            at: by kind, batch and length; None: not called.
             ranks_per_sequence: ranks that share a sequence in the run; absent: as measured.
         """
         spread = (ranks_per_sequence or self.ranks_per_sequence) / self.ranks_per_sequence
-        kinds = [
-            kind.costs(*here, spread=spread) if here else None  # type: ignore[misc]
-            for kind, here in zip(self.kinds, at, strict=True)
-        ]
+        kinds = [kind.costs(*here, spread=spread) if here else None for kind, here in zip(self.kinds, at, strict=True)]
         return RunCosts(
             layers=tuple(kinds[self.layers[index]] for index in self.called(at)),
             d2h_bytes_per_s=self.d2h_bytes_per_s,
@@ -166,11 +159,3 @@ class Profile:
             host_budget=host_budget,
             device_budget=device_budget,
         )
-
-    def with_kinds(self, later: Profile) -> Profile:
-        """Return this profile with the kinds of a later one for layers that this one lacks."""
-        layers = tuple(
-            len(self.kinds) + theirs if mine is None and theirs is not None else mine
-            for mine, theirs in zip(self.layers, later.layers, strict=True)
-        )
-        return replace(self, kinds=(*self.kinds, *later.kinds), layers=layers)

@@ -163,6 +163,7 @@ def test_nothing_is_left(capsys):
         (("--model", TINY, "--batch", "0"), "whole number"),
         (("--model", TINY, "--dtype", "int8"), "int8"),
         (("--model", TINY, "--method", "guess"), "guess"),
+        (("--model", TINY, "--method", "unified"), "unified"),
         (("--model", TINY, "--device", "tpu"), "tpu"),
         (("--model", TINY, "--host-memory-gib", "-1"), "GiB above 0"),
         (("--model", TINY, "--attn-implementation", "fastest"), "fastest"),
@@ -185,6 +186,16 @@ def test_cuda_where_there_is_none(capsys):
 def test_a_model_that_cannot_be_called_so_says_why(tmp_path, capsys):
     path = model(tmp_path, model_type="gpt2", max_position_embeddings=64)
     assert "IndexError" in complaint(capsys, *BASE, "--model", path, after_progress=True)
+
+
+@pytest.mark.parametrize("name", ["T5Config", "BartConfig", "WhisperConfig", "MllamaConfig"])
+def test_layers_that_attend_to_an_encoder(tmp_path, capsys, name):
+    import transformers
+
+    path = tmp_path / "config.json"
+    getattr(transformers, name)().to_json_file(path)
+    says = complaint(capsys, *BASE, "--model", str(path), after_progress=True)
+    assert "layers attend to an encoder's states" in says and "memo.alpha and memo.resident_layers" in says
 
 
 def test_a_layer_that_does_not_fit_is_an_error_not_a_file(tmp_path, capsys, monkeypatch):

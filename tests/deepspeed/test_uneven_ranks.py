@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed.comm as dist
 import pytest
 import torch
+import torch.nn.functional as F
 from deepspeed.linear import LoRAConfig
 from deepspeed.linear.optimized_linear import OptimizedLinear
 from torch import nn
@@ -94,16 +96,19 @@ class Gathering(Block):
 
 
 class Towered(Toy):
-    """A tower before blocks that exchange; a batch with an image goes through it."""
+    """A tower before blocks that exchange, or behind them; a batch with an image goes through it."""
 
-    def __init__(self) -> None:
+    def __init__(self, behind: bool) -> None:
         super().__init__(Exchanging, 6)
         self.tower = nn.ModuleList(Block() for _ in range(3))
+        self.layers = [*self.blocks, *self.tower] if behind else [*self.tower, *self.blocks]
 
     def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, image: torch.Tensor | None = None) -> Any:
-        for block in self.tower if image is not None else ():
-            inputs_embeds = block(inputs_embeds)
-        return super().forward(inputs_embeds, labels)
+        x = inputs_embeds
+        for block in self.layers:
+            if image is not None or isinstance(block, Exchanging):
+                x = block(x)
+        return SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
 
 
 class TestUnevenRanks(DistributedTest):
@@ -178,19 +183,23 @@ class TestUnevenRanks(DistributedTest):
             assert_same(step(model, batch), step(stock, batch))
             assert handle.report()["checkpointing"] is not (ours == theirs == SHORT)
 
-    def test_experts_behind_a_tower_that_one_rank_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It solves for other layers than the other rank, which may have as many without recompute, and not the same."""
+    @pytest.mark.parametrize("first", [(1, 1), (1, 0), (0, 0)], ids=["on all ranks", "on one rank", "on none"])
+    @pytest.mark.parametrize("behind", [False, True], ids=["tower before", "tower behind"])
+    def test_experts_and_a_tower_that_one_rank_calls(
+        self, behind: bool, first: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It solves for other layers than the other rank, which may have as many without recompute, and not the same. A tower
+        that not all ranks call in the first pass is recomputed. All ranks probe up to the same layer."""
 
         def decided(run: Any, alpha: Any, residents: Any, may_skip_recompute: bool, **_: Any) -> Solution:
             return judged(run, 1.0, place(len(run.layers), 0, 3 * may_skip_recompute), "as the test wants it")
 
         monkeypatch.setattr(headroom, "solve", decided)
         torch.manual_seed(0)
-        model = Towered()
+        model = Towered(behind)
         stock = copy.deepcopy(model)
-        layers = [*model.tower, *model.blocks]
-        handle = ds_memo.attach(model, {"plan": {"enabled": False}}, layers=layers)
-        for images in ((0, 0), (1, 1), (1, 0), (0, 1), (1, 0)):
+        handle = ds_memo.attach(model, {"plan": {"enabled": False}}, layers=model.layers)
+        for images in (first, (0, 0), (1, 1), (1, 0), (0, 1), (1, 0)):
             more = {"image": torch.ones(1, 64, 2)} if images[dist.get_rank()] else {}
             batch = Batch.random(2, 64, seed=1 + dist.get_rank())
             assert_same(step(model, batch, **more), step(stock, batch, **more))

@@ -23,7 +23,6 @@ def profile(
         return LayerSample(
             batch=1,
             length=length,
-            source=0,
             forward_s=slower * (1e-6 * length + 1e-11 * length**2),
             attention_s=slower * 1e-11 * length**2,
             backward_s=slower * (2e-6 * length + 2.5e-11 * length**2),

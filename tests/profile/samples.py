@@ -28,7 +28,6 @@ def make_sample(
     return LayerSample(
         batch=batch,
         length=length,
-        source=0,
         forward_s=rest + attention,
         attention_s=attention,
         backward_s=overhead + slower * 2e-6 * tokens + 2.5 * attention,

@@ -28,13 +28,26 @@ def test_there_and_back() -> None:
     assert profile.kinds[0].check == make_sample(256)
 
 
+def test_a_file_from_when_encoders_lengths_were_measured() -> None:
+    old = data()
+    old["format"] = 3
+    for kind in old["kinds"]:
+        kind["half_source"] = None
+        for sample in (*kind["samples"], kind["check"]):
+            sample["source"] = 0
+    with pytest.raises(ProfileError, match="no profile of format 4"):
+        from_json(json.dumps(old))
+
+
 def test_a_file_from_before_ranks_shared_sequences() -> None:
     old = data()
     del old["ranks_per_sequence"]
     assert from_json(json.dumps(old)).ranks_per_sequence == 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"x"', "{}", '{"format": 1}', '{"format": 3}', "NaN"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "7", '"x"', "{}", '{"format": 1}', '{"format": 3}', '{"format": 4}', "NaN"]
+)
 def test_what_is_no_profile(text: str) -> None:
     with pytest.raises(ProfileError):
         from_json(text)

@@ -250,14 +250,29 @@ def test_a_layer_that_saves_nothing() -> None:
         measure(call(Nothing()), LENGTH, CPU)
 
 
-def test_what_else_a_layer_is_given_is_part_of_the_key() -> None:
-    """Kept bytes and times depend on an encoder's length and on a mask."""
+def given(*args: torch.Tensor, **kwargs: torch.Tensor) -> LayerCall:
     states = torch.randn(BATCH, LENGTH, HIDDEN)
+    return LayerCall(Layer(0, "blocks.0", None), Block(), (states, *args), kwargs)
 
-    def others(*args: torch.Tensor, apart: bool = False, **kwargs: torch.Tensor) -> list:
-        return LayerCall(Layer(0, "blocks.0", None), Block(), (states, *args), kwargs).others(apart)
 
-    assert others() == others(cu_seqlens=torch.tensor([0, 5, LENGTH])) == []
-    short, long = torch.randn(BATCH, 100, HIDDEN), torch.randn(BATCH, 4000, HIDDEN)
-    assert others(short) != others(long) and others(short, apart=True) == others(long, apart=True)
-    assert others(position_ids=torch.arange(LENGTH)[None]) == [[1, "length", "torch.int64"]]
+def test_what_else_a_layer_is_given_is_part_of_the_key() -> None:
+    """Kept bytes and times depend on a mask."""
+    assert given().others() == given(cu_seqlens=torch.tensor([0, 5, LENGTH])).others() == []
+    assert given(torch.ones(BATCH, 100)).others() != given(torch.ones(BATCH, 4000)).others()
+    assert given(position_ids=torch.arange(LENGTH)[None]).others() == [[1, "length", "torch.int64"]]
+
+
+@pytest.mark.parametrize(
+    "shape, length",
+    [
+        ((BATCH, 7, HIDDEN), 7),
+        ((BATCH, 7, HIDDEN // 2), 7),
+        ((BATCH, LENGTH, HIDDEN), 0),
+        ((BATCH, 7, HIDDEN // 4), 0),
+        ((1, 7, HIDDEN), 0),
+        ((BATCH, 7), 0),
+    ],
+    ids=["states", "narrower states", "as long", "a rotary table", "for all sequences", "a mask"],
+)
+def test_an_encoder_s_states_are_told_by_batch_width_and_length(shape: tuple[int, ...], length: int) -> None:
+    assert given(encoder_hidden_states=torch.randn(shape)).encoder_length == length

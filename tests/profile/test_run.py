@@ -43,7 +43,7 @@ def test_lengths_at_which_a_layer_keeps_fewer_tensors(fewer_at, used, told):
     samples = [make_sample(length) for length in (1024, 2048, 4096)]
     samples = [replace(s, outputs=s.outputs[:-1]) if i in fewer_at else s for i, s in enumerate(samples)]
     warned = []
-    profile = run._profile("a layer", "fit", samples, warned.append)
+    profile = run._profile("a layer", samples, warned.append)
     assert tuple(sample.length for sample in profile.samples) == used
     profile.costs(1, 8192)
     assert [told in said for said in warned] == ([True] if told else [])
@@ -66,7 +66,6 @@ def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, mo
     call = types.SimpleNamespace(layer=Layer(0, "blocks.0", module), batch=1)
     asked = types.SimpleNamespace(
         calls={0: call}, method=method, lengths={0: (1024, 2048, 4096) if method == "fit" else (5000,)}, full={0: 5000},
-        sources={0: 0},
         attention=None, device=torch.device("cpu"),
     )  # fmt: skip
     if used is None:
@@ -79,18 +78,3 @@ def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, mo
     why = "AssertionError: does not match the required shape 5000"
     said = f"profile: blocks.0 cannot be measured at 1,024 tokens ({why}); measured at 5,000 instead"
     assert warned == ([said] if least else [])
-
-
-def test_unified_where_the_shortest_keeps_fewer_tensors(monkeypatch):
-    """No token visits some experts at the shortest length; the next length predicts the full one."""
-    short = make_sample(1024)
-    samples = iter([replace(short, outputs=short.outputs[:-1]), make_sample(2048), make_sample(8192)])
-    monkeypatch.setattr(run, "measure", lambda *args: next(samples))
-    module = torch.nn.Linear(2, 2)
-    call = types.SimpleNamespace(layer=Layer(0, "blocks.0", module), batch=1)
-    asked = types.SimpleNamespace(
-        calls={0: call}, method="unified", lengths={0: (1024, 2048, 8192)}, full={0: 8192}, sources={0: 0},
-        attention=None, device=torch.device("cpu"), free=lambda: 1 << 40,
-    )  # fmt: skip
-    profile = run._measure_kind(asked, 0, print, str, alone)
-    assert [sample.length for sample in profile.samples] == [8192]

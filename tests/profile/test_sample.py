@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_memo.profile.extrapolate import _at_most
 from ds_memo.profile.sample import LayerProfile
 from tests.profile.samples import HIDDEN, make_profile, make_sample
 
@@ -124,17 +123,3 @@ def test_a_size_off_the_line_is_never_trusted(change: str) -> None:
 def test_sizes_of_one_token() -> None:
     """The tests above depend on these sizes."""
     assert sum(o.rows * o.row_bytes for o in make_sample(1).outputs) == 10 * HIDDEN
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), min_size=1, max_size=4), st.floats(0.01, 10), st.floats(0.01, 10)
-)
-def test_a_maximum_of_lines_is_never_said_too_low(lines, x, y):
-    def value(x: float, y: float) -> float:
-        return max(a * x + b * y for a, b in lines)
-
-    rays = [(x, y, value(x, y)) for x, y in [(1, 4), (2, 4), (4, 4), (4, 2)]]
-    assert _at_most(rays, x, y) >= value(x, y) * (1 - 1e-9)
-    for x1, y1, z1 in rays:
-        assert _at_most(rays, 3 * x1, 3 * y1) == pytest.approx(3 * z1)
-    assert _at_most(rays[-2:], x, y) >= value(x, y) * (1 - 1e-9)
