@@ -23,8 +23,15 @@ def pytest_xdist_make_scheduler(config, log):
         return WorkStealingScheduling(config, log)
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if getattr(item.cls, "is_dist_test", False):
+            item.add_marker("processes")
+
+
 def pytest_collection_finish():
     make_haste()
+    sys.addaudithook(note_process)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -32,6 +39,33 @@ def pytest_runtest_call(item):
     if getattr(item.cls, "is_dist_test", False):
         item.cls()(item._request)
         item.runtest = lambda: None
+
+
+started: list[str] = []
+"""Commands that the running test has started."""
+
+
+def note_process(event, arguments):
+    """Audit hook. Imports may start processes (DeepSpeed looks for compilers), and so may the one build of a shared library."""
+    if event == "subprocess.Popen" and not any(part in called_from() for part in ("importlib", "ds_memo/compiled.py")):
+        started.append(str(arguments[1]))
+
+
+def called_from():
+    frame, files = sys._getframe(2), []
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return " ".join(files)
+
+
+@pytest.fixture(autouse=True)
+def starts_no_process(request):
+    """Fail a test that starts a process and is not marked so: the everyday suite has none of them."""
+    started.clear()
+    yield
+    marked = any(map(request.node.get_closest_marker, ("processes", "slow")))
+    assert marked or not started, f"mark this test `processes`: it started {started}"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -49,6 +49,7 @@ def test_head_and_loss_are_seen_in_the_first_step() -> None:
     assert solve(run.layers_alone()).no_recompute  # and done
 
 
+@pytest.mark.slow
 def test_a_first_step_that_follows_a_plan() -> None:
     """Many passes come before it, and the plan is there for the last of them: those that were logged are of the same kind."""
     handle, _ = trained(0.062, steps=2)
@@ -63,6 +64,7 @@ def test_a_first_step_that_follows_a_plan() -> None:
     assert set(run.backward_bytes) == {tied} and set(want.backward_bytes) <= {0, tied}
 
 
+@pytest.mark.slow
 def test_where_nothing_was_logged_the_arena_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's peak tells then, of which the device says that all of the arena is still there."""
     known: list[int] = []

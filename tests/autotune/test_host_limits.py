@@ -71,6 +71,7 @@ def trained(**more: Any) -> dict[str, Any]:
         handle.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_low_cgroup_is_kept_to_the_byte(tree: Path, version: int) -> None:
     limit(tree, version, 106 * MIB)
@@ -134,6 +135,7 @@ def test_more_is_not_taken_than_the_cgroup_has_whatever_is_configured(tree: Path
 # ---- limits that the kernel keeps
 
 
+@pytest.mark.slow
 def test_locked_memory_stays_below_rlimit_memlock() -> None:
     memlock = 6 * MIB + 4095
     said = forked(host_limits.memlock, memlock, True)
@@ -144,6 +146,7 @@ def test_locked_memory_stays_below_rlimit_memlock() -> None:
     assert said["locked"] == host["slab"]  # the kernel counts what the slab does
 
 
+@pytest.mark.slow
 def test_without_looking_the_kernel_refuses_and_training_goes_on_with_less() -> None:
     """The control: the limit binds. And a refusal is an error of one step; the next ones ask for less."""
     said = forked(host_limits.memlock, 6 * MIB, False)

@@ -64,6 +64,7 @@ def test_gradients_are_stocks(memory: tuple[int, int], name: str) -> None:
     assert report["warnings"] == []
 
 
+@pytest.mark.slow
 def test_the_predicted_bytes_are_the_arenas() -> None:
     """With no host memory at all, at a length where activations dominate; with all layers swapped the sum would be another."""
     tokens = torch.randint(0, 96, (2, 1400), generator=torch.Generator().manual_seed(3))

@@ -38,6 +38,7 @@ def test_the_second_start_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> N
     assert profiled()["profile"]["from_cache"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 def test_another_run_measures_for_itself() -> None:
     profiled()

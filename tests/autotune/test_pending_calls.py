@@ -126,6 +126,7 @@ def test_a_host_for_the_frames_of_one_call(tmp_path: Path) -> None:
     handle.detach()
 
 
+@pytest.mark.slow
 def test_with_planned_addresses(tmp_path: Path) -> None:
     model = shared(2, 3)
     want = steps(copy.deepcopy(model), 1)[0][1]

@@ -118,6 +118,7 @@ def test_lengths_that_are_asked_for_are_tried_in_full():
     assert [(probe["length"], probe["fits"], probe["steps"]) for probe in found] == [(64, True, 2), (24, True, 2), (16, True, 2)]
 
 
+@pytest.mark.slow
 def test_checkpointing_trains_longer_than_nothing_in_the_same_bytes():
     shape = speed.shapes(CPU)["gpt7b"]
     budget = Budget(CPU, GIB, device_bytes=int(0.0008 * GIB))

@@ -16,6 +16,7 @@ from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.solve.memory import device_bytes
 from ds_memo.units import MIB
 from tests.deepspeed.engines import ON_ONE_CPU_RANK, deepspeed, ds_config, start
+from tests.everyday import everyday
 from tests.models import build
 from tests.placements import sets
 
@@ -36,7 +37,7 @@ def trained(stage: int, accumulate: int = 1, steps: int = 4) -> Any:
     return engine
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", everyday(range(4), [2]))
 def test_what_an_engine_takes_is_solved_for(stage: int) -> None:
     """The arena is as large as predicted; from ZeRO-1 on it would be larger, were only the layers known."""
     engine = trained(stage)
@@ -50,6 +51,7 @@ def test_what_an_engine_takes_is_solved_for(stage: int) -> None:
         assert device_bytes(solved.run.layers_alone(), solved.solution.kinds, solved.solution.alpha) < 0.96 * arena
 
 
+@pytest.mark.slow
 def test_gradients_that_accumulate_are_there_in_the_next_forward() -> None:
     """And the step lets them go: when it is over nothing shows that the device has less."""
     engine = trained(stage=1, accumulate=2)
@@ -61,6 +63,7 @@ def test_gradients_that_accumulate_are_there_in_the_next_forward() -> None:
     assert 4 * weights <= run.forward_bytes <= 1.5 * 4 * weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_3_is_looked_at_until_it_has_settled(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gathers ahead, and keeps what is wanted again soon, only once it has seen in which order layers come: on other streams,
@@ -82,6 +85,7 @@ def test_zero_3_is_looked_at_until_it_has_settled(stage: int, monkeypatch: pytes
     assert max(run.backward_bytes) == max(known.backward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere, says", [(26 * MIB, True), (MIB, False)])
 def test_what_deepspeed_holds_while_attention_is_computed_again_is_said(
     elsewhere: int, says: bool, monkeypatch: pytest.MonkeyPatch
@@ -94,6 +98,7 @@ def test_what_deepspeed_holds_while_attention_is_computed_again_is_said(
     assert any("GiB on other streams" in warning for warning in warnings) is says
 
 
+@pytest.mark.slow
 def test_what_comes_behind_the_backward_is_planned() -> None:
     """ZeRO-1 copies all gradients into one flat tensor there."""
     engine = trained(stage=1)

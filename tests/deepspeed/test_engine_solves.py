@@ -14,12 +14,13 @@ from ds_memo.autotune.budgets import Budgets
 from ds_memo.profile import run
 from tests.deepspeed import engines
 from tests.deepspeed.engines import ds_config, start, train
+from tests.everyday import everyday
 from tests.models import Batch
 
 pytestmark = engines.ON_ONE_CPU_RANK
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", everyday([0, 3], [0]))
 def test_an_engine_chooses_by_itself(stage: int, tmp_path: Path) -> None:
     """Nothing but "enabled": the profile runs each layer under ZeRO, and leaves no gradient behind."""
     want = train(start(ds_config(stage)))
@@ -36,6 +37,7 @@ def test_an_engine_chooses_by_itself(stage: int, tmp_path: Path) -> None:
         engine.memo.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["an evaluation", "a pass without gradients", "short batches"])
 def test_a_profile_once_zero_3_gathers_ahead(before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows in which order layers come, and what it has under way to a layer cannot be used where that is measured alone."""

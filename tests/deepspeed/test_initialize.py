@@ -19,25 +19,17 @@ from torch import nn
 import ds_memo
 from tests.deepspeed import engines
 from tests.deepspeed.engines import MEMO, ds_config, start, train
+from tests.everyday import everyday
 from tests.models import LAYERS, Batch, Block, Toy, build
 
 deepspeed = engines.deepspeed
 pytestmark = engines.ON_ONE_CPU_RANK
 
 STAGES = (0, 1, 2, 3)
-EVERYDAY = ((0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.float32), (3, torch.bfloat16))
-every_stage_and_dtype = pytest.mark.parametrize(
-    "stage, dtype",
-    [
-        pytest.param(stage, dtype, marks=[] if (stage, dtype) in EVERYDAY else pytest.mark.slow)
-        for stage in STAGES
-        for dtype in (torch.float32, torch.bfloat16)
-    ],
-    ids=str,
-)
+STAGES_AND_DTYPES = [(stage, dtype) for stage in STAGES for dtype in (torch.float32, torch.bfloat16)]
 
 
-@every_stage_and_dtype
+@pytest.mark.parametrize("stage, dtype", everyday(STAGES_AND_DTYPES, STAGES_AND_DTYPES[::3]), ids=str)
 def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
     plain = start(ds_config(stage, dtype))
     assert not hasattr(plain, "memo")
@@ -62,7 +54,7 @@ def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
     engine.memo.detach()
 
 
-@every_stage_and_dtype
+@pytest.mark.parametrize("stage, dtype", everyday(STAGES_AND_DTYPES, [(2, torch.float32)]), ids=str)
 def test_planned_addresses(stage: int, dtype: torch.dtype) -> None:
     """99 % of the requests have theirs from the third optimizer step on, of two micro-batches each; the losses stay the same.
 
@@ -94,6 +86,7 @@ def test_planned_addresses(stage: int, dtype: torch.dtype) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_plain_module_under_zero_3() -> None:
     """Its layers' own parameters must be gathered in the replay as well."""
 
@@ -117,6 +110,7 @@ def test_a_plain_module_under_zero_3() -> None:
     engine.memo.detach()
 
 
+@pytest.mark.slow
 def test_leaf_modules_of_zero_3(tmp_path: Path) -> None:
     """Experts, by default: a hook at the end of their backward has gradients reduced, and a profile has none to reduce."""
     model = build("mixtral")
@@ -127,7 +121,7 @@ def test_leaf_modules_of_zero_3(tmp_path: Path) -> None:
     engine.memo.detach()
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", everyday(STAGES, [2]))
 def test_tiled_mlps(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's TiledMLP adds to gradients inside a backward, and its hooks count them: a profile must give it others."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
@@ -240,6 +234,7 @@ def test_a_section_that_does_not_say_enabled() -> None:
     assert not hasattr(engine, "memo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_destroyed_engine_gives_everything_back(stage: int) -> None:
     """Its host memory, the addresses and the model, which another engine may train on; stock's may, and so it is compared."""
@@ -368,7 +363,7 @@ def test_monitors_are_told(tmp_path: Path) -> None:
     engine.memo.detach()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", everyday([0, 2, 3], [2]))
 def test_two_engines_that_take_turns(stage: int) -> None:
     """An actor and its critic: all of the host for each, planned addresses for both, and the losses of stock."""
 

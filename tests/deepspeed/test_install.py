@@ -101,6 +101,7 @@ def test_modules_that_were_frozen_before() -> None:
     assert deepspeed.initialize is stock
 
 
+@pytest.mark.slow
 def test_what_install_cannot_reach_is_named() -> None:
     code = """
 import functools, deepspeed, ds_memo, warnings
@@ -182,6 +183,7 @@ def test_a_first_step_without_effect_is_told(installed: None) -> None:
     engine.memo.detach()
 
 
+@pytest.mark.slow
 def test_it_waits_for_the_scripts_own_import() -> None:
     """The script may set what deepspeed and torch read at their import; libraries ask before whether there is a deepspeed."""
     code = """

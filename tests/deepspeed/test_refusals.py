@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_
 import ds_memo
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
+from tests.everyday import everyday
 from tests.models import LAYERS, Batch, Outcome, assert_same, build, step
 
 BATCH = Batch.random(2, 24)
@@ -130,11 +131,7 @@ def check(
 
 @pytest.mark.parametrize(
     "alpha, twice",
-    [
-        *((alpha, False) for alpha in (0.5, 0.0)),
-        (0.5, True),
-        *(pytest.param(alpha, twice, marks=pytest.mark.slow) for alpha, twice in ((1.0, False), (1.0, True), (0.0, True))),
-    ],
+    everyday([(alpha, twice) for alpha in (0.0, 0.5, 1.0) for twice in (False, True)], [(0.5, False)]),
 )
 def test_every_reload_buffer(stock: Outcome, alpha: float, twice: bool) -> None:
     """The first is asked for by the backward, each of the others by the replay of the layer above."""
@@ -148,6 +145,7 @@ def test_every_reload_buffer(stock: Outcome, alpha: float, twice: bool) -> None:
         assert f"device memory: frame model.layers.{wanted} needs a buffer of " in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 13], ids=["all", "some"])
 @pytest.mark.parametrize("analysed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["first step", "later step"])
 def test_every_gemm(stock: Outcome, analysed: bool, every: int) -> None:
@@ -159,6 +157,7 @@ def test_every_gemm(stock: Outcome, analysed: bool, every: int) -> None:
         assert SAID in said and kind in (torch.OutOfMemoryError, ds_memo.MemoError)
 
 
+@pytest.mark.slow
 def test_the_host_is_free_for_the_next_step_after_a_failed_backward(stock: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it holds one step and no more; autograd keeps graphs that raised for a while."""
     handle = attached(model := build("llama"), 1.0)

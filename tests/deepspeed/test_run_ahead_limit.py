@@ -72,6 +72,7 @@ def test_nobody_waits_for_a_pass_that_was_interrupted() -> None:
     assert device.marks == 2 * AHEAD and device.log == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meets", [True, False])
 def test_layers_that_are_gathered_tell_when_they_run(meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where everything fits and none of them is checkpointed, too."""

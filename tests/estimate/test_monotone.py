@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ds_memo.estimate import answers, hardware, model
 from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.question import OK, Question
+from tests.everyday import everyday
 
 MODELS = [
     model.load(str(Path(__file__).parents[2] / "ds_configs" / "models" / f"{name}.json"))
@@ -48,7 +49,7 @@ def faster(machine, name, factor):
     return replace(machine, **{name: min(value, 1.0) if name.endswith("efficiency") else value})
 
 
-@pytest.mark.parametrize("name", SPEEDS)
+@pytest.mark.parametrize("name", everyday(SPEEDS, SPEEDS[:2]))
 @EXAMPLES
 @given(question=questions, factor=factors)
 def test_more_of_a_speed_is_never_slower(name, question, factor):
@@ -74,6 +75,7 @@ def test_a_faster_link_is_never_slower_under_the_papers_rules(names, question, a
     assert after.step_s <= before.step_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(EXAMPLES, max_examples=15)
 @given(question=questions)
 def test_the_longest_fits_and_the_next_longer_one_does_not(question):
@@ -84,6 +86,7 @@ def test_the_longest_fits_and_the_next_longer_one_does_not(question):
     assert 0 < high - low <= max(1, low // answers.GRAIN)
 
 
+@pytest.mark.slow
 @settings(EXAMPLES, max_examples=15)
 @given(question=questions, factor=factors)
 def test_more_memory_is_never_shorter(question, factor):
@@ -94,6 +97,7 @@ def test_more_memory_is_never_shorter(question, factor):
         assert longer.question.seq_length >= longest.question.seq_length
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(question=questions, factor=factors)
 def test_more_host_memory_is_never_slower(question, factor):

@@ -17,6 +17,7 @@ from ds_memo.plan import plan_trace, read_trace
 from ds_memo.profile.call import layer_calls
 from ds_memo.profile.layer import measure
 from ds_memo.runtime.attach import attach_model
+from tests.everyday import everyday
 
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
 GPT = Model("gpt", 4, 4096, 16384, 32, 32, 128, 1, gated=False, tied=False, rotary=False, rms=False)
@@ -91,11 +92,12 @@ def predicted(model: Model) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", everyday(REAL, ["llama"]))
 def test_what_a_real_layer_takes(name, tmp_path):
     assert predicted(from_config(REAL[name], name)) == pytest.approx(per_token(REAL[name], tmp_path), rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_gpt_of_our_configs(tmp_path):
     """ds_configs/models/gpt-*.json, in small. On a CPU attention's output is copied once more, for its strides."""
     more = {"model_type": "gpt_neox", "hidden_act": "gelu_pytorch_tanh", "rotary_pct": 1.0, "use_parallel_residual": False}
@@ -118,12 +120,13 @@ def test_a_mixture_without_its_familys_shared_expert(width):
     assert model.shared_ffn == 0 and working(model, 1).backward < working(from_config(REAL["qwen2_moe"], ""), 1).backward
 
 
-@pytest.mark.parametrize("name", FLOAT_ROUTED)
+@pytest.mark.parametrize("name", everyday(FLOAT_ROUTED, ["glm4_moe"]))
 def test_mixtures_with_a_router_in_float32(name, tmp_path):
     config = FLOAT_ROUTED[name] | {"model_type": name}
     assert predicted(from_config(config, name)) == pytest.approx(per_token(config, tmp_path), rel=0.1)
 
 
+@pytest.mark.slow
 def test_an_activation_of_several_kernels_saves_more(tmp_path):
     """GPT-2 as published. In a forward that saves nothing it frees memory that the formula counts throughout."""
     config = {**GPT2, "activation_function": "gelu_new"}

@@ -65,6 +65,7 @@ def test_flash_attn_4(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(name, "flash_attention_4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()

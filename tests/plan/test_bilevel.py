@@ -13,6 +13,7 @@ from ds_memo.plan.phases import LayerPass, parse_phase
 from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.solver import place
 from ds_memo.plan.trace import Request, Trace
+from tests.everyday import everyday
 from tests.plan.instances import TRACES, a_second_at_most, dense
 
 LONG = [p for p in TRACES if "_L4_" in p.name]
@@ -189,7 +190,7 @@ def test_random_traces_with_cbc(trace):
 
 
 @pytest.mark.parametrize("solver", ["greedy", "search", "cbc", "highs"])
-@pytest.mark.parametrize("n", [60, 300, 3000])
+@pytest.mark.parametrize("n", everyday([60, 300, 3000], [300]))
 def test_a_limit_of_one_second_is_kept(solver, n):
     hard = Problem(tuple(b._replace(size=b.size + i % 512) for i, b in enumerate(dense(n, seed=1, trim=0.2).buffers)))
     with a_second_at_most():

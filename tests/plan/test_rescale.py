@@ -75,6 +75,7 @@ def test_six_thousand_requests():
     assert longer.peak == longer.lower_bound <= 2 * plan.peak  # slots of odd sizes have room to grow into
 
 
+@pytest.mark.slow
 @given(traces(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_any_sizes_give_a_valid_plan_with_the_same_order(trace, data):

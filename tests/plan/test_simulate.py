@@ -71,6 +71,7 @@ def test_the_expandable_end_is_kept_for_what_fits_nowhere_else():
     assert reserved(text + f"malloc e {50 * MIB}\n", expandable=True) == 100 * MIB
 
 
+@pytest.mark.slow
 @given(traces())
 @settings(max_examples=100, deadline=None)
 def test_never_below_what_is_alive_and_steady_after_the_first_iteration(trace):

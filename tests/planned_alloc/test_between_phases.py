@@ -60,6 +60,7 @@ def test_evaluation_between_a_forward_and_its_backward() -> None:
     assert_followed(drive)
 
 
+@pytest.mark.slow
 def test_a_second_backward_through_the_same_graph() -> None:
     def drive(m: nn.Module, _: int) -> Outcome:
         torch.manual_seed(7)

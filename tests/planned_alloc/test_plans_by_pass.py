@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ds_memo.planned_alloc import plans_by_pass as plans
+from tests.everyday import everyday
 from tests.models import Batch, build, step
 from tests.planned_alloc.planned import BARE, BATCH, Counting, bit_equal, outcomes
 
@@ -35,7 +36,9 @@ def test_lengths_switch_between_plans_and_a_third_needs_no_profile() -> None:
 LENGTHS = [127, 67, 97, 113, 70, 126, 89, 101, 66]  # every tensor is above 64 KiB at all of them, or at none
 
 
-@pytest.mark.parametrize("name, alpha, residents", [("llama", 0.5, 1), ("gpt2", 0.0, 0), ("plain", 1.0, 1)])
+@pytest.mark.parametrize(
+    "name, alpha, residents", everyday([("llama", 0.5, 1), ("gpt2", 0.0, 0), ("plain", 1.0, 1)], [("plain", 1.0, 1)])
+)
 def test_lengths_that_never_repeat(name: str, alpha: float, residents: int) -> None:
     """At most three are profiled; every later length is planned in its first pass."""
     model = build(name)
@@ -70,6 +73,7 @@ def test_lengths_at_which_tensors_come_into_sight() -> None:
     assert followed >= 20 and tried <= 8, (followed, tried)
 
 
+@pytest.mark.slow
 def test_lengths_whose_requests_are_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Misses in three passes, then no more plans are made from other lengths for a while; the values are right all along."""
     monkeypatch.setattr(plans, "_PAUSE", 3)

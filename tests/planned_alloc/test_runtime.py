@@ -14,6 +14,7 @@ import ds_memo
 from ds_memo.ops.allocator import MIN_BYTES, Allocator
 from ds_memo.ops.builder import AllocatorBuilder
 from ds_memo.planned_alloc import runtime as addresses
+from tests.everyday import everyday
 from tests.models import MODELS, Batch, Toy, build, step
 from tests.planned_alloc.planned import BARE, BATCH, CONFIG, CPU, Counting, bit_equal, outcomes
 
@@ -35,7 +36,7 @@ def check_bar(name: str, dtype: torch.dtype = torch.float32) -> None:
                 assert report["arena"] == report["peak"] == report["lower_bound"] > 0 and report["proven"]
 
 
-@pytest.mark.parametrize("name", ["llama", "neox", "plain"])
+@pytest.mark.parametrize("name", everyday(["llama", "neox", "plain"], ["llama"]))
 def test_from_the_third_iteration_on(name: str) -> None:
     check_bar(name)
 
@@ -47,6 +48,7 @@ def test_from_the_third_iteration_on_with_every_model(name: str, dtype: torch.dt
     check_bar(name, dtype)
 
 
+@pytest.mark.slow
 def test_passes_without_recompute_between_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything fits at one length and not at another. Passes without recompute are not logged, and the plan survives them, even
     if the arena was freed meanwhile as on CUDA. Blocks are kept whole in logged passes only."""
@@ -104,7 +106,7 @@ def train(model: nn.Module, number: int, optimizer: torch.optim.Optimizer, micro
 
 
 @pytest.mark.parametrize("late_zero", [False, True], ids=["zero_grad-first", "zero_grad-after-the-forward"])
-@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("micro", everyday([1, 3], [1]))
 def test_an_optimizer_and_accumulation(micro: int, late_zero: bool) -> None:
     losses = []
     for config in (BARE, CONFIG):
@@ -156,6 +158,7 @@ def test_kept_outputs_leave_from_where_they_were_born_and_come_back_to_planned_a
 # ---- what may go wrong
 
 
+@pytest.mark.slow
 def test_a_plan_with_every_offset_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     want = outcomes(model, BARE, lambda m, _: step(m, BATCH), 1)[0]
@@ -175,6 +178,7 @@ def test_a_plan_with_every_offset_zero(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counting.report()["arena"] == 0
 
 
+@pytest.mark.slow
 def test_a_tensor_kept_across_steps_stays_what_it_is() -> None:
     model, kept = build("llama"), []
     with Counting(model) as counting:

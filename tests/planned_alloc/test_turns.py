@@ -28,6 +28,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
 
 
+@pytest.mark.slow
 def test_models_that_take_turns_are_both_planned() -> None:
     actor, critic = build("llama"), build("plain")
     want = [outcomes(model, BARE, lambda m, _: step(m, BATCH), 1)[0] for model in (actor, critic)]
@@ -57,6 +58,7 @@ def test_each_counts_its_own() -> None:
         assert second.counts()[0] > 50
 
 
+@pytest.mark.slow
 def test_one_that_goes_leaves_the_other_its_plans() -> None:
     actor, critic = build("llama"), build("plain")
     with Counting(actor) as first:
@@ -161,6 +163,7 @@ class SlowTurns(weakref.WeakValueDictionary):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_turns_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread trains its own model. Both begin their passes at once, and one of them ends the pass before."""
     monkeypatch.setattr(addresses, "_turns", SlowTurns())

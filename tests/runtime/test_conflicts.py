@@ -15,6 +15,7 @@ from torch import nn
 import ds_memo
 from ds_memo.runtime import conflicts
 from tests.deepspeed.engines import MEMO, ON_ONE_CPU_RANK, ds_config, start, train
+from tests.everyday import everyday
 from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
 
 pytestmark = ON_ONE_CPU_RANK
@@ -57,11 +58,7 @@ def uncompiled(name: str) -> tuple[list[float], dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "how, name",
-    [
-        pytest.param(how, name, marks=pytest.mark.slow if (how, name) == ("model", "llama") else ())
-        for how in COMPILED
-        for name in ("llama", "plain")
-    ],
+    everyday([(how, name) for how in COMPILED for name in ("llama", "plain")], [(how, "plain") for how in COMPILED]),
 )
 def test_compiled_after_initialize(how: str, name: str) -> None:
     """Layers run uncompiled and have the same effect, the rest is compiled, and it is said once."""

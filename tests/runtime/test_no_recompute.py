@@ -96,6 +96,7 @@ def test_a_second_backward_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) 
     handle.detach()
 
 
+@pytest.mark.slow
 def test_the_solver_leaves_layers_without_recompute_and_knows_their_bytes() -> None:
     """In a device that has room for two layers without recompute; the planned arena is what was predicted."""
     tokens = torch.randint(0, 96, (2, 1400), generator=torch.Generator().manual_seed(3))

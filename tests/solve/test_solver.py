@@ -96,6 +96,7 @@ def test_budgets_are_kept(seed: int) -> None:
     assert solution.no_recompute == (len(no_recompute) == len(costs.layers))
 
 
+@pytest.mark.slow
 def test_the_seeds_reach_every_kind_of_answer() -> None:
     answers = [answer(random_run(seed)) for seed in SEEDS]
     found = [solution for solution in answers if not isinstance(solution, NothingFits)]
@@ -123,6 +124,7 @@ def test_the_seeds_reach_every_kind_of_answer() -> None:
         assert any(solution.binding.startswith(start) for solution in found), start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["host_budget", "device_budget"])
 def test_more_of_a_budget_is_hardly_ever_worse(budget: str) -> None:
     """The step gets longer in few of these runs of like layers, and not by much: layers are packed whole."""
@@ -159,6 +161,7 @@ def test_never_worse_than_the_papers_alpha() -> None:
     assert compared > 80
 
 
+@pytest.mark.slow
 def test_the_search_and_cbc_agree(tmp_path: Path) -> None:
     pytest.importorskip("mip")
     schedules = []

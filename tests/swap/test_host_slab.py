@@ -197,6 +197,7 @@ def test_closing_with_an_allocated_block_raises():
 STEPS = st.lists(st.tuples(st.sampled_from(["allocate", "allocate", "free"]), st.integers(1, 40 * PAGE)), max_size=60)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 100 * PAGE), STEPS)
 def test_whatever_fits_the_budget_is_allocated_and_no_more_is_held(budget, steps):

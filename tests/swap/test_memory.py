@@ -37,6 +37,7 @@ def test_with_every_layer_resident_nothing_is_stored(bench):
     assert measured.live < bench.plain.after_forward, "what is cheap to recompute is not kept even there"
 
 
+@pytest.mark.slow
 def test_bfloat16():
     assert not Bench("gpt", 3, 64, dtype=torch.bfloat16).measure(0.5, 0).misses()
 

@@ -14,6 +14,7 @@ from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Kept
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.streams import ThreadStreams
+from tests.everyday import everyday
 from tests.swap import scenarios
 from tests.swap.crumbs import Crumbs
 from tests.swap.delayed import DelayedStreams
@@ -38,14 +39,14 @@ def run(seed: int, streams, engine: type[SwapEngine] = SwapEngine, slab: type[Ho
         return play(setup.model, seed, ACTIONS)
 
 
-@pytest.mark.parametrize("group", [pytest.param(group, marks=pytest.mark.slow if group % 2 else ()) for group in range(GROUPS)])
+@pytest.mark.parametrize("group", everyday(range(GROUPS), range(4)))
 def test_random_schedules_with_late_copies_and_poisoned_memory(group):
     for seed in range(group, SCHEDULES, GROUPS):
         wrong = differing(run(seed, DelayedStreams(seed)), run(seed, ThreadStreams()))
         assert not wrong, f"schedule {seed}: {len(wrong)} results differ, first {wrong[0]}"
 
 
-@pytest.mark.parametrize("group", range(4))
+@pytest.mark.parametrize("group", everyday(range(4), [0, 1]))
 def test_random_schedules_are_ordered_by_events(group):
     for seed in range(group, ORDERED_SCHEDULES, 4):
         checker = OrderedStreams()
@@ -58,7 +59,7 @@ def test_random_schedules_are_ordered_by_events(group):
 # ---- host blocks of many pieces
 
 
-@pytest.mark.parametrize("group", [0, 1, *(pytest.param(group, marks=pytest.mark.slow) for group in (2, 3))])
+@pytest.mark.parametrize("group", everyday(range(4), [0]))
 def test_random_schedules_over_blocks_of_many_pieces(group):
     """Every kept tensor crosses borders, and its copies come late: every bit is the same."""
     crossed = Crumbs.crossed

@@ -263,6 +263,7 @@ def test_too_little_host_memory_in_the_middle_leaves_the_rest_usable():
     assert_same_grads(gradients(model), gradients(stock))
 
 
+@pytest.mark.slow
 def test_lengths_that_differ_on_a_host_that_just_holds_the_longest():
     """Frames reuse the memory of frames of other lengths, in several pieces; copies are late, freed memory is poisoned."""
     lengths = [80, 17, 256, 40, 255, 130, 201, 256, 93, 222, 3, 256]
