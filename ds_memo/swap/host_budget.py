@@ -79,7 +79,7 @@ class HostBudget:
             return self.budget
         clients = self.pool.clients
         fixed = sum(max(client.needs, client.peak_used) for client in clients if client.needs is not None)
-        shared = self.pool.limit - fixed
+        shared = min(self.agreed, self.pool.limit) - fixed
         return min(self.budget, max(0, shared) // sum(client.has_share for client in clients))
 
     @property

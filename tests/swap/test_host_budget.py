@@ -185,6 +185,25 @@ def test_a_refusal_is_told_to_all(monkeypatch):
         assert "the system refused more" in slab.changed() and slab.changed() is None
 
 
+def test_models_share_what_the_system_gave(monkeypatch):
+    first, second = two()
+    block = first.allocate(5 * PAGE, "x")
+    second.pass_begins()
+    monkeypatch.setattr("ds_memo.swap.pinned_segments.map_pages", lambda nbytes: (_ for _ in ()).throw(MemoError("no more")))
+    with pytest.raises(MemoError, match="no more"):
+        second.allocate(5 * PAGE, "y")
+    second.forward_over()
+    first.free(block)
+    blocks = []
+    for slab in (first, second):
+        slab.pass_begins()
+        assert slab.solvable == slab.reservation == 5 * PAGE // 2
+        assert "the system refused more" in slab.changed()
+        blocks.append(slab.allocate(2 * PAGE, "x"))
+        slab.forward_over()
+    assert second.pool.used == 4 * PAGE
+
+
 def test_what_ranks_agree_on_is_no_change():
     slab, _ = two()
     slab.pass_begins()
