@@ -134,7 +134,7 @@ class PlacementPolicy:
 
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         alpha, reason = self._config.alpha, "as configured"
-        budget = self._host.share if self._host.fixed else self._host.reserve()  # though others may hold it now: see has_room()
+        budget = self._host.reservation
         others = [other for other in self._layers if not self._is_resident(other)]
         if alpha is not None:  # layers of another class keep something else; the host budget has the last word on all of them
             others = [other for other in others if type(other.module()) is type(layer.module())]

@@ -205,7 +205,7 @@ class Tuner:
         were longer. Then it does without."""
         if not any(shapes):
             return None
-        solution = self._solved_within(self._budgets.host.reserve_solvable(), shapes, may_skip_recompute)
+        solution = self._solved_within(self._budgets.host.reservation, shapes, may_skip_recompute)
         if self._earlier:
             end = self._earlier + self._in_flight.calls // self._in_flight.forwards
             if solution.host_bytes(self._earlier, end) > self._budgets.host.left:

@@ -1,4 +1,4 @@
-"""Whose forward runs: of attached models, in each thread."""
+"""Whose forward runs: of attached models, in each thread. One model may be evaluated in a thread while another trains."""
 
 from __future__ import annotations
 

@@ -172,8 +172,8 @@ class Session:
         active_forward.begins(self)
         training = module.training and torch.is_grad_enabled()
         if training:
-            self.engine.settle()
             self.slab.pass_begins()
+            self.engine.settle()
             self._patches.hold()
             if not self._passes and conflicts.is_offloaded():
                 self.warn(conflicts.OFFLOADED)

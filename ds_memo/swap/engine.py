@@ -328,10 +328,7 @@ class SwapEngine:
     def _drain(self) -> None:
         """Free the memory of dead frames whose copies are over, after making compute wait for them."""
         while self._pending:
-            try:
-                pending = self._pending.popleft()
-            except IndexError:  # another model of the pool, on another thread, took it
-                return
+            pending = self._pending.popleft()
             try:
                 if pending.state in ("recording", "swapping"):
                     self.streams.wait(COMPUTE, pending.sent or self.streams.mark(D2H))

@@ -10,16 +10,19 @@ several. PyTorch's pinned pool is not used, because it rounds every block up to 
 Two rules keep the pieces few. A frame takes the smallest free range that is large enough, or else several of the largest, and
 cuts only the last. So it makes at most one border, which disappears when both sides are free, by the end of the step. And a new
 segment replaces idle ones that are no larger, so slowly growing lengths do not pile up segments.
+
+There are no locks; host_budget.py says why.
 """
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
-from typing import Any
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +32,9 @@ from ds_memo.swap import pinned_segments
 from ds_memo.swap.pinned_segments import Segment
 from ds_memo.swap.streams import finish_abandoned
 from ds_memo.units import GIB
+
+if TYPE_CHECKING:
+    from ds_memo.swap.host_budget import HostBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,59 +72,41 @@ class HostPool:
         """Bytes held now, allocated or free."""
         self.used = 0
         """Bytes allocated now, in whole pages."""
+        self.clients: weakref.WeakSet[HostBudget] = weakref.WeakSet()
+        """The budgets that share the pool and are not closed."""
+        self.forward_in: Thread | None = None
+        """The thread in which a client's training forward runs. It stays set if that was interrupted."""
         self._free_ranges: list[Range] = []
         self.lost: deque[Mapping[Any, Sequence[Range]]] = deque()
         """Ranges of slabs that were garbage-collected, with their models, before they freed them."""
-        self._lock = Lock()
         self._freed_on: set[torch.cuda.Stream | None] = set()
         """Compute streams of the ranges freed since the device was last synchronized."""
 
-    def allocate(self, nbytes: int, limit: int, wanted_by: str) -> list[Range]:
-        """Allocate `nbytes`, a multiple of a page. Map only what free memory lacks.
+    @property
+    def limit(self) -> int:
+        """Bytes that the clients may hold together."""
+        return max((client.budget for client in self.clients), default=0)
 
-        Args:
-            limit: bytes; idle segments are released while the pool holds more.
+    def allocate(self, nbytes: int, wanted_by: str) -> list[Range]:
+        """Allocate `nbytes`, a multiple of a page. Map only what free memory lacks, and release idle segments beyond the limit.
 
         Raises:
             Refused: the system refuses. No range has changed.
         """
-        with self._lock:
-            self._free_lost()
-            stream = torch.cuda.current_stream(self.device) if self.pinned else None
-            if not self._freed_on <= {stream}:  # other streams' copies may still use it, and no event orders them
-                torch.cuda.synchronize(self.device)
-                self._freed_on.clear()
-            if self.size > limit:
-                self._shrink(self.size - limit)
-            if (missing := self.used + nbytes - self.size) > 0:
-                self._grow(missing, wanted_by)
-            self.used += nbytes
-            return self._cut(nbytes, stream)
+        self.free_lost()
+        stream = torch.cuda.current_stream(self.device) if self.pinned else None
+        if not self._freed_on <= {stream}:  # other streams' copies may still use it, and no event orders them
+            torch.cuda.synchronize(self.device)
+            self._freed_on.clear()
+        if (beyond := self.size - self.limit) > 0:
+            self._shrink(beyond)
+        if (missing := self.used + nbytes - self.size) > 0:
+            self._grow(missing, wanted_by)
+        self.used += nbytes
+        return self._cut(nbytes, stream)
 
     def free(self, pieces: Sequence[Range]) -> None:
         """Free these ranges. The stream that they were allocated on must already wait for all copies from and to them."""
-        with self._lock:
-            self._free(pieces)
-
-    def free_lost(self) -> None:
-        """Free the ranges of slabs that are gone. `allocate` does this first."""
-        with self._lock:
-            self._free_lost()
-
-    def release(self) -> None:
-        """Release all idle segments to the system."""
-        with self._lock:
-            self._free_lost()
-            self._release(self._idle())
-
-    def _free_lost(self) -> None:
-        if self.lost:
-            finish_abandoned(self.device)  # there is no event behind its copies
-        while self.lost:
-            for pieces in self.lost.popleft().values():
-                self._free(pieces)
-
-    def _free(self, pieces: Sequence[Range]) -> None:
         for piece in pieces:
             self.used -= piece.nbytes
             self._freed_on.add(piece.stream)
@@ -128,6 +116,19 @@ class HostPool:
                     self._free_ranges.remove(free)
                     begin, end = min(begin, free.begin), max(end, free.end)
             self._free_ranges.append(Range(piece.segment, begin, end))
+
+    def free_lost(self) -> None:
+        """Free the ranges of slabs that are gone. `allocate` does this first."""
+        if self.lost:
+            finish_abandoned(self.device)  # there is no event behind its copies
+        while self.lost:
+            for pieces in self.lost.popleft().values():
+                self.free(pieces)
+
+    def release(self) -> None:
+        """Release all idle segments to the system."""
+        self.free_lost()
+        self._release(self._idle())
 
     def _cut(self, nbytes: int, stream: torch.cuda.Stream | None) -> list[Range]:
         """Take `nbytes` from as few free ranges as possible: the largest first, the last from the smallest that is enough."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from threading import Lock
 
 import torch
 
@@ -44,15 +43,13 @@ class HostSlab(HostBudget):
     """One model's view of a pool: allocates blocks for its frames, never more than `budget` bytes at a time.
 
     Args:
-        budget: bytes; may be changed later. If it is lowered, the next `allocate` has the pool release idle memory beyond it.
+        budget: bytes. If it is lowered, the next `allocate` has the pool release idle memory beyond it.
         pool: where the memory comes from, possibly shared with slabs of other models.
     """
 
     def __init__(self, budget: int, pool: HostPool) -> None:
         super().__init__(budget, pool)
         self._blocks: dict[Block, list[Range]] = {}
-        self._lock = Lock()
-        """Guards `_blocks` and `used`: the model's own thread allocates, but another model whose pass begins may free."""
         weakref.finalize(self, pool.lost.append, self._blocks).atexit = False
 
     @property
@@ -71,25 +68,21 @@ class HostSlab(HostBudget):
             raise self.refusal(wanted_by, nbytes)
         pages = round_up(nbytes, PAGE)
         try:
-            block = Block(self.pool.allocate(pages, self.limit, wanted_by))
+            block = Block(self.pool.allocate(pages, wanted_by))
         except Refused as refusal:
             self.system_refused(refusal.held)
             raise
-        with self._lock:
-            self._blocks[block] = block.pieces
-            self.used += pages
-            self.peak_used = max(self.peak_used, self.used)
+        self._blocks[block] = block.pieces
+        self.used += pages
+        self.peak_used = max(self.peak_used, self.used)
         return block
 
     def free(self, block: Block) -> None:
         """Free a block. All copies from and to it must be ordered before whatever its next owner issues."""
-        with self._lock:
-            pieces = self._blocks.pop(block, None)
-        if pieces is None:  # another thread found it in the same dead frame, and was faster
+        if (pieces := self._blocks.pop(block, None)) is None:  # Ctrl-C came between this and its frame's letting go of it
             return
         self.pool.free(pieces)
-        with self._lock:
-            self.used -= block.nbytes
+        self.used -= block.nbytes
 
     @property
     def blocks(self) -> list[Block]:

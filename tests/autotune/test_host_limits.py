@@ -30,7 +30,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What /proc and /sys are from now on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(host_memory.available_bytes, "__defaults__", (tmp_path, 0))
-    monkeypatch.setattr(host_budget, "_open", weakref.WeakSet())  # whatever other tests hold lies elsewhere
+    monkeypatch.setattr(host_budget, "_pools", weakref.WeakValueDictionary())  # whatever other tests hold lies elsewhere
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {64 * MIB} kB\n")
     return tmp_path

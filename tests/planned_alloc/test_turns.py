@@ -165,7 +165,8 @@ class SlowTurns(weakref.WeakValueDictionary):
 
 @pytest.mark.slow
 def test_turns_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread trains its own model. Both begin their passes at once, and one of them ends the pass before."""
+    """Each thread trains its own model, with host memory of its own. Both begin their passes at once, and one of them ends the
+    pass before."""
     monkeypatch.setattr(addresses, "_turns", SlowTurns())
     together = threading.Barrier(2)
 
@@ -176,7 +177,8 @@ def test_turns_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     models = [build("llama"), build("plain")]
     stocks = [copy.deepcopy(model) for model in models]
-    with Counting(models[0]), Counting(models[1]), warnings.catch_warnings(), ThreadPoolExecutor(2) as threads:
+    first, second = (Counting(model, CONFIG | {"host_memory_gib": gib}) for model, gib in zip(models, (0.5, 0.25), strict=True))
+    with first, second, warnings.catch_warnings(), ThreadPoolExecutor(2) as threads:
         warnings.simplefilter("ignore", ds_memo.MemoWarning)
         trained = [threads.submit(train, model) for model in models]
         wait(trained)

@@ -15,7 +15,7 @@ from torch import nn
 
 import ds_memo
 from ds_memo.hf.find_layers import find_layers
-from ds_memo.swap import host_budget
+from ds_memo.swap.host_budget import shared_pool
 from tests.models import HIDDEN, LAYERS, Batch, Block, Toy, assert_same, assert_same_grads, build, gradients, step
 from tests.runtime.traces import fingerprint
 
@@ -71,8 +71,7 @@ def test_cuda_on_a_cpu_build() -> None:
 
 def test_a_failed_attach_keeps_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor threads: neither waits for the garbage collector."""
-    gc.collect()
-    before = len(host_budget._open)
+    pool = shared_pool(1.0, torch.device("cpu"))
 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no more hooks")
@@ -83,7 +82,7 @@ def test_a_failed_attach_keeps_no_host_memory(monkeypatch: pytest.MonkeyPatch) -
     try:
         with pytest.raises(RuntimeError, match="no more hooks") as caught:
             ds_memo.attach(model, {"host_memory_gib": 1})
-        assert len(host_budget._open) == before and caught
+        assert not pool.clients and caught
     finally:
         gc.enable()
 

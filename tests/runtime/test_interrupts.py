@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_memo
 from ds_memo.runtime.active_forward import in_forward
+from ds_memo.runtime.module_patches import nothing
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Kept
 from tests.models import LAYERS, Batch, assert_same, build, step
@@ -124,35 +126,40 @@ class Checkpoints(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inside = nn.Linear(16, 16)
-        self.meets = threading.Barrier(1)
 
-    def forward(self, x: torch.Tensor, then: type[BaseException] | None = None) -> torch.Tensor:
-        self.meets.wait(30)
+    def forward(self, x: torch.Tensor, before: Callable[[], None] = nothing, then: Callable[[], None] = nothing) -> torch.Tensor:
+        before()
         x = ds_memo.checkpoint(lambda y: self.inside(y).relu(), x)
-        self.meets.wait(30)
-        if then is not None:
-            raise then
+        then()
         return x
 
 
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
-@pytest.mark.parametrize("way", ["after an interrupt", "in two threads"])
+@pytest.mark.parametrize("way", ["after an interrupt", "while another thread evaluates"])
 def test_whose_forward_runs(way: str) -> None:
     models = [Checkpoints(), Checkpoints()]
     handles = [ds_memo.attach(model, MEMO, layers=()) for model in models]
     x = torch.ones(2, 16, requires_grad=True)
     if way == "after an interrupt":
         with pytest.raises(KeyboardInterrupt):
-            models[0](x, then=KeyboardInterrupt)
+            models[0](x, then=ctrl_c)
         models[1](x).sum().backward()
     else:
-        models[0].meets = models[1].meets = threading.Barrier(2)
-        threads = [threading.Thread(target=model, args=(x,), daemon=True) for model in models]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-    assert [handle.report()["frames"] for handle in handles] == [1, 1]
+        begun, over = threading.Event(), threading.Event()
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                models[1](x, before=begun.set, then=lambda: over.wait(30))
+
+        thread = threading.Thread(target=evaluate, daemon=True)
+        models[0](x, before=lambda: (thread.start(), begun.wait(30))).sum().backward()
+        over.set()
+        thread.join(30)
+    assert [handle.report()["frames"] for handle in handles] == [1, 1 if way == "after an interrupt" else 0]
     for handle in handles:
         handle.detach()
     assert in_forward() is None

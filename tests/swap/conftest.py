@@ -31,5 +31,4 @@ def rig():
 def no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """No slab of another test shares."""
     gc.collect()
-    monkeypatch.setattr(host_budget, "_open", weakref.WeakSet())
     monkeypatch.setattr(host_budget, "_pools", weakref.WeakValueDictionary())

@@ -1,16 +1,17 @@
-"""Slabs of one pool: all of it in turns, a part each where they allocate at the same time."""
+"""Slabs of one pool: each may use all of it in turns, and an equal share where passes are open at once."""
 
 from __future__ import annotations
 
 import gc
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.swap import streams
-from ds_memo.swap.host_budget import promised_bytes, shared_pool
+from ds_memo.swap.host_budget import HostBudget, promised_bytes, shared_pool
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import Block, HostSlab
 from ds_memo.swap.pinned_segments import PAGE
@@ -27,7 +28,7 @@ def test_in_turns_each_has_everything_and_nothing_is_mapped_anew():
         slab.pass_begins()
         block = slab.allocate(10 * PAGE, "x")
         found.append(block.views(0, PAGE)[0].data_ptr())
-        assert slab.reserve() == 10 * PAGE
+        assert slab.reservation == 10 * PAGE
         slab.free(block)
         slab.forward_over()
     assert len(set(found)) == 1 and slabs[0].size == slabs[1].size == 10 * PAGE
@@ -35,27 +36,96 @@ def test_in_turns_each_has_everything_and_nothing_is_mapped_anew():
     assert [slab.peak_used for slab in slabs] == [10 * PAGE] * 2
 
 
-def test_together_each_has_its_part_from_then_on():
+def test_at_once_each_has_an_equal_share_from_then_on():
     first, second = two()
     first.pass_begins()
     block = first.allocate(8 * PAGE, "x")
     first.forward_over()
     second.pass_begins()
     assert (first.share, second.share) == (5 * PAGE, 5 * PAGE)
-    assert second.reserve() == 2 * PAGE, "the first still holds more than its part"
+    assert second.reservation == 2 * PAGE, "the first still holds more than its part"
     with pytest.raises(MemoError, match=r"needs .* GiB, .* GiB are left beside .* GiB that other models hold"):
         second.allocate(3 * PAGE, "y")
     first.free(block)
-    assert second.reserve() == 2 * PAGE, "of the pass under way"
+    assert second.reservation == 2 * PAGE, "of the pass under way"
     second.forward_over()
     second.pass_begins()
-    assert second.reserve() == 5 * PAGE
+    assert second.reservation == 5 * PAGE
     blocks = [slab.allocate(5 * PAGE, "x") for slab in (first, second)]
     assert first.size == 10 * PAGE
     for slab, block in zip((first, second), blocks, strict=True):
         with pytest.raises(MemoError, match=r"0 of .* GiB are left"):
             slab.allocate(1, "y")
         slab.free(block)
+
+
+def test_without_a_share_the_second_runs_out_of_host_memory(monkeypatch):
+    """The control: nothing else holds the first back."""
+    monkeypatch.setattr(HostBudget, "_at_once", lambda slab: [])
+    first, second = two()
+    for _ in range(3):
+        for slab in (first, second):
+            slab.pass_begins()
+            slab.forward_over()
+        first_block = first.allocate(first.reservation, "x")
+        with pytest.raises(MemoError, match=r"y needs .* GiB, 0 of .* GiB are left beside .* GiB that other models hold"):
+            second.allocate(5 * PAGE, "y")
+        first.free(first_block)
+
+
+def test_a_reservation_holds_until_the_forward_is_over():
+    """Though a forward inside it, of another model, gives both a share."""
+    outer, inner = two()
+    outer.pass_begins()
+    blocks = [outer.allocate(PAGE, "x")]
+    inner.pass_begins()
+    inner.forward_over()
+    assert (outer.share, inner.share) == (5 * PAGE, 5 * PAGE) and outer.reservation == 10 * PAGE
+    blocks.append(outer.allocate(9 * PAGE, "x"))
+    outer.forward_over()
+    assert outer.reservation == 5 * PAGE
+    for block in blocks:
+        outer.free(block)
+
+
+def test_only_models_that_took_part_have_a_share():
+    """A third, whose passes come in turns, may use everything that the others do not hold."""
+    pool = HostPool(CPU)
+    first, second, third = (HostSlab(12 * PAGE, pool) for _ in range(3))
+    third.free(third.allocate(PAGE, "x"))
+    block = first.allocate(PAGE, "x")
+    second.pass_begins()
+    second.forward_over()
+    assert [slab.share for slab in (first, second, third)] == [6 * PAGE, 6 * PAGE, 12 * PAGE]
+    first.free(block)
+    third.pass_begins()
+    assert third.reservation == 12 * PAGE and not third.has_share
+
+
+def test_dropped_graphs_and_dead_frames_do_not_wait():
+    """Not even in reference cycles, as those of a pass that raised, with its traceback."""
+    first, second = two()
+    dead = []
+
+    class Frame:
+        def __init__(self) -> None:
+            self.block, self.itself = first.allocate(8 * PAGE, "x"), self
+
+        def __del__(self) -> None:
+            dead.append(self.block)
+
+    def drain() -> None:
+        while dead:
+            first.free(dead.pop())
+
+    first.drain = lambda: drain
+    Frame()
+    assert first.used == 8 * PAGE
+    second.pass_begins()
+    assert second.reservation == 10 * PAGE and not first.has_share and not second.has_share
+    second.forward_over()
+    Frame()
+    first.free(first.allocate(10 * PAGE, "y"))
 
 
 def test_one_that_never_lends_has_no_part():
@@ -109,8 +179,59 @@ def test_a_refusal_is_told_to_all(monkeypatch):
     monkeypatch.setattr("ds_memo.swap.pinned_segments.map_pages", lambda nbytes: (_ for _ in ()).throw(MemoError("no more")))
     with pytest.raises(MemoError, match="no more"):
         second.allocate(5 * PAGE, "y")
-    assert first._refused == second._refused == 3 * PAGE
+    assert (first.agreed, second.agreed) == (3 * PAGE, 3 * PAGE)
     assert (first.budget, second.budget) == (10 * PAGE, 10 * PAGE)
+    for slab in (first, second):
+        assert "the system refused more" in slab.changed() and slab.changed() is None
+
+
+def test_models_share_what_the_system_gave(monkeypatch):
+    first, second = two()
+    block = first.allocate(5 * PAGE, "x")
+    second.pass_begins()
+    monkeypatch.setattr("ds_memo.swap.pinned_segments.map_pages", lambda nbytes: (_ for _ in ()).throw(MemoError("no more")))
+    with pytest.raises(MemoError, match="no more"):
+        second.allocate(5 * PAGE, "y")
+    second.forward_over()
+    first.free(block)
+    blocks = []
+    for slab in (first, second):
+        slab.pass_begins()
+        assert slab.solvable == slab.reservation == 5 * PAGE // 2
+        assert "the system refused more" in slab.changed()
+        blocks.append(slab.allocate(2 * PAGE, "x"))
+        slab.forward_over()
+    assert second.pool.used == 4 * PAGE
+
+
+def test_what_ranks_agree_on_is_no_change():
+    slab, _ = two()
+    slab.pass_begins()
+    slab.agree(6 * PAGE)
+    assert slab.changed() is None and slab.reservation == slab.solvable == 6 * PAGE < slab.share
+
+
+@pytest.mark.parametrize("end", ["over", "interrupted", "its thread has ended"])
+def test_forwards_in_two_threads_are_refused(end: str):
+    """While both run. Neither a refused forward nor an interrupted one stands in the way of the next."""
+    first, second = two()
+    with ThreadPoolExecutor(1, "elsewhere") as thread:
+        thread.submit(first.pass_begins).result(5)
+        for _ in range(2):
+            with pytest.raises(
+                MemoError, match="began in thread MainThread while one runs in thread elsewhere_0 that shares its"
+            ):
+                second.pass_begins()
+            second.forward_over()
+        if end != "its thread has ended":
+            if end == "over":
+                thread.submit(first.forward_over).result(5)
+            else:
+                thread.submit(second.pass_begins).result(5)
+                thread.submit(second.forward_over).result(5)
+            second.pass_begins()
+    second.pass_begins()
+    assert second.reservation == 10 * PAGE and not second.has_share
 
 
 def test_what_a_model_that_was_let_go_held_is_allocated_again(monkeypatch):
@@ -124,7 +245,7 @@ def test_what_a_model_that_was_let_go_held_is_allocated_again(monkeypatch):
     del first, block
     assert second.pool.used == 10 * PAGE and not finished
     second.pass_begins()
-    assert second.reserve() == 10 * PAGE
+    assert second.reservation == 10 * PAGE
     assert second.allocate(10 * PAGE, "y").nbytes == second.size == second.pool.used and finished == [1]
 
 
@@ -150,7 +271,7 @@ def test_abandoned_copies_end_before_memory_is_allocated_again():
 
 
 def test_what_other_pools_may_still_take_is_promised():
-    host, other, dropped, mine = (HostSlab(pages * PAGE, HostPool(CPU)) for pages in (10, 5, 3, 7))
+    host, other, dropped, mine = (HostSlab(pages * PAGE, shared_pool(pages, CPU)) for pages in (10, 5, 3, 7))
     assert promised_bytes(mine.pool) == 18 * PAGE
     dropped.itself = dropped
     del dropped
@@ -241,7 +362,9 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
     block = slabs[0].allocate(10 * PAGE, "x")
     for slab in slabs[1:]:
         slab.pass_begins()
-        assert slab.reserve() == 2 * PAGE
+        assert slab.reservation == 2 * PAGE
+        slab.forward_over()
+    slabs[0].forward_over()
     assert [slab.share for slab in slabs] == [4 * PAGE] * 3
     slabs[0].free(block)
     blocks = [slab.allocate(4 * PAGE, "x") for slab in slabs]
@@ -257,10 +380,10 @@ def test_what_is_configured_has_no_part():
     first.needs = 0
     block = first.allocate(7 * PAGE, "x")
     second.pass_begins()
-    assert (first.share, second.share) == (10 * PAGE, 3 * PAGE) and second.reserve() == 3 * PAGE
+    assert (first.share, second.share) == (10 * PAGE, 3 * PAGE) and second.reservation == 3 * PAGE
     beside = second.allocate(2 * PAGE, "y")
     first.pass_begins()
-    assert first.reserve() == 8 * PAGE and second.reserve() == 3 * PAGE
+    assert first.reservation == 10 * PAGE and first.left == PAGE and second.reservation == 3 * PAGE
     for slab, last in ((first, block), (second, beside)):
         slab.free(last)
 
@@ -277,15 +400,16 @@ def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
     block = later.allocate(8 * PAGE, "x")
     second.pass_begins()
     assert (later.share, second.share) == (5 * PAGE, 5 * PAGE)
-    assert second.reserve() == 2 * PAGE, "the later one holds more than its part"
+    assert second.reservation == 2 * PAGE, "the later one holds more than its part"
     later.free(block)
     second.pass_begins()
-    assert second.reserve() == 5 * PAGE
+    assert second.reservation == 5 * PAGE
 
 
 @pytest.mark.parametrize("end", ["closed", "garbage"])
 def test_who_is_left_has_the_part_of_one_that_is_gone(end: str):
     slabs, blocks = three_that_wait_together()
+    assert all("other models' passes wait" in slab.changed() for slab in slabs)
     for left in (2, 1):
         for slab in slabs:
             slab.forward_over()
@@ -295,8 +419,9 @@ def test_who_is_left_has_the_part_of_one_that_is_gone(end: str):
             gone.free(blocks.pop())
             gone.close()
         del gone
-        assert [slab.share for slab in slabs] == [slab.reserve() for slab in slabs] == [12 // left * PAGE] * left
-    slabs[0].pass_begins()
+        slabs[0].pass_begins()
+        assert [slab.share for slab in slabs] == [12 // left * PAGE] * left
+        assert slabs[0].reservation == slabs[0].share and slabs[0].changed().startswith("host budget raised to")
     slabs[0].allocate(11 * PAGE, "all the others had")
     assert slabs[0].size == 12 * PAGE
 
@@ -309,4 +434,5 @@ def test_who_is_left_has_what_a_configured_one_held():
     assert second.share == 3 * PAGE
     first.free(block)
     first.close()
-    assert second.share == second.reserve() == 10 * PAGE
+    second.pass_begins()
+    assert second.share == second.reservation == 10 * PAGE

@@ -182,6 +182,18 @@ def test_a_refused_allocation_changes_no_block():
     assert addresses(host.allocate(3 * PAGE, "z")) == addresses(block)
 
 
+def test_a_block_that_was_found_again_is_freed_once():
+    """As one that its frame still had when Ctrl-C came, after the slab had taken it back."""
+    host = slab(10)
+    lost, kept = host.allocate(4 * PAGE, "x"), host.allocate(PAGE, "y")
+    host.free(lost)
+    host.free(lost)
+    assert host.used == host.pool.used == PAGE
+    host.free(host.allocate(9 * PAGE, "z"))
+    host.free(kept)
+    assert host.blocks == [] and host.used == host.pool.used == 0
+
+
 def test_closing_with_an_allocated_block_raises():
     host = slab()
     block = host.allocate(PAGE, "x")
@@ -225,7 +237,7 @@ def test_whatever_fits_the_budget_is_allocated_and_no_more_is_held(budget, steps
                     del block
             assert sum(block.nbytes for _, block in blocks) == host.used <= host.size <= min(budget, host.peak_used)
             assert sum(system.held) == host.size, "what the slab gave back is still there"
-            assert host._refused is None
+            assert host.agreed == budget
         for value, block in blocks:
             assert values(block) == [value], "two blocks overlap"
             host.free(block)
@@ -273,10 +285,10 @@ def test_a_refusal_of_the_system_is_remembered(monkeypatch):
     host = slab()
     host.free(host.allocate(3 * PAGE, "a long frame"))
     short = host.allocate(2 * PAGE, "a short frame")
-    assert (host.used, host.size, host._refused) == (2 * PAGE, 3 * PAGE, None)
+    assert (host.used, host.size, host.agreed) == (2 * PAGE, 3 * PAGE, 100 * PAGE)
     with pytest.raises(MemoError, match=r"a third frame needs .* GiB more; no more"):
         host.allocate(3 * PAGE, "a third frame")
-    assert (host.used, host.size, host._refused) == (short.nbytes, 3 * PAGE, 3 * PAGE)
+    assert (host.used, host.size, host.agreed) == (short.nbytes, 3 * PAGE, 3 * PAGE)
     assert host.allocate(PAGE, "a fourth frame").nbytes == PAGE
 
 
@@ -289,7 +301,7 @@ def test_a_refusal_while_segments_are_replaced_counts_them(monkeypatch):
     del block
     with pytest.raises(MemoError, match="no more"):
         host.allocate(5 * PAGE, "long")
-    assert host._refused == 3 * PAGE
+    assert host.agreed == 3 * PAGE
     assert host.used == 0 and sum(system.held) == host.size <= 3 * PAGE
     assert host.allocate(3 * PAGE, "as much as before").nbytes == 3 * PAGE
 
