@@ -10,16 +10,17 @@ general allocator, and the plan lists them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ds_memo import compiled
 from ds_memo.plan import verify
 from ds_memo.plan.dsa import Buffer, Lifespan, Problem
 from ds_memo.plan.levels import Levels, PhaseReport, share
 from ds_memo.plan.search import too_large
-from ds_memo.plan.solver import Progress, Solution, place
+from ds_memo.plan.solver import COMPILING, Progress, Shared, Solution, place
 from ds_memo.plan.trace import UNIT, Tensor, Trace, rounded, varying_phases
 
 
@@ -74,6 +75,7 @@ def plan_trace(
     seconds: float = 60.0,
     min_bytes: int = 0,
     progress: Progress | None = None,
+    warn: Callable[[str], None] = compiled.warn,
 ) -> Plan:
     """Plan one iteration.
 
@@ -84,6 +86,7 @@ def plan_trace(
             limit, a note says so.
         min_bytes: Smaller tensors go to the general allocator, whose small pool serves them well.
         progress: See solver.solve.
+        warn: Called with one line when a stage fails; the plan's notes say it too.
 
     Raises:
         TracesDiffer: Several traces that are not iterations of one run.
@@ -97,9 +100,10 @@ def plan_trace(
     problem = Problem(tuple(Buffer(t.id, Lifespan(t.birth, t.death), rounded(t.size)) for t in planned))
     levels = Levels(trace, planned, problem)
     bound = levels.bound
+    shared = Shared(began + COMPILING * seconds, progress, warn)
 
     def solved(problem: Problem, solver: str, end: float, start: Solution | None = None) -> Solution:
-        return place(problem, solver=solver, seconds=end - time.monotonic(), start=start, progress=progress)
+        return place(problem, shared, solver=solver, seconds=end - time.monotonic(), start=start)
 
     # Greedy first, over everything: no answer is worse than one sweep's, however little time there is.
     flat = solved(problem, "greedy", began)
