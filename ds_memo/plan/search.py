@@ -47,7 +47,7 @@ def search(buffers: Sequence[Buffer], capacity: int, seconds: float, *, max_node
         max_nodes: Limit of the decisions tried. A run is repeatable unless the time limit ends it.
 
     Raises:
-        native.Unavailable: The search cannot be compiled or loaded.
+        ds_memo.compiled.Unavailable: The search cannot be compiled or loaded.
     """
     if not buffers:
         return Answer([], True, 0)

@@ -75,7 +75,7 @@ class Shared:
         """Why the exact search cannot be used, or an empty string. Compiles it if necessary."""
         try:
             native.load(self.deadline)
-        except native.Unavailable as error:
+        except compiled.Unavailable as error:
             self.warn(f"addresses are planned by greedy and MIP alone, without the exact search: {error}")
             return str(error)
         return ""
