@@ -169,20 +169,13 @@ def _cuda_major(headers: Path) -> str:
     return str(int(found[1]) // 1000) if found else ""
 
 
-def register() -> None:
-    """Add the op to DeepSpeed's table, and so to its op report."""
+def main() -> None:
+    from deepspeed import env_report
+    from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import all_ops
 
     builder = AllocatorBuilder()
     all_ops.ALL_OPS.setdefault(builder.name, builder)
-
-
-def main() -> None:
-    from deepspeed import env_report
-    from deepspeed.git_version_info import installed_ops
-
-    register()
-    builder = AllocatorBuilder()
     installed_ops[builder.name] = builder._installed() is not None
     env_report.op_report(verbose=False)
     print(f"{builder.name}: {'; '.join(builder.missing()) or 'nothing is missing'}")

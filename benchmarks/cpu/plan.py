@@ -20,7 +20,6 @@ from ds_memo.plan.dsa import Problem, peak
 from ds_memo.plan.milp import MilpFailed, solve_milp
 from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.rescale import rescale
-from ds_memo.plan.search import search
 from ds_memo.plan.simulate import simulate
 from ds_memo.plan.trace import Trace
 from ds_memo.units import GIB
@@ -163,9 +162,6 @@ def speed() -> list[dict]:
     for solver in ("search", "cbc", "highs"):
         took = _time(lambda s=solver: solve(hard, solver=s, seconds=1))
         rows.append({"what": f"a limit of 1 s on a hard problem, {solver}", "seconds": took})
-    began = time.perf_counter()
-    plain = search(dense(100, 3).buffers, CAPACITY, 20, engine="python")
-    rows.append({"what": f"search in Python, {plain.nodes} nodes", "seconds": time.perf_counter() - began})
     return table("Times", rows)
 
 
@@ -203,10 +199,7 @@ def main() -> None:
         plan_scaling.draw(rows, ROOT / "docs" / "plan_scaling.png")
         _write("plan_scaling", {"machine": machine(), "limit": plan_scaling.LIMIT, "scaling": rows})
         return
-    try:
-        native.load()  # compile before anything is timed
-    except native.Unavailable as e:
-        print(f"exact search in Python only: {e}")
+    native.load()  # compile before anything is timed
     results = {"machine": machine(), "plans": plans(), "allocators": allocators(), "minimalloc": minimalloc()}
     results |= {"mip": mip(), "speed": speed()}
     if not args.quick:

@@ -139,7 +139,3 @@ def _without_folder() -> str:
     except OSError:
         return "; the working directory is gone: change to one that exists"
     return ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--capacity", type=_bytes, metavar="N", help="exit with 1 where no plan of N bytes is found")
     parser.add_argument("--layers", type=_layers, metavar="N", help="repeat the trace's layer 1 to make N layers")
-    parser.add_argument("--min-bytes", type=_bytes, default=0, metavar="N", help="leave smaller tensors to the general allocator")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -73,7 +72,7 @@ def _plan_trace(args: argparse.Namespace) -> int:
     if args.layers is not None:
         traces = [repeat_layer(t, args.layers) for t in traces]
     with _bar(args) as bar:
-        plan = plan_trace(traces, solver=args.solver, seconds=args.time_limit, min_bytes=args.min_bytes, progress=bar)
+        plan = plan_trace(traces, solver=args.solver, seconds=args.time_limit, progress=bar)
     if args.capacity is not None and plan.lower_bound > args.capacity:
         return _does_not_fit(_too_small(args.capacity, plan.lower_bound))
     if args.output:
@@ -154,8 +153,8 @@ def _row(name: str, tensors: int, peak: int, bound: int, proven: bool, seconds: 
 def _plan_csv(args: argparse.Namespace) -> int:
     if len(args.input) > 1:
         raise PlanError(f"one CSV problem at a time, got {len(args.input)} inputs")
-    if args.layers is not None or args.min_bytes:
-        raise PlanError("--layers and --min-bytes are for traces; a CSV problem has neither layers nor bytes")
+    if args.layers is not None:
+        raise PlanError("--layers is for traces; a CSV problem has no layers")
     problem = read_csv(args.input[0])
     bound = lower_bound(problem.buffers)
     if args.capacity is not None and args.capacity < bound:

@@ -41,7 +41,7 @@ def install(memo: Mapping[str, Any] | None = None) -> None:
 
 
 def install_as_told() -> None:
-    """Call install() with the section that `ds-memo run` was given, unless the script or ds_memo.run has given one."""
+    """Call install() with the section that `ds-memo run` was given, unless the script has given one."""
     install(launched_by.given_section() if launched_by.section is None else None)
 
 

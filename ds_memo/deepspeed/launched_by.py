@@ -1,4 +1,4 @@
-"""How this process came under memo without a change to its script: `ds-memo run`, `python -m ds_memo.run` or install().
+"""How this process came under memo without a change to its script: `ds-memo run` or install().
 
 State that the launcher gives to all processes of a command travels in environment variables; DeepSpeed's launcher takes to its
 nodes those whose names start with PYTHON.

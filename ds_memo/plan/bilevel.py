@@ -10,16 +10,17 @@ general allocator, and the plan lists them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ds_memo import compiled
 from ds_memo.plan import verify
 from ds_memo.plan.dsa import Buffer, Lifespan, Problem
 from ds_memo.plan.levels import Levels, PhaseReport, share
 from ds_memo.plan.search import too_large
-from ds_memo.plan.solver import Progress, Solution, place
+from ds_memo.plan.solver import COMPILING, Progress, Shared, Solution, place
 from ds_memo.plan.trace import UNIT, Tensor, Trace, rounded, varying_phases
 
 
@@ -72,8 +73,8 @@ def plan_trace(
     *,
     solver: str = "cbc",
     seconds: float = 60.0,
-    min_bytes: int = 0,
     progress: Progress | None = None,
+    warn: Callable[[str], None] = compiled.warn,
 ) -> Plan:
     """Plan one iteration.
 
@@ -82,8 +83,8 @@ def plan_trace(
         solver: One of solver.SOLVERS.
         seconds: Time limit, kept to a tenth and 0.2 s. A plan takes at least some 15 µs a request; if that is more than the
             limit, a note says so.
-        min_bytes: Smaller tensors go to the general allocator, whose small pool serves them well.
         progress: See solver.solve.
+        warn: Called with one line when a stage fails; the plan's notes say it too.
 
     Raises:
         TracesDiffer: Several traces that are not iterations of one run.
@@ -93,13 +94,14 @@ def plan_trace(
     iterations = [trace] if isinstance(trace, Trace) else list(trace)
     trace = iterations[0]
     varying = set(varying_phases(iterations))
-    planned, left = _sort_out(iterations, varying, min_bytes)
+    planned, left = _sort_out(iterations, varying)
     problem = Problem(tuple(Buffer(t.id, Lifespan(t.birth, t.death), rounded(t.size)) for t in planned))
     levels = Levels(trace, planned, problem)
     bound = levels.bound
+    shared = Shared(began + COMPILING * seconds, progress, warn)
 
     def solved(problem: Problem, solver: str, end: float, start: Solution | None = None) -> Solution:
-        return place(problem, solver=solver, seconds=end - time.monotonic(), start=start, progress=progress)
+        return place(problem, shared, solver=solver, seconds=end - time.monotonic(), start=start)
 
     # Greedy first, over everything: no answer is worse than one sweep's, however little time there is.
     flat = solved(problem, "greedy", began)
@@ -154,14 +156,11 @@ def _least(one: Solution, other: Solution) -> Solution:
     return one if one.peak <= other.peak else other
 
 
-def _sort_out(
-    iterations: Sequence[Trace], varying: AbstractSet[int], min_bytes: int
-) -> tuple[list[Tensor], list[tuple[str, int, str]]]:
+def _sort_out(iterations: Sequence[Trace], varying: AbstractSet[int]) -> tuple[list[Tensor], list[tuple[str, int, str]]]:
     """Return the tensors to plan, and those left to the general allocator as Plan.left has them."""
     trace = iterations[0]
     deaths = [{(t.birth_phase, t.k): t.death_phase for t in other.tensors()} for other in iterations[1:]]
     why = {p: f"phase {trace.phases[p].name} varies between iterations" for p in varying}
-    small = f"smaller than {min_bytes} bytes"
     planned, left = [], []
     for t in trace.tensors():
         last = max([t.death_phase, *(there.get((t.birth_phase, t.k), 0) for there in deaths)]) if deaths else t.death_phase
@@ -169,8 +168,6 @@ def _sort_out(
             left.append((t.id, t.size, why[t.birth_phase]))
         elif t.size == 0:
             left.append((t.id, 0, "empty"))
-        elif t.size < min_bytes:
-            left.append((t.id, t.size, small))
         elif last in varying or last > t.death_phase:
             # Its death inside a varying phase, or in another iteration, is not known: it lives to the phase's end.
             planned.append(t._replace(death=trace.phases[last].end, death_phase=last))

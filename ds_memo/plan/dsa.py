@@ -101,18 +101,9 @@ class Profile:
         return out
 
 
-def worst_moment(buffers: Sequence[Buffer]) -> tuple[TimeValue, int]:
-    """Return the first time at which most units are alive, and their number. O(n log n)."""
-    if not buffers:
-        return 0, 0
-    profile = Profile(*columns(buffers))
-    k = int(np.argmax(profile.alive))
-    return int(profile.times[k]), int(profile.alive[k])
-
-
 def lower_bound(buffers: Sequence[Buffer]) -> int:
-    """Return the most units alive at any one time."""
-    return worst_moment(buffers)[1]
+    """Return the most units alive at any one time. O(n log n)."""
+    return int(Profile(*columns(buffers)).alive.max(initial=0))
 
 
 def peak(buffers: Sequence[Buffer], offsets: Sequence[Offset]) -> int:

@@ -1,4 +1,4 @@
-"""Errors of the planner's input, one class each. The command line turns them into exit code 2."""
+"""Errors of the planner's input. The command line turns them into exit code 2."""
 
 from __future__ import annotations
 
@@ -24,30 +24,6 @@ class MalformedInput(PlanError):
         where = f"{name}:{line}" if line else name
         super().__init__(f"{where}: read {quoted(seen)}, expected {expected}")
         self.source, self.line, self.seen, self.expected = source, line, seen, expected
-
-
-class TruncatedInput(MalformedInput):
-    """The file ends in the middle of a line or of a structure."""
-
-
-class UnknownPhase(MalformedInput):
-    """A phase name that is not among phases.PHASE_WORDS."""
-
-
-class BadSize(MalformedInput):
-    """A size that is negative or does not fit into a signed 64-bit integer."""
-
-
-class FreeBeforeMalloc(MalformedInput):
-    """A free of an id that was never allocated."""
-
-
-class DoubleFree(MalformedInput):
-    """A second free of the same id."""
-
-
-class DuplicateMalloc(MalformedInput):
-    """A second malloc of an id: ids are unique within a trace."""
 
 
 class UnsafePickle(PlanError):

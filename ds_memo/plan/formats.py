@@ -28,16 +28,7 @@ from ds_memo.files import read_bounded
 from ds_memo.plan import verify
 from ds_memo.plan.bilevel import PhaseReport, Plan, Slot
 from ds_memo.plan.dsa import Buffer, Lifespan, Offset, Problem
-from ds_memo.plan.errors import (
-    BadSize,
-    DoubleFree,
-    DuplicateMalloc,
-    FreeBeforeMalloc,
-    MalformedInput,
-    PlanError,
-    TruncatedInput,
-    UnknownPhase,
-)
+from ds_memo.plan.errors import MalformedInput, PlanError
 from ds_memo.plan.phases import PHASE_WORDS, LayerPass, Part, PhaseName, parse_phase
 from ds_memo.plan.trace import UNIT, Phase, Request, Trace
 
@@ -59,7 +50,7 @@ def _size(text: str, source: str, line: int, least: int) -> int:
     except ValueError:
         raise MalformedInput(source, line, brief(text), words) from None
     if not least <= size < MAX_SIZE:
-        raise BadSize(source, line, text, words)
+        raise MalformedInput(source, line, text, words)
     return size
 
 
@@ -83,9 +74,9 @@ def _phase(name: str, source: str, line: int) -> PhaseName:
     try:
         phase = parse_phase(_name(name, source, line, "a phase"))
     except ValueError:
-        raise UnknownPhase(source, line, f"phase {brief(name)}", PHASE_WORDS) from None
+        raise MalformedInput(source, line, f"phase {brief(name)}", PHASE_WORDS) from None
     if isinstance(phase, LayerPass) and phase.layer >= MOST_LAYERS:
-        raise UnknownPhase(source, line, f"phase {brief(name)}", f"a layer below {MOST_LAYERS:,}")
+        raise MalformedInput(source, line, f"phase {brief(name)}", f"a layer below {MOST_LAYERS:,}")
     return phase
 
 
@@ -101,7 +92,7 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
     """Read a text trace from a string; `source` is for messages."""
     if text and not text.endswith("\n"):
         last = text.count("\n") + 1
-        raise TruncatedInput(source, last, brief(text.rsplit("\n", 1)[-1]), "a whole line (the file ends inside this one)")
+        raise MalformedInput(source, last, brief(text.rsplit("\n", 1)[-1]), "a whole line (the file ends inside this one)")
     requests: list[Request] = []
     marks: list[tuple[PhaseName, int]] = []
     born: dict[str, int] = {}  # id -> line
@@ -119,22 +110,22 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
                 marks.append((_phase(name, source, line), len(requests)))
             case ["malloc", i, size]:
                 if i in born:
-                    raise DuplicateMalloc(source, line, f"malloc of {i}, allocated in line {born[i]}", "a new id")
+                    raise MalformedInput(source, line, f"malloc of {i}, allocated in line {born[i]}", "a new id")
                 if len(born) >= MOST_REQUESTS:
                     raise MalformedInput(source, line, f"more than {MOST_REQUESTS:,} tensors", "the requests of one iteration")
                 requests.append(Request(_name(i, source, line, "an id"), _size(size, source, line, 0)))
                 born[i] = line
             case ["free", i]:
                 if i not in born:
-                    raise FreeBeforeMalloc(source, line, f"free of {i}, never allocated", "the id of an earlier malloc")
+                    raise MalformedInput(source, line, f"free of {i}, never allocated", "the id of an earlier malloc")
                 if i in freed:
-                    raise DoubleFree(source, line, f"free of {i}, freed in line {freed[i]}", "a tensor that is alive")
+                    raise MalformedInput(source, line, f"free of {i}, freed in line {freed[i]}", "a tensor that is alive")
                 freed[i] = line
                 requests.append(Request(i, None))
             case _:
                 raise MalformedInput(source, line, brief(raw.strip()), "'phase NAME', 'malloc ID SIZE' or 'free ID'")
     if not requests:
-        raise TruncatedInput(source, 0, "no requests", "at least one malloc")
+        raise MalformedInput(source, 0, "no requests", "at least one malloc")
     return make_trace(requests, marks)
 
 
@@ -176,7 +167,7 @@ def _problem(rows: Any, source: str) -> Problem:
         if not row:
             continue
         if len(row) < len(head):
-            raise TruncatedInput(source, line, f"{len(row)} fields in {brief(','.join(row))}", f"{len(head)} fields")
+            raise MalformedInput(source, line, f"{len(row)} fields in {brief(','.join(row))}", f"{len(head)} fields")
         i, lower, upper, size = (row[c].strip() for c in where)
         try:
             life = Lifespan(int(lower), int(upper))
@@ -185,13 +176,13 @@ def _problem(rows: Any, source: str) -> Problem:
         if not -MAX_SIZE <= life.lower < life.upper < MAX_SIZE:
             raise MalformedInput(source, line, f"lower {lower}, upper {upper}", "lower < upper, both within 64 bits")
         if i in ids:
-            raise DuplicateMalloc(source, line, f"buffer {i}, already in line {ids[i]}", "a new id")
+            raise MalformedInput(source, line, f"buffer {i}, already in line {ids[i]}", "a new id")
         if len(buffers) >= MOST_REQUESTS:
             raise MalformedInput(source, line, f"more than {MOST_REQUESTS:,} buffers", "a smaller problem")
         ids[_name(i, source, line, "an id")] = line
         buffers.append(Buffer(i, life, _size(size, source, line, 1)))
     if not buffers:
-        raise TruncatedInput(source, 0, "no buffers", "at least one row")
+        raise MalformedInput(source, 0, "no buffers", "at least one row")
     return Problem(tuple(buffers))
 
 
@@ -236,8 +227,7 @@ def plan_from_json(text: str, source: str = "plan") -> Plan:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as e:
-        error = TruncatedInput if e.pos >= len(text.rstrip()) else MalformedInput
-        raise error(source, e.lineno, e.msg.lower(), "a plan as JSON") from None
+        raise MalformedInput(source, e.lineno, e.msg.lower(), "a plan as JSON") from None
     except RecursionError:
         raise MalformedInput(source, 0, "brackets within brackets without end", "a plan as JSON") from None
     except ValueError as e:  # digits without end

@@ -6,27 +6,13 @@
 from __future__ import annotations
 
 import ctypes
-from importlib.util import find_spec
 from pathlib import Path
 
 from ds_memo import compiled
-from ds_memo.compiled import Library, Unavailable
+from ds_memo.compiled import Library
 
+SOURCE = Path(__file__).parents[1] / "ops" / "csrc" / "dsa_search.cpp"
 FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
-
-
-def source() -> Path:
-    """Return the path of dsa_search.cpp.
-
-    Raises:
-        Unavailable: it is not installed.
-    """
-    spec = find_spec("ds_memo.ops")
-    folders = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    for folder in folders:
-        if (file := folder / "csrc" / "dsa_search.cpp").is_file():
-            return file
-    raise Unavailable(f"dsa_search.cpp is not installed (looked in {', '.join(map(str, folders))})")
 
 
 _loaded: ctypes.CDLL | None = None
@@ -43,7 +29,7 @@ def load(deadline: float = float("inf")) -> ctypes.CDLL:
     """
     global _loaded
     if _loaded is None:
-        library = compiled.load(Library("dsa_search", source(), FLAGS), ctypes.CDLL, deadline)
+        library = compiled.load(Library("dsa_search", SOURCE, FLAGS), ctypes.CDLL, deadline)
         ints, longs, doubles = (ctypes.POINTER(c) for c in (ctypes.c_int, ctypes.c_int64, ctypes.c_double))
         library.ds_memo_dsa_search.argtypes = [
             ctypes.c_int, ctypes.c_int, ints, ints, longs, ctypes.c_int64, ints, doubles, ctypes.c_int, ctypes.c_double,

@@ -48,7 +48,7 @@ from pickle import (
 from typing import Any
 
 from ds_memo.errors import brief, quoted
-from ds_memo.plan.errors import MalformedInput, TruncatedInput, UnsafePickle
+from ds_memo.plan.errors import MalformedInput, UnsafePickle
 
 MOST_STEPS = 1 << 24
 """Opcodes of a pickle: some 200,000 events with 60 stack frames each. An opcode adds at most 80 bytes, all add 1.3 GiB."""
@@ -75,15 +75,14 @@ def load(data: bytes, source: str) -> Any:
 
     Raises:
         UnsafePickle: it imports something.
-        TruncatedInput: it ends too early.
-        MalformedInput: it is damaged, holds something other than plain containers, or takes more than MOST_STEPS.
+        MalformedInput: it ends too early, is damaged, holds something other than plain containers, or takes more than MOST_STEPS.
     """
     collects = gc.isenabled()
     gc.disable()  # it would scan millions of live containers again and again
     try:
         return _run(data, source)
     except struct.error:
-        raise TruncatedInput(source, 0, "the end of the file", "a whole pickle") from None
+        raise MalformedInput(source, 0, "the end of the file", "a whole pickle") from None
     except UnicodeDecodeError:
         raise MalformedInput(source, 0, "a string that is not UTF-8", _WRITTEN_BY) from None
     except (IndexError, KeyError, TypeError, AttributeError, ValueError) as error:  # the stack of a damaged pickle
@@ -101,7 +100,7 @@ def _run(data: bytes, source: str) -> Any:
     memo: list[Any] = []  # picklers number what they store from 0 on
     while True:
         if at >= end:
-            raise TruncatedInput(source, 0, "the end of the file", "a whole pickle")
+            raise MalformedInput(source, 0, "the end of the file", "a whole pickle")
         steps += 1
         if steps > MOST_STEPS:
             raise MalformedInput(source, 0, f"more than {MOST_STEPS:,} opcodes", "a shorter recording, of one training step")

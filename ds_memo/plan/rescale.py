@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ds_memo.plan import verify
 from ds_memo.plan.bilevel import PhaseReport, Plan
 from ds_memo.plan.dsa import Buffer, lower_bound, peak
-from ds_memo.plan.errors import BadSize, TracesDiffer
+from ds_memo.plan.errors import TracesDiffer
 from ds_memo.plan.sorted_keys import SortedKeys
 from ds_memo.plan.trace import UNIT, Trace, rounded
 
@@ -95,8 +95,7 @@ def sizes_at(plan: Plan, fitted: dict[str, Affine], s: int) -> list[int]:
     """Return the requested bytes of the plan's slots at sequence length s.
 
     Raises:
-        TracesDiffer: The plan has a slot without a fitted size.
-        BadSize: A size is zero or negative.
+        TracesDiffer: The plan has a slot without a fitted size, or a size is zero or negative.
     """
     try:
         sizes = [fitted[slot.id].at(s) for slot in plan.slots]
@@ -104,7 +103,7 @@ def sizes_at(plan: Plan, fitted: dict[str, Affine], s: int) -> list[int]:
         raise TracesDiffer(f"slot {e.args[0]} is not in the fitted traces") from None
     if (least := min(sizes, default=1)) <= 0:
         slot = plan.slots[sizes.index(least)]
-        raise BadSize("rescale", 0, f"{least} bytes for {slot.id} at {s} tokens", "a positive size")
+        raise TracesDiffer(f"{least} bytes for {slot.id} at {s} tokens, expected a positive size")
     return sizes
 
 

@@ -1,25 +1,21 @@
 """Exact search: a placement below a capacity, or the proof that there is none.
 
-ops/csrc/dsa_search.cpp (compiled at first use) does the work; without a compiler search_py.py does, about 50 times slower,
-and the result says so. search_py.py explains the method.
+ops/csrc/dsa_search.cpp, compiled at first use (native.py), does the work and explains the method.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ds_memo.errors import MemoWarning
 from ds_memo.plan import native
 from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Offset, sections
-from ds_memo.plan.search_py import Search
 
-T = TypeVar("T")
 STACK = 512 << 20  # bytes of address space for the recursion, one frame a decision; touched only as deep as it goes
 NO_LIMIT = 2**62
 MOST = 5_000  # buffers; the memory grows with their square
@@ -32,7 +28,6 @@ class Answer(NamedTuple):
     offsets: list[Offset] | None
     proven: bool
     nodes: int
-    engine: str  # "c++" or "python"
 
 
 def too_large(buffers: Sequence[Buffer]) -> str:
@@ -44,26 +39,19 @@ def too_large(buffers: Sequence[Buffer]) -> str:
     return f"the buffers cover {covered} sections, more than {MOST_COVERED}" if covered > MOST_COVERED else ""
 
 
-def search(
-    buffers: Sequence[Buffer],
-    capacity: int,
-    seconds: float,
-    *,
-    max_nodes: int = NO_LIMIT,
-    engine: str | None = None,
-) -> Answer:
+def search(buffers: Sequence[Buffer], capacity: int, seconds: float, *, max_nodes: int = NO_LIMIT) -> Answer:
     """Place all buffers below `capacity`, both in the same unit.
 
     Args:
         seconds: Time limit, kept to within some milliseconds.
         max_nodes: Limit of the decisions tried. A run is repeatable unless the time limit ends it.
-        engine: "c++" or "python"; None: C++ if available, else Python with a warning.
 
     Raises:
-        native.Unavailable: engine="c++" is not available.
+        ds_memo.compiled.Unavailable: The search cannot be compiled or loaded.
     """
     if not buffers:
-        return Answer([], True, 0, "none")
+        return Answer([], True, 0)
+    library = native.load(time.monotonic() + seconds)
     capacity = min(capacity, MAX_TOTAL)  # Problem keeps the sizes below it
     first, last, count = sections(buffers)
     size = [b.size for b in buffers]
@@ -78,57 +66,28 @@ def search(
         [float(b.area) for b in buffers],
         [float(z * (hi - lo + 1)) for lo, hi, z in zip(first, last, size, strict=True)],
     ]
-    library = None
-    if engine != "python":
-        try:
-            library = native.load(time.monotonic() + seconds)
-        except native.Unavailable as e:
-            if engine == "c++":
-                raise
-            warnings.warn(f"ds_memo: exact search runs in Python, about 50 times slower: {e}", MemoWarning, stacklevel=2)
-    if library is None:
-        python = Search(count, first, last, size, capacity, twin)
-        verdict = _with_deep_stack(lambda: python.run(preference, seconds, max_nodes))
-        found = [o for o in python.offset if o is not None] if verdict == 1 else None
-        return Answer(found, verdict in (0, 1), python.nodes, "python")
-
     n = len(buffers)
     ints, longs = ctypes.c_int * n, ctypes.c_int64 * n
     flat = [p for order in preference for p in order]
     offsets, nodes = longs(), ctypes.c_int64()
-    verdict = _with_deep_stack(
-        lambda: library.ds_memo_dsa_search(
-            n, count, ints(*first), ints(*last), longs(*size), capacity, ints(*twin),
-            (ctypes.c_double * len(flat))(*flat), len(preference), min(seconds, 1e9), max_nodes, offsets, ctypes.byref(nodes),
-        )
+    arguments = (
+        n, count, ints(*first), ints(*last), longs(*size), capacity, ints(*twin),
+        (ctypes.c_double * len(flat))(*flat), len(preference), min(seconds, 1e9), max_nodes, offsets, ctypes.byref(nodes),
     )  # fmt: skip
+    verdict = _with_deep_stack(lambda: library.ds_memo_dsa_search(*arguments))
     if verdict == -3:
         warnings.warn(f"ds_memo: exact search over {n} buffers ran out of memory", MemoWarning, stacklevel=2)
-    return Answer(list(offsets) if verdict == 1 else None, verdict in (0, 1), nodes.value, "c++")
+    return Answer(list(offsets) if verdict == 1 else None, verdict in (0, 1), nodes.value)
 
 
-def _with_deep_stack(work: Callable[[], T]) -> T:
+def _with_deep_stack(work: Callable[[], int]) -> int:
     """Run `work` in a thread whose stack holds one frame per decision."""
-    out: list = []
-
-    def call() -> None:
-        try:
-            out.append((work(), None))
-        except BaseException as e:
-            out.append((None, e))
-
-    old_size, old_depth = threading.stack_size(STACK), sys.getrecursionlimit()
-    sys.setrecursionlimit(max(old_depth, 200_000))
+    out: list[int] = []
+    old_size = threading.stack_size(STACK)
     try:
-        thread = threading.Thread(target=call, daemon=True)
+        thread = threading.Thread(target=lambda: out.append(work()), daemon=True)
         thread.start()
     finally:
         threading.stack_size(old_size)
-    try:
-        thread.join()
-    finally:
-        sys.setrecursionlimit(old_depth)
-    value, error = out[0]
-    if error is not None:
-        raise error
-    return value
+    thread.join()
+    return out[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 from ds_memo.errors import brief, quoted
 from ds_memo.files import read_bounded
 from ds_memo.plan import plain_pickle
-from ds_memo.plan.errors import BadSize, MalformedInput, PlanError, TruncatedInput
+from ds_memo.plan.errors import MalformedInput, PlanError
 from ds_memo.plan.formats import MAX_SIZE, MOST_REQUESTS, make_trace
 from ds_memo.plan.trace import Request, Trace
 
@@ -28,7 +28,7 @@ def read_snapshot(path: str | Path) -> Trace:
     """Return the requests of the device with most events.
 
     Raises:
-        UnsafePickle, TruncatedInput, MalformedInput, BadSize: See errors.py.
+        UnsafePickle, MalformedInput: See errors.py.
         TooLong: The file has more than MOST_SNAPSHOT_BYTES.
     """
     source = str(path)
@@ -59,7 +59,7 @@ def _requests(events: list, source: str) -> Trace:
             raise MalformedInput(source, at, f"addr {brief(address)}, size {brief(size)}", words)
         if event["action"] == "alloc":
             if not 0 <= size < MAX_SIZE:
-                raise BadSize(source, at, brief(size), "a size in bytes, 0 to 2^63 - 1")
+                raise MalformedInput(source, at, brief(size), "a size in bytes, 0 to 2^63 - 1")
             if address in alive:
                 raise MalformedInput(source, at, f"alloc at {address:#x}, which is in use", "a free address")
             if len(requests) >= MOST_REQUESTS:
@@ -71,6 +71,6 @@ def _requests(events: list, source: str) -> Trace:
         else:
             unknown += 1
     if not requests:
-        raise TruncatedInput(source, 0, "no alloc events", "at least one")
+        raise MalformedInput(source, 0, "no alloc events", "at least one")
     notes = [f"{unknown} frees of memory from before the recording were left out"] if unknown else []
     return make_trace(requests, [], notes)

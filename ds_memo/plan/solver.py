@@ -8,23 +8,25 @@ stages:
 | greedy | the greedy portfolio |
 | search | greedy, then the exact search for the whole time limit |
 | cbc, highs | greedy, then a short search, the MIP and a long search |
+
+Where the exact search cannot be compiled, the MIP alone follows greedy (CBC under `search`), with a warning.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from ds_memo.errors import MemoWarning
-from ds_memo.plan import greedy, milp, verify
+from ds_memo import compiled
+from ds_memo.plan import greedy, milp, native, verify
 from ds_memo.plan.dsa import Offset, Problem, lower_bound, peak
 from ds_memo.plan.search import search, too_large
 
 SOLVERS = ("greedy", "search", "cbc", "highs")
 VERIFYING = 2e-5  # seconds a buffer, kept for the verifier: twice the measured time
-IN_PYTHON = "exact search ran in Python: no compiler"
+COMPILING = 0.5  # share of the time limit after which the search's compilation is stopped
 MAX_PAIRS = 4000  # overlapping pairs, one binary each; above it CBC has never improved a plan within minutes
 Progress = Callable[[str, int, int, float, float], None]  # stage, best peak, bound, seconds used, seconds allowed
 
@@ -38,7 +40,7 @@ class Solution:
         peak: The highest address used.
         lower_bound: The most units alive at once.
         bound: The best proven bound, at least lower_bound: the search can prove that lower_bound cannot be reached.
-        method: The stage that found the offsets, as "greedy (size)", "search (c++)" or "mip (cbc)".
+        method: The stage that found the offsets, as "greedy (size)", "search" or "mip (cbc)".
         notes: Every stage that was left out or failed, and why.
     """
 
@@ -56,11 +58,34 @@ class Solution:
         return self.peak == self.bound
 
 
+class Shared:
+    """What the problems of one plan share: the compiled search, and where progress and warnings go.
+
+    Args:
+        deadline: `time.monotonic()` at which a compilation is stopped.
+        progress: See solve.
+        warn: Called once when the search cannot be compiled, and when the MIP fails.
+    """
+
+    def __init__(self, deadline: float, progress: Progress | None = None, warn: Callable[[str], None] = compiled.warn):
+        self.deadline, self.progress, self.warn = deadline, progress, warn
+
+    @cached_property
+    def no_search(self) -> str:
+        """Why the exact search cannot be used, or an empty string. Compiles it if necessary."""
+        try:
+            native.load(self.deadline)
+        except compiled.Unavailable as error:
+            self.warn(f"addresses are planned by greedy and MIP alone, without the exact search: {error}")
+            return str(error)
+        return ""
+
+
 class _Run:
     """The state that the stages share: the best plan, the best bound, the clock."""
 
-    def __init__(self, problem: Problem, seconds: float, progress: Progress | None):
-        self.buffers, self.limit, self.progress = problem.buffers, seconds, progress
+    def __init__(self, problem: Problem, seconds: float, shared: Shared):
+        self.buffers, self.limit, self.shared = problem.buffers, seconds, shared
         self.began = time.monotonic()
         self.lower_bound = self.bound = lower_bound(problem.buffers)
         self.offsets: list[Offset] = []
@@ -93,8 +118,8 @@ class _Run:
             self.notes.append(note)
 
     def tell(self, stage: str) -> None:
-        if self.progress:
-            self.progress(stage, self.peak * self.unit, self.bound * self.unit, self.limit - self.left, self.limit)
+        if self.shared.progress:
+            self.shared.progress(stage, self.peak * self.unit, self.bound * self.unit, self.limit - self.left, self.limit)
 
     def solution(self) -> Solution:
         found, top = [o * self.unit for o in self.offsets], self.peak * self.unit
@@ -113,19 +138,13 @@ def solve(problem: Problem, *, solver: str = "cbc", seconds: float = 60.0, progr
     Raises:
         ValueError: `solver` is not one of SOLVERS.
     """
-    found = place(problem, solver=solver, seconds=seconds - VERIFYING * len(problem), progress=progress)
+    shared = Shared(time.monotonic() + COMPILING * seconds, progress)
+    found = place(problem, shared, solver=solver, seconds=seconds - VERIFYING * len(problem))
     verify.require(problem.buffers, found.offsets, peak=found.peak, lower_bound=found.lower_bound)
     return found
 
 
-def place(
-    problem: Problem,
-    *,
-    solver: str,
-    seconds: float,
-    start: Solution | None = None,
-    progress: Progress | None = None,
-) -> Solution:
+def place(problem: Problem, shared: Shared, *, solver: str, seconds: float, start: Solution | None = None) -> Solution:
     """Solve like `solve`, but without the verifier.
 
     Args:
@@ -133,7 +152,7 @@ def place(
     """
     if solver not in SOLVERS:
         raise ValueError(f"solver {solver!r}, expected one of {', '.join(SOLVERS)}")
-    run = _Run(problem, seconds, progress)
+    run = _Run(problem, seconds, shared)
     if start is not None:
         run.offer(start.offsets, start.method)
     swept = start.offsets if start is not None and start.method == f"greedy ({greedy.IN_TIME})" else None
@@ -152,14 +171,17 @@ def place(
 
 def _exact(run: _Run, solver: str) -> None:
     run.scale()
-    if why := too_large(run.buffers):
-        run.note(f"exact search left out: {why}")
+    why = too_large(run.buffers)
+    if why or run.shared.no_search:
+        run.note(f"exact search left out: {why or run.shared.no_search}")
+        if not run.done and (solver != "search" or not why):
+            _mip(run, solver, run.left)
+        return
     if solver != "search":
-        if not why:
-            _search(run, 0.2 * run.left)
+        _search(run, 0.2 * run.left)
         if not run.done:
             _mip(run, solver, 0.7 * run.left)
-    if not why and not run.done:
+    if not run.done:
         _search(run, run.left)
 
 
@@ -169,36 +191,33 @@ def fit(
     """Return any placement below `capacity`, or None if none was found.
 
     This is MiniMalloc's question. It is easier than the smallest plan, because the search gets the capacity at once.
-    Every solver but "greedy" does the same here.
+    Every solver but "greedy" does the same here, unless the search cannot be compiled.
 
     Args:
         progress: See solve.
     """
-    began = time.monotonic()
-    seconds -= VERIFYING * len(problem)
-    scaled, unit = problem.scaled()
-    room, base = capacity // unit, lower_bound(problem.buffers)
-    offsets, order = greedy.portfolio(scaled.buffers, began + seconds / 4, room)
-    method = f"greedy ({order})"
-    notes: tuple[str, ...] = ()
-    if peak(scaled.buffers, offsets) > room:
-        if solver == "greedy":
-            return None
-        if why := too_large(scaled.buffers):
-            warnings.warn(f"ds_memo: exact search left out: {why}", MemoWarning, stacklevel=2)
-            return None
-        if progress:
-            progress("search", peak(scaled.buffers, offsets) * unit, base, time.monotonic() - began, seconds)
-        answer = search(scaled.buffers, room, seconds - (time.monotonic() - began))
-        if answer.offsets is None:
-            return None
-        offsets, method = answer.offsets, f"search ({answer.engine})"
-        if answer.engine == "python":
-            notes = (IN_PYTHON,)
-    found = [o * unit for o in offsets]
-    top = peak(problem.buffers, found)
-    verify.require(problem.buffers, found, peak=top, lower_bound=base, capacity=capacity)
-    return Solution(found, top, base, base, method, time.monotonic() - began, notes)
+    run = _Run(problem, seconds - VERIFYING * len(problem), Shared(time.monotonic() + COMPILING * seconds, progress))
+    offsets, order = greedy.portfolio(run.buffers, run.began + run.limit / 4, capacity)
+    run.offer(offsets, f"greedy ({order})")
+    if run.peak > capacity and solver != "greedy":
+        run.scale()
+        _exact_fit(run, solver, capacity // run.unit)
+    found = run.solution()
+    if found.peak > capacity:
+        return None
+    verify.require(problem.buffers, found.offsets, peak=found.peak, lower_bound=found.lower_bound, capacity=capacity)
+    return found
+
+
+def _exact_fit(run: _Run, solver: str, capacity: int) -> None:
+    if why := too_large(run.buffers):
+        run.shared.warn(f"exact search left out: {why}")
+    elif run.shared.no_search:
+        run.note(f"exact search left out: {run.shared.no_search}")
+        _mip(run, solver, run.left)
+    else:
+        run.tell("search")
+        run.offer(search(run.buffers, capacity, run.left).offsets, "search")
 
 
 def _search(run: _Run, seconds: float) -> None:
@@ -208,10 +227,8 @@ def _search(run: _Run, seconds: float) -> None:
     while not run.done and target < run.peak and (left := end - time.monotonic()) > 0.02:
         run.tell("search")
         answer = search(run.buffers, target, left / 2)
-        if answer.engine == "python":
-            run.note(IN_PYTHON)
         if answer.offsets is not None:
-            run.offer(answer.offsets, f"search ({answer.engine})")
+            run.offer(answer.offsets, "search")
             target = (run.bound + run.peak - 1) // 2
             continue
         if answer.proven:
@@ -221,6 +238,7 @@ def _search(run: _Run, seconds: float) -> None:
 
 
 def _mip(run: _Run, solver: str, seconds: float) -> None:
+    solver = "cbc" if solver == "search" else solver  # in the search's place
     count = milp.count_pairs(run.buffers)
     if count > MAX_PAIRS:
         run.note(f"MIP left out: {count} overlapping pairs, more than {MAX_PAIRS}")
@@ -228,15 +246,15 @@ def _mip(run: _Run, solver: str, seconds: float) -> None:
     run.tell(f"mip ({solver})")
 
     def heard(best: float, bound: float) -> None:
-        if run.progress:
+        if run.shared.progress:
             best_unit, bound_unit = (int(v * run.unit) if abs(v) < 1e40 else -1 for v in (best, bound))
-            run.progress(f"mip ({solver})", best_unit, bound_unit, run.limit - run.left, run.limit)
+            run.shared.progress(f"mip ({solver})", best_unit, bound_unit, run.limit - run.left, run.limit)
 
     try:
         answer = milp.solve_milp(run.buffers, seconds, solver=solver, start=run.offsets, progress=heard)
     except milp.MilpFailed as e:
         run.note(f"MIP ({solver}) failed: {e}")
-        warnings.warn(f"ds_memo: MIP ({solver}) failed, the plan is from {run.method}: {e}", MemoWarning, stacklevel=3)
+        run.shared.warn(f"MIP ({solver}) failed, the plan is from {run.method}: {e}")
         return
     run.offer(answer.offsets, f"mip ({solver})")
     if answer.bound <= run.peak:

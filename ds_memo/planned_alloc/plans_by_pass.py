@@ -168,7 +168,7 @@ class Plans:
         if not trace.requests:
             return
         try:
-            plan = plan_trace(trace, solver=self._config.solver, seconds=self._config.time_limit_s)
+            plan = plan_trace(trace, solver=self._config.solver, seconds=self._config.time_limit_s, warn=self._warn)
         except PlanError as error:
             self._warn(f"no plan of the memory addresses was found ({error}); PyTorch's allocator goes on")
             return

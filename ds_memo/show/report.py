@@ -132,7 +132,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "predicted",
             f"{predicted['layers_s']:.4g} s for the layers of a pass; {size(predicted['host_bytes'])} host, {device} device",
         )
-        others = predicted.get("beside_bytes", {})  # missing in files of earlier versions
+        others = predicted["beside_bytes"]
         if parts := [f"{size(others[part])} {name}" for part, name in _NON_LAYER.items() if others.get(part)]:
             yield "non-layer memory", ", ".join(parts)
     if profile := report.get("profile"):
@@ -172,7 +172,7 @@ def _plan(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     requests = plan["hits"] + sum(missed.values())
     why = f" ({', '.join(f'{count} {reason}' for reason, count in missed.items())})" if missed else ""
     yield "", f"{plan['hits']} of {requests} requests had theirs{why}"
-    if plan.get("gave_way"):  # missing in files of earlier versions
+    if plan["gave_way"]:
         yield "", f"the arena was freed {plan['gave_way']} times for requests that had no room"
 
 

@@ -3,7 +3,6 @@
 // The ideas of canonical (bottom-justified) solutions, sections and decomposition are MiniMalloc's (Moffitt, ASPLOS
 // 2023, doi 10.1145/3623278.3624752). Branching on one section's next buffer, the release-time bound, backjumping over
 // decisions that a dead end does not depend on, and the table of dead states are this file's own.
-// ds_memo/plan/search_py.py is the same algorithm, node for node, in Python; read that one first.
 //
 // Vocabulary. A *section* is a maximal set of buffers alive together; each buffer covers the sections first..last. The
 // search builds upwards: `floor[s]` is the height below which nothing more may be put in section s. A *valley* is a

@@ -11,6 +11,8 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
 from ds_memo.cli.run import IDLE, STARTUP
 from tests.processes import ROOT, python
 
@@ -47,6 +49,45 @@ def test_a_process_that_has_nothing_to_do_with_training(tmp_path: Path) -> None:
     assert code == 0 and err.count("of something else") == 2 and err.endswith(IDLE + "\n")  # the prefix is a Python, too
 
 
+ENDINGS = {
+    "well": "",
+    "code": "sys.exit(7)",
+    "words": "sys.exit('it went wrong')",
+    "error": "def deeper():\n    raise ValueError('no')\n\ndeeper()",
+    "syntax": "a b",
+    "interrupt": "raise KeyboardInterrupt",
+}
+
+
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_ends_as_the_command_does(ending: str, as_module: bool, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(f"import sys; print(sys.argv, __name__)\n{ENDINGS[ending]}\n")
+    target = ("-m", "package.train") if as_module else (tmp_path / "package" / "train.py",)
+    words, paths = (*target, "--a", "-m", "b c", "--local_rank=3"), {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    want, got = python(*words, **paths), prefixed(sys.executable, *words, **paths)
+    told = IDLE + "\n" if ending == "well" else ""
+    assert got == (want.returncode, want.stdout, want.stderr + told)
+
+
+LAUNCHERS = {
+    "torchrun": ("--nproc_per_node", "1", "--master_port", "0"),
+    "accelerate": ("launch", "--cpu", "--num_processes", "1"),
+    "deepspeed": ("--num_gpus", "1", "--master_port", "29871"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers(launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys; sys.argv[1] = 'RAN'\n{PROBE}")
+    command = Path(sys.executable).parent / launcher
+    code, out, err = prefixed(command, *LAUNCHERS[launcher], script, "--x", LOCAL_SIZE="1")
+    assert code == 0 and "RAN (['sitecustomize'], " in out, out + err
+
+
 PROBE = """
 import importlib.util, multiprocessing, sys
 
@@ -73,6 +114,8 @@ def test_which_processes_are_under_memo(tmp_path: Path) -> None:
     """All that read PYTHONPATH, at any depth, once each; the innermost section counts."""
     probe, memo, nearer = tmp_path / "probe.py", '{"alpha": 0.5}', '{"alpha": 0.25}'
     probe.write_text(PROBE)
+    own = tmp_path / "own.py"
+    own.write_text(f"import ds_memo\nds_memo.install({nearer})\n{PROBE}")
     run = " ".join((sys.executable, *PREFIX))
     lines = (
         f"{sys.executable} {probe} spawn",
@@ -81,7 +124,7 @@ def test_which_processes_are_under_memo(tmp_path: Path) -> None:
         f"{sys.executable} -S {probe} -S",
         f"{run} {sys.executable} {probe} again",
         f"{run} --memo '{nearer}' -- {sys.executable} {probe} again",
-        f"{sys.executable} -m ds_memo.run --memo '{nearer}' {probe} module",
+        f"{sys.executable} {own} own",
     )
     code, out, err = prefixed("--memo", memo, "sh", "-c", "; ".join(lines))
     found = "(['sitecustomize'], False, ['ds_memo.deepspeed.install'], {'alpha': 0.5}, set())"
@@ -94,7 +137,7 @@ def test_which_processes_are_under_memo(tmp_path: Path) -> None:
         "-S ([], False)",
         f"again {found}",
         f"again {found.replace('0.5', '0.25')}",
-        f"module {installed}",
+        f"own {installed}",
     ]
     assert (code, err) == (0, IDLE + "\n")  # by the outermost, alone
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 
 import ds_memo
-from ds_memo.cli import run_script
 from ds_memo.runtime.attach import attached
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.launch.launcher import cpu_environment, free_port
@@ -63,7 +63,7 @@ def trainer_words(out: Path, config: str, steps: int = 4, **more: Any) -> list[s
 
 
 def run_here(script: str, words: list[str]) -> list[Any]:
-    """Run a script in this rank as `ds_memo.run` does. Returns the reports of the engines it made."""
+    """Run a script in this rank under install(). Returns the reports of the engines it made."""
     import deepspeed
     import deepspeed.comm as dist
     from accelerate.state import AcceleratorState
@@ -84,8 +84,9 @@ def run_here(script: str, words: list[str]) -> list[Any]:
     deepspeed.DeepSpeedEngine._take_model_step = step_and_report
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     ds_memo.install()
+    sys.argv[:] = [script, *words]
     try:
-        run_script.run_script(str(SCRIPTS / script), words)
+        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
     finally:
         deepspeed.DeepSpeedEngine._take_model_step = take_step
         for memo in memos:  # DeepSpeed keeps engines alive
@@ -247,19 +248,15 @@ def test_a_command_under_memo(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_prefix", [True, False], ids=["prefix", "module"])
-def test_deepspeeds_launcher(as_prefix: bool, tmp_path: Path) -> None:
+def test_deepspeeds_launcher(tmp_path: Path) -> None:
     words = trainer_words(tmp_path / "out", ds_config(tmp_path, 3, MEMO), steps=2)
-    before, between = ((*UNDER_MEMO, "deepspeed"), ()) if as_prefix else (("deepspeed",), ("--module", "ds_memo.run"))
-    launch(*before, "--num_gpus", 2, "--master_port", free_port(), *between, SCRIPTS / "trainer.py", *words)
+    launch(*UNDER_MEMO, "deepspeed", "--num_gpus", 2, "--master_port", free_port(), SCRIPTS / "trainer.py", *words)
     assert len(logged(tmp_path / "out" / "checkpoint-2")) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_prefix", [True, False], ids=["prefix", "module"])
-def test_accelerates_launcher(as_prefix: bool, tmp_path: Path) -> None:
+def test_accelerates_launcher(tmp_path: Path) -> None:
     config = ds_config(tmp_path, 2, MEMO, optimizer=False)
     options = ["--use_deepspeed", "--deepspeed_config_file", config, "--num_processes", 2, "--main_process_port", free_port()]
-    before, between = ((*UNDER_MEMO, "accelerate"), ()) if as_prefix else (("accelerate",), ("-m", "ds_memo.run"))
-    launch(*before, "launch", *options, *between, SCRIPTS / "accelerate_loop.py", tmp_path / "losses.json")
+    launch(*UNDER_MEMO, "accelerate", "launch", *options, SCRIPTS / "accelerate_loop.py", tmp_path / "losses.json")
     assert len(json.loads((tmp_path / "losses.json").read_text())) == 8

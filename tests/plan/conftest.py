@@ -2,6 +2,7 @@ from contextlib import suppress
 
 import pytest
 
+from ds_memo.compiled import Unavailable
 from ds_memo.plan import native
 
 
@@ -10,6 +11,6 @@ def _compiled_once(tmp_path_factory):
     """Compile the exact search into this session's own cache, before any test that keeps a time limit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        with suppress(native.Unavailable):  # the Python twin is tested then; test_search.py skips what needs C++
+        with suppress(Unavailable):  # tests of the search are skipped then
             native.load()
         yield

@@ -149,10 +149,9 @@ def test_iterations_must_have_the_same_phases():
         plan_trace([moe([1]), parse_trace("malloc a 1\n")])
 
 
-def test_small_and_empty_tensors_are_left_out():
-    plan = plan_trace(parse_trace("malloc a 100\nmalloc b 5000\nmalloc c 0\n"), min_bytes=101)
-    assert [s.id for s in plan.slots] == ["b"]
-    assert {i: why for i, _, why in plan.left} == {"a": "smaller than 101 bytes", "c": "empty"}
+def test_empty_tensors_are_left_out():
+    plan = plan_trace(parse_trace("malloc b 5000\nmalloc c 0\n"))
+    assert [s.id for s in plan.slots] == ["b"] and plan.left == (("c", 0, "empty"),)
 
 
 @st.composite

@@ -58,41 +58,39 @@ def test_skeletal_and_never_freed():
 
 
 BAD_TRACES = [
-    ("phase L0.f\nfree 7\n", errors.FreeBeforeMalloc, 2, "free of 7"),
-    ("malloc a 1\nfree a\nfree a\n", errors.DoubleFree, 3, "freed in line 2"),
-    ("malloc a 1\nmalloc a 1\n", errors.DuplicateMalloc, 2, "allocated in line 1"),
-    ("malloc a -1\n", errors.BadSize, 1, "-1"),
-    (f"malloc a {2**63}\n", errors.BadSize, 1, str(2**63)),
-    ("malloc a 1.5\n", errors.MalformedInput, 1, "'1.5'"),
-    ("malloc a ten\n", errors.MalformedInput, 1, "'ten'"),
-    ("malloc a\n", errors.MalformedInput, 1, "'malloc a'"),
-    ("phase L0.x\n", errors.UnknownPhase, 1, "'L0.x'"),
-    ("phase layer0\n", errors.UnknownPhase, 1, "'layer0'"),
-    ("malloc a 1\nphase L0.f\n", errors.MalformedInput, 2, "before any request"),
-    ("alloc a 1\n", errors.MalformedInput, 1, "'alloc a 1'"),
-    ("malloc a 1\nmalloc b 10", errors.TruncatedInput, 2, "'malloc b 10'"),
-    ("phase L0.f\n", errors.TruncatedInput, 0, "no requests"),
-    ("", errors.TruncatedInput, 0, "no requests"),
+    ("phase L0.f\nfree 7\n", 2, "free of 7"),
+    ("malloc a 1\nfree a\nfree a\n", 3, "freed in line 2"),
+    ("malloc a 1\nmalloc a 1\n", 2, "allocated in line 1"),
+    ("malloc a -1\n", 1, "-1"),
+    (f"malloc a {2**63}\n", 1, str(2**63)),
+    ("malloc a 1.5\n", 1, "'1.5'"),
+    ("malloc a ten\n", 1, "'ten'"),
+    ("malloc a\n", 1, "'malloc a'"),
+    ("phase L0.x\n", 1, "'L0.x'"),
+    ("phase layer0\n", 1, "'layer0'"),
+    ("malloc a 1\nphase L0.f\n", 2, "before any request"),
+    ("alloc a 1\n", 1, "'alloc a 1'"),
+    ("malloc a 1\nmalloc b 10", 2, "'malloc b 10'"),
+    ("phase L0.f\n", 0, "no requests"),
+    ("", 0, "no requests"),
     (
         "phase " + "L" * 10**6 + "\nmalloc a 1\n",
-        errors.MalformedInput,
         1,
         "1,000,000 characters, expected a phase of at most 200",
     ),
-    ("malloc " + "a" * 201 + " 1\n", errors.MalformedInput, 1, "201 characters, expected an id of at most 200"),
-    ("phase L" + "9" * 100 + ".f\nmalloc a 1\n", errors.UnknownPhase, 1, "expected a layer below 65,536"),
-    ("malloc a " + "9" * 10**6 + "\n", errors.MalformedInput, 1, "expected a size"),
-    ("x" * 10**6 + "\n", errors.MalformedInput, 1, "xxx"),
-    ("malloc \x1b[31m -1\nmalloc \x1b[31m 1\n", errors.BadSize, 1, "-1"),
-    ("malloc a 1\nfree \x1b[31m\n", errors.FreeBeforeMalloc, 2, "free of \\x1b[31m"),
+    ("malloc " + "a" * 201 + " 1\n", 1, "201 characters, expected an id of at most 200"),
+    ("phase L" + "9" * 100 + ".f\nmalloc a 1\n", 1, "expected a layer below 65,536"),
+    ("malloc a " + "9" * 10**6 + "\n", 1, "expected a size"),
+    ("x" * 10**6 + "\n", 1, "xxx"),
+    ("malloc \x1b[31m -1\nmalloc \x1b[31m 1\n", 1, "-1"),
+    ("malloc a 1\nfree \x1b[31m\n", 2, "free of \\x1b[31m"),
 ]
 
 
-@pytest.mark.parametrize("text, error, line, words", BAD_TRACES, ids=lambda x: getattr(x, "__name__", str(x)[:20]))
-def test_bad_traces(text, error, line, words):
-    with pytest.raises(error) as caught:
+@pytest.mark.parametrize("text, line, words", BAD_TRACES, ids=lambda x: str(x)[:20])
+def test_bad_traces(text, line, words):
+    with pytest.raises(errors.MalformedInput) as caught:
         parse_trace(text, "t.txt")
-    assert type(caught.value) is error
     assert caught.value.line == line and words in str(caught.value) and "expected" in str(caught.value)
     assert str(caught.value).startswith(f"t.txt:{line}:" if line else "t.txt:") and len(str(caught.value)) < 1000
 
@@ -142,23 +140,23 @@ def test_csv_round_trips_and_ignores_other_columns():
 
 
 BAD_CSVS = [
-    ("id,lower,upper\n1,2,3\n", errors.MalformedInput, 1),
-    ("", errors.MalformedInput, 1),
-    ("id,lower,upper,size\n", errors.TruncatedInput, 0),
-    ("id,lower,upper,size\na,1,2\n", errors.TruncatedInput, 2),
-    ("id,lower,upper,size\na,1,x,5\n", errors.MalformedInput, 2),
-    ("id,lower,upper,size\na,2,2,5\n", errors.MalformedInput, 2),
-    ("id,lower,upper,size\na,1,2,0\n", errors.BadSize, 2),
-    (f"id,lower,upper,size\na,1,2,{2**63}\n", errors.BadSize, 2),
-    ("id,lower,upper,size\na,1,2,5\na,1,2,5\n", errors.DuplicateMalloc, 3),
+    ("id,lower,upper\n1,2,3\n", 1, "expected the columns id,lower,upper,size"),
+    ("", 1, "read the columns nothing"),
+    ("id,lower,upper,size\n", 0, "no buffers"),
+    ("id,lower,upper,size\na,1,2\n", 2, "3 fields"),
+    ("id,lower,upper,size\na,1,x,5\n", 2, "expected two integers"),
+    ("id,lower,upper,size\na,2,2,5\n", 2, "expected lower < upper"),
+    ("id,lower,upper,size\na,1,2,0\n", 2, "read 0, expected a size in bytes, 1 to"),
+    (f"id,lower,upper,size\na,1,2,{2**63}\n", 2, f"read {2**63}, expected a size"),
+    ("id,lower,upper,size\na,1,2,5\na,1,2,5\n", 3, "buffer a, already in line 2"),
 ]
 
 
-@pytest.mark.parametrize("text, error, line", BAD_CSVS)
-def test_bad_csvs(text, error, line):
-    with pytest.raises(error) as caught:
+@pytest.mark.parametrize("text, line, words", BAD_CSVS)
+def test_bad_csvs(text, line, words):
+    with pytest.raises(errors.MalformedInput) as caught:
         parse_csv(text, "p.csv")
-    assert type(caught.value) is error and caught.value.line == line
+    assert caught.value.line == line and words in str(caught.value)
 
 
 @given(st.text(alphabet="mallocfrephs 0123456789\nLxb.-", max_size=60))
@@ -168,25 +166,25 @@ def test_any_text_is_a_trace_or_a_named_error(text):
 
 
 def test_plans_round_trip():
-    plan = plan_trace(read_trace(TRACES[0]), min_bytes=600)
+    plan = plan_trace(parse_trace(f"{TRACES[0].read_text()}malloc empty 0\n"))
     text = plan_to_json(plan)
     assert plan_from_json(text) == plan
     assert plan.left and text.count("\n") > len(plan.slots)
 
 
 @pytest.mark.parametrize(
-    "change, error",
+    "change, words",
     [
-        (lambda t: t[: len(t) // 2], errors.MalformedInput),
-        (lambda t: t.replace("ds_memo.plan/1", "ds_memo.plan/0"), errors.MalformedInput),
-        (lambda t: t.replace('"peak"', '"pique"', 1), errors.MalformedInput),
-        (lambda t: "[]", errors.MalformedInput),
-        (lambda t: "", errors.TruncatedInput),
+        (lambda t: t[: len(t) // 2], "expected a plan as JSON"),
+        (lambda t: t.replace("ds_memo.plan/1", "ds_memo.plan/0"), "schema 'ds_memo.plan/0'"),
+        (lambda t: t.replace('"peak"', '"pique"', 1), "pique"),
+        (lambda t: "[]", "schema None"),
+        (lambda t: "", "expected a plan as JSON"),
     ],
 )
-def test_bad_plans(change, error):
+def test_bad_plans(change, words):
     text = plan_to_json(plan_trace(parse_trace("malloc a 5\nfree a\n")))
-    with pytest.raises(error):
+    with pytest.raises(errors.MalformedInput, match=words):
         plan_from_json(change(text))
 
 
@@ -293,15 +291,15 @@ class _Attack:
         (_Attack(), errors.UnsafePickle, "system"),
         ({"device_traces": [[_Attack()]]}, errors.UnsafePickle, "system"),
         (range(3), errors.UnsafePickle, "range"),
-        (b"", errors.TruncatedInput, "whole pickle"),
-        (pickle.dumps(snapshot(("alloc", 1, 1)))[:-40], errors.TruncatedInput, "read"),
+        (b"", errors.MalformedInput, "expected a whole pickle"),
+        (pickle.dumps(snapshot(("alloc", 1, 1)))[:-40], errors.MalformedInput, "expected a whole pickle"),
         (b"not a pickle at all", errors.MalformedInput, "pickle"),
         ([1, 2], errors.MalformedInput, "device_traces"),
         (snapshot(), errors.MalformedInput, "device_traces"),
-        (snapshot(("alloc", 1, -5)), errors.BadSize, "-5"),
+        (snapshot(("alloc", 1, -5)), errors.MalformedInput, "-5"),
         (snapshot(("alloc", 1, 5), ("alloc", 1, 5)), errors.MalformedInput, "in use"),
         (snapshot(("alloc", "x", 5)), errors.MalformedInput, "'x'"),
-        (snapshot(("free_completed", 1, 5)), errors.TruncatedInput, "no alloc"),
+        (snapshot(("free_completed", 1, 5)), errors.MalformedInput, "no alloc"),
     ],
     ids=range(12),
 )

@@ -12,9 +12,12 @@ from ds_memo.errors import MemoWarning
 from ds_memo.plan import milp, read_csv, solve, verify
 from ds_memo.plan.dsa import Problem, lower_bound, peak
 from ds_memo.plan.search import search
+from tests.ops.compiling import lacks
 from tests.plan.instances import DATA, best_peak, dense
 from tests.plan.test_dsa import problems
 from tests.processes import assert_gone, processes_with
+
+needs_compiler = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
 
 # The most alive at once are 10, but no placement is below 11: the smallest such instance that a random search found.
 GAP = Problem.of(
@@ -28,6 +31,7 @@ GAP = Problem.of(
 GAP_BOUND, GAP_BEST = 10, 11
 
 
+@needs_compiler
 def test_the_gap_instance_by_the_search():
     assert lower_bound(GAP.buffers) == GAP_BOUND
     assert search(GAP.buffers, GAP_BEST, 10).offsets is not None
@@ -35,6 +39,7 @@ def test_the_gap_instance_by_the_search():
     assert answer.offsets is None and answer.proven
 
 
+@needs_compiler
 def test_a_proof_that_the_lower_bound_cannot_be_reached():
     found = solve(GAP, solver="search", seconds=10)
     assert (found.peak, found.lower_bound, found.bound, found.proven) == (GAP_BEST, GAP_BOUND, GAP_BEST, True)
@@ -60,6 +65,7 @@ def test_the_papers_program_alone_finds_the_optimum(solver):
         assert verify.check(problem.buffers, answer.offsets, peak=best) is None
 
 
+@needs_compiler
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_the_papers_program_agrees_with_the_search(solver):
     problem, _ = dense(14, seed=5, trim=0.3).scaled()

@@ -17,12 +17,13 @@ from tests.processes import ROOT, assert_gone, python
 pytestmark = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
 LOAD = """
 import warnings
+from ds_memo.compiled import Unavailable
 from ds_memo.plan import native
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     try:
         print("loaded", native.load().ds_memo_dsa_search is not None)
-    except native.Unavailable as error:
+    except Unavailable as error:
         print("unavailable", error)
 for warning in said:
     print(warning.category.__name__, warning.message)

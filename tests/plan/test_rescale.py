@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_memo.plan import plan_trace, read_trace, verify
-from ds_memo.plan.errors import BadSize, TracesDiffer
+from ds_memo.plan.errors import TracesDiffer
 from ds_memo.plan.formats import parse_trace
 from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.rescale import fit_sizes, rescale, sizes_at
@@ -44,7 +44,7 @@ def test_traces_that_do_not_line_up(other):
 def test_a_size_that_would_be_negative():
     trace = parse_trace("malloc a 100\n")
     fitted = fit_sizes(trace, 10, parse_trace("malloc a 300\n"), 20)
-    with pytest.raises(BadSize, match="-100 bytes for a at 0 tokens"):
+    with pytest.raises(TracesDiffer, match="-100 bytes for a at 0 tokens"):
         sizes_at(plan_trace(trace), fitted, 0)
 
 

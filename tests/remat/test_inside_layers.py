@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -212,6 +213,27 @@ class EndsInTorchScript(Lines):
 def test_layer(config: dict, block: type, shape: tuple) -> None:
     batch = Batch.random(*shape)
     compare_with_stock(toy(block), lambda model, number: step(model, batch), config, steps=4)
+
+
+@torch.jit.script
+def added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+def test_an_error_inside_torchscript_is_no_end_of_a_replay() -> None:
+    """TorchScript words both alike, without a text."""
+    runs = itertools.count()
+
+    class FailsAgain(Lines):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.b(F.gelu(self.a(x)))
+            added(y.detach(), y.detach()[:, : 3 if next(runs) else None])
+            return y.exp()
+
+    handle = ds_memo.attach(model := Toy(FailsAgain, layers=1), {"alpha": 0.5, "resident_layers": 0})
+    with pytest.raises(RuntimeError, match="The following operation failed in the TorchScript interpreter"):
+        step(model, Batch.random(2, 17))
+    handle.detach()
 
 
 @every_config
