@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
-# One command on a fresh machine: set everything up, then lint and test.   bash launch/test.sh [--all] [pytest arguments]
-# --all adds the tests marked slow.
+# One command on a fresh machine: set everything up, then lint and test.   bash launch/test.sh [--all|--rest] [pytest arguments]
+# Without an option: the everyday suite, a few minutes on 2 cores. --all adds the tests marked slow or processes; --rest runs
+# those alone, without lint.
 set -euo pipefail
 EXTRA=dev . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
-MARKER=(-m "not slow")
-if [ "${1:-}" = --all ]; then
-    MARKER=()
-    shift
+MARKER=(-m "not (slow or processes)")
+case "${1:-}" in
+    --all) MARKER=() && shift ;;
+    --rest) MARKER=(-m "slow or processes") && REST=1 && shift ;;
+esac
+if [ -z "${REST:-}" ]; then
+    say "lint"
+    "$PYTHON" -m ruff check .
+    "$PYTHON" -m ruff format --check .
+    "$PYTHON" -m mypy
+    lint-imports --no-cache  # what may import what: pyproject.toml
 fi
-say "lint"
-"$PYTHON" -m ruff check .
-"$PYTHON" -m ruff format --check .
-"$PYTHON" -m mypy
-lint-imports --no-cache  # what may import what: pyproject.toml
 say "tests"
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$PYTHON" -m pytest -n 2 "${MARKER[@]}" "$@"
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$PYTHON" -m pytest -n 2 --durations 10 "${MARKER[@]}" "$@"

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -31,7 +32,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     make_haste()
-    sys.addaudithook(note_process)
+    note_processes()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -45,18 +46,24 @@ started: list[str] = []
 """Commands that the running test has started."""
 
 
-def note_process(event, arguments):
-    """Audit hook. Imports may start processes (DeepSpeed looks for compilers), and so may the one build of a shared library."""
-    if event == "subprocess.Popen" and not any(part in called_from() for part in ("importlib", "ds_memo/compiled.py")):
-        started.append(str(arguments[1]))
+def note_processes():
+    """Note commands in `started`, but for those of imports (DeepSpeed looks for compilers) and of the one build of a library."""
+    start = subprocess.Popen.__init__
+
+    def noted(self, args, *rest, **named):
+        if not any(part in file for part in ("importlib", "ds_memo/compiled.py") for file in callers()):
+            started.append(str(args))
+        start(self, args, *rest, **named)
+
+    subprocess.Popen.__init__ = noted
 
 
-def called_from():
-    frame, files = sys._getframe(2), []
+def callers():
+    """Yield the files of the functions that the caller runs in."""
+    frame = sys._getframe(2)
     while frame is not None:
-        files.append(frame.f_code.co_filename)
+        yield frame.f_code.co_filename
         frame = frame.f_back
-    return " ".join(files)
 
 
 @pytest.fixture(autouse=True)

@@ -61,12 +61,14 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink() and (tmp_path / "to").read_text() == "new"
 
 
+@pytest.mark.processes
 def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     code = "from pathlib import Path; from ds_memo.files import write_atomic; write_atomic(Path('/dev/stdout'), 'text')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "text", done.stderr
 
 
+@pytest.mark.processes
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     """RLIMIT_FSIZE stands in for a full disk: the write fails halfway."""
     place = tmp_path / "plan.json"

@@ -31,11 +31,13 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.processes
 def test_imports_point_downwards(copy: Path) -> None:
     done = lint_imports(copy)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "file, line",
     [

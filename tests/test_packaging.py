@@ -87,6 +87,7 @@ def sources(folder: Path) -> set[str]:
     return {p.relative_to(folder).as_posix() for p in folder.rglob("*.py")}
 
 
+@pytest.mark.processes
 def test_an_ordinary_install(tmp_path, source):
     target = tmp_path / "target"
     install(target, source)
@@ -98,6 +99,7 @@ def test_an_ordinary_install(tmp_path, source):
     assert (target / "ds_memo" / "ops" / "csrc" / "dsa_search.cpp").is_file()  # compiled at first use
 
 
+@pytest.mark.processes
 def test_an_editable_install(tmp_path, source):
     target = tmp_path / "target"
     install(target, "--editable", source)

@@ -48,7 +48,7 @@ def stored_bytes(result: dict[str, Any]) -> Iterator[Row]:
     for row in {(r["shape"], r["alpha"]): r for r in result["memory"]["rows"]}.values():
         model = load(str(ROOT / "ds_configs" / "models" / f"{SHAPES[row['shape']]}.json"))
         costs = Costs(model, machine, Layout(1, zero=0), 1 << 14)
-        stored = costs.memo_layer().stored_bytes(row["alpha"]) / costs.hidden_bytes
+        stored = costs.memo_layer().stored_bytes(Placement(PlacementKind.SWAPPED, row["alpha"])) / costs.hidden_bytes
         yield Row(f"stored per layer, {row['shape']}, alpha {row['alpha']:g}", row["stored"], stored, BYTES_BAR)
 
 

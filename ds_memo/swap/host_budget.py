@@ -189,7 +189,7 @@ class HostBudget:
         self.pool.free_lost()
 
     def _at_once(self) -> list[HostBudget]:
-        """Return this model, whose pass begins, and those whose frames hold blocks; nobody if there are none."""
+        """Return this model, whose pass begins, and those whose frames hold blocks; without those, an empty list."""
         others = [client for client in self.pool.clients if client.used and client is not self]
         return [self, *others] if others else []
 

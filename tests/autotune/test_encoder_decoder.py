@@ -40,6 +40,7 @@ def inputs(encoder: int, decoder: int) -> dict[str, torch.Tensor]:
     return {**batch(encoder), "labels": batch(decoder, seed=1)["labels"]}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")  # T5 has attention materialised
 @pytest.mark.parametrize("config", [{"alpha": 0.5, "resident_layers": 1}, {"alpha": 0.0, "resident_layers": 0}], ids=str)
 @pytest.mark.parametrize("build", [encoder_and_decoder, t5])
@@ -76,6 +77,7 @@ def test_t5_without_a_profile(tmp_path: Path) -> None:
     assert report["profile"] is None
 
 
+@pytest.mark.slow
 def test_both_as_long_in_the_first_batch(tmp_path: Path) -> None:
     """Then a profile is made. Other lengths are solved as if both were as long, which is said; gradients are stock's."""
     model = encoder_and_decoder()

@@ -178,6 +178,7 @@ def own_cgroup() -> Iterator[Path]:
     pytest.skip("no memory cgroup can be made here")
 
 
+@pytest.mark.slow
 def test_a_real_cgroup(own_cgroup: Path) -> None:
     said = forked(host_limits.cgroup, own_cgroup)
     host = said["report"]["host"]

@@ -124,6 +124,7 @@ def test_a_file_without_end_in_the_cache(own_cache: Path) -> None:
     warned("more than 16,777,216 bytes")
 
 
+@pytest.mark.slow
 def test_a_folder_that_others_may_write_to_is_not_used(own_cache: Path) -> None:
     profiled()
     own_cache.chmod(0o777)

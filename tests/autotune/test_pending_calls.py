@@ -63,6 +63,7 @@ def steps(model: nn.Module, count: int, forwards: int = 1) -> list[tuple[int, di
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layers, calls, forwards, device_mib",
     [
@@ -108,6 +109,7 @@ def test_a_host_that_one_forward_fills(tmp_path: Path, times_by_flops: None, mon
     handle.detach()
 
 
+@pytest.mark.slow
 def test_a_host_for_the_frames_of_one_call(tmp_path: Path) -> None:
     """The first pass, in which the calls show, takes no more of it than was solved for."""
     model = shared(1, 8)

@@ -37,6 +37,7 @@ def measured_again(handle: ds_memo.Memo) -> list[str]:
     return [change for change in handle.report()["profile"]["changes"] if "again" in change]
 
 
+@pytest.mark.slow
 def test_a_short_first_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = build("llama")
     handle = attached(model := build("llama"), tmp_path / "a")
@@ -63,6 +64,7 @@ def test_a_short_first_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     handle.detach()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_again_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handle, tried = attached(model := build("llama"), tmp_path), []
     step(model, SHORT)

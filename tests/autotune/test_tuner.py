@@ -127,6 +127,7 @@ def test_a_guess_of_what_is_to_come_refuses_no_run(monkeypatch: pytest.MonkeyPat
     handle.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, residents, alpha",
     [
@@ -280,6 +281,7 @@ class Throttled(ThreadStreams):
             self._queues[stream].put((time.sleep, nbytes / self._bytes_per_s))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link, slow", [(1.5e7, True), (1e12, False)], ids=["slow link", "as profiled"])
 def test_copies_that_are_slower_than_profiled(costs: Any, link: float, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real steps, copies and stalls. A busy test machine stalls too, so only half of a step counts as slow here."""

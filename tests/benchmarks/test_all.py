@@ -11,6 +11,8 @@ from benchmarks import all as every
 from benchmarks.check import LIMIT_S
 from tests.processes import assert_gone, processes_with
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("waits, status", [(" wait", 124), ("", 0)])
 def test_no_child_of_a_verb_outlives_it(waits, status, marker):

@@ -52,6 +52,7 @@ def test_a_length_that_fits_until_addresses_are_planned_does_not_fit(monkeypatch
     assert capacity.longest(probes)["length"] == 128 and {found["steps"] for found in probes} == {2}
 
 
+@pytest.mark.processes
 def test_ours_and_the_best_have_their_time_first(monkeypatch, tmp_path):
     clock, seen = 0.0, []
 
@@ -74,6 +75,7 @@ def test_ours_and_the_best_have_their_time_first(monkeypatch, tmp_path):
     assert all(claim["held"] for claim in run.found["claims"])
 
 
+@pytest.mark.processes
 def test_every_search_is_in_the_file_before_the_next_one(monkeypatch, tmp_path):
     run = results.Run("capacity", CPU, str(tmp_path))
     run.found |= {"rivals": [], "dropped": [], "claims": []}

@@ -104,12 +104,14 @@ def test_the_bar_is_what_stock_does_to_itself():
     assert bars["neox"] == torch.finfo(torch.bfloat16).eps / 2 < bars["gemma2"] < 0.05
 
 
+@pytest.mark.processes
 def test_an_unknown_verb_shows_the_usage():
     ran = gpu_sh("chek")
     assert ran.returncode == 2
     assert "gpu.sh check" in ran.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_without_the_device_it_says_so():
     ran = gpu_sh("check")

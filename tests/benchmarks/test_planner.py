@@ -8,6 +8,8 @@ import torch
 from benchmarks import planner, results
 from benchmarks.rivals import Budget
 
+pytestmark = pytest.mark.processes
+
 CPU = torch.device("cpu")
 WORKLOADS = ["gpt7b", "llama8b", "ulysses8"]
 

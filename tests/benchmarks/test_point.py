@@ -233,6 +233,7 @@ def test_streams_of_a_cuda_trace():
     assert [span.stream for span in streams.spans_of(events)] == ["compute", "d2h", "h2d"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workload, length", [("gpt7b", 96), ("ulysses8", 192)])
 def test_the_prediction_comes_from_the_solver_and_from_the_estimator(workload, length, tmp_path):
     shape = speed.shapes(CPU)[workload]
@@ -245,6 +246,7 @@ def test_the_prediction_comes_from_the_solver_and_from_the_estimator(workload, l
     assert found["estimate"]["layout"]["sp"] == shape.ranks
 
 
+@pytest.mark.processes
 def test_the_prediction_keeps_to_the_device_budget(tmp_path):
     """The estimator is told what the solver had, and says what it says."""
     shape = speed.shapes(CPU)["gpt7b"]
@@ -262,6 +264,7 @@ def test_the_prediction_keeps_to_the_device_budget(tmp_path):
     assert said[0]["estimate"]["device_gib"] < said[1]["estimate"]["device_gib"] < said[2]["estimate"]["device_gib"]
 
 
+@pytest.mark.slow
 def test_the_prediction_is_told_before_anything_is_timed(tmp_path):
     shape = speed.shapes(CPU)["gpt7b"]
     model = speed.build(shape, CPU)

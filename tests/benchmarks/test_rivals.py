@@ -9,6 +9,7 @@ from benchmarks import paper_memo, workloads
 from benchmarks.noise import distance
 from benchmarks.rivals import RIVALS, Budget, Installed
 from benchmarks.timing import Trainer
+from tests.everyday import everyday
 
 CPU = torch.device("cpu")
 FP32 = 1e-5
@@ -34,7 +35,7 @@ def budget(shape, **more):
     return Budget(CPU, 1 << 27, ranks=shape.ranks, bandwidth=1e9, layer_forward_s=1e-3, **more)
 
 
-@pytest.mark.parametrize("workload", ["gpt7b", "llama8b", "ulysses8"])
+@pytest.mark.parametrize("workload", everyday(["gpt7b", "llama8b", "ulysses8"], ["llama8b"]))
 @pytest.mark.parametrize("name", RIVALS)
 def test_gradients_are_those_of_stock(name, workload, stock, tmp_path):
     shape, trainer, loss, want = stock(workload)

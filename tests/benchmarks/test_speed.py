@@ -97,6 +97,7 @@ def run_speed(tmp_path, *more):
     return status, json.loads(path.read_text())
 
 
+@pytest.mark.processes
 def test_without_a_row_of_ours_a_run_has_failed(monkeypatch, tmp_path):
     monkeypatch.setattr(rivals.Rival, "missing", lambda rival: "deepspeed is not installed" if rival.needs else None)
     status, found = run_speed(tmp_path, "--no-attention", "--rivals", "none", "ds_memo, planned")
@@ -110,6 +111,7 @@ def breaks(*arguments):
     raise ValueError("boom")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("module", "name", "failure"),
     [
@@ -128,6 +130,7 @@ def test_what_breaks_beside_the_points_takes_none_with_it(module, name, failure,
     assert "median_s" in found["points"][0]["rivals"]["none"]
 
 
+@pytest.mark.processes
 def test_a_run_that_is_ended_amid_a_point_leaves_the_turns_before(monkeypatch, tmp_path):
     @contextlib.contextmanager
     def ends(model, budget):

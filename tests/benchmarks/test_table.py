@@ -4,6 +4,7 @@ import json
 import os
 import tarfile
 
+import pytest
 import torch
 
 from benchmarks import results, table
@@ -102,6 +103,7 @@ def test_bars_that_nothing_was_measured_for_are_named():
     assert text == "no failures, 1 of 2 bars held; not measured: reserved / requested (other solution / in two processes)"
 
 
+@pytest.mark.processes
 def test_a_run_that_was_ended_leaves_what_it_had(tmp_path):
     run = results.Run("speed", CPU, str(tmp_path), {"lengths": None})
     assert run.attempt("attention", lambda: 1 / 0) is None
@@ -115,6 +117,7 @@ def test_a_run_that_was_ended_leaves_what_it_had(tmp_path):
     assert table.render([("speed.json", {"verb": "speed", "environment": found["environment"], "unfinished": True})])
 
 
+@pytest.mark.processes
 def test_details_go_into_one_archive_as_far_as_there_is_room(tmp_path):
     made = tmp_path / "made"
     made.mkdir()

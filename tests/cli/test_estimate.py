@@ -165,6 +165,7 @@ def test_timelines(capsys, tmp_path):
     assert "offload of layer 3" in page.read_text()
 
 
+@pytest.mark.processes
 def test_it_imports_no_torch():
     code = (
         "import sys; from ds_memo.cli import main as cli; "

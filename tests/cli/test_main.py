@@ -42,6 +42,7 @@ def test_a_defect_has_an_exit_code_of_its_own(capsys, monkeypatch, error) -> Non
     assert f"ds-memo plan: unexpected error: {type(error).__name__}" in ended.err and "\x1b" not in ended.err
 
 
+@pytest.mark.processes
 def test_the_traceback_of_a_defect_is_shown_when_asked_for() -> None:
     code = (
         "from ds_memo.cli import main as cli; import ds_memo.cli.plan as command; command.plan_trace = None\n"
@@ -56,6 +57,7 @@ def test_the_traceback_of_a_defect_is_shown_when_asked_for() -> None:
 # ---- what the system refuses
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("file, code", [(TRACE, 0), ("no-such-file", 2)])
 def test_closed_streams(closed: str, file: str, code: int) -> None:
@@ -63,20 +65,24 @@ def test_closed_streams(closed: str, file: str, code: int) -> None:
     assert ended.returncode == code and "Traceback" not in ended.stderr
 
 
+@pytest.mark.processes
 def test_what_is_printed_to_a_closed_stderr_is_not_on_stdout() -> None:
     assert shell("exec ds-memo plan no-such-file 2>&-").stdout == ""
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_under_stdout(unbuffered: str) -> None:
     ended = shell(f"exec ds-memo plan {TRACE} >/dev/full", PYTHONUNBUFFERED=unbuffered)
     assert (ended.returncode, ended.stderr) == (2, "ds-memo plan: standard output: No space left on device\n")
 
 
+@pytest.mark.processes
 def test_a_full_disk_under_stderr() -> None:
     assert shell("exec ds-memo plan no-such-file 2>/dev/full").returncode == 2
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "words, code, says",
     [

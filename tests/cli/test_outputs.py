@@ -56,6 +56,7 @@ def test_who_reads_the_old_file_reads_all_of_it(here: Path, capsys: pytest.Captu
         os.umask(before)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("what", ["show png", "timeline html"])
 def test_a_full_disk_leaves_the_old_file(here: Path, what: str) -> None:
     """RLIMIT_FSIZE stands for a full disk."""

@@ -114,6 +114,7 @@ def test_without_a_verb_its_usage_is_shown(capsys, words, message):
     assert code == 2 and not out and err.startswith("usage: ds-memo") and message in err
 
 
+@pytest.mark.processes
 def test_planning_imports_neither_torch_nor_a_solver():
     code = (
         "import sys, ds_memo.plan; from ds_memo.cli import main as cli\n"
@@ -154,6 +155,7 @@ def test_a_launchers_option_before_the_verb(capsys):
     assert call(capsys, "--local_rank", 0, "plan", TRACE, "--json")[0] == 0
 
 
+@pytest.mark.processes
 def test_a_terminal_that_cannot_show_a_sign():
     run = python("-m", "ds_memo.cli", "plan", TRACE, PYTHONIOENCODING="ascii", LC_ALL="C")
     assert run.returncode == 0, run.stderr

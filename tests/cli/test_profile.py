@@ -30,6 +30,7 @@ def model(tmp_path: Path, **changes) -> str:
     return str(path)
 
 
+@pytest.mark.processes
 def test_from_a_config_to_an_estimate(tmp_path):
     """Profile, then estimate, as users run them. The estimate never imports torch."""
     path = tmp_path / "profile.json"
@@ -127,6 +128,7 @@ def test_other_families(tmp_path, capsys, name):
     assert sample.gemm_flops > 0 and sample.attention_flops > 0
 
 
+@pytest.mark.slow
 def test_what_is_measured_does_not_depend_on_the_dtype_asked_for_alone(capsys):
     sizes = {}
     for dtype in ("fp32", "bf16"):

@@ -16,6 +16,8 @@ import pytest
 from ds_memo.cli.run import IDLE, STARTUP
 from tests.processes import ROOT, python
 
+pytestmark = pytest.mark.processes
+
 PREFIX = ("-m", "ds_memo.cli", "run")
 
 

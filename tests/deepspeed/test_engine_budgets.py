@@ -16,7 +16,6 @@ from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.solve.memory import device_bytes
 from ds_memo.units import MIB
 from tests.deepspeed.engines import ON_ONE_CPU_RANK, deepspeed, ds_config, start
-from tests.everyday import everyday
 from tests.models import build
 from tests.placements import sets
 
@@ -37,7 +36,8 @@ def trained(stage: int, accumulate: int = 1, steps: int = 4) -> Any:
     return engine
 
 
-@pytest.mark.parametrize("stage", everyday(range(4), [2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
 def test_what_an_engine_takes_is_solved_for(stage: int) -> None:
     """The arena is as large as predicted; from ZeRO-1 on it would be larger, were only the layers known."""
     engine = trained(stage)

@@ -73,16 +73,17 @@ def twice(engine: Any, loss: torch.Tensor) -> None:
     engine.backward(0.5 * loss)
 
 
-@pytest.mark.parametrize(
-    "memo", [pytest.param(MEMO, id="given"), pytest.param({"enabled": True}, id="solved", marks=pytest.mark.slow)]
-)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("memo", [pytest.param(MEMO, id="given"), pytest.param({"enabled": True}, id="solved", marks=SLOW)])
 @pytest.mark.parametrize(
     "stage, section, backward",
     [
         pytest.param(0, {"flops_profiler": {"enabled": True, "profile_step": 1}}, by_engine, id="flops_profiler"),
-        pytest.param(3, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, by_engine, id="torch_autocast"),
-        pytest.param(3, {"zero_optimization": {"leaf_module": LAYERS_AS_LEAVES}}, by_engine, id="layers are leaves"),
-        pytest.param(3, {}, directly, id="loss.backward()"),
+        pytest.param(3, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, by_engine, id="torch_autocast", marks=SLOW),
+        pytest.param(3, {"zero_optimization": {"leaf_module": LAYERS_AS_LEAVES}}, by_engine, id="layers are leaves", marks=SLOW),
+        pytest.param(3, {}, directly, id="loss.backward()", marks=SLOW),
         pytest.param(2, {}, twice, id="two backwards"),
         pytest.param(1, {"managed_gradient_accumulation": False}, by_engine, id="unmanaged accumulation"),
         pytest.param(2, {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": RANDOM_LTD}}},

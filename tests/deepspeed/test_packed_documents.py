@@ -26,6 +26,7 @@ from ds_memo.deepspeed import documents, ulysses
 from tests.deepspeed.matrix import mean_loss
 from tests.deepspeed.test_ulysses import SUMS, part
 from tests.distributed_harness.common import DistributedTest
+from tests.everyday import everyday
 from tests.models import LAYERS, VOCAB, Different, assert_same_grads, build, gradients
 
 EXACT = 1e-6
@@ -196,7 +197,7 @@ def use(model: torch.nn.Module, implementation: str, monkeypatch: pytest.MonkeyP
 # ---- one rank: what Transformers makes of position_ids, with memo too
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention", *FLASHES])
+@pytest.mark.parametrize("implementation", everyday(["sdpa", "eager", "flex_attention", *FLASHES], ["sdpa", FLASHES[0]]))
 def test_one_rank(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = [UNPACKED, *LAYOUTS]
     if implementation in FLASHES:

@@ -22,6 +22,7 @@ from tests.launch.launcher import cpu_environment, free_port
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 MEMO = {"enabled": True, "alpha": 0.5, "resident_layers": 1}
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.skipif(not ON_CPU, reason="two CPU ranks"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]

@@ -17,6 +17,8 @@ from tests.haste import forkserver
 from tests.leaks import assert_shared_memory_is_as, shared_memory
 from tests.processes import assert_gone, processes_with
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(params=[3, 4])
 def number(request):
@@ -130,6 +132,7 @@ def test_what_goes_wrong_is_told_and_leaves_nothing(how, tmp_path, a_server_at_w
     assert_shared_memory_is_as(before)
 
 
+@pytest.mark.processes
 def test_the_search_for_orphans_finds_one():
     with subprocess.Popen(["sleep", "600"], env={"an_orphan": "1"}) as child:
         while not (found := processes_with("an_orphan")):
@@ -152,6 +155,7 @@ def test_ours_and_deepspeeds_are_told_apart():
     assert (DistributedTest is OwnDistributedTest) == ("DEEPSPEED_TESTS" not in os.environ)
 
 
+@pytest.mark.processes
 def test_a_number_that_is_used_again_is_left_alone(tmp_path):
     """A rank ended long ago, and another group leader has its number now."""
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as stranger:

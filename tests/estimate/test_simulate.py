@@ -7,7 +7,6 @@ import pytest
 from ds_memo.estimate.simulate import VirtualEngine
 from ds_memo.swap.engine import SwapEngine
 from tests.estimate.threaded import Configuration, clear_configurations, measured_events, mismatch, predicted_events
-from tests.everyday import everyday
 
 TRIES = 4
 """A busy machine wakes a sleeper late now and then."""
@@ -53,7 +52,8 @@ class Impatient(SwapEngine):
             self._let_go(self._leaving.popleft()())
 
 
-@pytest.mark.parametrize("other", everyday([NoPrefetch, Impatient], [Impatient]))
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [NoPrefetch, Impatient])
 def test_another_schedule_is_told_apart(other):
     """Repeatedly, as no busy machine does."""
     assert any(agree(Configuration.random(seed), other, tries=3) for seed in clear_configurations()[:6])

@@ -22,6 +22,7 @@ from ds_memo.estimate.model import from_config
 from ds_memo.estimate.requests import working
 from ds_memo.estimate.traffic import traffic
 from tests.estimate.test_requests import BASE, REAL
+from tests.everyday import everyday
 
 GPT_NEOX = {"model_type": "gpt_neox", "hidden_act": "gelu_pytorch_tanh", "rotary_pct": 1.0, "use_parallel_residual": False}
 OLMOE = {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2}
@@ -71,7 +72,7 @@ def per_token(of: Callable[[int, int], Counter[str]]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", everyday(COUNTED, ["llama", "gpt_neox"]))
 def test_what_real_layers_move(name, tmp_path):
     want = per_token(lambda layers, tokens: moved(COUNTED[name], layers, tokens, tmp_path))
     got = traffic(from_config(COUNTED[name], name))

@@ -45,6 +45,7 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.skipif(too_few, reason="two GPUs or none")] + ([] if name in EVERYDAY else [pytest.mark.slow])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", [pytest.param(path.stem, marks=marks(path.stem)) for path in EXAMPLES])
 def test_it_runs_and_learns(name: str) -> None:
     out = printed(name)

@@ -19,6 +19,8 @@ from ds_memo.config import MemoConfig, MemoConfigError, memo_config
 from tests.fuzz.damage import CORPUS, jsons, pickles, sections, texts
 from tests.processes import ROOT
 
+pytestmark = pytest.mark.processes
+
 MOST_ERR = 4096
 MODEL, HARDWARE, TRACE = (str(CORPUS / name) for name in ("model.json", "hardware.json", "trace.txt"))
 ESTIMATE = ("estimate", "--gpus", "1", "--seq-length", "4K")

@@ -48,6 +48,7 @@ def test_differences():
         differences(run([]), run([]))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("dtype", "loss", "code"),
     [("float32", 2.00001, 0), ("float32", 2.001, 1), ("float32", float("nan"), 1), ("bfloat16", 2.001, 0)],
@@ -61,6 +62,7 @@ def test_the_exit_code(tmp_path, dtype, loss, code):
     assert ("DIFFERENT" in done.stdout) == bool(code)
 
 
+@pytest.mark.processes
 def test_what_cannot_be_compared(tmp_path):
     memo, plain = tmp_path / "memo.json", tmp_path / "plain.json"
     memo.write_text(json.dumps(run([2.0], report=REPORT)))

@@ -105,6 +105,7 @@ def test_a_tokenizer_directory(tmp_path):
         HFTokenizer(tmp_path / "empty")
 
 
+@pytest.mark.slow
 def test_the_default_data_is_there():
     documents = read_documents([standard_library()])
     assert any("\nimport " in document for document, _ in zip(documents, range(50), strict=False))

@@ -17,6 +17,8 @@ from tests.launch.launcher import REPO, cpu_environment, free_port
 from tests.leaks import assert_shared_memory_is_as, shared_memory
 from tests.processes import assert_gone, processes_with
 
+pytestmark = pytest.mark.processes
+
 ARGUMENTS = [
     "launch/train.py", "--deepspeed_config", "ds_configs/quickstart.json", "--model", "ds_configs/models/tiny.json",
     "--data", "ds_memo", "--seq-length", "256", "--steps", "100000",

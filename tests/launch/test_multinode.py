@@ -10,6 +10,8 @@ import pytest
 from tests.launch.launcher import REPO, cpu_environment, free_port
 from tests.processes import assert_gone
 
+pytestmark = pytest.mark.processes
+
 MULTINODE = REPO / "launch" / "multinode"
 LOSS = 5.8  # of a model that knows nothing yet: ln 320
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.launch.launcher import REPO
 
+pytestmark = pytest.mark.processes
+
 PIP = """\
 import sys
 from pathlib import Path

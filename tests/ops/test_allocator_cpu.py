@@ -17,7 +17,7 @@ from tests.haste import forkserver
 from tests.ops.compiling import compiler, lacks
 from tests.ops.cpu_scenarios import CONTROLS, RAW_BLOCKS, SCENARIOS
 
-pytestmark = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(lacks()), reason=str(lacks()))]
 TIMEOUT_S = 60
 HERE = Path(__file__).parent
 

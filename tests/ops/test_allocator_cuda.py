@@ -47,6 +47,7 @@ def cuda_python() -> str | None:
     return sys.executable if torch.version.cuda else os.environ.get("DS_MEMO_CUDA_TORCH")
 
 
+@pytest.mark.processes
 def test_it_compiles(tmp_path):
     """Against the headers of the installed torch; its CPU build has them, too."""
     torch_headers = Path(torch.__file__).parent / "include"

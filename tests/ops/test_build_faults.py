@@ -158,6 +158,7 @@ def test_a_damaged_op_is_built_anew_once(
     assert builds(quick[1]) == 2 * before
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", NOT_TRUSTED)
 def test_what_others_may_have_written_is_not_loaded(
     run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path, how: str
@@ -173,6 +174,7 @@ def test_what_others_may_have_written_is_not_loaded(
     assert got["hits"] > 0 and not proof.exists()
 
 
+@pytest.mark.processes
 def test_a_relative_cache_folder_is_ignored(run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path) -> None:
     run(CXX=quick[0])
     plant(kept(tmp_path / "cache"), tmp_path / "it was loaded")

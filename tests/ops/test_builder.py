@@ -123,6 +123,7 @@ def test_cuda_headers_are_of_torchs_cuda(monkeypatch, tmp_path):
     assert module.cuda_headers() == homes[0] / "include"
 
 
+@pytest.mark.processes
 @needs_a_compiler
 def test_ninja_is_not_needed(tmp_path, cached):
     """CXX may have several words, too."""
@@ -152,6 +153,7 @@ def test_a_compiler_error_is_shown(monkeypatch, tmp_path, not_loaded, cached):
 # ---- the op report
 
 
+@pytest.mark.processes
 def test_the_op_report_has_it(cached):
     done = python("-m", "ds_memo.ops.builder", DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr
@@ -160,6 +162,7 @@ def test_the_op_report_has_it(cached):
     assert "memo_allocator_cpu: nothing is missing" in done.stdout
 
 
+@pytest.mark.processes
 def test_the_op_report_says_what_is_missing(tmp_path):
     done = python("-m", "ds_memo.ops.builder", DS_ACCELERATOR="cpu", CXX="no-such-compiler")
     assert done.returncode == 0, done.stderr
@@ -252,6 +255,7 @@ def test_it_is_built_ahead_of_time(tmp_path):
     assert done.returncode == 0 and str(tmp_path / "cache") in done.stdout, done.stderr
 
 
+@pytest.mark.processes
 def test_without_torch_the_ahead_of_time_build_says_so(tmp_path):
     setup = str(ROOT / "setup.py")
     code = f"""

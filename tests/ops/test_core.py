@@ -11,6 +11,8 @@ import pytest
 
 from tests.ops.compiling import compiler, lacks
 
+pytestmark = pytest.mark.processes
+
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "ops" / "csrc"
 SANITIZERS = {

@@ -197,6 +197,7 @@ def test_a_limit_of_one_second_is_kept(solver, n):
     assert verify.check(hard.buffers, found.offsets, peak=found.peak) is None
 
 
+@pytest.mark.processes
 def test_a_limit_of_one_second_is_kept_for_a_trace():
     requests, marks = [], []
     for p in range(8):

@@ -132,6 +132,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 // le
 """
 
 
+@pytest.mark.processes
 def test_bytes_a_request():
     run = python("-c", MEMORY)
     assert run.returncode == 0, run.stderr
@@ -170,6 +171,7 @@ search(hard.buffers, CAPACITY, 600)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
 def test_ctrl_c_ends_the_search():
     with subprocess.Popen([sys.executable, "-c", SEARCHING], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:

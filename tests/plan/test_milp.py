@@ -17,6 +17,8 @@ from tests.plan.instances import DATA, best_peak, dense
 from tests.plan.test_dsa import problems
 from tests.processes import assert_gone, processes_with
 
+pytestmark = pytest.mark.processes
+
 needs_compiler = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
 
 # The most alive at once are 10, but no placement is below 11: the smallest such instance that a random search found.

@@ -14,7 +14,7 @@ import pytest
 from tests.ops.compiling import NOT_TRUSTED, compiler, lacks, plant, stand_in
 from tests.processes import ROOT, assert_gone, python
 
-pytestmark = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(lacks()), reason=str(lacks()))]
 LOAD = """
 import warnings
 from ds_memo.compiled import Unavailable

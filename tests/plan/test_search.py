@@ -128,6 +128,7 @@ def no_compiler(request, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("solver", ["search", "cbc"])
 def test_without_a_compiler_cbc_goes_on_and_says_so(solver):
@@ -139,6 +140,7 @@ def test_without_a_compiler_cbc_goes_on_and_says_so(solver):
     assert note.startswith("exact search left out: dsa_search is not available: ")
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_cbc_answers_whether_it_fits():
     with pytest.warns(MemoWarning, match=WITHOUT) as said:
@@ -149,6 +151,7 @@ def test_without_a_compiler_cbc_answers_whether_it_fits():
     assert fit(PACKED, PACKED_BEST, solver="greedy") is None
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_a_plan_says_so_once():
     """Although it solves several problems."""
@@ -158,6 +161,8 @@ def test_without_a_compiler_a_plan_says_so_once():
     assert sum("exact search left out" in note for note in plan.notes) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("n", [60, 3000])
 @pytest.mark.usefixtures("no_compiler")
 @pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
@@ -169,6 +174,7 @@ def test_without_a_compiler_a_limit_of_one_second_is_kept(n):
     assert verify.check(hard.buffers, found.offsets, peak=found.peak) is None
 
 
+@pytest.mark.processes
 @needs_compiler
 def test_a_compiler_that_hangs_leaves_half_of_the_time_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "_loaded", None)

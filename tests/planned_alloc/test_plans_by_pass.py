@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from ds_memo.planned_alloc import plans_by_pass as plans
-from tests.everyday import everyday
 from tests.models import Batch, build, step
 from tests.planned_alloc.planned import BARE, BATCH, Counting, bit_equal, outcomes
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_planned")
 
 
+@pytest.mark.slow
 def test_lengths_switch_between_plans_and_a_third_needs_no_profile() -> None:
     model = build("llama")
     lengths = [64, 64, 96, 96, 64, 96, 80, 80, 64]
@@ -36,9 +36,8 @@ def test_lengths_switch_between_plans_and_a_third_needs_no_profile() -> None:
 LENGTHS = [127, 67, 97, 113, 70, 126, 89, 101, 66]  # every tensor is above 64 KiB at all of them, or at none
 
 
-@pytest.mark.parametrize(
-    "name, alpha, residents", everyday([("llama", 0.5, 1), ("gpt2", 0.0, 0), ("plain", 1.0, 1)], [("plain", 1.0, 1)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, alpha, residents", [("llama", 0.5, 1), ("gpt2", 0.0, 0), ("plain", 1.0, 1)])
 def test_lengths_that_never_repeat(name: str, alpha: float, residents: int) -> None:
     """At most three are profiled; every later length is planned in its first pass."""
     model = build(name)

@@ -320,6 +320,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     handle.detach()
 
 
+@pytest.mark.processes
 def test_no_compiler_for_the_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """The op is there, from the cache or compiled ahead of time. CBC plans what greedy cannot prove, and the report says so."""
     monkeypatch.setattr(native, "_loaded", None)

@@ -76,6 +76,7 @@ class Rig:
         assert self.slab.used == self.slab.pool.used == 0
 
 
+@pytest.mark.slow
 def test_in_any_op() -> None:
     rig = Rig()
     for nth in range(1, rig.ops * 9 // 10, 53):

@@ -71,6 +71,7 @@ def test_warnings_and_what_was_solved_are_shown(report: dict) -> None:
     assert plain.startswith(f"ds_memo          plain training: no layer of {LAYERS} is checkpointed") and "on the" not in plain
 
 
+@pytest.mark.processes
 def test_the_command(report: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It reads a report, and a run's metrics with one; nothing heavy is imported."""
     for name, data in (("report.json", report), ("metrics.json", {"steps": [], "report": report})):

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.memory import ALPHAS, SHAPES, Bench
 from ds_memo.swap.engine import SwapEngine
+from tests.everyday import everyday
 
 LAYERS, LENGTH = 5, 96
 
@@ -16,7 +17,7 @@ def bench(request):
     return Bench(request.param, LAYERS, LENGTH)
 
 
-@pytest.mark.parametrize(("resident_layers", "step"), [(0, 2), (2, 2)])
+@pytest.mark.parametrize(("resident_layers", "step"), everyday([(0, 2), (2, 2)], [(2, 2)]))
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_bars(bench, alpha, resident_layers, step):
     measured = bench.measure(alpha, resident_layers, step)
