@@ -73,7 +73,9 @@ def per_token(of: Callable[[int, int], Counter[str]]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", everyday(COUNTED, ["llama", "gpt_neox"]))
-def test_what_real_layers_move(name, tmp_path):
+def test_what_real_layers_move(name, tmp_path, monkeypatch):
+    # DeepSpeed's ZeRO-3 leaves its own function here after an earlier test: it adds the bias in an op of its own.
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
     want = per_token(lambda layers, tokens: moved(COUNTED[name], layers, tokens, tmp_path))
     got = traffic(from_config(COUNTED[name], name))
     assert {"forward": got.forward, "backward": got.backward} == pytest.approx(want, rel=0.1)
