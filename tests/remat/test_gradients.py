@@ -102,10 +102,12 @@ def test_same_as_stock_in_bf16(name: str, shape: tuple[int, int], alpha: float, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape, dtype", [*((shape, torch.float32) for shape in SHAPES), *((shape, torch.bfloat16) for shape in SHAPES[1::4])], ids=str
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_whole_product(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_every_alpha_with_every_number_of_residents_and_shape(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """In bfloat16 two shapes: what differs there is rounding, which knows no shape."""
     for alpha, resident in itertools.product(ALPHAS, RESIDENTS):
         report = run(name, dtype, shape, alpha, resident)
         if dtype == torch.float32:
