@@ -14,7 +14,7 @@ CODE = sorted(path for folder in ("ds_memo", "ops", "launch", "benchmarks", "exa
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md")])
 OLD_WORDS = re.compile(
     r"\b(autopilot|takeover|skeleton|cautions?|sharers?|graves?|plain layers?|lean layers?|at_length|"
-    r"Homes|Places|Chosen|Decisions|SeenGemm|Stays|has_part|[Ww]hoever|[Ss]omebody|[Nn]obody)\b"
+    r"Homes|Places|plain_bytes|Chosen|Decisions|SeenGemm|Stays|has_part|[Ww]hoever|[Ss]omebody|[Nn]obody)\b"
 )
 """Words of earlier versions, for which there are terms of the field."""
 

@@ -209,7 +209,7 @@ def _kind(kind: LayerProfile, batch: int, length: int) -> list[str]:
         *lines,
         _rates(longest),
         f"keeps a token's {always / here:,.0f} B always and {split / here:,.0f} B × alpha; autograd would save "
-        f"{at.plain_bytes / here:,.0f} B",
+        f"{at.no_recompute_bytes / here:,.0f} B",
         f"needs {size(at.working.backward)} more of the device for {short(length)} tokens",
     ]
 

@@ -224,7 +224,7 @@ class Costs:
             replay_s=seconds.elementwise_replay + seconds.exchange_replay,
             gemm_s=seconds.gemm,
             attention_s=seconds.attention,
-            plain_bytes=int(requests.saved_bytes(model, self.tokens)),
+            no_recompute_bytes=int(requests.saved_bytes(model, self.tokens)),
             working=requests.working(model, self.tokens),
             working_at_0=requests.working(model, self.tokens, gemms=False),
             working_without_attention=requests.working(model, self.tokens, gemms=False, attention=False),

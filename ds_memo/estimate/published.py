@@ -25,7 +25,7 @@ def published(question: Question, costs: Costs) -> Estimate:
     states, layers = state_bytes(costs), costs.layers(Costs.paper_layer)
     skeletal = costs.skeletal_bytes
     activations: dict[str, dict[str, float]] = {
-        "none": {"activations of all layers": sum(layer.plain_bytes for layer in layers)},
+        "none": {"activations of all layers": sum(layer.no_recompute_bytes for layer in layers)},
         "full_recompute": {"inputs of all layers": model.layers * costs.hidden_bytes, "one layer's activations": skeletal},
     }
     working = activations.get(method, {"rounding buffers": 2 * skeletal}) | {

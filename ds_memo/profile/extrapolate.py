@@ -44,7 +44,7 @@ class Extrapolated:
             replay_s=self._line(lambda sample: sample.replay_s),
             gemm_s=self._line(lambda sample: sample.gemm_s),
             attention_s=self._attention_s,
-            plain_bytes=self._nbytes(lambda sample: sample.plain_bytes),
+            no_recompute_bytes=self._nbytes(lambda sample: sample.no_recompute_bytes),
             working=Working(self._most("forward_bytes"), self._most("working_bytes")),
             working_at_0=Working(self._most("forward_bytes_at_0"), self._most("working_bytes_at_0")),
             working_without_attention=Working(self._most("forward_bytes_at_0"), self._most("working_bytes_without_attention")),

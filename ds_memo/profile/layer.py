@@ -77,7 +77,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
                 all_gemms_s=watch.gemm_s,
                 gemm_flops=full.gemm_flops,
                 attention_flops=watch.attention_flops,
-                plain_bytes=bench.saved_bytes(),
+                no_recompute_bytes=bench.saved_bytes(),
                 working_bytes=working_bytes,
                 working_bytes_at_0=working_bytes_at_0,
                 working_bytes_without_attention=without_attention,

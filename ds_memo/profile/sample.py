@@ -46,7 +46,7 @@ class LayerSample:
     """FLOPs of all GEMMs in the forward."""
     attention_flops: int
     """FLOPs of attention in the forward, counted as causal."""
-    plain_bytes: int
+    no_recompute_bytes: int
     """Bytes that autograd saves without ds_memo."""
     working_bytes: int
     """Peak bytes of a replay and backward, without kept outputs."""
@@ -96,7 +96,7 @@ class LayerProfile:
         kept = sum(output.nbytes for output in self.check.outputs)
         if [output.kind for output in here.outputs] != [output.kind for output in self.check.outputs]:
             return math.inf
-        for got, want in ((here.nbytes(*OUTPUT_KINDS), kept), (here.plain_bytes, self.check.plain_bytes)):
+        for got, want in ((here.nbytes(*OUTPUT_KINDS), kept), (here.no_recompute_bytes, self.check.no_recompute_bytes)):
             if abs(got - want) > 0.01 * want:
                 return math.inf
         seconds = self.check.forward_s + self.check.backward_s

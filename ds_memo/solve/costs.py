@@ -67,7 +67,7 @@ class LayerCosts:
     """Seconds that the replay takes longer when no row of a GEMM is supplied."""
     attention_s: float
     """Seconds that the replay takes longer when the attention output is not supplied either."""
-    plain_bytes: int
+    no_recompute_bytes: int
     """Bytes that autograd saves for the layer without recompute."""
     working: Working = Working()
     """With GEMM outputs kept: resident, or at any alpha above 0."""

@@ -97,7 +97,7 @@ def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int]:
     again = placement.kind.recomputes_attention
     if placement.kind is PlacementKind.NO_RECOMPUTE:
         # Autograd's saved tensors are alive from the forward on; a resident layer makes them in its replay.
-        kept, working = layer.plain_bytes, layer.working
+        kept, working = layer.no_recompute_bytes, layer.working
         return kept, max(working.forward, kept), max(0, layer.frame_bytes + working.backward - kept)
     if placement.decided_alpha > 0:
         without = layer.small_frame_bytes - layer.smallest_frame_bytes if again else 0

@@ -32,7 +32,7 @@ def profile(
             all_gemms_s=slower * 9e-7 * length,
             gemm_flops=1,
             attention_flops=1,
-            plain_bytes=16 * hidden * length,
+            no_recompute_bytes=16 * hidden * length,
             working_bytes=20 * hidden * length,
             working_bytes_at_0=20 * hidden * length + 8 * hidden * length,
             working_bytes_without_attention=20 * hidden * length + 8 * hidden * length,

@@ -73,7 +73,7 @@ def per_token(config: dict, folder: Path) -> dict[str, float]:
 
     return {
         **{name: slope(name) for name in ("working_bytes", "working_bytes_at_0", "working_bytes_without_attention")},
-        **{name: slope(name) for name in ("forward_bytes", "forward_bytes_at_0", "plain_bytes")},
+        **{name: slope(name) for name in ("forward_bytes", "forward_bytes_at_0", "no_recompute_bytes")},
         "kept": sum(output.rows * output.row_bytes for output in long.outputs) / 1024,
     }
 
@@ -87,7 +87,7 @@ def predicted(model: Model) -> dict[str, float]:
         "working_bytes_without_attention": without.backward,
         "forward_bytes": full.forward,
         "forward_bytes_at_0": at_0.forward,
-        "plain_bytes": saved_bytes(model, 1),
+        "no_recompute_bytes": saved_bytes(model, 1),
         "kept": sum(sizes[name] for name in kept(model)),
     }
 

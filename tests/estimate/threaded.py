@@ -99,7 +99,7 @@ class Configuration:
                 replay_s=TICK_S * draw.randint(1, 2),
                 gemm_s=TICK_S * 4 * draw.randint(0, 1),
                 attention_s=0.0,
-                plain_bytes=0,
+                no_recompute_bytes=0,
             )
             for _ in range(draw.randint(4, 6))
         )

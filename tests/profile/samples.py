@@ -37,7 +37,7 @@ def make_sample(
         all_gemms_s=slower * 9e-7 * tokens,
         gemm_flops=1000 * tokens,
         attention_flops=10 * tokens * length,
-        plain_bytes=16 * HIDDEN * tokens,
+        no_recompute_bytes=16 * HIDDEN * tokens,
         working_bytes=working * tokens,
         working_bytes_at_0=working * tokens + 8 * HIDDEN * tokens,
         working_bytes_without_attention=working * tokens + 8 * HIDDEN * tokens,

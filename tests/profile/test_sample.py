@@ -32,7 +32,7 @@ def test_lines_and_parabolas_are_found(first: int, second: int, length: int, bat
     true = make_sample(length, other, overhead=overhead)
     for name in ("forward_s", "backward_s", "replay_s", "gemm_s", "attention_s"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6, abs=1e-12), name
-    assert found.plain_bytes == pytest.approx(true.plain_bytes, rel=1e-9, abs=1)
+    assert found.no_recompute_bytes == pytest.approx(true.no_recompute_bytes, rel=1e-9, abs=1)
     assert [output.kind for output in found.outputs] == [output.kind for output in true.outputs]
     for got, want in zip(found.outputs, true.outputs, strict=True):
         assert got.rows * got.row_bytes == pytest.approx(want.rows * want.row_bytes, rel=1e-9, abs=1)
@@ -50,7 +50,7 @@ def test_whatever_was_measured_a_longer_sequence_is_not_cheaper(times: list[floa
     ]
     profile = LayerProfile("layer 0", tuple(samples))
     short, long = profile.costs(1, length), profile.costs(1, 2 * length)
-    for name in ("forward_s", "attention_s", "replay_s", "plain_bytes"):
+    for name in ("forward_s", "attention_s", "replay_s", "no_recompute_bytes"):
         assert 0 <= getattr(short, name) <= getattr(long, name) * (1 + 1e-9), name
     at_sample = profile.costs(1, high)
     assert at_sample.attention_s == pytest.approx(times[3]) and at_sample.replay_s == pytest.approx(times[2])
@@ -60,7 +60,7 @@ def test_one_sample_gives_lines_through_the_origin() -> None:
     one, half = layer(1024).costs(1, 1024), layer(1024).costs(1, 512)
     assert half.replay_s == pytest.approx(one.replay_s / 2)
     assert half.attention_s == pytest.approx(one.attention_s / 4)
-    assert half.plain_bytes == one.plain_bytes // 2
+    assert half.no_recompute_bytes == one.no_recompute_bytes // 2
 
 
 def test_working_bytes_are_rounded_up() -> None:
@@ -107,11 +107,11 @@ def test_a_check_off_the_lines() -> None:
     assert near.off() == pytest.approx(0.2 / 1.2) and near.is_trusted()
 
 
-@pytest.mark.parametrize("change", ["plain_bytes", "outputs", "kinds"])
+@pytest.mark.parametrize("change", ["no_recompute_bytes", "outputs", "kinds"])
 def test_a_size_off_the_line_is_never_trusted(change: str) -> None:
     check = make_sample(4096)
-    if change == "plain_bytes":
-        check = dataclasses.replace(check, plain_bytes=int(check.plain_bytes * 1.02))
+    if change == "no_recompute_bytes":
+        check = dataclasses.replace(check, no_recompute_bytes=int(check.no_recompute_bytes * 1.02))
     elif change == "outputs":
         outputs = (dataclasses.replace(check.outputs[0], row_bytes=int(check.outputs[0].row_bytes * 1.3)), *check.outputs[1:])
         check = dataclasses.replace(check, outputs=outputs)

@@ -34,7 +34,7 @@ def layer(tokens: int, shape: tuple = GPT) -> LayerCosts:
         replay_s=elementwise_s,
         gemm_s=gemm_s,
         attention_s=attention_s,
-        plain_bytes=int(2.2 * sum(output.nbytes for output in outputs)),
+        no_recompute_bytes=int(2.2 * sum(output.nbytes for output in outputs)),
     )
 
 

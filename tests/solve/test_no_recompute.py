@@ -21,7 +21,7 @@ KI = 1024
 def test_some_layers_go_without_checkpointing() -> None:
     """Copies hide, so resident layers save nothing, and memory saves more as a skipped replay."""
     one = layer(256 * KI)
-    costs = run(one, 32, link=40e9, device=10 * one.plain_bytes)
+    costs = run(one, 32, link=40e9, device=10 * one.no_recompute_bytes)
     solution, checkpointed = solve(costs), solve(costs, may_skip_recompute=False)
     assert len(sets(solution).no_recompute) == 9 and not solution.no_recompute and solution.alpha == checkpointed.alpha == 1.0
     assert len(sets(checkpointed).on_device) > 15 and not sets(checkpointed).no_recompute
@@ -36,7 +36,7 @@ def test_between_all_resident_and_no_recompute() -> None:
     one = layer(16 * KI)
     before = math.inf
     for count in range(9):
-        solution = solve(run(one, 8, device=count * one.plain_bytes + (8 - count) * one.frame_bytes))
+        solution = solve(run(one, 8, device=count * one.no_recompute_bytes + (8 - count) * one.frame_bytes))
         assert (len(sets(solution).no_recompute), solution.host_bytes, solution.no_recompute) == (count, 0, count == 8)
         assert solution.step_s < before
         before = solution.step_s
@@ -47,10 +47,10 @@ def test_a_layer_without_recompute_takes_as_much_as_a_resident_one_in_its_backwa
     one = replace(layer(16 * KI), working=Working(forward=10**9, backward=10**9))
     only = run(one, 1)
     alike = device_bytes(only, place(1, 1), 1.0), device_bytes(only, place(1, 0, 1), 1.0)
-    assert alike == (one.frame_bytes + 10**9, max(one.plain_bytes, one.frame_bytes + 10**9))
+    assert alike == (one.frame_bytes + 10**9, max(one.no_recompute_bytes, one.frame_bytes + 10**9))
     two = run(one, 2)
     resident, no_recompute = (device_bytes(two, kinds, 1.0) for kinds in (place(2, 2), place(2, 0, 2)))
-    assert no_recompute - resident == one.plain_bytes - one.frame_bytes + alike[1] - alike[0]
+    assert no_recompute - resident == one.no_recompute_bytes - one.frame_bytes + alike[1] - alike[0]
 
 
 def test_ranks_that_agree_on_a_number_agree_on_the_layers() -> None:

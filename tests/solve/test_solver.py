@@ -190,18 +190,18 @@ def test_slopes_are_slopes() -> None:
 
 def test_everything_fits() -> None:
     one = layer(1024)
-    solution = solve(run(one, 8, device=8 * one.plain_bytes))
+    solution = solve(run(one, 8, device=8 * one.no_recompute_bytes))
     assert solution.no_recompute
     assert solution.host_bytes == 0
     assert solution.binding.startswith("everything fits without checkpointing")
-    assert not solve(run(one, 8, device=8 * one.plain_bytes), may_skip_recompute=False).no_recompute
-    assert not solve(run(one, 8, device=8 * one.plain_bytes - 1)).no_recompute
+    assert not solve(run(one, 8, device=8 * one.no_recompute_bytes), may_skip_recompute=False).no_recompute
+    assert not solve(run(one, 8, device=8 * one.no_recompute_bytes - 1)).no_recompute
 
 
 def test_no_recompute_without_planned_addresses_needs_more_room() -> None:
     """A step that barely fits calls cudaMalloc again and again; with one resident layer it has planned addresses."""
     one = layer(1024)
-    enough = math.ceil(8 * one.plain_bytes * 1.1)
+    enough = math.ceil(8 * one.no_recompute_bytes * 1.1)
     assert solve(run(one, 8, device=enough), unplanned_overhead=1.1).no_recompute
     solution = solve(run(one, 8, device=enough - 8), unplanned_overhead=1.1)
     assert (
@@ -219,7 +219,7 @@ def test_head_and_loss_add_to_the_kept_tensors() -> None:
     found = solve(with_head).kinds
     assert bytes_of_layers(with_head, found, 1.0)[1] == device_bytes(with_head, found, 1.0) - head
     assert len(sets(solve(with_head)).on_device) == 2 < len(sets(solve(run(one, 8, device=8 * frame))).on_device)
-    enough = run(one, 8, device=8 * one.plain_bytes + head, head_bytes=head)
+    enough = run(one, 8, device=8 * one.no_recompute_bytes + head, head_bytes=head)
     assert solve(enough).no_recompute
     assert not solve(replace(enough, head_bytes=head + 1)).no_recompute
 
