@@ -26,12 +26,12 @@ FP32, BF16 = 2e-6, 1e-2
 class Block(nn.Module):
     """A pre-norm transformer block in plain PyTorch."""
 
-    def __init__(self, attention_dropout: float = 0.0, dropout: float = 0.0) -> None:
+    def __init__(self, hidden: int = HIDDEN, attention_dropout: float = 0.0, dropout: float = 0.0) -> None:
         super().__init__()
         self.attention_dropout = attention_dropout
-        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv, self.o = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.o = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
         self.dropout = nn.Dropout(dropout)
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         p = self.attention_dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
-        return self.dropout(self.o(out.transpose(1, 2).reshape(b, s, HIDDEN)))
+        return self.dropout(self.o(out.transpose(1, 2).flatten(2)))
 
     def feed(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
@@ -63,6 +63,36 @@ class Toy(nn.Module):
             x = block(x, **kwargs)
         logits = self.head(x)
         return types.SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits=logits)
+
+
+class Stack(nn.Module):
+    """Blocks alone, narrower than the others. The loss is the mean square."""
+
+    def __init__(self, layers: int, hidden: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Mlp(nn.Module):
+    """Layers whose ops can all be differentiated twice."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Tanh()) for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
 
 
 def _decoder(name: str, **more: Any) -> Callable[[], nn.Module]:

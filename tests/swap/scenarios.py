@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from ds_memo.runtime.session import Session
-from tests.swap.rig import Block, Stack, gradients
+from tests.models import Block, Stack
+from tests.swap.rig import gradients
 
 Story = Callable[[Session, torch.nn.Module, list[torch.Tensor]], dict[str, torch.Tensor]]
 LENGTH, HIDDEN = 24, 16
@@ -107,10 +108,10 @@ class WritesInPlace(Block):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         wide = self.up(x)
         doubled = wide * 2
-        other = self.proj(x)
+        other = self.o(x)
         wide.add_(1.0)
         out = self.down(F.gelu(doubled) + wide) + 0 * other.sigmoid()
-        out = self.proj(out)
+        out = self.o(out)
         return out, F.gelu(out * 2).mean()
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tests.swap.rig import Stack, gpt_neox, llama, tokens
+from tests.models import Stack
+from tests.swap.rig import gpt_neox, llama, tokens
 
 LENGTHS = (5, 16, 24)
 WEIGHTS = {"forward": 5, "backward": 4, "partial": 2, "drop": 1, "eval": 1, "raise": 1, "collect": 1, "zero": 1}

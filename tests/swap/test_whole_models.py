@@ -14,29 +14,12 @@ from ds_memo.errors import MemoError
 from ds_memo.swap.streams import D2H, H2D, ThreadStreams
 from ds_memo.units import GIB
 from tests.everyday import everyday
-from tests.models import Batch, assert_same, assert_same_grads, build, gradients, step
+from tests.models import Batch, Block, Mlp, Stack, assert_same, assert_same_grads, build, gradients, step
 from tests.swap.delayed import DelayedStreams
 from tests.swap.ordered import OrderedStreams
-from tests.swap.rig import Block as Layer
-from tests.swap.rig import Stack, attached
+from tests.swap.rig import attached
 
 SWAP = {"alpha": 0.5, "resident_layers": 0}
-
-
-class Mlp(nn.Module):
-    """A layer whose ops can all be differentiated twice."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Tanh()) for _ in range(layers)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
@@ -224,7 +207,7 @@ def test_gradients_of_gradients():
     assert_same_grads(*with_and_without(Mlp, penalty), tolerance=1e-5)
 
 
-class AsksForAGradient(Layer):
+class AsksForAGradient(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.gelu(self.up(x))
         (slope,) = torch.autograd.grad(y.sum(), y, retain_graph=True)
@@ -300,14 +283,14 @@ def test_autocast_to_another_type_each_step(kinds):
     assert_same_grads(*with_and_without(lambda: Stack(4), steps, SWAP | {"resident_layers": 1}))
 
 
-class OtherHeads(Layer):
+class OtherHeads(Block):
     """Attention has another shape each time, between products that do not change."""
 
     heads = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("resident", [0, 1, 2])
