@@ -98,9 +98,11 @@ class PlacementPolicy:
         self._layers.append(layer)
 
     def know_layers(self) -> None:
-        """All layers of a model that calls ``ds_memo.checkpoint`` itself were seen."""
+        """All layers of a model that calls ``ds_memo.checkpoint`` itself were seen: alpha, 0 until now, is asked for again."""
         self.layers_known = True
         self.kinds = self._configured()
+        for layer in self._layers:
+            layer.recipes.clear()
 
     def placements_by_requests(self) -> tuple[Placement, ...] | None:
         """Placements of the pass, with one alpha for all that ask the device for the same memory: how many rows are stored

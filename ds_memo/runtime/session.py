@@ -215,8 +215,6 @@ class Session:
             )
         if not self.policy.layers_known and self.layers:  # a model that calls ds_memo.checkpoint shows them as it runs
             self.policy.know_layers()
-            for layer in self.layers:
-                layer.recipes.clear()
         if not (module.training and torch.is_grad_enabled()):
             return
         if self.policy.pass_solution:
