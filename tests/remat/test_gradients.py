@@ -106,9 +106,13 @@ def test_same_as_stock_in_bf16(name: str, shape: tuple[int, int], alpha: float, 
     "shape, dtype", [*((shape, torch.float32) for shape in SHAPES), *((shape, torch.bfloat16) for shape in SHAPES[1::4])], ids=str
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_every_alpha_with_every_number_of_residents_and_shape(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """In bfloat16 two shapes: what differs there is rounding, which knows no shape."""
-    for alpha, resident in itertools.product(ALPHAS, RESIDENTS):
+def test_every_length(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Half of the pairs of alpha and residents with batch 1, the other half with batch 2. In bfloat16 two shapes: what differs
+    there is rounding, which knows no shape."""
+    odd = SHAPES.index(shape) + shape[0]
+    for (i, alpha), (j, resident) in itertools.product(enumerate(ALPHAS), enumerate(RESIDENTS)):
+        if (i + j + odd) % 2:
+            continue
         report = run(name, dtype, shape, alpha, resident)
         if dtype == torch.float32:
             assert_was_active(report, name, shape, alpha, resident)
