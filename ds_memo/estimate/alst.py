@@ -1,5 +1,5 @@
-"""ALST's recipe (Arctic Long Sequence Training, arXiv 2506.13996): checkpointing with layer inputs on the host, DeepSpeed's TiledMLP,
-norms of one kernel, a tiled loss. The same as the rival `alst` of the benchmarks."""
+"""ALST's recipe (Arctic Long Sequence Training, arXiv 2506.13996): checkpointing with layer inputs on the host, DeepSpeed's
+TiledMLP, norms of one kernel, a tiled loss. The benchmarks' rival `alst` is the same without the loss."""
 
 from __future__ import annotations
 
