@@ -9,17 +9,37 @@
 #include <mutex>
 
 // When each stream, each event and the host would be where they are, in seconds. The host takes some time for each launch, and
-// waits where CUDA makes it wait, and where a stream's queue of launches is full, as the driver's is.
+// waits where CUDA makes it wait, and where a stream's queue of launches is full, as the driver's is. A kernel keeps its stream
+// busy for the floor at least, however little it does.
 class Clock {
  public:
   double host() {
     std::lock_guard<std::mutex> l(mutex_);
     return host_;
   }
+  void floor(double seconds) {
+    std::lock_guard<std::mutex> l(mutex_);
+    floor_ = seconds;
+  }
+  // A kernel that takes the floor. Without a floor kernels cost what `work` says alone.
+  void launch(cudaStream_t s) {
+    std::lock_guard<std::mutex> l(mutex_);
+    if (floor_ > 0) start(s);
+  }
+  // An op begins: the kernels launched from now on are its own.
+  void op() {
+    std::lock_guard<std::mutex> l(mutex_);
+    for (auto& [_, stream] : streams_) stream.kernels = 0;
+  }
+  // The kernels of the op take these seconds together, their floors among them. An op whose launch the emulator has not seen (a
+  // GEMM, a collective) is one kernel.
   void work(cudaStream_t s, double seconds) {
     std::lock_guard<std::mutex> l(mutex_);
-    host_ += kLaunch;
-    enqueue(s, begins(s) + seconds);
+    Stream& stream = streams_[s];
+    if (!stream.kernels) start(s);
+    stream.at += std::max(0.0, seconds - stream.kernels * floor_);
+    stream.queue.back() = stream.at;
+    stream.kernels = 0;
   }
   // Each direction of the link serves one copy at a time. Memory that is not locked makes the host wait.
   void copy(cudaStream_t s, bool to_host, size_t n, bool locked) {
@@ -73,7 +93,13 @@ class Clock {
   struct Stream {
     double at = 0;
     std::deque<double> queue;
+    size_t kernels = 0;  // of the op that runs
   };
+  void start(cudaStream_t s) {
+    host_ += kLaunch;
+    enqueue(s, begins(s) + floor_);
+    ++streams_[s].kernels;
+  }
   double begins(cudaStream_t s) { return std::max(streams_[s].at, host_); }
   void enqueue(cudaStream_t s, double until) {
     Stream& stream = streams_[s];
@@ -85,7 +111,7 @@ class Clock {
     }
   }
   std::mutex mutex_;
-  double host_ = 0, per_byte_[2] = {0, 0}, engines_[2] = {0, 0};
+  double host_ = 0, floor_ = 0, per_byte_[2] = {0, 0}, engines_[2] = {0, 0};
   size_t host_waits_ = 0;
   std::map<cudaStream_t, Stream> streams_;
   std::map<cudaEvent_t, double> events_;

@@ -1,5 +1,8 @@
 """Kernel times on the emulated device: each op by its FLOPs or its bytes, at the rates of `ds-memo estimate`.
 
+A product also takes the bytes of the matrix that it adds to, as sums of weight gradients in fp32 do. No kernel takes less than
+LAUNCH_FLOOR_S, those that no op shows (Triton's) among them.
+
 The emulator's streams, events and queues keep time (emulator.cpp); this says how long each kernel keeps its stream busy. So the
 commands of a real CUDA build of torch run in their real order and with their real events. The result shows what waits
 for what, and how a rate changes it. No kernel runs, and these are no times of a GPU.
@@ -24,6 +27,17 @@ from ds_memo.remat.functions import SkipsCompiled
 aten = torch.ops.aten
 _FORWARD = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention}
 _BACKWARD = {aten._scaled_dot_product_flash_attention_backward, aten._scaled_dot_product_efficient_attention_backward}
+_PRODUCTS = {
+    aten.mm: 0,
+    aten.bmm: 0,
+    aten.addmm: 1,
+    aten.addmm_: 1,
+    aten.baddbmm: 1,
+    aten.baddbmm_: 1,
+    aten._addmm_activation: 1,
+}
+"""GEMMs, and which argument their left operand is. What comes before it is added to the product. (PyTorch's own count of FLOPs
+lacks in-place ones, and those with an `out_dtype`.)"""
 _FREE = {
     aten.empty,
     aten.empty_like,
@@ -39,6 +53,9 @@ _ROWS = {aten.index, aten.index_select, aten.gather, aten.embedding}
 """Ops that read no more than they write."""
 _TO_ROWS = {aten.index_copy_, aten.index_put_, aten._index_put_impl_, aten.scatter_, aten.index_add_}
 """Ops that write no more than their last argument has."""
+LAUNCH_FLOOR_S = 3e-6
+"""Least seconds of a kernel on its stream: from the start of one to the start of the next, as profilers show small kernels behind
+each other. Assumed, and the same for all rivals."""
 
 
 class Clock:
@@ -48,9 +65,11 @@ class Clock:
         self.machine = machine
         self._emulator = ctypes.CDLL("libcuda.so.1")
         self._emulator.emulated_links.argtypes = [ctypes.c_double] * 2
+        self._emulator.emulated_floor.argtypes = [ctypes.c_double]
         self._emulator.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_double]
         self._emulator.emulated_now.restype = ctypes.c_double
         self._emulator.emulated_host_waits.restype = ctypes.c_size_t
+        self._emulator.emulated_floor(LAUNCH_FLOOR_S)
         self.link_share(1.0)
 
     def link_share(self, share: float) -> None:
@@ -65,8 +84,12 @@ class Clock:
         """Number of times that the host has waited for the device."""
         return self._emulator.emulated_host_waits()
 
+    def begin_op(self) -> None:
+        """Tell the emulator that the kernels launched from now on are those of one op."""
+        self._emulator.emulated_op()
+
     def spend(self, seconds: float) -> None:
-        """Add seconds to the current stream, behind its queued work."""
+        """Add the seconds of an op to the current stream, behind its queued work. Floors of its kernels are part of them."""
         self._emulator.emulated_work(torch.cuda.current_stream().cuda_stream, seconds)
 
 
@@ -79,6 +102,7 @@ class Costs(SkipsCompiled):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        self.clock.begin_op()
         result = func(*args, **kwargs)
         if seconds := cost_s(func, args, kwargs, result, self.clock.machine):
             self.clock.spend(seconds)
@@ -100,9 +124,21 @@ def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
         if packet in _FORWARD:
             return flops / (machine.peak * machine.attention_forward_efficiency)
         return 2.5 * flops / (machine.peak * machine.attention_backward_efficiency)
+    bytes_per_s = machine.device_bandwidth * machine.device_bandwidth_efficiency
+    if packet in _PRODUCTS:
+        left = _PRODUCTS[packet]
+        flops = 2.0 * args[left].numel() * args[left + 1].shape[-1]
+        return flops / (machine.peak * machine.gemm_efficiency) + _summed_bytes(args[:left], kwargs, result) / bytes_per_s
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result) / (machine.peak * machine.gemm_efficiency)
-    return moved_bytes(func, args, kwargs, result) / (machine.device_bandwidth * machine.device_bandwidth_efficiency)
+    return moved_bytes(func, args, kwargs, result) / bytes_per_s
+
+
+def _summed_bytes(added: tuple[torch.Tensor, ...], kwargs: dict[str, Any], result: torch.Tensor) -> int:
+    """Return the bytes that a product reads and writes of a sum. A bias has no bytes worth counting."""
+    if not kwargs.get("beta", 1):
+        return 0
+    return sum(_bytes(x) + _bytes(result) for x in added if x.numel() == result.numel())
 
 
 def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

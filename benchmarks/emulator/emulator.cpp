@@ -4,8 +4,9 @@
 // bytes and calls of a step at full width can be counted on a machine without a GPU. Values cannot, but what copies alone move:
 // tests/ops has all of them done, and reads what the op asks of CUDA from emulated_calls, which are noted with EMULATED_CALLS=1.
 //
-// Streams, events and the host keep time by a clock of their own (emulated_clock.h). Kernels cost what emulated_work says, copies
-// what emulated_links says; until either is said all work costs nothing, and every stream is always done.
+// Streams, events and the host keep time by a clock of their own (emulated_clock.h). Kernels cost what emulated_work says, and at
+// least what emulated_floor says; copies what emulated_links says. Until one of them is said all work costs nothing, and every
+// stream is always done.
 //
 // It goes before a CUDA build of torch with LD_PRELOAD, and once more, as libcuda.so.1, in a folder of LD_LIBRARY_PATH.
 // EMULATED_GIB: of device memory; 139.8 without it.
@@ -100,12 +101,15 @@ bool locked(const void* p) {
 void timed_copy(const void* to, const void* from, size_t n, cudaStream_t s) {
   const bool here = on_device(to), there = on_device(from);
   if (here != there) timing().copy(s, there, n, locked(here ? from : to));
+  if (here && there) timing().launch(s);
 }
 }  // namespace
 
 extern "C" {
 
 void emulated_links(double d2h, double h2d) { timing().links(d2h, h2d); }  // bytes a second
+void emulated_floor(double seconds) { timing().floor(seconds); }  // of each kernel
+void emulated_op() { timing().op(); }
 void emulated_work(cudaStream_t s, double seconds) { timing().work(s, seconds); }
 double emulated_now() { return timing().host(); }
 size_t emulated_host_waits() { return timing().host_waits(); }
@@ -214,7 +218,7 @@ cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) {
   return cudaSuccess;
 }
 int cuDeviceGetAttribute(int* v, int a, int d) { return cudaDeviceGetAttribute(v, (cudaDeviceAttr)a, d); }  // of one value
-// What Triton compiles (FlexAttention, Liger): its kernels do nothing either, and take no time.
+// What Triton compiles (FlexAttention, Liger): its kernels do nothing either, and take the floor.
 int cuDevicePrimaryCtxRetain(void** c, int) { return *c = (void*)0x10, 0; }
 int cuCtxGetLimit(size_t* n, int) { return *n = 0; }
 int cuCtxSetLimit() { return 0; }
@@ -228,8 +232,14 @@ int cuFuncSetAttribute() { return 0; }
 int cuFuncSetCacheConfig() { return 0; }
 int cuOccupancyMaxActiveClusters(int* n) { return *n = 132, 0; }
 int cuTensorMapEncodeTiled() { return 0; }
-int cuLaunchKernel() { return 0; }
-int cuLaunchKernelEx() { return 0; }
+int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, cudaStream_t s) {
+  return timing().launch(s), 0;
+}
+struct Launch {  // as CUlaunchConfig begins
+  unsigned grid[3], block[3], shared;
+  cudaStream_t stream;
+};
+int cuLaunchKernelEx(const Launch* launch) { return timing().launch(launch->stream), 0; }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   *a = {};
   a->ptxVersion = 90;
@@ -244,13 +254,15 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const
   return *n = 2, cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void*, int, size_t) { return *n = 2, cudaSuccess; }
-cudaError_t __cudaLaunchKernel() { return cudaSuccess; }
+cudaError_t __cudaLaunchKernel(void*, dim3, dim3, void**, size_t, cudaStream_t s) { return timing().launch(s), cudaSuccess; }
 cudaError_t __cudaGetKernel(void** k, const void* f) {
   *k = const_cast<void*>(f);
   return cudaSuccess;
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return cudaSuccess; }
-cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* launch, const void*, void**) {
+  return timing().launch(launch->stream), cudaSuccess;
+}
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t s) { return timing().launch(s), cudaSuccess; }
 cudaError_t cudaMalloc(void** b, size_t n) {
   const size_t whole = (n + kGranule - 1) / kGranule * kGranule;
   if (whole > deviceBytes() - used) return cudaErrorMemoryAllocation;
@@ -287,14 +299,11 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind) {
   timing().host_waits(timing().at(cudaStream_t{}));
   return cudaSuccess;
 }
-cudaError_t cudaMemset(void* to, int v, size_t n) {
+cudaError_t cudaMemsetAsync(void* to, int v, size_t n, cudaStream_t s) {
   if (is_done(n)) std::memset(to, v, n);
-  return cudaSuccess;
+  return timing().launch(s), cudaSuccess;
 }
-cudaError_t cudaMemsetAsync(void* to, int v, size_t n, cudaStream_t) {
-  if (is_done(n)) std::memset(to, v, n);
-  return cudaSuccess;
-}
+cudaError_t cudaMemset(void* to, int v, size_t n) { return cudaMemsetAsync(to, v, n, nullptr); }
 cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
   *p = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (*p == MAP_FAILED) return cudaErrorMemoryAllocation;

@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--slow-link", type=float, metavar="X", help="share of the link that `step` has after some steps")
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
     parser.add_argument("--host-gib", type=float, default=32.0)
-    parser.add_argument("--rivals", nargs="+", default=["ds_memo, planned", "checkpoint", "deepspeed", "hf_offload"])
+    parser.add_argument("--rivals", nargs="+", default=["ds_memo, planned", "alst", "checkpoint", "deepspeed", "hf_offload"])
     parser.add_argument("--hardware", default="h200", help="whose rates: a name or file of ds-memo estimate; default: h200")
     parser.add_argument("--json", action="store_true", help="print what `step` found as JSON")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)

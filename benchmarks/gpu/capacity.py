@@ -37,7 +37,7 @@ from benchmarks.workloads import Shape, batch, build, shapes
 from ds_memo.units import GIB
 
 CLOSE = 1 / 16
-BEST = (PLANNED, "hf_offload", "deepspeed", "checkpoint")
+BEST = (PLANNED, "alst", "hf_offload", "deepspeed", "checkpoint")
 """Searched by default, as the time holds them."""
 ALL = (*dict.fromkeys((*BEST, *OURS, *(name for name in RIVALS if name not in ("paper, expandable", SWAPPING)))),)
 """Dropped from the end where the time does not suffice."""

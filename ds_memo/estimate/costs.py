@@ -15,6 +15,7 @@ A rank has T = s / ranks tokens. Bytes are bf16 unless stated otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ from ds_memo.estimate import requests
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
-from ds_memo.estimate.traffic import norm_bytes, traffic
+from ds_memo.estimate.traffic import mlp_traffic, norm_bytes, traffic
 from ds_memo.solve.costs import LayerCosts, Output
 
 # Megatron's elementwise traffic in bytes per token and element of width: forward, backward, replay (without the last
@@ -182,7 +183,7 @@ class Costs:
         """Return all layers in forward order; in some mixtures a few are dense.
 
         Args:
-            of: Costs.memo_layer or Costs.paper_layer.
+            of: Costs.memo_layer, Costs.paper_layer or Costs.alst_layer.
         """
         found = [of(self)] * self.model.layers
         if self.model.dense_layers:
@@ -242,6 +243,29 @@ class Costs:
         )
         replay = seconds.gemm + seconds.elementwise_replay + seconds.exchange_replay
         return LayerCosts(outputs, seconds.forward, seconds.backward, 0.0, replay, seconds.attention, int(self.skeletal_bytes))
+
+    def alst_layer(self) -> LayerCosts:
+        """Return a layer under ALST's recipe. Compute waits for its input's way to the host and back; its forward runs again, and
+        the MLP's tiles once more in their backward."""
+        model, seconds, wide = self.model, self.layer, self.hidden_bytes
+        tiled, mlp = model.active_layer_parameters - model.attention_parameters, mlp_traffic(model)
+        tiles = math.ceil(self.tokens / model.hidden)
+        weights = (model.layer_parameters - model.attention_parameters) / self.layout.tp
+        joined_s = 2 * wide / self._memory_rate
+        again_s = self._gemm(tiled) + self.tokens * mlp.forward / self._memory_rate
+        sums_s = (4 * wide + 6 * tiles * weights) / self._memory_rate  # of the input's gradient, and of bf16 gradients of weights
+        forward_s = self._gemm(model.active_layer_parameters) + seconds.attention
+        replay_s = forward_s + seconds.elementwise_replay + seconds.exchange_replay + joined_s
+        return LayerCosts(
+            outputs=(),
+            forward_s=seconds.forward + joined_s + wide / self.hardware.d2h,
+            backward_s=seconds.backward + again_s + sums_s,
+            replay_s=max(replay_s, self.gather_s) + wide / self.hardware.h2d,
+            gemm_s=0.0,
+            attention_s=seconds.attention,
+            plain_bytes=0,
+            working=requests.tiled_working(model, self.tokens),
+        )
 
     @property
     def _rows(self) -> int:

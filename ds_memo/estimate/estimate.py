@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ds_memo.estimate import layout as layouts
+from ds_memo.estimate.alst import alst
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.memo import memo
@@ -37,7 +38,9 @@ def candidates(question: Question) -> Iterable[Layout]:
 
 def _on(question: Question, layout: Layout) -> Estimate:
     """Return the answer for one layout."""
-    costs = Costs(question.model, question.hardware, layout, question.seq_length, question.megatron and question.method != "memo")
+    megatron = question.megatron and question.method not in ("memo", "alst")
+    model = replace(question.model, fused_norms=question.method == "alst")
+    costs = Costs(model, question.hardware, layout, question.seq_length, megatron)
     notes = list(question.model.notes)
     if layout.dp > question.batch:
         more = f"{layout.dp} replicas work on {layout.dp} sequences a step"
@@ -48,5 +51,5 @@ def _on(question: Question, layout: Layout) -> Estimate:
     if question.seq_length % layout.ranks:
         padded = round_up(question.seq_length, layout.ranks)
         notes.append(f"{question.seq_length} tokens do not split into {layout.ranks} equal parts: pad them to {padded}")
-    answer = memo(question, costs) if question.method == "memo" else published(question, costs)
+    answer = {"memo": memo, "alst": alst}.get(question.method, published)(question, costs)
     return replace(answer, notes=tuple(notes))

@@ -72,6 +72,8 @@ class Model:
     """Width of that MLP."""
     fused: bool = False
     """Norms, rotary embedding and the activation with its product are one kernel each, as Liger's; else Transformers' code."""
+    fused_norms: bool = False
+    """Norms alone are one kernel each, as torch.nn.functional.rms_norm."""
     notes: tuple[str, ...] = ()
     """Parts of the config that are not modelled."""
 

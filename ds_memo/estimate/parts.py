@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ds_memo.estimate.costs import Costs
@@ -31,6 +32,11 @@ def state_bytes(costs: Costs) -> dict[str, float]:
 def gathered_bytes(costs: Costs) -> float:
     """Return the bytes that ZeRO-3 gathers: a layer's parameters, the next one's, and gradients before they are reduced."""
     return 3 * 2 * costs.model.layer_parameters / costs.layout.tp if costs.layout.zero == 3 else 0.0
+
+
+def pinned_bytes(nbytes: float) -> int:
+    """Return the host bytes of a block of PyTorch's pinned memory, which is rounded up to a power of two."""
+    return 1 << max(0, math.ceil(nbytes) - 1).bit_length()
 
 
 def by_part(question: Question, states: dict[str, float], working: dict[str, float]) -> dict[str, float]:

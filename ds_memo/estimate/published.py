@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from ds_memo.estimate.costs import Costs
-from ds_memo.estimate.parts import FUSED_LOGIT_BYTES, LOGIT_BYTES, by_part, device_use, gathered_bytes, state_bytes, timed
+from ds_memo.estimate.parts import (
+    FUSED_LOGIT_BYTES,
+    LOGIT_BYTES,
+    by_part,
+    device_use,
+    gathered_bytes,
+    pinned_bytes,
+    state_bytes,
+    timed,
+)
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question
 from ds_memo.placement import ON_DEVICE, Placement, PlacementKind
 from ds_memo.solve.costs import LayerCosts, RunCosts
@@ -105,5 +114,5 @@ def _papers_alpha(question: Question, layer: LayerCosts, swapped: int) -> tuple[
 
 
 def _pinned(layer: LayerCosts, alpha: float) -> int:
-    """Return the host bytes of a layer's block: PyTorch's pinned allocator rounds up to a power of two."""
-    return 1 << max(0, math.ceil(layer.whole_bytes + alpha * layer.split_bytes) - 1).bit_length()
+    """Return the host bytes of a layer's block."""
+    return pinned_bytes(layer.whole_bytes + alpha * layer.split_bytes)

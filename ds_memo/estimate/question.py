@@ -5,6 +5,7 @@ none             everything autograd saves                                      
 full_recompute   the input                                                      torch's or Megatron's checkpointing
 full_swap        everything, on the host                                        the paper's ablation
 paper            input and attention output, and alpha of everything else       MEMO as published
+alst             the input, on the host; the MLP in tiles                       ALST's recipe, with DeepSpeed's TiledMLP
 memo             input and attention output, and alpha of the GEMM outputs      this project, solved by ds_memo.solve
 """
 
@@ -28,7 +29,7 @@ from ds_memo.units import GIB
 if TYPE_CHECKING:
     from ds_memo.profile.sample import Profile
 
-METHODS = ("memo", "paper", "full_recompute", "full_swap", "none")
+METHODS = ("memo", "alst", "paper", "full_recompute", "full_swap", "none")
 PLANNED = ("memo", "paper", "full_swap")
 """Methods with a memory plan."""
 OK, OOM, OOHM = "ok", "oom", "oohm"

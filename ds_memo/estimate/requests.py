@@ -21,9 +21,13 @@ _TOKENS = 1 << 14
 """Tokens of a trace: so many that rounding to 512 bytes does not matter."""
 
 
-@lru_cache(maxsize=64)
-def layer_tape(model: Model) -> Tape:
-    """Return a layer's ops."""
+@lru_cache(maxsize=256)
+def layer_tape(model: Model, mlp: Op | None = None) -> Tape:
+    """Return a layer's ops.
+
+    Args:
+        mlp: one op in place of all ops of the MLP or the experts. It reads what they read.
+    """
     hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * model.kv_width
     ops: list[Op] = []
 
@@ -40,25 +44,37 @@ def layer_tape(model: Model) -> Tape:
     attended = norm(model.post_norms, "o_norm", "o")
     ops.append(Op("residual", hidden, (INPUT, attended), adds=True))
     into = norm(model.pre_norms, "norm2", "residual")
+    more, parts = _mlp_or_experts(model, into) if mlp is None else ([replace(mlp, reads=(into,), saves=(into,))], [mlp.name])
+    ops += more
+    parts = [norm(model.post_norms, f"{part}_norm", part) for part in parts]
+    ops.append(Op("output", hidden, ("residual", *parts), adds=True))
+    return Tape(tuple(ops))
+
+
+@lru_cache(maxsize=64)
+def mlp_tape(model: Model) -> Tape:
+    """Return the ops of the MLP or the experts alone, from their input to their output."""
+    ops, parts = _mlp_or_experts(model, INPUT)
+    return Tape((*ops, Op("mlp", 2 * model.hidden, tuple(parts), adds=True)) if len(parts) > 1 else tuple(ops))
+
+
+def _mlp_or_experts(model: Model, into: str) -> tuple[list[Op], list[str]]:
+    """Return the ops, and the names of the outputs that the layer adds to the residual."""
+    hidden, mlp = 2 * model.hidden, []
     experts = _experts(model, into, hidden) if model.experts else []
-    mlp = []
     if not experts or model.shared_ffn:
         mlp = _mlp(model, into, hidden, 2 * (model.shared_ffn if experts else model.ffn))
     if model.shared_gate:
         weighted = ("down", "weight")
         gate = [Op("weight", 2, (into,), (into,), kind="gemm"), Op("weighted_down", hidden, weighted, weighted)]
-        ops += [*mlp, *experts, *gate]
-        mlp = gate
-    else:
-        ops += [*mlp, *experts] if model.shared_first else [*experts, *mlp]
-    parts = [norm(model.post_norms, f"{part[-1].name}_norm", part[-1].name) for part in (experts, mlp) if part]
-    ops.append(Op("output", hidden, ("residual", *parts), adds=True))
-    return Tape(tuple(ops))
+        return [*mlp, *experts, *gate], [experts[-1].name, gate[-1].name]
+    ops = [*mlp, *experts] if model.shared_first else [*experts, *mlp]
+    return ops, [part[-1].name for part in (experts, mlp) if part]
 
 
 def _norm(model: Model, name: str, reads: str, nbytes: float) -> Op:
     """Return a norm. RMSNorm saves float32 values and the factor of its weight; LayerNorm and fused kernels save their input."""
-    if model.fused or not model.rms:
+    if model.fused or model.fused_norms or not model.rms:
         return Op(name, nbytes, (reads,), (reads,))
     if model.float_weights:
         moved: dict[str, Any] = {"moved": 20 * nbytes, "moved_back": 52 * nbytes}
@@ -189,6 +205,28 @@ def working(model: Model, tokens: float, gemms: bool = True, attention: bool = T
         gemms, attention: True if their outputs are kept.
     """
     return Working(*(round(per_token * tokens) for per_token in _working(model, gemms, attention)))
+
+
+@lru_cache(maxsize=256)
+def _tile(model: Model) -> tuple[float, float]:
+    """Return the bytes of a token of a tile: in the MLP's forward, and in its repetition with its backward."""
+    tape, output = mlp_tape(model), 2 * model.hidden
+    return most_alive(tape.forward({INPUT})), output + most_alive(tape.backward({INPUT}))
+
+
+def tiled_working(model: Model, tokens: float) -> Working:
+    """Return the peak bytes of a layer whose MLP is DeepSpeed's TiledMLP, under checkpointing with its input on the host.
+
+    A tile has as many tokens as the hidden states are wide. The forward joins the tiles' outputs. The backward makes the whole
+    gradient of the MLP's input first, then runs tile by tile.
+    """
+    hidden, share = 2 * model.hidden, min(1.0, model.hidden / tokens)
+    there, back = (share * nbytes for nbytes in _tile(model))
+    mlp = Op("mlp", hidden, (INPUT,), temporary=max(hidden, there - hidden), back=back)
+    tape = layer_tape(model, mlp)
+    forward = hidden + most_alive(tape.forward({INPUT}))
+    backward = hidden + most_alive(tape.backward({INPUT}, frees_gradient=True))
+    return Working(round(forward * tokens), round(backward * tokens))
 
 
 def saved_bytes(model: Model, tokens: float) -> float:

@@ -91,18 +91,25 @@ class Tape:
         self._run(memory, self.ops, {*kept, self.ops[-1].name}, (), keeps_inner=False)
         return memory.requests
 
-    def backward(self, given: Collection[str], replays: bool = True) -> list[tuple[str, float | None]]:
+    def backward(
+        self, given: Collection[str], replays: bool = True, frees_gradient: bool = False
+    ) -> list[tuple[str, float | None]]:
         """Return the backward's requests.
 
         Args:
             given: tensors that exist until the layer is over: its input, and what a replay is supplied with.
             replays: True if a replay makes what autograd would have saved; else it exists already and does not count.
+            frees_gradient: True if the gradient of the output dies with its last reader, as under torch's checkpointing, and
+                counts; else it belongs to the caller.
         """
         memory = _Memory()
         savers = Counter(name for op in self.ops for name in op.saves)
         sizes = self._sizes
         holders: Counter[str] = Counter()  # users of a gradient's memory
         gradients = {self.ops[-1].name: GRADIENT}
+        if frees_gradient:
+            memory.malloc(GRADIENT, self.ops[-1].nbytes)
+        holders[GRADIENT] = 1
         pending = replays
         for op in reversed(self.ops):
             gradient = gradients.pop(op.name, None)
@@ -157,9 +164,7 @@ class Tape:
 
 
 def _release(memory: _Memory, holders: Counter[str], gradient: str) -> None:
-    """Remove one user of a gradient, and free it after the last. The gradient of the layer's output belongs to the caller."""
-    if gradient == GRADIENT:
-        return
+    """Remove one user of a gradient, and free it after the last."""
     holders[gradient] -= 1
     if not holders[gradient]:
         memory.free(gradient)

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ds_memo.estimate.model import Model
-from ds_memo.estimate.requests import layer_tape
-from ds_memo.estimate.tape import INPUT, Op
+from ds_memo.estimate.requests import layer_tape, mlp_tape
+from ds_memo.estimate.tape import INPUT, Op, Tape
 
 
 class Traffic(NamedTuple):
@@ -27,7 +27,17 @@ class Traffic(NamedTuple):
 @lru_cache(maxsize=256)
 def traffic(model: Model) -> Traffic:
     """Return the traffic of one layer."""
-    ops = layer_tape(model).ops
+    return _traffic(layer_tape(model), model)
+
+
+@lru_cache(maxsize=256)
+def mlp_traffic(model: Model) -> Traffic:
+    """Return the traffic of a layer's MLP or experts alone."""
+    return _traffic(mlp_tape(model), model)
+
+
+def _traffic(tape: Tape, model: Model) -> Traffic:
+    ops = tape.ops
     sizes = {op.name: op.nbytes for op in ops} | {INPUT: ops[-1].nbytes}
     last = max(i for i, op in enumerate(ops) if op.inner or op.saves)
     there = [_forward(op, sizes) for op in ops]

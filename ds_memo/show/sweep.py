@@ -11,7 +11,7 @@ from ds_memo.units import GIB
 if TYPE_CHECKING:
     from ds_memo.estimate.question import Estimate
 
-COLOURS = ("#4878a8", "#e8a33d", "#5aa469", "#9c6bb0", "#7a7a7a")
+COLOURS = ("#4878a8", "#e8a33d", "#5aa469", "#9c6bb0", "#7a7a7a", "#b5544d")
 
 
 def draw_sweep(found: Sequence[Estimate], form: str) -> bytes:

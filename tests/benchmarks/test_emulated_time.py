@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import emulated_time
 from benchmarks.emulated_process import compiled
 from benchmarks.emulated_time import cost_s
 from ds_memo.estimate import hardware
@@ -22,6 +23,10 @@ about = functools.partial(pytest.approx, abs=1e-4)
 """The host takes some microseconds for each launch."""
 
 
+class Dim3(ctypes.Structure):
+    _fields_ = [(axis, ctypes.c_uint) for axis in "xyz"]
+
+
 class Cuda:
     """Calls of the stand-in; times in seconds."""
 
@@ -30,7 +35,10 @@ class Cuda:
         library.emulated_now.restype = ctypes.c_double
         library.emulated_host_waits.restype = ctypes.c_size_t
         library.emulated_links.argtypes = [ctypes.c_double] * 2
+        library.emulated_floor.argtypes = [ctypes.c_double]
         library.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_double]
+        library.cudaLaunchKernel.argtypes = [ctypes.c_void_p, Dim3, Dim3, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        library.cudaMemsetAsync.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p]
         library.cudaMemcpyAsync.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
         library.cudaStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
         library.cudaEventElapsedTime.argtypes = [ctypes.c_void_p] * 3
@@ -62,6 +70,9 @@ class Cuda:
     def work(self, stream: ctypes.c_void_p, seconds: float) -> None:
         self.library.emulated_work(stream, seconds)
 
+    def launch(self, stream: ctypes.c_void_p) -> None:
+        self.library.cudaLaunchKernel(None, Dim3(1, 1, 1), Dim3(1, 1, 1), None, 0, stream)
+
     def to_host(self, stream: ctypes.c_void_p, nbytes: int, host: ctypes.c_void_p | None = None) -> None:
         self.library.cudaMemcpyAsync(host or self.host, self.device, nbytes, 2, stream)
 
@@ -85,6 +96,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture
 def cuda(library: ctypes.CDLL) -> Iterator[Cuda]:
     yield (found := Cuda(library))
+    library.emulated_floor(0.0)
     library.cudaDeviceSynchronize()
     library.cudaFree(found.device)
 
@@ -150,6 +162,67 @@ def test_a_full_queue_holds_the_host(cuda: Cuda) -> None:
     assert cuda.library.emulated_now() == about(begin + 0.3)
 
 
+FLOOR_S = 1e-4
+
+
+def tiny_kernels_s(cuda: Cuda, kernels: int, seen: bool) -> float:
+    """Return the seconds of kernels that do nearly nothing, queued behind one second of work.
+
+    Args:
+        seen: an op names their time; else they are launched, as Triton's are, and no op shows them.
+    """
+    stream = cuda.stream()
+    cuda.work(stream, 1.0)
+    began = cuda.event(stream)
+    for _ in range(kernels):
+        cuda.library.emulated_op()
+        cuda.launch(stream)
+        if seen:
+            cuda.work(stream, 1e-9)
+    return cuda.between(began, cuda.event(stream))
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["ops", "Triton's"])
+def test_a_step_of_many_tiny_kernels_takes_their_floors(cuda: Cuda, seen: bool) -> None:
+    cuda.library.emulated_floor(FLOOR_S)
+    assert tiny_kernels_s(cuda, 1000, seen) == pytest.approx(1000 * FLOOR_S, rel=1e-3)
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["ops", "Triton's"])
+def test_without_the_floor_such_a_step_is_too_short(cuda: Cuda, seen: bool) -> None:
+    assert tiny_kernels_s(cuda, 1000, seen) < 0.02 * 1000 * FLOOR_S
+
+
+def test_an_op_takes_its_time_or_the_floors_of_its_kernels(cuda: Cuda) -> None:
+    cuda.library.emulated_floor(FLOOR_S)
+    stream = cuda.stream()
+
+    def op_s(seconds: float, kernels: int) -> float:
+        cuda.work(stream, 1.0)
+        began = cuda.event(stream)
+        cuda.library.emulated_op()
+        for _ in range(kernels):
+            cuda.launch(stream)
+        cuda.work(stream, seconds)
+        return cuda.between(began, cuda.event(stream))
+
+    close = functools.partial(pytest.approx, abs=1e-6)
+    assert op_s(10 * FLOOR_S, 3) == close(10 * FLOOR_S)
+    assert op_s(FLOOR_S / 2, 3) == close(3 * FLOOR_S)
+    assert op_s(FLOOR_S / 2, 0) == close(FLOOR_S)  # a GEMM, whose launch the emulator does not see
+    assert op_s(10 * FLOOR_S, 0) == close(10 * FLOOR_S)
+
+
+def test_what_is_set_or_copied_on_the_device_is_a_kernel(cuda: Cuda) -> None:
+    cuda.library.emulated_floor(FLOOR_S)
+    stream = cuda.stream()
+    cuda.work(stream, 1.0)
+    began = cuda.event(stream)
+    cuda.library.cudaMemsetAsync(cuda.device, 0, GB, stream)
+    cuda.library.cudaMemcpyAsync(cuda.device, cuda.device, GB, 3, stream)
+    assert cuda.between(began, cuda.event(stream)) == pytest.approx(2 * FLOOR_S, rel=1e-3)
+
+
 # ---- costs
 
 
@@ -181,6 +254,51 @@ def test_kernels_cost_their_flops_or_their_bytes() -> None:
     assert seen["clone"] == pytest.approx(2 * nbytes * moved) and seen["add"] == pytest.approx(3 * nbytes * moved)
     assert seen["empty"] == seen["t"] == seen["slice"] == 0
     assert copied == 0  # over the link, which is the emulator's matter
+
+
+ROWS, WIDE = 1024, 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_of_products_costs_its_flops_and_the_bytes_of_the_sum(dtype: torch.dtype) -> None:
+    machine, aten = hardware.load("h200"), torch.ops.aten
+    with FakeTensorMode():
+        dy, x = (torch.empty(ROWS, WIDE, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        total = torch.empty(WIDE, WIDE, dtype=dtype, device="cuda")
+        added, batches = (total, dy.t(), x), [t.unsqueeze(0) for t in (total, dy.t(), x)]
+        calls = [(aten.addmm.out, added), (aten.addmm_.default, added), (aten.baddbmm_.default, batches)]
+        calls += [(aten.addmm.dtype_out, (*added, dtype)), (aten.addmm.dtype, (*added, dtype))]
+        found = {str(op): cost_s(op, args, {}, args[0], machine) for op, args in calls}
+    flops_s = 2 * ROWS * WIDE * WIDE / (machine.peak * machine.gemm_efficiency)
+    nbytes = 2 * dtype.itemsize * WIDE * WIDE  # read and written
+    moved_s = nbytes / (machine.device_bandwidth * machine.device_bandwidth_efficiency)
+    assert moved_s > 0.1 * flops_s  # it would not go unnoticed
+    assert found == dict.fromkeys(found, pytest.approx(flops_s + moved_s))
+
+
+def test_pytorchs_own_count_of_flops_lacks_such_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: by it alone a sum in place takes its bytes and no FLOPs, and one with an out_dtype is an error."""
+    monkeypatch.setattr(emulated_time, "_PRODUCTS", {})
+    with FakeTensorMode(), Priced() as priced:
+        x = torch.empty(ROWS, WIDE, dtype=torch.bfloat16, device="cuda")
+        total = torch.empty(WIDE, WIDE, dtype=torch.bfloat16, device="cuda")
+        total.addmm_(x.t(), x)
+        machine = priced.machine
+        assert priced.seconds["addmm_"] < 0.5 * 2 * ROWS * WIDE * WIDE / (machine.peak * machine.gemm_efficiency)
+        with pytest.raises(TypeError, match="out_shape"):
+            torch.ops.aten.addmm.dtype(total, x.t(), x, torch.float32)
+
+
+def test_a_bias_has_no_bytes_and_a_sum_that_is_not_read_neither() -> None:
+    with FakeTensorMode(), Priced() as priced:
+        x = torch.empty(ROWS, WIDE, dtype=torch.bfloat16, device="cuda")
+        weight = torch.empty(WIDE, WIDE, dtype=torch.bfloat16, device="cuda")
+        torch.addmm(torch.empty(WIDE, dtype=torch.bfloat16, device="cuda"), x, weight)
+        biased = priced.seconds["addmm"]
+        torch.addmm(x, x, weight, beta=0)
+        unread = priced.seconds["addmm"]
+        x @ weight
+    assert biased == unread == priced.seconds["mm"]
 
 
 @pytest.mark.parametrize("causal, kv_heads", [(True, 4), (False, 4), (True, 1)])

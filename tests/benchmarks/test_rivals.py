@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from deepspeed.runtime.sequence_parallel import ulysses_sp
 
 from benchmarks import paper_memo, workloads
 from benchmarks.noise import distance
@@ -57,6 +58,69 @@ def test_the_papers_memo_at_every_alpha(alpha, workload, stock):
         got_loss, got = trainer.gradients(installed)
     assert torch.equal(got_loss, loss)
     assert max(distance(got, want).values()) <= FP32
+
+
+def tile_calls(installed, trainer):
+    """Return the rows of every call of the first layer's MLP in a step."""
+    rows, (first, *_) = [], (module for module in trainer.model.modules() if type(module).__name__.endswith("MLP"))
+    inner = next(child for child in first.children() if isinstance(child, torch.nn.Linear))
+    hook = inner.register_forward_pre_hook(lambda _, given: rows.append(given[0].shape[-2]))
+    trainer.gradients(installed)
+    hook.remove()
+    return rows
+
+
+@pytest.mark.parametrize("length, tiles", [(32, [32]), (48, [24, 24]), (65, [22, 22, 21])])
+@pytest.mark.parametrize("workload", ["gpt7b", "llama8b"])
+def test_alst_has_the_recipes_tiles(workload, length, tiles, stock):
+    """ceil(tokens / hidden) of them, in the forward, in the recomputation and once more in TiledMLP's own backward."""
+    shape, trainer, _, _ = stock(workload)
+    trainer = Trainer(trainer.model, workloads.batch(shape, length, CPU))
+    assert shape.size.hidden == 32
+    with RIVALS["alst"].on(trainer.model, budget(shape)) as installed:
+        assert tile_calls(installed, trainer) == 3 * tiles
+    assert tile_calls(Installed(), trainer) == [length]
+
+
+def test_alst_has_every_norm_as_one_kernel(stock, monkeypatch):
+    """Two norms of each of four layers, in the forward and in the recomputation, and the last one."""
+    shape, trainer, _, _ = stock("llama8b")
+    calls, kernel = [], torch.nn.functional.rms_norm
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, *more: calls.append(x.shape) or kernel(x, *more))
+    with RIVALS["alst"].on(trainer.model, budget(shape)) as installed:
+        trainer.gradients(installed)
+    assert len(calls) == 4 * 2 * 2 + 1
+    trainer.gradients(Installed())
+    assert len(calls) == 4 * 2 * 2 + 1
+
+
+@pytest.mark.parametrize("tiles", [4, 64])
+def test_alst_sums_the_gradients_of_its_tiles_in_the_parameters_dtype(tiles):
+    """Why Rival.own_rounding: in bf16 every tile rounds the sum once more. It is what 64 tiles lose; one GEMM loses far less."""
+    model = workloads.build(dataclasses.replace(workloads.shapes(CPU)["llama8b"], layers=1), CPU).bfloat16()
+    mlp, generator = model.model.layers[0].mlp, torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(1, tiles * 32, 32, generator=generator).bfloat16() for _ in range(2))
+
+    def weights_gradient(module, dtype):
+        module.to(dtype).zero_grad()
+        module(x.to(dtype).requires_grad_()).backward(dy.to(dtype))
+        return {name: p.grad.clone() for name, p in module.named_parameters()}
+
+    exact, whole = (weights_gradient(mlp, dtype) for dtype in (torch.float64, torch.bfloat16))
+    with RIVALS["alst"].on(model, Budget(CPU, 1 << 27)):
+        tiled = weights_gradient(mlp, torch.bfloat16)
+    one_gemm, sums = (max(distance(got, exact).values()) for got in (whole, tiled))
+    assert one_gemm < sums <= one_gemm + RIVALS["alst"].own_rounding
+
+
+def test_a_tile_in_the_wrong_place_shows(stock, monkeypatch):
+    """The negative control: TiledMLP's backward takes the gradients of rows beside its own."""
+    shape, trainer, _, want = stock("llama8b")
+    back = ulysses_sp.TiledMLP.backward
+    monkeypatch.setattr(ulysses_sp.TiledMLP, "backward", staticmethod(lambda ctx, grad: back(ctx, grad.roll(1, 1))))
+    with RIVALS["alst"].on(trainer.model, budget(shape)) as installed:
+        _, got = trainer.gradients(installed)
+    assert max(distance(got, want).values()) > 100 * FP32
 
 
 def test_the_papers_memo_stores_sixteen_units_of_a_gpt_layer(stock, monkeypatch):

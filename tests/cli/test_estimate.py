@@ -22,7 +22,7 @@ def answer(capsys, *words: str, base=BASE) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("method", ["memo", "paper", "full_recompute", "full_swap", "none"])
+@pytest.mark.parametrize("method", ["memo", "alst", "paper", "full_recompute", "full_swap", "none"])
 def test_json_has_what_was_promised(capsys, method):
     got = answer(capsys, "--seq-length", "16384", "--method", method)
     assert {"status", "mfu", "tgs", "step_s", "alpha", "resident_layers", "binding", "device_gib", "host_gib", "parts"} <= set(
@@ -147,7 +147,8 @@ def test_a_sweep_as_table_csv_and_picture(capsys, tmp_path):
     assert cli.main([*BASE, "--sweep", "64K:256K", "--compare", "-o", str(table)]) == 0
     assert "full_recompute (no plan)" in capsys.readouterr().out
     rows = list(csv.DictReader(table.open()))
-    assert len(rows) == 15 and {row["method"] for row in rows} == {"memo", "paper", "full_recompute", "full_swap", "none"}
+    assert len(rows) == 18
+    assert {row["method"] for row in rows} == {"memo", "alst", "paper", "full_recompute", "full_swap", "none"}
     for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         picture = tmp_path / f"sweep{suffix}"
         assert cli.main([*BASE, "--sweep", "64K,128K", "-o", str(picture)]) == 0

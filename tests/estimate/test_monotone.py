@@ -36,7 +36,7 @@ questions = st.builds(
     gpus=st.sampled_from([4, 8, 16, 64]),
     seq_length=st.integers(4, 4096).map(lambda k: k * 1024),
     batch=st.sampled_from([1, 16]),
-    method=st.sampled_from(["memo", "full_recompute", "full_swap", "none"]),
+    method=st.sampled_from(["memo", "alst", "full_recompute", "full_swap", "none"]),
 )
 factors = st.floats(1.0, 8.0)
 EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
