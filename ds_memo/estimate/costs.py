@@ -263,7 +263,7 @@ class Costs:
             replay_s=max(replay_s, self.gather_s) + wide / self.hardware.h2d,
             gemm_s=0.0,
             attention_s=seconds.attention,
-            plain_bytes=0,
+            no_recompute_bytes=0,
             working=requests.tiled_working(model, self.tokens),
         )
 
