@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from multiprocessing.context import BaseContext
 
+from ds_memo.compiled import Unavailable
 from ds_memo.plan import native
 
 PRELOADED = ["torch", "torch._dynamo", "deepspeed", "transformers", "transformers.models.llama.modeling_llama"]
@@ -27,7 +28,7 @@ rank more than a second."""
 def make_haste() -> None:
     """Measure bandwidths for a shorter time, compile the exact search before any test keeps a time limit, and freeze imported
     objects (half a million, 0.3 s per garbage collection)."""
-    with suppress(native.Unavailable):
+    with suppress(Unavailable):
         native.load()
     if "torch" in sys.modules:
         from ds_memo.profile import bandwidth
