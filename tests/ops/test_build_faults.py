@@ -18,7 +18,7 @@ from tests.models import Batch, build, step
 from tests.ops.compiling import NOT_TRUSTED, lacks, plant, stand_in
 from tests.processes import forked
 
-pytestmark = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
+pytestmark = [pytest.mark.skipif(bool(lacks()), reason=str(lacks())), pytest.mark.processes]
 STEPS = 4
 
 
