@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from ds_memo.remat.functions import keep_whole
+from ds_memo.tiles.attention_call import catch_from
 
 _OBSERVED = {"flash_attn.flash_attn_interface", "flash_attn_interface"}
 """Modules whose functions call custom ops, which ds_memo.remat.op_policy saves by name."""
@@ -19,6 +20,12 @@ def keep_unobserved_attention() -> None:
     """Make Transformers, if imported, call unobserved attention through :func:`keep_whole`. Outside of memo nothing changes."""
     _replace(sys.modules.get("transformers.integrations.flex_attention"), "compile_friendly_flex_attention", keep_whole)
     _replace(sys.modules.get("transformers.modeling_flash_attention_utils"), "lazy_import_flash_attention", _keeping)
+
+
+def catch_attention() -> None:
+    """Let tiles be cut where a layer calls an attention function of Transformers."""
+    if (modeling := sys.modules.get("transformers.modeling_utils")) is not None:
+        catch_from(modeling.AttentionInterface)
 
 
 def wrap_attention(name: str, around: Callable[[Any], Any]) -> Any:

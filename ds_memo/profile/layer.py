@@ -135,9 +135,9 @@ class _Watched(SwapEngine):
         self.replays: list[tuple[Any, Any]] = []
         self._began: Any = None
 
-    def bring_back(self, frame: Frame) -> None:
+    def bring_back(self, frame: Frame, then: Frame | None = None) -> None:
         self._began = now(self.device)
-        super().bring_back(frame)
+        super().bring_back(frame, then)
 
     def replayed(self, frame: Frame) -> None:
         super().replayed(frame)

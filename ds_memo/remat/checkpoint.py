@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +56,15 @@ class Policy(Protocol):
 
     def has_room(self, nbytes: int) -> bool:
         """Return True if the host has room for `nbytes` of one layer call. If not, the call is fully recomputed."""
+
+
+class Tiler(Protocol):
+    """Runs layer calls in tiles of tokens."""
+
+    def prepare(
+        self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement
+    ) -> Callable[[], Any] | None:
+        """Return a function that runs ``fn(*args, **kwargs)`` in tiles; None: the call runs whole."""
 
 
 class Layer:
@@ -112,6 +121,7 @@ class Remat:
         warn: warns the user.
         attention: the "memo" section's field. "cudnn" and "flash" are enforced here; flash-attn packages are the model's to call.
         observers: told which layer runs, in this order.
+        tiler: None: layers run whole.
     """
 
     def __init__(
@@ -121,6 +131,7 @@ class Remat:
         warn: Callable[[str], None],
         attention: str | None,
         observers: Sequence[LayerObserver] = (),
+        tiler: Tiler | None = None,
     ) -> None:
         self.engine = engine
         self.policy = policy
@@ -130,6 +141,7 @@ class Remat:
         keep_dynamo_out()
         self._sdpa = SDPA.get(attention)
         self._attention = attention
+        self._tiler = tiler
         self._warned: set[tuple[type | None, str]] = set()
 
     def run(self, layer: Layer, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -169,21 +181,27 @@ class Remat:
                 "no part in it. Leave that checkpoint out, or call ds_memo.checkpoint or deepspeed.checkpointing.checkpoint"
             )
             return fn(*args, **kwargs)
-        lifted = lift_keywords(fn, args, kwargs)
-        if self._sdpa is not None:
-            fn, replay = (functools.partial(self._with_sdpa, layer, run) for run in (lifted.fn, lifted.replay))
-            lifted = lifted._replace(fn=fn, replay=replay)
         placement = self.policy.placement(layer)
         recomputes = placement.kind is not PlacementKind.NO_RECOMPUTE
+        if recomputes and self._tiler is not None:
+            tiled = self._tiler.prepare(self, layer, fn, args, kwargs, placement)
+            if tiled is not None:
+                return self._observed(layer, tiled)
+        lifted = lift_keywords(fn, args, kwargs)
+        if self._sdpa is not None:
+            fn, replay = (functools.partial(self.with_kernel, layer, run) for run in (lifted.fn, lifted.replay))
+            lifted = lifted._replace(fn=fn, replay=replay)
         if not (recomputes or placement.empty_frame):
             return lifted.fn(*lifted.args)
+        run = self._run_checkpointed if recomputes else self._run_with_empty_frame
+        return self._observed(layer, functools.partial(run, layer, placement, lifted, preserve_rng_state))
+
+    def _observed(self, layer: Layer, run: Callable[[], Any]) -> Any:
+        """Call `run`, and notify the observers of its begin and end."""
         for observer in self.observers:
             observer.layer_begins(layer.index)
         try:
-            if recomputes:
-                out = self._run_checkpointed(layer, placement, lifted, preserve_rng_state)
-            else:
-                out = self._run_with_empty_frame(layer, placement, lifted)
+            out = run()
         except BaseException:
             for observer in self.observers:
                 observer.interrupted()
@@ -232,7 +250,7 @@ class Remat:
                 call.about_to_change(tensor)
         return out
 
-    def _run_with_empty_frame(self, layer: Layer, placement: Placement, lifted: Lifted) -> Any:
+    def _run_with_empty_frame(self, layer: Layer, placement: Placement, lifted: Lifted, _: bool) -> Any:
         """Call a layer without recompute. With its empty frame, swapped frames below move as below a resident layer."""
         frame = self.engine.begin(layer.name, placement)
         try:
@@ -301,11 +319,18 @@ class Remat:
                 self._warned.add((type(module), reason))
                 self.warn(f"layer {layer.name}: {reason}.")
 
-    def _with_sdpa(self, layer: Layer, fn: Callable[..., Any], *args: Any) -> Any:
-        with sdpa_kernel(self._sdpa):
+    def with_kernel(self, layer: Layer, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call ``fn(*args)`` with the attention kernel that memo.attention names.
+
+        Raises:
+            MemoError: PyTorch has no such kernel for this call.
+        """
+        with sdpa_kernel(self._sdpa) if self._sdpa is not None else nullcontext():
             try:
                 return fn(*args)
             except RuntimeError as error:
+                if self._sdpa is None:
+                    raise
                 if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
                     raise
                 raise MemoError(

@@ -24,7 +24,7 @@ from ds_memo.autotune.probe_forward import TrainingPass
 from ds_memo.autotune.tuner import Tuner
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError, MemoWarning
-from ds_memo.hf.attention import keep_unobserved_attention
+from ds_memo.hf.attention import catch_attention, keep_unobserved_attention
 from ds_memo.layer_observer import LayerObserver
 from ds_memo.memory.device import device_usage
 from ds_memo.memory.host import budget_bytes, ranks_on_node
@@ -46,6 +46,7 @@ from ds_memo.swap.host_budget import promised_bytes, shared_pool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import memlock_binds
 from ds_memo.swap.streams import streams_for
+from ds_memo.tiles.tiling import Tiling
 from ds_memo.units import GIB
 
 
@@ -129,7 +130,9 @@ class Session:
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
         )
         self.policy = PlacementPolicy(config, self.layers, self.slab, self.warn)
-        self.remat = Remat(self.engine, self.policy, self.warn, config.attention, (*ties.observers, self.addresses))
+        self.tiling = Tiling(config.tile_tokens, config.head_groups) if config.tile_tokens else None
+        observers = (*ties.observers, self.addresses)
+        self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling)
         self.tuner = None
         if not self.policy.fixed:
             self.tuner = Tuner(config, self.remat, self.addresses, self.warn, ties.of_engine, ties.before_probe)
@@ -137,6 +140,7 @@ class Session:
             self._patches.layer(module, functools.partial(self.remat.run, layer))
         self._patches.model(model, self.run)
         keep_unobserved_attention()
+        catch_attention()
         for name, module in layers[:1]:
             self._patches.before_forward(module, conflicts.MaskWatch(name, self.warn))
         self._patches.before_forward(model, self._forward_begins)
@@ -329,6 +333,7 @@ class Session:
             step_s=step_s,
             tokens_per_s=tokens_per_s,
             mfu=model_flops_utilization(self._model(), self._hidden_shape(), tokens_per_s, self.engine.device),
+            tiles=self.tiling.report() if self.tiling else None,
             profile=self.tuner.report() if self.tuner else None,
             plan=self.addresses.report(),
             warnings=list(self.warnings),

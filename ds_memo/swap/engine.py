@@ -99,8 +99,7 @@ class SwapEngine:
         self._drain()
         while self._stack and self._stack[-1]() is None:  # from earlier steps, or from dropped graphs
             self._stack.pop()
-        while len(self._leaving) >= 2:
-            self._let_go(self._leaving.popleft()())
+        self.let_go_but(1)
         self.traffic.frames += 1
         return Frame(name, placement, self.traffic.frames, self._defer)
 
@@ -152,6 +151,11 @@ class SwapEngine:
         self._stack.append(weakref.ref(frame))
         self._leaving.append(weakref.ref(frame))
 
+    def let_go_but(self, frames: int) -> None:
+        """Free the device memory of all but the latest frames on their way out; compute waits for their copies."""
+        while len(self._leaving) > frames:
+            self._let_go(self._leaving.popleft()())
+
     def abort(self, frame: Frame) -> None:
         """Drop a frame once its copies are over: its layer raised, or it has no backward."""
         self._unsent = None
@@ -162,8 +166,11 @@ class SwapEngine:
 
     # ---- backward
 
-    def bring_back(self, frame: Frame) -> None:
+    def bring_back(self, frame: Frame, then: Frame | None = None) -> None:
         """Make a frame ready for its replay, and issue the reload of the frame below it.
+
+        Args:
+            then: the frame to reload instead, if this backward will ask for `frame` once more.
 
         Raises:
             MemoError: the engine is closed, the layer's forward is not over, a kept tensor was changed in place, or the device
@@ -180,7 +187,7 @@ class SwapEngine:
         while self._leaving:
             self._let_go(self._leaving.popleft()())
         self._let_go(frame)  # it is still there only if its tensors were changed in place: the error is raised again
-        below = self._next_below(frame)
+        below = then or self._next_below(frame)
         if (ahead := self._ahead()) is not frame and ahead is not below:
             self._send_away(ahead)
         if frame.resident:
@@ -196,7 +203,7 @@ class SwapEngine:
             self.traffic.frames_prefetched += 1
             self._reload(below)
             self._ahead = weakref.ref(below)
-        frame.replays += 1
+        frame.replays += then is None
 
     def replayed(self, frame: Frame) -> None:
         """Close the replay. From here on the buffer lives as long as the replayed tensors that refer to it."""

@@ -1,0 +1,167 @@
+"""The attention function of a layer: where tiles are cut, and how it is called for all tokens at once.
+
+It is caught at the function, not at the kernel: below it Ulysses' all-to-all, the unpadding of packed sequences and the
+repetition of key-value heads have already run, and they need all tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ds_memo.tiles.spans import Span, new_whole, part
+
+
+class CannotTile(Exception):
+    """A layer cannot run tile by tile. The message says why, for the user."""
+
+
+class AttentionCall:
+    """An attention function and its arguments, as a layer calls it.
+
+    Args:
+        fn: Transformers' attention function, or F.scaled_dot_product_attention.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        self.fn = fn
+        self.leaves, self.spec = tree_flatten((args, kwargs))
+
+    def run(self, leaves: list[Any]) -> Any:
+        """Call the function with other leaves in the place of its own."""
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return self.fn(*args, **kwargs)
+
+
+class _Reached(BaseException):
+    """Ends a layer's forward where attention begins. No `except Exception` of the layer takes it."""
+
+
+class _Thread(threading.local):
+    handler: Callable[[AttentionCall], Any] | None = None
+
+
+_thread = _Thread()
+
+
+def run_to_attention(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> AttentionCall:
+    """Run a layer's forward until it calls attention, and return that call.
+
+    Raises:
+        CannotTile: it calls none that can be caught.
+    """
+    reached: list[AttentionCall] = []
+
+    def stop(call: AttentionCall) -> Any:
+        reached.append(call)
+        raise _Reached
+
+    with _catching(stop):
+        try:
+            forward(*args, **kwargs)
+        except _Reached:
+            return reached[0]
+    raise CannotTile("it calls neither one of Transformers' attention functions nor F.scaled_dot_product_attention")
+
+
+def run_with_attention(
+    forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], supply: Callable[[AttentionCall], Any]
+) -> Any:
+    """Run a layer's forward with ``supply(call)`` as the result of its attention.
+
+    Raises:
+        CannotTile: it calls attention twice.
+    """
+    calls = 0
+
+    def once(call: AttentionCall) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise CannotTile("it calls attention more than once")
+        return supply(call)
+
+    with _catching(once):
+        return forward(*args, **kwargs)
+
+
+@contextmanager
+def _catching(handler: Callable[[AttentionCall], Any]) -> Iterator[None]:
+    before, _thread.handler = _thread.handler, handler
+    try:
+        with _CatchSdpa():
+            yield
+    finally:
+        _thread.handler = before
+
+
+def _caught(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    handler, _thread.handler = _thread.handler, None
+    try:
+        return handler(AttentionCall(fn, args, kwargs)) if handler else fn(*args, **kwargs)
+    finally:
+        _thread.handler = handler
+
+
+class _CatchSdpa(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _caught(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def catch_from(table: Any) -> None:
+    """Have a class of tables of attention functions (Transformers') give tiles functions that are caught.
+
+    Elsewhere nothing changes.
+    """
+    lookup = table.__getitem__
+
+    def __getitem__(self: Any, name: str) -> Any:
+        function = lookup(self, name)
+        if _thread.handler is None:
+            return function
+        return lambda *args, **kwargs: _caught(function, args, kwargs)
+
+    table.__getitem__ = __getitem__
+
+
+class Gathered:
+    """Attention's arguments for all tokens, put together from the tiles' calls.
+
+    Args:
+        dims: by leaf, the dimension of its tokens, or None.
+        batch, length: of the whole.
+    """
+
+    def __init__(self, dims: Sequence[int | None], batch: int, length: int) -> None:
+        self._dims = dims
+        self._size = batch, length
+        self.call: AttentionCall | None = None
+        self.leaves: list[Any] = []
+
+    def add(self, span: Span, call: AttentionCall, wholes: dict[int, torch.Tensor]) -> None:
+        """Take what one tile gives to attention.
+
+        Args:
+            wholes: by the id of each argument of the tile that was cut, what it was cut from.
+        """
+        if self.call is None:
+            self.call = call
+            self.leaves = [
+                leaf if dim is None else wholes[id(leaf)] if id(leaf) in wholes else new_whole(leaf.detach(), *self._size, dim)
+                for leaf, dim in zip(call.leaves, self._dims, strict=True)
+            ]
+        for whole, leaf, dim in zip(self.leaves, call.leaves, self._dims, strict=True):
+            if dim is not None and id(leaf) not in wholes:
+                part(whole, span, dim).copy_(leaf.detach())
+        call.leaves = []  # they hold the tile's graph

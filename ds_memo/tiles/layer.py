@@ -1,0 +1,538 @@
+"""A layer that runs in tiles of tokens, forward and backward, as one autograd function.
+
+    forward   head of each tile: q, k, v ─► attention over all tokens ─► tail of each tile: the output
+    backward  whole run of each tile, last first: q, k, v again, and the tail's backward: d(attention's output), a part of d(x)
+              attention's backward, a group of heads at a time; its gradients overwrite q, k, v
+              head of each tile, last first: its backward, the rest of d(x)
+
+Frames: one for each tile (its hidden states, what routers chose, and if the tile is stored all GEMM outputs), one for attention
+(its output and log-sum-exp). The backward asks for attention's first, then twice for each tile's.
+
+Parameters are arguments of the function, and tiles see aliases of them: hooks of a parameter see one gradient per backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_memo.errors import MemoError
+from ds_memo.placement import GEMMS_RECOMPUTED, UNDECIDED, Placement
+from ds_memo.remat.analyse import Analyse
+from ds_memo.remat.call import Call, storage_of, tensor_leaves
+from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.inputs import DeviceInput
+from ds_memo.remat.random_states import forked
+from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp, make_recipe
+from ds_memo.remat.record import Record
+from ds_memo.remat.replay import Replay
+from ds_memo.swap.frame import Frame, Kept, Layout
+from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
+from ds_memo.tiles.gradient_owner import is_owned
+from ds_memo.tiles.heads import Heads
+from ds_memo.tiles.modes import RecordHead, RecordTail, SupplyHeads, may_split_heads
+from ds_memo.tiles.probe import Shapes
+from ds_memo.tiles.recipes import TileRecipe, analyse
+from ds_memo.tiles.spans import Arguments, Span, hidden_states, new_whole, part
+from ds_memo.tiles.weight_gradients import GradientSums
+
+
+@dataclass
+class Tile:
+    """One tile of a call."""
+
+    span: Span
+    call: Call
+    recipe: TileRecipe
+    seed: int | None
+    """Of the tile's random numbers; None: it draws none."""
+    followed: bool = False
+    """True if the head did what the recipe says."""
+
+    def hidden(self) -> torch.Tensor:
+        """Return its hidden states from its frame, as a leaf."""
+        return self.call.frame.tensor(self.call.recipe.inputs[0]).detach().requires_grad_()
+
+    def up_to_attention(self) -> Call:
+        """Return a call like the tile's, which ends at attention."""
+        call = copy.copy(self.call)
+        call.recipe = self.recipe.up_to_attention(call.recipe) if self.followed else replace(call.recipe, ops=[])
+        return call
+
+
+@dataclass(frozen=True)
+class AttentionRecipe:
+    """What attention's frame keeps."""
+
+    recipe: Recipe
+    result: Kept | tuple[int, tuple[int, ...], tuple[int, ...], int]
+    """Attention's result: kept by itself, or a view of a kept op's output (index, shape, stride, offset from its begin)."""
+
+
+class TiledLayer:
+    """A layer that runs in tiles, and the recipes of its calls.
+
+    Args:
+        shapes: from its probe.
+        head_groups: into how many groups of key-value heads attention's backward is divided.
+    """
+
+    def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes, head_groups: int) -> None:
+        self.layer = layer
+        self.shapes = shapes
+        self.head_groups = head_groups
+        self.recipes: dict[Any, TileRecipe] = {}
+        self.attention_recipes: dict[Any, AttentionRecipe] = {}
+        self.alphas: dict[Any, float] = {}
+        """By key of the call: alpha where the policy leaves it open until sizes are known."""
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None  # it is running
+        return module
+
+
+class TiledCall:
+    """One call of a tiled layer. It lives as long as its graph, and so do its frames.
+
+    Args:
+        forward: the layer's own.
+        args, kwargs: of the call.
+        spans: its tiles.
+        placement: its alpha is the share of tiles that are stored.
+    """
+
+    def __init__(
+        self,
+        tiled: TiledLayer,
+        forward: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        spans: Sequence[Span],
+        placement: Placement,
+        remat: Remat,
+    ) -> None:
+        self._tiled = tiled
+        self._shapes = tiled.shapes
+        self._spans = spans
+        self._placement = placement
+        self._remat = remat
+        self._engine = remat.engine
+        self._forward = forward
+        self._arguments = Arguments(args, kwargs)
+        self._hidden: torch.Tensor | None = hidden_states(args, kwargs)
+        self._parameters = [parameter for parameter in tiled.module.parameters() if parameter.requires_grad]
+        self._tiles: list[Tile] = []
+        self._attention: Call | None = None
+        self._result: Kept | tuple[Any, ...] | None = None
+        self._device_inputs = [DeviceInput(tiled.layer.name, tensor) for tensor in self._arguments.tensors]
+        self._autocast = _autocast_now()
+        self._seed = int(torch.randint(1 << 62, ())) if tiled.shapes.draws else None
+
+    def run(self) -> Any:
+        """Run the layer; return what it returns."""
+        hidden, self._hidden = self._hidden, None
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: self, _hand_over):
+            output = _Tiled.apply(self, hidden, *self._parameters)
+        return self._shapes.output.of(output)
+
+    # ---- forward
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output (b, s, h)."""
+        recipes = self._recipes(hidden)
+        self._place(hidden, recipes)
+        try:
+            with torch.enable_grad(), _dropping(), self._aliased():
+                gathered = self._heads(hidden, recipes)
+                result = self._attend(gathered)
+                del gathered
+                output = self._tails(hidden, result)
+            self._engine.end(self._attention.frame)
+            self._describe(hidden)
+        except BaseException:
+            for call in (*(tile.call for tile in self._tiles), self._attention):
+                if call is not None and call.frame.state == "recording":
+                    self._engine.abort(call.frame)
+            raise
+        return output
+
+    def _recipes(self, hidden: torch.Tensor) -> dict[tuple[int, int], TileRecipe]:
+        """Return the recipes by the tiles' sizes, after analysing sizes that are new."""
+        module, found = self._tiled.module, {}
+        trained = tuple(parameter.requires_grad for parameter in module.parameters())
+        for span in self._spans:
+            if span.size in found:
+                continue
+            key = span.size, hidden.dtype, trained, module.training, self._autocast
+            recipe = self._tiled.recipes.get(key)
+            if recipe is None:
+                x = part(hidden.detach(), span, 1).clone().requires_grad_()
+                args, kwargs, _ = self._arguments.tile(x, span)
+                call = Call(self._tiled.layer.index, (), self._engine, None, None, self._remat.work)
+                recipe = self._tiled.recipes[key] = analyse(call, module, self._forward, (args, kwargs), span, self._shapes)
+            found[span.size] = recipe
+        return found
+
+    def _place(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], TileRecipe]) -> None:
+        """Settle the share of tiles that are stored, and stay on the device if the host has no room."""
+        of_tiles = [recipes[span.size] for span in self._spans]
+        whole = sum(recipe.recomputed.layout.host_bytes for recipe in of_tiles) + self._attention_bytes(hidden)
+        if self._placement.alpha is UNDECIDED:
+            key = hidden.shape, self._placement
+            if key not in self._tiled.alphas:
+                split = sum(recipe.stored.layout.host_bytes - recipe.recomputed.layout.host_bytes for recipe in of_tiles)
+                self._tiled.alphas[key] = self._remat.policy.alpha(self._tiled.layer, whole, split)
+            self._placement = replace(self._placement, alpha=self._tiled.alphas[key])
+        stored = stored_tiles(len(of_tiles), self._placement.decided_alpha)
+        needs = whole + sum(of_tiles[i].stored.layout.host_bytes - of_tiles[i].recomputed.layout.host_bytes for i in stored)
+        if not (self._placement.kind.on_device or self._remat.policy.has_room(needs)):
+            self._placement = GEMMS_RECOMPUTED
+
+    def _attention_bytes(self, hidden: torch.Tensor) -> int:
+        """Return about how many bytes attention's frame keeps."""
+        tokens = hidden.shape[0] * hidden.shape[1]
+        per_token = math.prod(self._shapes.result.shape) // self._shapes.result.shape[self._shapes.result.dim]
+        return tokens * per_token * hidden.dtype.itemsize
+
+    def _describe(self, hidden: torch.Tensor) -> None:
+        """Show the layer's report what this call keeps: the bytes of all its frames, and the shape of its input."""
+        frames = [*(tile.call.frame for tile in self._tiles), self._attention.frame]
+        layout = Layout([kept for frame in frames for kept in frame.layout.kept])
+        recipe = self._attention.recipe
+        self._tiled.layer.latest = replace(recipe, layout=layout, inputs=[Layout().add(hidden)])
+
+    def _heads(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], TileRecipe]) -> Gathered:
+        gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
+        all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
+        for number, span in enumerate(self._spans):
+            of_size = recipes[span.size]
+            recipe = of_size.stored if number in all_stored else of_size.recomputed
+            frame = self._engine.begin(f"{self._tiled.layer.name}, tile {number}", self._placement)
+            call = Call(self._tiled.layer.index, (), self._engine, frame, recipe, self._remat.work)
+            tile = Tile(span, call, of_size, None if self._seed is None else self._seed + number)
+            self._tiles.append(tile)
+            self._engine.adopt(frame, recipe.layout)
+            x = part(hidden, span, 1).detach()
+            self._engine.keep(frame, recipe.inputs[0], x)
+            args, kwargs, wholes = self._arguments.tile(x.requires_grad_(), span)
+            with self._seeded(tile.seed), RecordHead(call, len(of_size.head)) as mode:
+                reached = run_to_attention(self._forward, args, kwargs)
+            tile.followed = mode.followed
+            gathered.add(span, reached, wholes)
+            self._remat.work.gemm_flops += recipe.gemm_flops
+        return gathered
+
+    def _attend(self, gathered: Gathered) -> torch.Tensor:
+        """Run attention for all tokens, keep what its backward needs, and return its output."""
+        tiled, leaves = self._tiled, list(gathered.leaves)
+        for index in self._shapes.differentiable:
+            leaves[index] = leaves[index].detach().requires_grad_()
+        key = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)), tiled.module.training
+        known = tiled.attention_recipes.get(key)
+        frame = self._engine.begin(f"{tiled.layer.name}, attention", self._placement)
+        call = self._attention = Call(
+            tiled.layer.index, (), self._engine, frame, known.recipe if known else None, self._remat.work
+        )
+        observed = Observed()
+        mode: Analyse | Record
+        if known:
+            self._engine.adopt(frame, known.recipe.layout)
+            mode = Record(call, functools.partial(tensor_leaves, leaves), tiled.attention_recipes.clear)
+        else:
+            mode = Analyse(call, observed, None, tensor_leaves(leaves))
+        with self._seeded(self._attention_seed), mode:
+            result = self._shapes.result.tensor(self._run_attention(gathered, leaves)).detach()
+        if known is None:
+            known = tiled.attention_recipes[key] = self._settle_attention(observed, result)
+        if isinstance(known.result, Kept):
+            self._engine.keep(frame, known.result, result)
+        self._result = known.result
+        return result
+
+    def _settle_attention(self, observed: Observed, result: torch.Tensor) -> AttentionRecipe:
+        """Make the recipe of an attention call that was analysed, and keep this call's tensors by it."""
+        call = self._attention
+        observed.note_hidden_writes()
+        observed.close_over_inputs(all_rows_kept=True)
+        recipe, tensors = make_recipe(observed, 1.0)
+        where: Any = None
+        for kept, tensor in tensors:
+            if storage_of(tensor) == storage_of(result) and result.numel() == tensor.numel():
+                where = kept.index, tuple(result.shape), result.stride(), result.storage_offset() - tensor.storage_offset()
+        if where is None:
+            where = recipe.layout.add(result)
+        call.recipe = recipe
+        self._engine.adopt(call.frame, recipe.layout)
+        for kept, tensor in tensors:
+            self._engine.keep(call.frame, kept, tensor)
+        for index, (op, was) in enumerate(zip(recipe.ops, observed.ops, strict=True)):
+            if isinstance(was, ObservedSavedOp) and isinstance(op, SavedOp) and op.kept is not None:
+                call.loose[index] = tuple(
+                    None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
+                )
+        observed.forget()
+        return AttentionRecipe(recipe, where)
+
+    def _tails(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor | None = None
+        for tile in self._tiles:
+            of_tile = self._tail(tile, hidden, result)
+            if output is None:
+                output = new_whole(of_tile, self._arguments.batch, self._arguments.length, 1)
+            part(output, tile.span, 1).copy_(of_tile)
+            self._engine.end(tile.call.frame)
+            self._engine.let_go_but(2)
+        assert output is not None
+        return output
+
+    def _tail(self, tile: Tile, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Return a tile of the layer's output."""
+        args, kwargs, _ = self._arguments.tile(part(hidden, tile.span, 1).detach().requires_grad_(), tile.span)
+        given = self._shapes.result.of(part(result, tile.span, self._shapes.result.dim).detach().requires_grad_())
+        with self._seeded(tile.seed), RecordTail(tile.call, tile.recipe.head, tile.followed):
+            returned = run_with_attention(self._forward, args, kwargs, lambda reached: given)
+        return self._shapes.output.tensor(returned).detach()
+
+    # ---- backward
+
+    def backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
+        """Return the gradients of the hidden states and of the parameters."""
+        for given in self._device_inputs:
+            given.check()
+        for observer in self._remat.observers:
+            observer.layer_replays(self._tiled.layer.index)
+        with ExitStack() as stack, self._aliased() as aliases:
+            for device, dtype in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            sums = GradientSums(aliases)
+            self._engine.bring_back(self._attention.frame)
+            result = self._kept_result()
+            d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
+            d_result = torch.empty_like(result)
+            gathered = self._tails_backward(sums, gradient, d_hidden, result, d_result)
+            del result
+            self._attention_backward(sums, aliases, gathered, d_result)
+            del d_result
+            self._heads_backward(sums, gathered, d_hidden)
+            return [d_hidden, *(sums.take(index) for index in range(len(aliases)))]
+
+    def _kept_result(self) -> torch.Tensor:
+        """Return attention's output from its frame."""
+        frame, where = self._attention.frame, self._result
+        if isinstance(where, Kept):
+            return frame.tensor(where)
+        index, shape, stride, offset = where
+        kept = frame.tensor(frame.layout.kept[index])
+        return kept.as_strided(shape, stride, kept.storage_offset() + offset)
+
+    def _tails_backward(
+        self, sums: GradientSums, gradient: torch.Tensor, d_hidden: torch.Tensor, result: torch.Tensor, d_result: torch.Tensor
+    ) -> Gathered:
+        """Run every tile again, and the backward of what follows attention: fill `d_result` and a part of `d_hidden`.
+
+        Returns:
+            Attention's arguments.
+        """
+        gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
+        dim = self._shapes.result.dim
+        for tile, then in self._last_first(again=True):
+            self._engine.bring_back(tile.call.frame, then)
+            d_output, own = part(gradient, tile.span, 1), part(result, tile.span, dim)
+            d_x, d_own = self._tail_backward(sums, tile, gathered, own.detach().requires_grad_(), d_output)
+            _fill(part(d_result, tile.span, dim), d_own)
+            _fill(part(d_hidden, tile.span, 1), d_x)
+        return gathered
+
+    def _tail_backward(
+        self, sums: GradientSums, tile: Tile, gathered: Gathered, own: torch.Tensor, d_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of a tile's hidden states, by what follows attention, and of attention's output `own`."""
+        x = tile.hidden()
+        args, kwargs, wholes = self._arguments.tile(x, tile.span)
+
+        def supply(reached: AttentionCall) -> Any:
+            gathered.add(tile.span, reached, wholes)
+            return self._shapes.result.of(own)
+
+        with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.call):
+            output = self._shapes.output.tensor(run_with_attention(self._forward, args, kwargs, supply))
+        return sums.backward([output], [d_output], [x, own])
+
+    def _attention_backward(
+        self, sums: GradientSums, aliases: list[torch.Tensor], gathered: Gathered, d_result: torch.Tensor
+    ) -> None:
+        """Run attention's backward, a group of heads at a time. Gradients of its arguments overwrite them."""
+        shapes, call = self._shapes, self._attention
+        for heads in self._groups(gathered, d_result):
+            leaves = list(gathered.leaves)
+            for index in shapes.differentiable:
+                leaves[index] = heads.of(leaves[index], shapes.arguments[index]).detach().requires_grad_()
+            inputs = [leaves[index] for index in shapes.differentiable]
+            with torch.enable_grad(), self._seeded(self._attention_seed), SupplyHeads(call, heads):
+                result = shapes.result.tensor(self._run_attention(gathered, leaves))
+            found = torch.autograd.grad(result, inputs, heads.of(d_result, shapes.result.dim))
+            del result, leaves, inputs
+            for index, gradient in zip(shapes.differentiable, found, strict=True):
+                whole, dim = gathered.leaves[index], shapes.arguments[index]
+                if dim is None:
+                    sums.add(next(i for i, alias in enumerate(aliases) if alias is whole), gradient)
+                else:
+                    heads.of(whole, dim).copy_(gradient)
+        self._engine.replayed(call.frame)
+
+    def _groups(self, gathered: Gathered, d_result: torch.Tensor) -> list[Heads]:
+        """Return the groups of heads that attention's backward runs for, one after another."""
+        shapes, groups = self._shapes, self._tiled.head_groups
+        tensors = [(gathered.leaves[index], shapes.arguments[index]) for index in shapes.differentiable]
+        tensors.append((d_result, shapes.result.dim))
+        heads = [tensor.shape[3 - dim] if dim in (1, 2) and tensor.dim() == 4 else 0 for tensor, dim in tensors]
+        if groups == 1:
+            return [Heads(0, 1)]
+        others = [
+            leaf for i, leaf in enumerate(gathered.leaves) if isinstance(leaf, torch.Tensor) and i not in shapes.differentiable
+        ]
+        why = None
+        if not all(heads) or not may_split_heads(self._attention):
+            why = "its kernel runs for all heads at once"
+        elif min(heads) % groups:
+            why = f"they do not divide its {min(heads)} key-value heads"
+        elif any(leaf.dim() == 4 and leaf.shape[1] > 1 for leaf in others):
+            why = "its mask differs among heads"
+        if why:
+            name = type(self._tiled.module).__name__
+            self._remat.warn(f"memo.head_groups: {groups} groups are not used in the backward of {name}'s attention: {why}")
+            return [Heads(0, 1)]
+        return [Heads(number, groups) for number in range(groups)]
+
+    def _heads_backward(self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor) -> None:
+        """Run the backward of what comes before attention: add to `d_hidden`."""
+        for tile, _ in self._last_first(again=False):
+            self._engine.bring_back(tile.call.frame)
+            d_x = self._head_backward(sums, tile, gathered)
+            if d_x is not None:
+                part(d_hidden, tile.span, 1).add_(d_x)
+
+    def _head_backward(self, sums: GradientSums, tile: Tile, gathered: Gathered) -> torch.Tensor | None:
+        """Return the gradient of a tile's hidden states by what comes before attention."""
+        x, shapes = tile.hidden(), self._shapes
+        args, kwargs, _ = self._arguments.tile(x, tile.span)
+        with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.up_to_attention()):
+            reached = run_to_attention(self._forward, args, kwargs)
+        indices = [index for index in shapes.differentiable if shapes.arguments[index] is not None]
+        gradients = [part(gathered.leaves[index], tile.span, shapes.arguments[index]) for index in indices]
+        return sums.backward([reached.leaves[index] for index in indices], gradients, [x])[0]
+
+    def _last_first(self, again: bool) -> Iterator[tuple[Tile, Frame | None]]:
+        """Yield the tiles from the last to the first, each with the frame to reload next.
+
+        Args:
+            again: True if the tiles will be wanted once more: then the last one's frame is next after the first one's.
+        """
+        for number in reversed(range(len(self._tiles))):
+            yield self._tiles[number], self._tiles[number - 1].call.frame if again else None
+
+    # ---- around tiles
+
+    @property
+    def _attention_seed(self) -> int | None:
+        return None if self._seed is None else self._seed + len(self._spans)
+
+    def _run_attention(self, gathered: Gathered, leaves: list[Any]) -> Any:
+        return self._remat.with_kernel(self._tiled.layer, gathered.call.run, leaves)
+
+    @contextmanager
+    def _seeded(self, seed: int | None) -> Iterator[None]:
+        """Draw random numbers from a seed inside the block, if the layer draws any."""
+        if seed is None:
+            yield
+            return
+        with forked(self._engine.device):
+            torch.manual_seed(seed % (1 << 63))
+            yield
+
+    @contextmanager
+    def _aliased(self) -> Iterator[list[torch.Tensor]]:
+        """Have the layer use aliases of its trained parameters inside the block."""
+        aliases = {parameter: parameter.detach().requires_grad_() for parameter in self._parameters}
+        places = [
+            (part._parameters, name, parameter)
+            for part in self._tiled.module.modules()
+            for name, parameter in part._parameters.items()
+            if parameter is not None and parameter in aliases
+        ]
+        for table, name, parameter in places:
+            table[name] = aliases[parameter]  # type: ignore[assignment]
+        try:
+            yield list(aliases.values())
+        finally:
+            for table, name, parameter in places:
+                table[name] = parameter
+
+
+def _fill(memory: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    memory.copy_(gradient) if gradient is not None else memory.zero_()
+
+
+def stored_tiles(tiles: int, alpha: float) -> set[int]:
+    """Return the numbers of the tiles that are stored, a share alpha of all, evenly among the others."""
+    return {number for number in range(tiles) if int((number + 1) * alpha + 1e-9) > int(number * alpha + 1e-9)}
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: TiledCall, hidden: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden.new_empty(0))  # in its place the hooks save the call: it is freed with the graph's tensors
+        return call.forward(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        may_overwrite = is_owned(gradient)
+        if torch.is_grad_enabled():
+            raise MemoError(
+                "a gradient of a gradient (create_graph=True) was asked for, which a tiled layer cannot give. Set "
+                "memo.tile_tokens to 0"
+            )
+        ctx.saved_tensors  # noqa: B018  # hands the call over, or raises: the graph was freed
+        call, _handed_over.call = _handed_over.call, None
+        d_hidden, *others = call.backward(gradient, may_overwrite)
+        return None, d_hidden if ctx.needs_input_grad[1] else None, *others
+
+
+class _HandedOver(threading.local):
+    call: Any = None
+
+
+_handed_over = _HandedOver()
+
+
+def _hand_over(call: TiledCall) -> torch.Tensor:
+    """Give the call to the backward that asks for its saved tensor."""
+    _handed_over.call = call
+    return torch.empty(0, device=call._engine.device)
+
+
+def _dropping() -> Any:
+    """Have autograd save nothing: the graph of a forward is not used."""
+    return torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
+
+
+def _drop(_: Any) -> None:
+    pass
+
+
+def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the devices on which autocast is on, with its dtypes."""
+    return tuple((device, torch.get_autocast_dtype(device)) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))

@@ -1,0 +1,153 @@
+"""The dispatch modes of a tile. They extend those of a whole layer by what lies before and behind attention.
+
+A tile's recipe lists the ops of a whole run: those before attention (the head), then those behind it (the tail). The forward runs
+the head once up to attention, and once more, dead, on the way to the tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+
+from ds_memo.remat import op_policy
+from ds_memo.remat.analyse import Analyse
+from ds_memo.remat.call import Call
+from ds_memo.remat.op_policy import OpKind, kind_of
+from ds_memo.remat.recipe import Gemm, Observed, ObservedGemm, SavedOp
+from ds_memo.remat.record import Record
+from ds_memo.remat.replay import Replay
+from ds_memo.tiles.heads import Heads
+
+
+class AnalyseTile(Analyse):
+    """Watch a whole run of a tile: also which GEMMs of its head the tail needs."""
+
+    def __init__(self, call: Call, observed: Observed, module: nn.Module, givens: Iterable[torch.Tensor]) -> None:
+        super().__init__(call, observed, module, givens)
+        self.head: int | None = None
+        """Number of ops before attention; None before it is reached."""
+        self._tail_reads = 0
+
+    def attention_reached(self, reads: Iterable[torch.Tensor], supplied: Iterable[torch.Tensor]) -> None:
+        """Note that attention reads these tensors, and that what follows is given those."""
+        self.head = len(self.observed.ops)
+        self.observed.wanted |= self._made_of_all(list(reads))
+        for tensor in supplied:
+            self._made(tensor, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if self.head is not None:
+            self._tail_reads |= self._made_of_all(args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _choose_from(self, sources: int) -> None:
+        self._tail_reads |= sources  # values that steer Python, in the head's second run too
+        super()._choose_from(sources)
+
+    def tail_needs(self, output: torch.Tensor) -> list[bool]:
+        """Return for each op of the head whether the tail needs what it computes. Call it inside the mode."""
+        reads = self._tail_reads | self._made_of(output)
+        gemms = [op for op in self.observed.ops[: self.head] if isinstance(op, ObservedGemm)]
+        for bit, gemm in reversed(list(enumerate(gemms))):
+            if reads >> 2 * bit & 1:
+                reads |= gemm.sources
+        bits = iter(range(len(gemms)))
+        return [not isinstance(op, ObservedGemm) or bool(reads >> 2 * next(bits) & 1) for op in self.observed.ops[: self.head]]
+
+
+class RecordHead(Record):
+    """Run a tile up to attention, by its recipe.
+
+    Args:
+        ops: of the recipe's head.
+    """
+
+    def __init__(self, call: Call, ops: int) -> None:
+        super().__init__(call, lambda: (), lambda: None)
+        self._ops = ops
+        self.followed = False
+        """True, once the run is over, if it did what the recipe says."""
+
+    def __exit__(self, *exception: Any) -> None:
+        self.followed = self._following and self._next == self._ops and self._awaits_bias is None
+        self._following = False  # the recipe goes on behind attention
+        super().__exit__(*exception)
+
+
+class RecordTail(Record):
+    """Run a tile behind attention, by its recipe. Of the head's ops it supplies what was chosen and computes what is needed.
+
+    Args:
+        head: for each op of the recipe's head, whether the tail needs it.
+        followed: whether the run of the head followed the recipe.
+    """
+
+    def __init__(self, call: Call, head: list[bool], followed: bool) -> None:
+        super().__init__(call, lambda: (), lambda: None)
+        self._head = head
+        self._following = followed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not self._following or self._next >= len(self._head):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        kind = kind_of(func)
+        if kind is OpKind.PLAIN or kind is OpKind.MUTATES:
+            return func(*args, **(kwargs or {}))
+        index = self._next
+        op: Any = self.call.recipe.ops[index]
+        if op.func is not func:
+            self._leave()
+            return func(*args, **(kwargs or {}))
+        self._next += 1
+        if isinstance(op, Gemm) and not self._head[index]:
+            return op_policy.empty_output(func, args, op.shape)
+        if isinstance(op, Gemm) or op.kept is None:
+            return func(*args, **(kwargs or {}))
+        outputs = tuple(
+            value if kept is None else self.call.frame.device[kept.index].detach()
+            for kept, value in zip(op.kept, self.call.loose[index], strict=True)
+        )
+        return outputs if len(func._schema.returns) > 1 else outputs[0]
+
+
+class SupplyHeads(Replay):
+    """Replay attention for a group of heads: supply that group's part of what was kept."""
+
+    def __init__(self, call: Call, heads: Heads) -> None:
+        super().__init__(call)
+        self._heads = heads
+
+    def _supplied(self, index: int, op: Any) -> tuple[Any, ...]:
+        outputs = super()._supplied(index, op)
+        if self._heads.groups == 1:
+            return outputs
+        (out, log_sum_exp, *others), dims = outputs, HEAD_DIMS[op.func.name()]
+        # Kernels read the log-sum-exp without its strides.
+        return (self._heads.along(out, dims[0]), self._heads.along(log_sum_exp, dims[1]).contiguous(), *others)
+
+    def __exit__(self, *exception: Any) -> None:
+        super(Replay, self).__exit__(*exception)  # the frame is released after the last group
+
+
+HEAD_DIMS = {
+    "aten::_scaled_dot_product_flash_attention": (1, 1),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (1, 1),
+    "aten::_scaled_dot_product_cudnn_attention": (1, 1),
+    "flash_attn::_flash_attn_forward": (2, 1),
+    "flash_attn::_flash_attn_varlen_forward": (1, 0),
+}
+"""Dimension of the heads in an attention op's outputs: the output, the log-sum-exp. Ops that are missing run for all heads."""
+
+
+def may_split_heads(call: Call) -> bool:
+    """Return True if every op of an attention call can run backward for a group of heads."""
+    ops = call.recipe.ops
+    return bool(ops) and all(_splits_heads(op) for op in ops)
+
+
+def _splits_heads(op: Gemm | SavedOp) -> bool:
+    return isinstance(op.func, OpOverload) and op.func.name() in HEAD_DIMS and isinstance(op, SavedOp) and op.kept is not None

@@ -1,0 +1,289 @@
+"""The first use of a kind of layer: find where its tokens lie, and check that it can run tile by tile.
+
+A few tokens run as two tiles and a shorter third, and once whole. Outputs and gradients must agree, token by token: what mixes
+tokens outside of attention (a convolution, a token shift, a recurrence) differs where tiles meet.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from ds_memo.remat import op_policy
+from ds_memo.remat.call import generator_of, storage_of, tensor_leaves
+from ds_memo.remat.functions import SkipsCompiled
+from ds_memo.remat.random_states import forked
+from ds_memo.tiles.attention_call import AttentionCall, CannotTile, run_to_attention, run_with_attention
+from ds_memo.tiles.spans import Arguments, Span, hidden_states, part, token_dims
+
+_TOKENS = 48
+"""Of a tile of the check."""
+_NEAR = 4
+"""Tokens on each side of a cut, where a router's choice is no excuse for a difference."""
+_MOST_FLIPPED = 0.05
+"""Share of other tokens whose router may choose otherwise in a GEMM of another size."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A function's result, of which one leaf is a tensor."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    """None in the tensor's place."""
+    index: int
+    """Of the tensor."""
+    dim: int
+    """Of its tokens."""
+    shape: tuple[int, ...]
+    """Of the tensor, for one sequence and some tokens."""
+
+    def tensor(self, result: Any) -> torch.Tensor:
+        """Return the tensor of a result."""
+        return tree_leaves(result)[self.index]
+
+    def shape_of(self, span: Span) -> tuple[int, ...]:
+        """Return the shape of the tensor for the tokens of a span."""
+        rows, tokens = span.size
+        return tuple(tokens if i == self.dim else rows if i == 0 else size for i, size in enumerate(self.shape))
+
+    def of(self, tensor: torch.Tensor) -> Any:
+        """Return a result with this tensor."""
+        return tree_unflatten([tensor if i == self.index else leaf for i, leaf in enumerate(self.leaves)], self.spec)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Where the tokens lie in what a kind of layer gives to attention and gets from it."""
+
+    arguments: tuple[int | None, ...]
+    """By leaf of attention's arguments, the dimension of its tokens."""
+    differentiable: tuple[int, ...]
+    """The leaves that need a gradient."""
+    result: Returned
+    """What attention returns."""
+    output: Returned
+    """What the layer returns."""
+    draws: bool
+    """True if the layer draws random numbers."""
+
+
+def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Shapes:
+    """Check a kind of layer on the first tokens of a call.
+
+    Args:
+        forward: the layer's own.
+        args, kwargs: of the call.
+
+    Raises:
+        CannotTile: with the reason.
+    """
+    hidden = hidden_states(args, kwargs)
+    _refuse_arguments(module, hidden, args, kwargs)
+    arguments = Arguments(args, kwargs)
+    tokens = min(_TOKENS, (arguments.length - 1) // 2)
+    length = min(arguments.length, 2 * tokens + max(1, tokens // 3))
+    first = Span(slice(0, 1), slice(0, length))
+    x = part(hidden.detach(), first, 1).clone().requires_grad_()
+    own_args, own_kwargs = arguments.first(x)
+    cuts = [0, tokens, 2 * tokens, length]
+    spans = [Span(slice(0, 1), slice(*ends)) for ends in itertools.pairwise(cuts)]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    with forked(x.device), torch.enable_grad():
+        try:
+            draws = _draws(lambda: forward(*own_args, **own_kwargs), x.device)
+            buffers = _versions(module)
+            _refuse_escapes(lambda: forward(*own_args, **own_kwargs))
+            with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
+                with _Chooses() as router:
+                    expected = forward(*own_args, **own_kwargs)
+                own = Arguments(own_args, own_kwargs)
+                result = _result(forward, own, x, tokens)
+                shapes, found = _in_tiles(forward, own, x, spans, result, draws)
+                expected = shapes.output.tensor(expected)
+                _compare(expected, found, x, parameters, cuts[1:-1], router.chose)
+        except CannotTile:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError) as error:
+            why = (str(error) or type(error).__name__).splitlines()[0][:160]
+            raise CannotTile(f"a tile of it raises {type(error).__name__}: {why}") from error
+        if _versions(module) != buffers:
+            raise CannotTile("it writes to a buffer")
+    return shapes
+
+
+def _draws(run: Callable[[], Any], device: torch.device) -> bool:
+    """Return True if a run draws random numbers."""
+    generators = {torch.default_generator, generator_of(device)}
+    before = {generator: generator.get_state() for generator in generators}
+    run()
+    return any(not torch.equal(state, generator.get_state()) for generator, state in before.items())
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch dropout off inside the block."""
+    training = [inner for inner in module.modules() if inner.training]
+    for inner in training:
+        inner.training = False
+    try:
+        yield
+    finally:
+        for inner in training:
+            inner.training = True
+
+
+def _refuse_arguments(module: nn.Module, hidden: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or not hidden.is_floating_point():
+        raise CannotTile("its first argument is no tensor of hidden states (batch, tokens, hidden)")
+    if hidden.shape[1] < 5:
+        raise CannotTile(f"its sequences have {hidden.shape[1]} tokens")
+    others = [leaf for leaf in tensor_leaves((args[1:], kwargs)) if leaf is not hidden or args]
+    if any(leaf is hidden for leaf in others):
+        raise CannotTile("it is given its hidden states twice")
+    if any(leaf.requires_grad for leaf in others):
+        raise CannotTile("an argument besides its hidden states needs a gradient")
+    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        raise CannotTile("its parameters are sharded (ZeRO-3)")
+
+
+def _result(forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, tokens: int) -> Returned:
+    """Run attention for all tokens of `x` and for the first ones, and describe what it returns."""
+    short, long = (run_to_attention(forward, *arguments.first(hidden)) for hidden in (x[:, :tokens], x))
+    return _one_tensor("attention", short.run(short.leaves), long.run(long.leaves), (tokens, x.shape[1]))
+
+
+def _in_tiles(
+    forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, spans: Sequence[Span], result: Returned, draws: bool
+) -> tuple[Shapes, torch.Tensor]:
+    """Run the tokens of `x` (1, s, h) in tiles, by ordinary autograd. Return where tokens lie, and the layer's output."""
+    tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
+    calls = [run_to_attention(forward, args, kwargs) for args, kwargs, _ in tiles]
+    leaves = [call.leaves for call in calls]
+    lengths = spans[0].size[1], spans[-1].size[1]
+    dims = _dims("attention gets", leaves[0], leaves[-1], lengths)
+    differentiable = tuple(i for i, leaf in enumerate(leaves[0]) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    joined = [_joined(i, dim, leaves, tiles) for i, dim in enumerate(dims)]
+    whole = result.tensor(calls[0].run(joined))
+    parts = [result.of(part(whole, span, result.dim)) for span in spans]
+    outputs = [
+        run_with_attention(forward, args, kwargs, functools.partial(_ignoring_call, own))
+        for own, (args, kwargs, _) in zip(parts, tiles, strict=True)
+    ]
+    output = _one_tensor("it", outputs[0], outputs[-1], lengths)
+    if any(output.tensor(tile).shape != part(x, span, 1).shape for tile, span in zip(outputs, spans, strict=True)):
+        raise CannotTile("its output has another shape than its hidden states")
+    found = torch.cat([output.tensor(tile) for tile in outputs], 1)
+    return Shapes(tuple(dims), differentiable, result, output, draws), found
+
+
+def _ignoring_call(result: Any, _: AttentionCall) -> Any:
+    return result
+
+
+def _one_tensor(who: str, short: Any, long: Any, lengths: tuple[int, int]) -> Returned:
+    """Describe what a function returns for two numbers of tokens."""
+    leaves, spec = tree_flatten(short)
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if len(tensors) != 1:
+        raise CannotTile(f"{who} returns {len(tensors)} tensors")
+    dim = _dims(f"{who} returns", leaves, tree_leaves(long), lengths)[tensors[0]]
+    if dim is None:
+        raise CannotTile(f"what {who} returns does not grow with the tokens")
+    return Returned(
+        spec,
+        tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+        tensors[0],
+        dim,
+        tuple(leaves[tensors[0]].shape),
+    )
+
+
+def _dims(what: str, short: list[Any], long: list[Any], lengths: tuple[int, int]) -> list[int | None]:
+    try:
+        return token_dims(short, long, lengths)
+    except ValueError as error:
+        raise CannotTile(f"{what} {error}") from None
+
+
+def _joined(index: int, dim: int | None, leaves: list[list[Any]], tiles: list[Any]) -> Any:
+    first = leaves[0][index]
+    if dim is None:
+        return first
+    if id(first) in tiles[0][2]:
+        return tiles[0][2][id(first)]
+    return torch.cat([tile[index] for tile in leaves], dim)
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    return [(buffer.data_ptr(), buffer._version) for buffer in module.buffers()]
+
+
+def _compare(
+    expected: torch.Tensor, found: torch.Tensor, x: torch.Tensor, parameters: list[nn.Parameter], cuts: list[int], chooses: bool
+) -> None:
+    tolerance = torch.finfo(x.dtype).eps ** 0.5
+    gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).to(expected)
+    whole, tiled = (torch.autograd.grad(y, [x, *parameters], gradient, allow_unused=True) for y in (expected, found))
+    flips = False
+    for what, a, b in (("outputs", expected, found), ("gradients of its input", whole[0], tiled[0])):
+        off = (a.float() - b.float()).norm(dim=-1)[0] > tolerance * a.float().norm(dim=-1).square().mean().sqrt()
+        near = any(bool(off[max(0, cut - _NEAR) : cut + _NEAR].any()) for cut in cuts)
+        flips |= chooses and bool(off.any())
+        if near or off.float().mean() > (_MOST_FLIPPED if chooses else 0):
+            raise CannotTile(f"tiles give other {what} than the whole: something besides attention mixes its tokens")
+    if flips:
+        return
+    largest = max((g.float().norm() for g in whole if g is not None), default=0)
+    for a, b in zip(whole, tiled, strict=True):
+        if (a is None) != (b is None) or (
+            a is not None and (a.float() - b.float()).norm() > tolerance * max(a.float().norm(), 1e-3 * largest)
+        ):
+            raise CannotTile("tiles give other gradients of its parameters than the whole")
+
+
+class _Chooses(SkipsCompiled):
+    """Sees whether a router chooses."""
+
+    chose = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.chose |= op_policy.kind_of(func) is op_policy.OpKind.CHOICE
+        return func(*args, **(kwargs or {}))
+
+
+class _Makes(SkipsCompiled):
+    """Sees which memory a run makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {storage_of(tensor) for tensor in tensor_leaves((args, kwargs))}
+        self.made += [
+            StorageWeakRef(tensor.untyped_storage()) for tensor in tensor_leaves(out) if storage_of(tensor) not in {0, *given}
+        ]
+        return out
+
+
+def _refuse_escapes(run: Callable[[], Any]) -> None:
+    """Run a layer, and refuse it if tensors of the run are still alive when its output is gone."""
+    with _Makes() as makes, torch.autograd.graph.saved_tensors_hooks(_forget, _forget):
+        run()
+    if any(not made.expired() for made in makes.made):
+        raise CannotTile("tensors of a call outlive it: a hook, a list or an attribute holds them")
+
+
+def _forget(_: Any) -> None:
+    """Take the place of a tensor that autograd would save."""

@@ -1,0 +1,137 @@
+"""Weight gradients of tiles: summed over tiles in float32, the products inside the GEMM that makes them.
+
+A GEMM in bf16 rounds its result once; the sum of 64 such results would be 1 % off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+_PRODUCTS = {"MmBackward0": ("_saved_self", 0, 1), "AddmmBackward0": ("_saved_mat1", 1, 2)}
+"""By autograd's name of a product: where its left operand is saved, and the positions of its two operands' gradients."""
+_TRANSPOSES = ("TBackward0", "TransposeBackward0")
+_CASTS = ("ToCopyBackward0",)
+
+
+class GradientSums:
+    """Gradients of a layer's parameters, summed over tiles.
+
+    Args:
+        parameters: aliases of the layer's parameters, leaves of the tiles' graphs.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = list(parameters)
+        self._sums: list[torch.Tensor | None] = [None] * len(self.parameters)
+
+    def backward(
+        self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Run a tile's backward: add to the sums, and return the gradients of `inputs`, None where one has none."""
+        products = weight_products(outputs, self.parameters)
+        todo = sum(len(of_one) for of_one in products.values())
+
+        def add_product(index: int, left: torch.Tensor, transposed: bool, gradient: torch.Tensor) -> None:
+            nonlocal todo
+            todo -= 1
+            a, b = (gradient.t(), left) if transposed else (left.t(), gradient)
+            self._sums[index] = _plus_product(self._sums[index], a, b, self.parameters[index].dtype)
+
+        hooks = [
+            node.register_prehook(
+                lambda gradients, i=index, node=node, transposed=transposed: add_product(
+                    i, getattr(node, _PRODUCTS[node.name()][0]), transposed, gradients[0]
+                )
+            )
+            for index, of_one in products.items()
+            for node, transposed in of_one
+        ]
+        others = [index for index in range(len(self.parameters)) if index not in products]
+        wanted = [*inputs, *(self.parameters[index] for index in others)]
+        try:
+            found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        assert not todo, "a weight's product was not reached by the backward"
+        for index, gradient in zip(others, found[len(inputs) :], strict=True):
+            if gradient is not None:
+                self.add(index, gradient)
+        return found[: len(inputs)]
+
+    def take(self, index: int) -> torch.Tensor | None:
+        """Return the sum of one parameter's gradients in its dtype, and forget it; None: it had none."""
+        total, self._sums[index] = self._sums[index], None
+        return None if total is None else total.to(self.parameters[index].dtype)
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add to the sum of one parameter."""
+        total = self._sums[index]
+        if total is None:
+            self._sums[index] = gradient.to(_sum_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
+        else:
+            total.add_(gradient)
+
+
+def weight_products(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> dict[int, list[tuple[Node, bool]]]:
+    """Find the parameters that autograd reaches through products alone, as their right operand.
+
+    Returns:
+        By index of the parameter, the products, each with True if the weight is transposed there (F.linear).
+    """
+    parents: dict[Node, list[tuple[Node, int]]] = {}
+    leaves: dict[int, Node] = {}
+    todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves[id(variable)] = node
+            continue
+        for position, (below, _) in enumerate(node.next_functions):
+            if below is None:
+                continue
+            parents.setdefault(below, []).append((node, position))
+            if below not in seen:
+                seen.add(below)
+                todo.append(below)
+    found = {}
+    for index, parameter in enumerate(parameters):
+        leaf = leaves.get(id(parameter))
+        products = list(_products(leaf, parents, False)) if leaf is not None and parameter.dim() == 2 else []
+        if products and None not in products:
+            found[index] = products
+    return found
+
+
+def _products(node: Node, parents: dict[Node, list[tuple[Node, int]]], transposed: bool) -> Iterator[Any]:
+    """Yield the products that a weight goes into, and None for any other use of it."""
+    for parent, position in parents.get(node, ()):
+        name = parent.name()
+        if name in _TRANSPOSES or name in _CASTS:
+            yield from _products(parent, parents, transposed ^ (name in _TRANSPOSES))
+        elif name in _PRODUCTS and position == _PRODUCTS[name][2] and parent.next_functions[_PRODUCTS[name][1]][0] is not None:
+            yield parent, transposed
+        else:
+            yield None
+
+
+def _plus_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``total + a @ b``, summed in float32 or wider, in place where there is a total."""
+    wide = _sum_dtype(dtype)
+    if a.dtype == wide:
+        return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    if a.is_cuda and wide is torch.float32:
+        if total is None:
+            return torch.mm(a, b, out_dtype=wide)
+        return torch.addmm(total, a, b, out_dtype=wide, out=total)
+    a, b = a.to(wide), b.to(wide)  # a CPU's GEMM has no wider output
+    return torch.mm(a, b) if total is None else total.addmm_(a, b)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
