@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_memo import files
-from ds_memo.profile.json_file import MOST_PROFILE_BYTES, ProfileError, from_json, to_json
+from ds_memo.profile.json_file import FORMAT, MOST_PROFILE_BYTES, ProfileError, from_json, to_json
 from ds_memo.profile.sample import Profile
 
 
@@ -27,8 +27,8 @@ def open_folder(folder: str | os.PathLike, warn: Callable[[str], None]) -> Path 
 
 
 def path_of(folder: Path, key: dict[str, Any]) -> Path:
-    """Return the path of the profile with this key."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+    """Return the path of the profile with this key. Profiles of other formats have other paths."""
+    digest = hashlib.sha256(json.dumps([FORMAT, key], sort_keys=True).encode()).hexdigest()[:20]
     return folder / f"{digest}.json"
 
 

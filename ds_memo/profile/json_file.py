@@ -13,7 +13,7 @@ from ds_memo.profile.extrapolate import OUTPUT_KINDS
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
 from ds_memo.solve.costs import Output
 
-FORMAT = 4
+FORMAT = 5
 MOST_PROFILE_BYTES = 1 << 24
 MOST_KINDS, MOST_LAYERS, MOST_SAMPLES, MOST_OUTPUTS = 1 << 12, 1 << 16, 16, 1 << 12
 """Kinds and layers of a model; samples and kept tensors of one kind."""

@@ -32,7 +32,11 @@ class ModulePatches:
         if is_huggingface_layer(module):
             self._checkpoint_with(module, run)
         else:
-            self._set(module, "forward", Patched(functools.partial(run, module.forward), module.forward))
+            self.forward(module, run)
+
+    def forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        """Have every forward of a module come to ``run(forward, *args, **kwargs)``."""
+        self._set(module, "forward", Patched(functools.partial(run, module.forward), module.forward))
 
     def model(self, model: nn.Module, run: Callable[..., Any]) -> None:
         """Have Hugging Face models in it know that they are checkpointed: else they fill a cache with the keys and values of all

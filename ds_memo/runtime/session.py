@@ -46,6 +46,7 @@ from ds_memo.swap.host_budget import promised_bytes, shared_pool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import memlock_binds
 from ds_memo.swap.streams import streams_for
+from ds_memo.tiles.norms import TiledNorm, norms_beside
 from ds_memo.tiles.tiling import Tiling
 from ds_memo.units import GIB
 
@@ -138,6 +139,9 @@ class Session:
             self.tuner = Tuner(config, self.remat, self.addresses, self.warn, ties.of_engine, ties.before_probe)
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._patches.layer(module, functools.partial(self.remat.run, layer))
+        if config.tile_tokens:
+            for norm in norms_beside(model, [name for name, _ in layers]):
+                self._patches.forward(norm, TiledNorm(norm, config.tile_tokens))
         self._patches.model(model, self.run)
         keep_unobserved_attention()
         catch_attention()

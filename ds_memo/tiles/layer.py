@@ -19,7 +19,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,13 +37,14 @@ from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp, mak
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.frame import Frame, Kept, Layout
+from ds_memo.tiles.around import aliased, autocast_again, autocast_now, dropping
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.heads import Heads
 from ds_memo.tiles.modes import RecordHead, RecordTail, SupplyHeads, may_split_heads
 from ds_memo.tiles.probe import Shapes
 from ds_memo.tiles.recipes import TileRecipe, analyse
-from ds_memo.tiles.spans import Arguments, Span, hidden_states, new_whole, part
+from ds_memo.tiles.spans import Arguments, Span, fill, hidden_states, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
 
 
@@ -138,7 +139,7 @@ class TiledCall:
         self._attention: Call | None = None
         self._result: Kept | tuple[Any, ...] | None = None
         self._device_inputs = [DeviceInput(tiled.layer.name, tensor) for tensor in self._arguments.tensors]
-        self._autocast = _autocast_now()
+        self._autocast = autocast_now()
         self._seed = int(torch.randint(1 << 62, ())) if tiled.shapes.draws else None
 
     def run(self) -> Any:
@@ -155,7 +156,7 @@ class TiledCall:
         recipes = self._recipes(hidden)
         self._place(hidden, recipes)
         try:
-            with torch.enable_grad(), _dropping(), self._aliased():
+            with torch.enable_grad(), dropping(), aliased(self._tiled.module, self._parameters):
                 gathered = self._heads(hidden, recipes)
                 result = self._attend(gathered)
                 del gathered
@@ -314,9 +315,7 @@ class TiledCall:
             given.check()
         for observer in self._remat.observers:
             observer.layer_replays(self._tiled.layer.index)
-        with ExitStack() as stack, self._aliased() as aliases:
-            for device, dtype in self._autocast:
-                stack.enter_context(torch.autocast(device, dtype))
+        with autocast_again(self._autocast), aliased(self._tiled.module, self._parameters) as aliases:
             sums = GradientSums(aliases)
             self._engine.bring_back(self._attention.frame)
             result = self._kept_result()
@@ -352,8 +351,8 @@ class TiledCall:
             self._engine.bring_back(tile.call.frame, then)
             d_output, own = part(gradient, tile.span, 1), part(result, tile.span, dim)
             d_x, d_own = self._tail_backward(sums, tile, gathered, own.detach().requires_grad_(), d_output)
-            _fill(part(d_result, tile.span, dim), d_own)
-            _fill(part(d_hidden, tile.span, 1), d_x)
+            fill(part(d_result, tile.span, dim), d_own)
+            fill(part(d_hidden, tile.span, 1), d_x)
         return gathered
 
     def _tail_backward(
@@ -463,28 +462,6 @@ class TiledCall:
             torch.manual_seed(seed % (1 << 63))
             yield
 
-    @contextmanager
-    def _aliased(self) -> Iterator[list[torch.Tensor]]:
-        """Have the layer use aliases of its trained parameters inside the block."""
-        aliases = {parameter: parameter.detach().requires_grad_() for parameter in self._parameters}
-        places = [
-            (part._parameters, name, parameter)
-            for part in self._tiled.module.modules()
-            for name, parameter in part._parameters.items()
-            if parameter is not None and parameter in aliases
-        ]
-        for table, name, parameter in places:
-            table[name] = aliases[parameter]  # type: ignore[assignment]
-        try:
-            yield list(aliases.values())
-        finally:
-            for table, name, parameter in places:
-                table[name] = parameter
-
-
-def _fill(memory: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    memory.copy_(gradient) if gradient is not None else memory.zero_()
-
 
 def stored_tiles(tiles: int, alpha: float) -> set[int]:
     """Return the numbers of the tiles that are stored, a share alpha of all, evenly among the others."""
@@ -522,17 +499,3 @@ def _hand_over(call: TiledCall) -> torch.Tensor:
     """Give the call to the backward that asks for its saved tensor."""
     _handed_over.call = call
     return torch.empty(0, device=call._engine.device)
-
-
-def _dropping() -> Any:
-    """Have autograd save nothing: the graph of a forward is not used."""
-    return torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
-
-
-def _drop(_: Any) -> None:
-    pass
-
-
-def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
-    """Return the devices on which autocast is on, with its dtypes."""
-    return tuple((device, torch.get_autocast_dtype(device)) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))

@@ -49,6 +49,11 @@ def part(tensor: torch.Tensor, span: Span, dim: int) -> torch.Tensor:
     return tokens if dim == 0 else tokens[span.rows]
 
 
+def fill(memory: torch.Tensor, values: torch.Tensor | None) -> None:
+    """Write values into memory; None: zeros."""
+    memory.copy_(values) if values is not None else memory.zero_()
+
+
 def new_whole(tile: torch.Tensor, batch: int, length: int, dim: int) -> torch.Tensor:
     """Return memory for all tokens of what `tile` is a tile of, in the tile's order of dimensions."""
     shape = list(tile.shape)

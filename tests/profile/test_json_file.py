@@ -35,7 +35,7 @@ def test_a_file_from_when_encoders_lengths_were_measured() -> None:
         kind["half_source"] = None
         for sample in (*kind["samples"], kind["check"]):
             sample["source"] = 0
-    with pytest.raises(ProfileError, match="no profile of format 4"):
+    with pytest.raises(ProfileError, match="no profile of format 5"):
         from_json(json.dumps(old))
 
 
@@ -46,7 +46,7 @@ def test_a_file_from_before_ranks_shared_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "7", '"x"', "{}", '{"format": 1}', '{"format": 3}', '{"format": 4}', "NaN"]
+    "text", ["", "{", "[]", "null", "7", '"x"', "{}", '{"format": 1}', '{"format": 4}', '{"format": 5}', "NaN"]
 )
 def test_what_is_no_profile(text: str) -> None:
     with pytest.raises(ProfileError):

@@ -1,0 +1,54 @@
+"""What surrounds the run of a tile: aliases of parameters, autocast, and an autograd that saves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+Autocast = tuple[tuple[str, torch.dtype], ...]
+"""Devices on which autocast is on, with its dtypes."""
+
+
+@contextmanager
+def aliased(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
+    """Have a module use aliases of some of its parameters inside the block; return them."""
+    aliases = {parameter: parameter.detach().requires_grad_() for parameter in parameters}
+    places = [
+        (inner._parameters, name, parameter)
+        for inner in module.modules()
+        for name, parameter in inner._parameters.items()
+        if parameter is not None and parameter in aliases
+    ]
+    for table, name, parameter in places:
+        table[name] = aliases[parameter]  # type: ignore[assignment]
+    try:
+        yield list(aliases.values())
+    finally:
+        for table, name, parameter in places:
+            table[name] = parameter
+
+
+def autocast_now() -> Autocast:
+    return tuple((device, torch.get_autocast_dtype(device)) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))
+
+
+@contextmanager
+def autocast_again(autocast: Autocast) -> Iterator[None]:
+    """Switch autocast on inside the block, as it was."""
+    with ExitStack() as stack:
+        for device, dtype in autocast:
+            stack.enter_context(torch.autocast(device, dtype))
+        yield
+
+
+def dropping() -> Any:
+    """Have autograd save nothing inside the block: the graph of a forward is not used."""
+    return torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
+
+
+def _drop(_: Any) -> None:
+    pass

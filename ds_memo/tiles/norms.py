@@ -1,0 +1,88 @@
+"""Norms beside the layers, in tiles. An eager norm makes five to ten copies of its input, more than a tiled layer takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_memo.errors import MemoError
+from ds_memo.tiles.around import aliased, autocast_again, autocast_now, dropping
+from ds_memo.tiles.gradient_owner import is_owned
+from ds_memo.tiles.spans import fill, new_whole, part, spans
+from ds_memo.tiles.weight_gradients import GradientSums
+
+
+def norms_beside(model: nn.Module, layers: Iterable[str]) -> Iterator[nn.Module]:
+    """Yield the modules with no weights but vectors (norms) that stand beside the list of layers.
+
+    Args:
+        layers: names of the layers, e.g. ``model.layers.0``.
+    """
+    modules = dict(model.named_modules())
+    for owner in dict.fromkeys(".".join(name.split(".")[:-2]) for name in layers):
+        for child in modules[owner].children():
+            weights = list(child.parameters())
+            if weights and not list(child.children()) and all(weight.dim() == 1 for weight in weights):
+                yield child
+
+
+class TiledNorm:
+    """Runs a norm in tiles. It treats each token by itself, so tiles change no value.
+
+    Args:
+        tile_tokens: tokens of a tile, at most.
+    """
+
+    def __init__(self, module: nn.Module, tile_tokens: int) -> None:
+        self._module = module
+        self._tile_tokens = tile_tokens
+
+    def __call__(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, torch.Tensor) or x.dim() != 3 or not (torch.is_grad_enabled() and x.requires_grad):
+            return forward(*args, **kwargs)
+        if any(hasattr(weight, "ds_id") for weight in self._module.parameters()):
+            return forward(x)
+        tiles = spans(x.shape[0], x.shape[1], self._tile_tokens)
+        if len(tiles) == 1:
+            return forward(x)
+        trained = [weight for weight in self._module.parameters() if weight.requires_grad]
+        return _TiledNorm.apply(self._module, forward, tiles, x, *trained)
+
+
+class _TiledNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, forward: Any, tiles: Any, x: torch.Tensor, *trained: nn.Parameter) -> torch.Tensor:
+        ctx.save_for_backward(x, *trained)
+        ctx.how = module, forward, tiles, autocast_now()
+        output = None
+        with torch.enable_grad(), dropping():
+            for span in tiles:
+                tile = forward(part(x, span, 1).detach().requires_grad_()).detach()
+                if output is None:
+                    output = new_whole(tile, x.shape[0], x.shape[1], 1)
+                part(output, span, 1).copy_(tile)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        d_x = gradient if is_owned(gradient) else None
+        if torch.is_grad_enabled():
+            raise MemoError(
+                "a gradient of a gradient (create_graph=True) was asked for, which a tiled norm cannot give. Set "
+                "memo.tile_tokens to 0"
+            )
+        x, *trained = ctx.saved_tensors
+        module, forward, tiles, autocast = ctx.how
+        d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if d_x is None or d_x.dtype != x.dtype else d_x
+        with autocast_again(autocast), aliased(module, trained) as aliases:
+            sums = GradientSums(aliases)
+            for span in tiles:
+                tile = part(x, span, 1).detach().requires_grad_()
+                with torch.enable_grad():
+                    output = forward(tile)
+                fill(part(d_x, span, 1), *sums.backward([output], [part(gradient, span, 1)], [tile]))
+            return None, None, None, d_x, *(sums.take(index) for index in range(len(aliases)))
