@@ -213,6 +213,9 @@ _UNTIL_PLANNED = 4
 """Steps until addresses are planned: one after which ds_memo solves again, two alike to profile, one that plans and frees
 the memory in torch's cache. (Observed in the emulator, at every length. Where a GPU takes longer, samples are taken again.)"""
 
+TILES = {"alpha": 0.0, "resident_layers": 0, "tile_tokens": 4096, "head_groups": 8}
+"""The least device memory per token, by hand."""
+
 RIVALS = {
     rival.name: rival
     for rival in (
@@ -252,6 +255,14 @@ RIVALS = {
             warm_up=_UNTIL_PLANNED,
             needs="deepspeed",
             settings={"planned": True},
+        ),
+        Rival(
+            "ds_memo, tiles",
+            "ds_memo in tiles of 4,096 tokens and four groups of heads; inputs and attention outputs on the host",
+            memo,
+            warm_up=1,
+            needs="deepspeed",
+            settings=TILES,
         ),
         Rival(
             "ds_memo, swapping",

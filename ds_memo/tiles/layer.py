@@ -244,6 +244,7 @@ class TiledCall:
         key = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)), tiled.module.training
         known = tiled.attention_recipes.get(key)
         frame = self._engine.begin(f"{tiled.layer.name}, attention", self._placement)
+        self._engine.let_go_but(0)
         call = self._attention = Call(
             tiled.layer.index, (), self._engine, frame, known.recipe if known else None, self._remat.work
         )
@@ -323,10 +324,11 @@ class TiledCall:
             d_result = torch.empty_like(result)
             gathered = self._tails_backward(sums, gradient, d_hidden, result, d_result)
             del result
+            sums.settle()
             self._attention_backward(sums, aliases, gathered, d_result)
             del d_result
             self._heads_backward(sums, gathered, d_hidden)
-            return [d_hidden, *(sums.take(index) for index in range(len(aliases)))]
+            return [d_hidden, *sums.take()]
 
     def _kept_result(self) -> torch.Tensor:
         """Return attention's output from its frame."""

@@ -39,7 +39,7 @@ class GradientSums:
             nonlocal todo
             todo -= 1
             a, b = (gradient.t(), left) if transposed else (left.t(), gradient)
-            self._sums[index] = _plus_product(self._sums[index], a, b, self.parameters[index].dtype)
+            self._sums[index] = _plus_product(self._wide(index), a, b, self.parameters[index].dtype)
 
         hooks = [
             node.register_prehook(
@@ -63,18 +63,28 @@ class GradientSums:
                 self.add(index, gradient)
         return found[: len(inputs)]
 
-    def take(self, index: int) -> torch.Tensor | None:
-        """Return the sum of one parameter's gradients in its dtype, and forget it; None: it had none."""
-        total, self._sums[index] = self._sums[index], None
-        return None if total is None else total.to(self.parameters[index].dtype)
+    def settle(self) -> None:
+        """Round all sums to the parameters' dtype, which frees half of their memory. They may be added to later."""
+        for index, (total, parameter) in enumerate(zip(self._sums, self.parameters, strict=True)):
+            self._sums[index] = None if total is None else total.to(parameter.dtype)
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Return the sums in the parameters' dtypes, and forget them; None: a parameter had no gradient."""
+        self.settle()
+        taken, self._sums = self._sums, [None] * len(self.parameters)
+        return taken
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add to the sum of one parameter."""
-        total = self._sums[index]
+        total = self._wide(index)
         if total is None:
             self._sums[index] = gradient.to(_sum_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
         else:
-            total.add_(gradient)
+            self._sums[index] = total.add_(gradient)
+
+    def _wide(self, index: int) -> torch.Tensor | None:
+        total = self._sums[index]
+        return None if total is None else total.to(_sum_dtype(total.dtype))
 
 
 def weight_products(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> dict[int, list[tuple[Node, bool]]]:
