@@ -73,7 +73,9 @@ def main() -> int:
         rival = RIVALS[options.rival]
         with rival.on(model, budget) as installed:
             for _ in range(max(2, rival.warm_up)):
+                torch.cuda.reset_peak_memory_stats(device)
                 trainer.step(installed)
+                print("between steps", torch.cuda.memory_allocated(device) / GIB, torch.cuda.max_memory_allocated(device) / GIB)
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=10**7)
             trainer.step(installed)
             (trace,) = torch.cuda.memory._snapshot(device)["device_traces"][:1]

@@ -296,7 +296,8 @@ class TiledCall:
                 output = new_whole(of_tile, self._arguments.batch, self._arguments.length, 1)
             part(output, tile.span, 1).copy_(of_tile)
             self._engine.end(tile.call.frame)
-            self._engine.let_go_but(2)
+            if tile.call.recipe is not tile.recipe.recomputed:
+                self._engine.let_go_but(2)
         assert output is not None
         return output
 

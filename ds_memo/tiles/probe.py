@@ -18,10 +18,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from ds_memo.errors import MemoError
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import generator_of, storage_of, tensor_leaves
 from ds_memo.remat.functions import SkipsCompiled
 from ds_memo.remat.random_states import forked
+from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, CannotTile, run_to_attention, run_with_attention
 from ds_memo.tiles.spans import Arguments, Span, hidden_states, part, token_dims
 
@@ -111,7 +113,7 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
                 shapes, found = _in_tiles(forward, own, x, spans, result, draws)
                 expected = shapes.output.tensor(expected)
                 _compare(expected, found, x, parameters, cuts[1:-1], router.chose)
-        except CannotTile:
+        except (CannotTile, MemoError, torch.OutOfMemoryError):
             raise
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError) as error:
             why = (str(error) or type(error).__name__).splitlines()[0][:160]
@@ -279,11 +281,8 @@ class _Makes(SkipsCompiled):
 
 def _refuse_escapes(run: Callable[[], Any]) -> None:
     """Run a layer, and refuse it if tensors of the run are still alive when its output is gone."""
-    with _Makes() as makes, torch.autograd.graph.saved_tensors_hooks(_forget, _forget):
+    with _Makes() as makes, dropping():
         run()
     if any(not made.expired() for made in makes.made):
         raise CannotTile("tensors of a call outlive it: a hook, a list or an attribute holds them")
 
-
-def _forget(_: Any) -> None:
-    """Take the place of a tensor that autograd would save."""

@@ -13,6 +13,7 @@ from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, tensor_leaves
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Observed, Recipe, make_recipe
+from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
 from ds_memo.tiles.modes import AnalyseTile
 from ds_memo.tiles.probe import Shapes
@@ -55,7 +56,7 @@ def analyse(
     """
     args, kwargs = arguments
     givens = [*module.parameters(), *module.buffers(), *tensor_leaves(arguments)]
-    with forked(call.engine.device), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+    with forked(call.engine.device), torch.enable_grad(), dropping():
         result = torch.randn(shapes.result.shape_of(span), device=call.engine.device)
         result = result.to(hidden_states(args, kwargs).dtype).requires_grad_()
         whole, part = Observed(), Observed()
@@ -84,6 +85,3 @@ def analyse(
         part.forget()
     return recipe
 
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
