@@ -269,20 +269,24 @@ class SwapEngine:
 
     def _reload(self, frame: Frame) -> None:
         # The buffer may lie where compute's last work still reads: h2d waits for compute before it writes.
+        wanted, nbytes = frame.layout.kept, frame.layout.buffer_bytes
+        if frame.first_only and len(wanted) > 1:
+            wanted, nbytes = wanted[:1], wanted[1].buffer_offset
         try:
-            buffer = self._new_buffer(frame.layout.buffer_bytes)
+            buffer = self._new_buffer(nbytes)
         except RuntimeError as refusal:  # torch.OutOfMemoryError is one; callers look for its text
             raise MemoError(
-                f"device memory: frame {frame.name} needs a buffer of {frame.layout.buffer_bytes / GIB:.3g} GiB to come back; "
+                f"device memory: frame {frame.name} needs a buffer of {nbytes / GIB:.3g} GiB to come back; "
                 f"{refusal}. Lower memo.resident_layers, memo.device_memory_gib or the batch."
             ) from refusal
         frame.back = None
         frame.move("returning")
         self.streams.wait(H2D, self.streams.mark(COMPUTE))
-        for index, rows in frame.rows.items():
-            kept = frame.layout.kept[index]
-            slot = frame.slots[index] = kept.slot_in(buffer)
-            for there, here in kept.pairs(rows, slot):
+        for kept in wanted:
+            if kept.index not in frame.rows:  # the call left its recipe before it was kept
+                continue
+            slot = frame.slots[kept.index] = kept.slot_in(buffer)
+            for there, here in kept.pairs(frame.rows[kept.index], slot):
                 self.streams.copy(H2D, here, there)
             self.traffic.bytes_from_host += kept.stored_bytes
         frame.back = self.streams.mark(H2D)

@@ -149,6 +149,8 @@ class Frame:
         """Event behind the last copy to the host."""
         self.back: Any = None
         """Event behind the last copy from the host."""
+        self.first_only = False
+        """True if the next replay wants no more than the first tensor: the reload brings no other."""
         self._defer = defer
 
     @property

@@ -5,8 +5,8 @@
               attention's backward, a group of heads at a time; its gradients overwrite q, k, v
               head of each tile, last first: its backward, the rest of d(x)
 
-Frames: one for each tile (its hidden states, what routers chose, and if the tile is stored all GEMM outputs), one for attention
-(its output and log-sum-exp). The backward asks for attention's first, then twice for each tile's.
+Frames: one for each tile (its hidden states, its part of attention's output, what routers chose, and if the tile is stored all
+GEMM outputs), one for attention (its log-sum-exp). The backward asks for attention's first, then twice for each tile's.
 
 Parameters are arguments of the function, and tiles see aliases of them: hooks of a parameter see one gradient per backward.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +63,10 @@ class Tile:
         """Return its hidden states from its frame, as a leaf."""
         return self.call.frame.tensor(self.call.recipe.inputs[0]).detach().requires_grad_()
 
+    def supplies_up_to_attention(self) -> bool:
+        """Return True if the backward of the part up to attention reads more of the frame than the hidden states."""
+        return any(op.kept is not None and (isinstance(op, SavedOp) or op.wanted) for op in self.up_to_attention().recipe.ops)
+
     def up_to_attention(self) -> Call:
         """Return a call like the tile's, which ends at attention."""
         call = copy.copy(self.call)
@@ -76,8 +79,23 @@ class AttentionRecipe:
     """What attention's frame keeps."""
 
     recipe: Recipe
-    result: Kept | tuple[int, tuple[int, ...], tuple[int, ...], int]
-    """Attention's result: kept by itself, or a view of a kept op's output (index, shape, stride, offset from its begin)."""
+    output: Output | None
+    """The output of an op that is attention's result, which the tiles' frames keep; None: the frame keeps all outputs."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """An op's output that shares its memory with attention's result."""
+
+    op: int
+    """Index in the recipe."""
+    position: int
+    """Among the op's outputs."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def within(self, result: torch.Tensor) -> torch.Tensor:
+        return result.as_strided(self.shape, self.stride)
 
 
 class TiledLayer:
@@ -137,7 +155,7 @@ class TiledCall:
         self._parameters = [parameter for parameter in tiled.module.parameters() if parameter.requires_grad]
         self._tiles: list[Tile] = []
         self._attention: Call | None = None
-        self._result: Kept | tuple[Any, ...] | None = None
+        self._output: Output | None = None
         self._device_inputs = [DeviceInput(tiled.layer.name, tensor) for tensor in self._arguments.tensors]
         self._autocast = autocast_now()
         self._seed = int(torch.randint(1 << 62, ())) if tiled.shapes.draws else None
@@ -203,10 +221,9 @@ class TiledCall:
             self._placement = GEMMS_RECOMPUTED
 
     def _attention_bytes(self, hidden: torch.Tensor) -> int:
-        """Return about how many bytes attention's frame keeps."""
-        tokens = hidden.shape[0] * hidden.shape[1]
-        per_token = math.prod(self._shapes.result.shape) // self._shapes.result.shape[self._shapes.result.dim]
-        return tokens * per_token * hidden.dtype.itemsize
+        """Return about how many bytes attention's frame keeps: a log-sum-exp in float32 for each head."""
+        result = self._shapes.result
+        return hidden.shape[0] * hidden.shape[1] * 4 * result.elements_per_token // result.shape[-1]
 
     def _describe(self, hidden: torch.Tensor) -> None:
         """Show the layer's report what this call keeps: the bytes of all its frames, and the shape of its input."""
@@ -259,9 +276,9 @@ class TiledCall:
             result = self._shapes.result.tensor(self._run_attention(gathered, leaves)).detach()
         if known is None:
             known = tiled.attention_recipes[key] = self._settle_attention(observed, result)
-        if isinstance(known.result, Kept):
-            self._engine.keep(frame, known.result, result)
-        self._result = known.result
+        self._output = known.output
+        if known.output is not None:
+            self._set_output(None)
         return result
 
     def _settle_attention(self, observed: Observed, result: torch.Tensor) -> AttentionRecipe:
@@ -269,24 +286,40 @@ class TiledCall:
         call = self._attention
         observed.note_hidden_writes()
         observed.close_over_inputs(all_rows_kept=True)
+        output = None
+        for index, op in enumerate(observed.ops):
+            if isinstance(op, ObservedSavedOp) and not op.recomputed:
+                for position, value in enumerate(op.outputs):
+                    if torch.is_tensor(value) and self._is(value, result):
+                        output = Output(index, position, tuple(value.shape), value.stride())
+                        op.outputs = (*op.outputs[:position], None, *op.outputs[position + 1 :])
         recipe, tensors = make_recipe(observed, 1.0)
-        where: Any = None
-        for kept, tensor in tensors:
-            if storage_of(tensor) == storage_of(result) and result.numel() == tensor.numel():
-                where = kept.index, tuple(result.shape), result.stride(), result.storage_offset() - tensor.storage_offset()
-        if where is None:
-            where = recipe.layout.add(result)
         call.recipe = recipe
         self._engine.adopt(call.frame, recipe.layout)
         for kept, tensor in tensors:
             self._engine.keep(call.frame, kept, tensor)
-        for index, (op, was) in enumerate(zip(recipe.ops, observed.ops, strict=True)):
-            if isinstance(was, ObservedSavedOp) and isinstance(op, SavedOp) and op.kept is not None:
+        for index, (made, was) in enumerate(zip(recipe.ops, observed.ops, strict=True)):
+            if isinstance(was, ObservedSavedOp) and isinstance(made, SavedOp) and made.kept is not None:
                 call.loose[index] = tuple(
-                    None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
+                    None if kept is not None else value for kept, value in zip(made.kept, was.outputs, strict=True)
                 )
         observed.forget()
-        return AttentionRecipe(recipe, where)
+        return AttentionRecipe(recipe, output)
+
+    def _is(self, value: torch.Tensor, result: torch.Tensor) -> bool:
+        """Return True if an op's output is attention's result, in the memory order that the backward rebuilds."""
+        if storage_of(value) != storage_of(result) or value.numel() != result.numel():
+            return False
+        again = self._shapes.result.new(self._arguments.batch, self._arguments.length, result.new_empty(0, device="meta"))
+        return value.storage_offset() == result.storage_offset() and again.stride() == result.stride()
+
+    def _set_output(self, result: torch.Tensor | None) -> None:
+        """Have attention's replay supply its op's output from `result`, or hold it no longer."""
+        call, where = self._attention, self._output
+        if where is not None:
+            outputs = list(call.loose[where.op])
+            outputs[where.position] = None if result is None else where.within(result)
+            call.loose[where.op] = tuple(outputs)
 
     def _tails(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor | None = None
@@ -304,7 +337,9 @@ class TiledCall:
     def _tail(self, tile: Tile, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Return a tile of the layer's output."""
         args, kwargs, _ = self._arguments.tile(part(hidden, tile.span, 1).detach().requires_grad_(), tile.span)
-        given = self._shapes.result.of(part(result, tile.span, self._shapes.result.dim).detach().requires_grad_())
+        own, kept = part(result, tile.span, self._shapes.result.dim).detach(), tile.call.recipe.inputs[1]
+        self._engine.keep(tile.call.frame, kept, _in_order_of(kept, own))
+        given = self._shapes.result.of(own.requires_grad_())
         with self._seeded(tile.seed), RecordTail(tile.call, tile.recipe.head, tile.followed):
             returned = run_with_attention(self._forward, args, kwargs, lambda reached: given)
         return self._shapes.output.tensor(returned).detach()
@@ -320,30 +355,23 @@ class TiledCall:
         with autocast_again(self._autocast), aliased(self._tiled.module, self._parameters) as aliases:
             sums = GradientSums(aliases)
             self._engine.bring_back(self._attention.frame)
-            result = self._kept_result()
+            result = self._shapes.result.new(self._arguments.batch, self._arguments.length, gradient)
             d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
             d_result = torch.empty_like(result)
             gathered = self._tails_backward(sums, gradient, d_hidden, result, d_result)
-            del result
             sums.settle()
+            self._set_output(result)
+            del result
             self._attention_backward(sums, aliases, gathered, d_result)
+            self._set_output(None)
             del d_result
             self._heads_backward(sums, gathered, d_hidden)
             return [d_hidden, *sums.take()]
 
-    def _kept_result(self) -> torch.Tensor:
-        """Return attention's output from its frame."""
-        frame, where = self._attention.frame, self._result
-        if isinstance(where, Kept):
-            return frame.tensor(where)
-        index, shape, stride, offset = where
-        kept = frame.tensor(frame.layout.kept[index])
-        return kept.as_strided(shape, stride, kept.storage_offset() + offset)
-
     def _tails_backward(
         self, sums: GradientSums, gradient: torch.Tensor, d_hidden: torch.Tensor, result: torch.Tensor, d_result: torch.Tensor
     ) -> Gathered:
-        """Run every tile again, and the backward of what follows attention: fill `d_result` and a part of `d_hidden`.
+        """Run every tile again, and the backward of what follows attention: fill `result`, `d_result` and a part of `d_hidden`.
 
         Returns:
             Attention's arguments.
@@ -352,8 +380,10 @@ class TiledCall:
         dim = self._shapes.result.dim
         for tile, then in self._last_first(again=True):
             self._engine.bring_back(tile.call.frame, then)
-            d_output, own = part(gradient, tile.span, 1), part(result, tile.span, dim)
-            d_x, d_own = self._tail_backward(sums, tile, gathered, own.detach().requires_grad_(), d_output)
+            own = tile.call.frame.tensor(tile.call.recipe.inputs[1]).detach()
+            part(result, tile.span, dim).copy_(own)
+            d_x, d_own = self._tail_backward(sums, tile, gathered, own.requires_grad_(), part(gradient, tile.span, 1))
+            tile.call.frame.first_only = not tile.supplies_up_to_attention()
             fill(part(d_result, tile.span, dim), d_own)
             fill(part(d_hidden, tile.span, 1), d_x)
         return gathered
@@ -423,6 +453,7 @@ class TiledCall:
         """Run the backward of what comes before attention: add to `d_hidden`."""
         for tile, _ in self._last_first(again=False):
             self._engine.bring_back(tile.call.frame)
+            tile.call.frame.first_only = False
             d_x = self._head_backward(sums, tile, gathered)
             if d_x is not None:
                 part(d_hidden, tile.span, 1).add_(d_x)
@@ -464,6 +495,14 @@ class TiledCall:
         with forked(self._engine.device):
             torch.manual_seed(seed % (1 << 63))
             yield
+
+
+def _in_order_of(kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that lies in memory as `kept` says: itself, or a copy."""
+    steps = zip(tensor.shape, tensor.stride(), kept.stride, strict=True)
+    if all(step == wanted for size, step, wanted in steps if size > 1):
+        return tensor
+    return torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype, device=tensor.device).copy_(tensor)
 
 
 def stored_tiles(tiles: int, alpha: float) -> set[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from ds_memo.remat.functions import SkipsCompiled
 from ds_memo.remat.random_states import forked
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, CannotTile, run_to_attention, run_with_attention
-from ds_memo.tiles.spans import Arguments, Span, hidden_states, part, token_dims
+from ds_memo.tiles.spans import Arguments, Span, hidden_states, order_of, part, token_dims
 
 _TOKENS = 48
 """Of a tile of the check."""
@@ -48,15 +49,21 @@ class Returned:
     """Of its tokens."""
     shape: tuple[int, ...]
     """Of the tensor, for one sequence and some tokens."""
+    order: tuple[int, ...]
+    """Its dimensions, from slowest to fastest in memory."""
 
     def tensor(self, result: Any) -> torch.Tensor:
         """Return the tensor of a result."""
         return tree_leaves(result)[self.index]
 
-    def shape_of(self, span: Span) -> tuple[int, ...]:
-        """Return the shape of the tensor for the tokens of a span."""
-        rows, tokens = span.size
-        return tuple(tokens if i == self.dim else rows if i == 0 else size for i, size in enumerate(self.shape))
+    def new(self, rows: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for the tensor, in its order of dimensions."""
+        shape = [tokens if i == self.dim else rows if i == 0 else size for i, size in enumerate(self.shape)]
+        return like.new_empty([shape[i] for i in self.order]).permute([self.order.index(i) for i in range(len(shape))])
+
+    @property
+    def elements_per_token(self) -> int:
+        return math.prod(self.shape) // self.shape[self.dim]
 
     def of(self, tensor: torch.Tensor) -> Any:
         """Return a result with this tensor."""
@@ -100,27 +107,49 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     cuts = [0, tokens, 2 * tokens, length]
     spans = [Span(slice(0, 1), slice(*ends)) for ends in itertools.pairwise(cuts)]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    with forked(x.device), torch.enable_grad():
-        try:
-            draws = _draws(lambda: forward(*own_args, **own_kwargs), x.device)
-            buffers = _versions(module)
-            _refuse_escapes(lambda: forward(*own_args, **own_kwargs))
-            with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
-                with _Chooses() as router:
-                    expected = forward(*own_args, **own_kwargs)
-                own = Arguments(own_args, own_kwargs)
-                result = _result(forward, own, x, tokens)
-                shapes, found = _in_tiles(forward, own, x, spans, result, draws)
-                expected = shapes.output.tensor(expected)
-                _compare(expected, found, x, parameters, cuts[1:-1], router.chose)
-        except (CannotTile, MemoError, torch.OutOfMemoryError):
-            raise
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError) as error:
-            why = (str(error) or type(error).__name__).splitlines()[0][:160]
-            raise CannotTile(f"a tile of it raises {type(error).__name__}: {why}") from error
+    forward = _saying_why(forward)
+    with forked(x.device), _buffers_put_back(module), torch.enable_grad():
+        draws = _draws(lambda: forward(*own_args, **own_kwargs), x.device)
+        buffers = _versions(module)
+        _refuse_escapes(lambda: forward(*own_args, **own_kwargs))
+        with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
+            with _Chooses() as router:
+                expected = forward(*own_args, **own_kwargs)
+            own = Arguments(own_args, own_kwargs)
+            result = _result(forward, own, x, tokens)
+            shapes, found = _in_tiles(forward, own, x, spans, result, draws)
+            _compare(shapes.output.tensor(expected), found, x, parameters, cuts[1:-1], router.chose)
         if _versions(module) != buffers:
             raise CannotTile("it writes to a buffer")
     return shapes
+
+
+def _saying_why(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function of the model raise CannotTile if a tile makes it fail."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (CannotTile, MemoError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            why = (str(error) or type(error).__name__).splitlines()[0][:160]
+            raise CannotTile(f"a tile of it raises {type(error).__name__}: {why}") from error
+
+    return run
+
+
+@contextmanager
+def _buffers_put_back(module: nn.Module) -> Iterator[None]:
+    """Undo what a layer writes to its buffers inside the block."""
+    before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, value in before:
+                if buffer._version != version:
+                    buffer.copy_(value)
 
 
 def _draws(run: Callable[[], Any], device: torch.device) -> bool:
@@ -161,7 +190,8 @@ def _refuse_arguments(module: nn.Module, hidden: Any, args: tuple, kwargs: dict[
 def _result(forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, tokens: int) -> Returned:
     """Run attention for all tokens of `x` and for the first ones, and describe what it returns."""
     short, long = (run_to_attention(forward, *arguments.first(hidden)) for hidden in (x[:, :tokens], x))
-    return _one_tensor("attention", short.run(short.leaves), long.run(long.leaves), (tokens, x.shape[1]))
+    first, both = (_saying_why(call.run)(call.leaves) for call in (short, long))
+    return _one_tensor("attention", first, both, (tokens, x.shape[1]))
 
 
 def _in_tiles(
@@ -175,7 +205,7 @@ def _in_tiles(
     dims = _dims("attention gets", leaves[0], leaves[-1], lengths)
     differentiable = tuple(i for i, leaf in enumerate(leaves[0]) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
     joined = [_joined(i, dim, leaves, tiles) for i, dim in enumerate(dims)]
-    whole = result.tensor(calls[0].run(joined))
+    whole = result.tensor(_saying_why(calls[0].run)(joined))
     parts = [result.of(part(whole, span, result.dim)) for span in spans]
     outputs = [
         run_with_attention(forward, args, kwargs, functools.partial(_ignoring_call, own))
@@ -199,6 +229,7 @@ def _one_tensor(who: str, short: Any, long: Any, lengths: tuple[int, int]) -> Re
     if len(tensors) != 1:
         raise CannotTile(f"{who} returns {len(tensors)} tensors")
     dim = _dims(f"{who} returns", leaves, tree_leaves(long), lengths)[tensors[0]]
+    tensor = leaves[tensors[0]]
     if dim is None:
         raise CannotTile(f"what {who} returns does not grow with the tokens")
     return Returned(
@@ -206,7 +237,8 @@ def _one_tensor(who: str, short: Any, long: Any, lengths: tuple[int, int]) -> Re
         tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
         tensors[0],
         dim,
-        tuple(leaves[tensors[0]].shape),
+        tuple(tensor.shape),
+        order_of(tensor),
     )
 
 
@@ -285,4 +317,3 @@ def _refuse_escapes(run: Callable[[], Any]) -> None:
         run()
     if any(not made.expired() for made in makes.made):
         raise CannotTile("tensors of a call outlive it: a hook, a list or an attribute holds them")
-

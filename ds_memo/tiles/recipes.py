@@ -25,7 +25,7 @@ class TileRecipe:
     """Recipes of all tiles of one length."""
 
     recomputed: Recipe
-    """Of a whole run; only its input and what routers chose are kept."""
+    """Of a whole run; only its hidden states, attention's output and what routers chose are kept."""
     stored: Recipe
     """Of a whole run; all GEMM outputs are kept, too."""
     to_attention: list[bool]
@@ -57,8 +57,7 @@ def analyse(
     args, kwargs = arguments
     givens = [*module.parameters(), *module.buffers(), *tensor_leaves(arguments)]
     with forked(call.engine.device), torch.enable_grad(), dropping():
-        result = torch.randn(shapes.result.shape_of(span), device=call.engine.device)
-        result = result.to(hidden_states(args, kwargs).dtype).requires_grad_()
+        result = shapes.result.new(*span.size, hidden_states(args, kwargs)).normal_().requires_grad_()
         whole, part = Observed(), Observed()
         with AnalyseTile(call, whole, module, givens) as mode:
 
@@ -72,7 +71,7 @@ def analyse(
             run_to_attention(forward, args, kwargs)
         part.close_over_inputs(all_rows_kept=False)
         whole.note_hidden_writes()
-        whole.inputs = [next(leaf for leaf in tensor_leaves(arguments) if leaf.requires_grad)]
+        whole.inputs = [hidden_states(args, kwargs), result]
         wanted = whole.wanted
         whole.close_over_inputs(all_rows_kept=True)
         whole.softmax = None  # a router's: attention is not in it
@@ -84,4 +83,3 @@ def analyse(
         whole.forget()
         part.forget()
     return recipe
-

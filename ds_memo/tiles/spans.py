@@ -54,13 +54,18 @@ def fill(memory: torch.Tensor, values: torch.Tensor | None) -> None:
     memory.copy_(values) if values is not None else memory.zero_()
 
 
+def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's dimensions from slowest to fastest in memory."""
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True))
+
+
 def new_whole(tile: torch.Tensor, batch: int, length: int, dim: int) -> torch.Tensor:
     """Return memory for all tokens of what `tile` is a tile of, in the tile's order of dimensions."""
     shape = list(tile.shape)
     shape[dim] = length
     if dim:
         shape[0] = batch
-    order = sorted(range(tile.dim()), key=lambda d: (tile.stride(d), tile.shape[d]), reverse=True)
+    order = order_of(tile)
     inverse = [order.index(d) for d in range(tile.dim())]
     return tile.new_empty([shape[d] for d in order]).permute(inverse)
 
