@@ -19,6 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
@@ -107,6 +108,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             layers = find_layers(asked["model"], config.layers)
             refuse_model(layers)
             check_residents(config, len(layers))
+            if config.tile_tokens:
+                _gather_layers_whole(layers)
             undo.enter_context(kernels.use_kernels(asked["model"], config))
             if config.kernels.adam:
                 asked["optimizer"] = kernels.fused_adam(
@@ -203,6 +206,12 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
     hook_engine(engine, session)
     engine.memo = MemoHandle(session)
     return session
+
+
+def _gather_layers_whole(layers: list[tuple[str, nn.Module]]) -> None:
+    """Have ZeRO-3 gather each layer by one hook, once for its forward and once for its backward, however many tiles it has."""
+    for _, layer in layers:
+        set_z3_leaf_module(layer, True)
 
 
 def _gather_nothing_ahead(engine: weakref.ref[deepspeed.DeepSpeedEngine]) -> None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 Autocast = tuple[tuple[str, torch.dtype], ...]
@@ -30,6 +31,16 @@ def aliased(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[l
     finally:
         for table, name, parameter in places:
             table[name] = parameter
+
+
+@contextmanager
+def own_linear() -> Iterator[None]:
+    """Have F.linear be PyTorch's own inside the block. ZeRO-3 puts one in its place whose weight gradients are not seen."""
+    linear, F.linear = F.linear, torch._C._nn.linear
+    try:
+        yield
+    finally:
+        F.linear = linear
 
 
 def autocast_now() -> Autocast:

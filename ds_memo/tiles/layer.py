@@ -36,7 +36,7 @@ from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp, mak
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.frame import Frame, Kept, Layout
-from ds_memo.tiles.around import aliased, autocast_again, autocast_now, dropping
+from ds_memo.tiles.around import aliased, autocast_again, autocast_now, dropping, own_linear
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.heads import Heads
@@ -171,10 +171,11 @@ class TiledCall:
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the layer's output (b, s, h)."""
-        recipes = self._recipes(hidden)
+        with own_linear():
+            recipes = self._recipes(hidden)
         self._place(hidden, recipes)
         try:
-            with torch.enable_grad(), dropping(), aliased(self._tiled.module, self._parameters):
+            with own_linear(), torch.enable_grad(), dropping(), aliased(self._tiled.module, self._parameters):
                 gathered = self._heads(hidden, recipes)
                 result = self._attend(gathered)
                 del gathered
@@ -352,7 +353,7 @@ class TiledCall:
             given.check()
         for observer in self._remat.observers:
             observer.layer_replays(self._tiled.layer.index)
-        with autocast_again(self._autocast), aliased(self._tiled.module, self._parameters) as aliases:
+        with own_linear(), autocast_again(self._autocast), aliased(self._tiled.module, self._parameters) as aliases:
             sums = GradientSums(aliases)
             self._engine.bring_back(self._attention.frame)
             result = self._shapes.result.new(self._arguments.batch, self._arguments.length, gradient)

@@ -183,8 +183,11 @@ def _refuse_arguments(module: nn.Module, hidden: Any, args: tuple, kwargs: dict[
         raise CannotTile("it is given its hidden states twice")
     if any(leaf.requires_grad for leaf in others):
         raise CannotTile("an argument besides its hidden states needs a gradient")
-    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
-        raise CannotTile("its parameters are sharded (ZeRO-3)")
+    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()) and not getattr(module, "_z3_leaf", False):
+        raise CannotTile(
+            "ZeRO-3 gathers its parameters part by part, as the engine was made without memo.tile_tokens. Let "
+            "ds_memo.initialize make it"
+        )
 
 
 def _result(forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, tokens: int) -> Returned:

@@ -1,0 +1,35 @@
+"""Tiled layers under DeepSpeed: every ZeRO stage, dtype, offload and sequence parallelism; the same losses as stock's."""
+
+import pytest
+
+from tests.deepspeed import matrix
+from tests.distributed_harness.common import DistributedTest
+
+TILES = matrix.MEMO | {"tile_tokens": 11, "head_groups": 2}
+
+
+def run(cases):
+    """Train every case with tiles and without memo."""
+    wrong = []
+    for case in cases:
+        stock, _ = matrix.train(case, None)
+        tiled, report = matrix.train(case, TILES)
+        apart = matrix.apart(tiled, stock)
+        print(f"{case}: tiles change losses by {apart:.1e}", flush=True)
+        all_tiled = report["tiles"]["layers"] == [0, 1, 2, 3] and not report["tiles"]["not_tiled"]
+        if not apart <= matrix.TOLERANCE[case.dtype] or not all_tiled or report["attention_recomputed"]:
+            wrong.append(f"{case}: tiled {tiled}, stock {stock}, {report}")
+    assert not wrong, "\n".join(wrong)
+
+
+class TestTiles(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("ranks_per_sequence", [1, 2])
+    def test_every_stage_and_dtype(self, ranks_per_sequence):
+        run(matrix.quick_cases(ranks_per_sequence))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("ranks_per_sequence", [1, 2])
+    def test_everything(self, ranks_per_sequence):
+        run(matrix.every_case(ranks_per_sequence))
