@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -58,13 +58,17 @@ class Policy(Protocol):
         """Return True if the host has room for `nbytes` of one layer call. If not, the call is fully recomputed."""
 
 
+class CannotTile(Exception):
+    """A layer cannot run in tiles. The message says why, for the user."""
+
+
 class Tiler(Protocol):
     """Runs layer calls in tiles of tokens."""
 
     def prepare(
         self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement
     ) -> Callable[[], Any] | None:
-        """Return a function that runs ``fn(*args, **kwargs)`` in tiles; None: the call runs whole."""
+        """Return a function that runs ``fn(*args, **kwargs)`` in tiles, or raises CannotTile; None: the call runs whole."""
 
 
 class Layer:
@@ -186,7 +190,8 @@ class Remat:
         if recomputes and self._tiler is not None:
             tiled = self._tiler.prepare(self, layer, fn, args, kwargs, placement)
             if tiled is not None:
-                return self._observed(layer, tiled)
+                with suppress(CannotTile):
+                    return self._observed(layer, tiled)
         lifted = lift_keywords(fn, args, kwargs)
         if self._sdpa is not None:
             fn, replay = (functools.partial(self.with_kernel, layer, run) for run in (lifted.fn, lifted.replay))

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_memo.remat.call import generator_of
+from ds_memo.remat.random_states import forked
+
 Autocast = tuple[tuple[str, torch.dtype], ...]
 """Devices on which autocast is on, with its dtypes."""
 
@@ -41,6 +44,25 @@ def own_linear() -> Iterator[None]:
         yield
     finally:
         F.linear = linear
+
+
+def generators(device: torch.device) -> list[bytes]:
+    """Return the states of PyTorch's generators, of the host and of a device."""
+    used = dict.fromkeys((torch.default_generator, generator_of(device)))
+    return [generator.get_state().numpy().tobytes() for generator in used]
+
+
+@contextmanager
+def from_generators(states: list[bytes] | None, device: torch.device) -> Iterator[None]:
+    """Draw random numbers from these states inside the block; None: nothing draws."""
+    if states is None:
+        yield
+        return
+    with forked(device):
+        used = dict.fromkeys((torch.default_generator, generator_of(device)))
+        for generator, state in zip(used, states, strict=True):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        yield
 
 
 def autocast_now() -> Autocast:

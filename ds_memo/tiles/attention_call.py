@@ -17,18 +17,19 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.tiles.spans import Span, new_whole, part
 
-
-class CannotTile(Exception):
-    """A layer cannot run tile by tile. The message says why, for the user."""
+NO_ATTENTION = "it calls neither one of Transformers' attention functions nor F.scaled_dot_product_attention"
 
 
 class AttentionCall:
     """An attention function and its arguments, as a layer calls it.
 
     Args:
-        fn: Transformers' attention function, or F.scaled_dot_product_attention.
+        fn: F.scaled_dot_product_attention(query, key, value, …), which takes and returns (…, tokens, d); or a function of
+            Transformers' table, fn(module, query, key, value, …), which takes (b, heads, tokens, d) and returns a tuple of
+            (b, tokens, heads, d) and None.
     """
 
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
@@ -39,6 +40,22 @@ class AttentionCall:
         """Call the function with other leaves in the place of its own."""
         args, kwargs = tree_unflatten(leaves, self.spec)
         return self.fn(*args, **kwargs)
+
+    def stand_in(self) -> Any:
+        """Return something shaped like the function's result that treats each token by itself, with gradients for all three."""
+        args, kwargs = tree_unflatten(self.leaves, self.spec)
+        sdpa = self.fn is F.scaled_dot_product_attention
+        given = dict(zip(("query", "key", "value"), args if sdpa else args[1:], strict=False)) | kwargs
+        query, key, value = given["query"], given["key"], given["value"]
+        if query.dim() == 4 and key.shape[1] != query.shape[1]:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        out = value * torch.tanh((query * key).mean(-1, keepdim=True)) + value
+        return out if sdpa else (out.transpose(1, 2), None)
+
+    def result_dim(self) -> int:
+        """Return the dimension of tokens in the result."""
+        query = next(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+        return query.dim() - 2 if self.fn is F.scaled_dot_product_attention else 1
 
 
 class _Reached(BaseException):
@@ -69,7 +86,7 @@ def run_to_attention(forward: Callable[..., Any], args: tuple, kwargs: dict[str,
             forward(*args, **kwargs)
         except _Reached:
             return reached[0]
-    raise CannotTile("it calls neither one of Transformers' attention functions nor F.scaled_dot_product_attention")
+    raise CannotTile(NO_ATTENTION)
 
 
 def run_with_attention(
@@ -78,7 +95,7 @@ def run_with_attention(
     """Run a layer's forward with ``supply(call)`` as the result of its attention.
 
     Raises:
-        CannotTile: it calls attention twice.
+        CannotTile: it calls attention twice, or not at all.
     """
     calls = 0
 
@@ -90,7 +107,10 @@ def run_with_attention(
         return supply(call)
 
     with _catching(once):
-        return forward(*args, **kwargs)
+        result = forward(*args, **kwargs)
+    if not calls:
+        raise CannotTile(NO_ATTENTION)
+    return result
 
 
 @contextmanager

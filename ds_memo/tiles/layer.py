@@ -29,14 +29,14 @@ from ds_memo.errors import MemoError
 from ds_memo.placement import GEMMS_RECOMPUTED, UNDECIDED, Placement
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, storage_of, tensor_leaves
-from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
 from ds_memo.remat.inputs import DeviceInput
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.frame import Frame, Kept, Layout
-from ds_memo.tiles.around import aliased, autocast_again, autocast_now, dropping, own_linear
+from ds_memo.tiles.around import aliased, autocast_again, autocast_now, dropping, from_generators, generators, own_linear
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.heads import Heads
@@ -81,6 +81,8 @@ class AttentionRecipe:
     recipe: Recipe
     output: Output | None
     """The output of an op that is attention's result, which the tiles' frames keep; None: the frame keeps all outputs."""
+    draws: bool
+    """True if attention draws random numbers."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,8 @@ class TiledCall:
         self._tiles: list[Tile] = []
         self._attention: Call | None = None
         self._output: Output | None = None
+        self._generators: Any = None
+        """States before attention ran, if it draws random numbers."""
         self._device_inputs = [DeviceInput(tiled.layer.name, tensor) for tensor in self._arguments.tensors]
         self._autocast = autocast_now()
         self._seed = int(torch.randint(1 << 62, ())) if tiled.shapes.draws else None
@@ -273,18 +277,25 @@ class TiledCall:
             mode = Record(call, functools.partial(tensor_leaves, leaves), tiled.attention_recipes.clear)
         else:
             mode = Analyse(call, observed, None, tensor_leaves(leaves))
-        with self._seeded(self._attention_seed), mode:
-            result = self._shapes.result.tensor(self._run_attention(gathered, leaves)).detach()
+        if known is None or known.draws:
+            self._generators = generators(self._engine.device)
+        with mode:
+            result = self._shapes.result.only_tensor(self._run_attention(gathered, leaves)).detach()
         if known is None:
-            known = tiled.attention_recipes[key] = self._settle_attention(observed, result)
+            draws = self._generators != generators(self._engine.device)
+            known = tiled.attention_recipes[key] = self._settle_attention(observed, result, draws)
+        if not known.draws:
+            self._generators = None
         self._output = known.output
         if known.output is not None:
             self._set_output(None)
         return result
 
-    def _settle_attention(self, observed: Observed, result: torch.Tensor) -> AttentionRecipe:
+    def _settle_attention(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
         """Make the recipe of an attention call that was analysed, and keep this call's tensors by it."""
         call = self._attention
+        if observed.softmax and not observed.ops:
+            raise CannotTile("its attention makes a matrix of tokens × tokens")
         observed.note_hidden_writes()
         observed.close_over_inputs(all_rows_kept=True)
         output = None
@@ -305,7 +316,7 @@ class TiledCall:
                     None if kept is not None else value for kept, value in zip(made.kept, was.outputs, strict=True)
                 )
         observed.forget()
-        return AttentionRecipe(recipe, output)
+        return AttentionRecipe(recipe, output, draws)
 
     def _is(self, value: torch.Tensor, result: torch.Tensor) -> bool:
         """Return True if an op's output is attention's result, in the memory order that the backward rebuilds."""
@@ -414,8 +425,8 @@ class TiledCall:
             for index in shapes.differentiable:
                 leaves[index] = heads.of(leaves[index], shapes.arguments[index]).detach().requires_grad_()
             inputs = [leaves[index] for index in shapes.differentiable]
-            with torch.enable_grad(), self._seeded(self._attention_seed), SupplyHeads(call, heads):
-                result = shapes.result.tensor(self._run_attention(gathered, leaves))
+            with torch.enable_grad(), from_generators(self._generators, self._engine.device), SupplyHeads(call, heads):
+                result = shapes.result.only_tensor(self._run_attention(gathered, leaves))
             found = torch.autograd.grad(result, inputs, heads.of(d_result, shapes.result.dim))
             del result, leaves, inputs
             for index, gradient in zip(shapes.differentiable, found, strict=True):
@@ -438,7 +449,9 @@ class TiledCall:
             leaf for i, leaf in enumerate(gathered.leaves) if isinstance(leaf, torch.Tensor) and i not in shapes.differentiable
         ]
         why = None
-        if not all(heads) or not may_split_heads(self._attention):
+        if self._output is None:
+            why = "heads are traded among ranks (Ulysses), or its kernel's output is not its result"
+        elif not all(heads) or not may_split_heads(self._attention):
             why = "its kernel runs for all heads at once"
         elif min(heads) % groups:
             why = f"they do not divide its {min(heads)} key-value heads"
@@ -479,10 +492,6 @@ class TiledCall:
             yield self._tiles[number], self._tiles[number - 1].call.frame if again else None
 
     # ---- around tiles
-
-    @property
-    def _attention_seed(self) -> int | None:
-        return None if self._seed is None else self._seed + len(self._spans)
 
     def _run_attention(self, gathered: Gathered, leaves: list[Any]) -> Any:
         return self._remat.with_kernel(self._tiled.layer, gathered.call.run, leaves)

@@ -6,7 +6,6 @@ tokens outside of attention (a convolution, a token shift, a recurrence) differs
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from ds_memo.remat.functions import SkipsCompiled
 from ds_memo.remat.random_states import forked
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, CannotTile, run_to_attention, run_with_attention
-from ds_memo.tiles.spans import Arguments, Span, hidden_states, order_of, part, token_dims
+from ds_memo.tiles.spans import Arguments, Span, hidden_states, part, token_dims
 
 _TOKENS = 48
 """Of a tile of the check."""
@@ -49,21 +48,33 @@ class Returned:
     """Of its tokens."""
     shape: tuple[int, ...]
     """Of the tensor, for one sequence and some tokens."""
-    order: tuple[int, ...]
-    """Its dimensions, from slowest to fastest in memory."""
 
     def tensor(self, result: Any) -> torch.Tensor:
         """Return the tensor of a result."""
         return tree_leaves(result)[self.index]
 
     def new(self, rows: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for the tensor, in its order of dimensions."""
-        shape = [tokens if i == self.dim else rows if i == 0 else size for i, size in enumerate(self.shape)]
-        return like.new_empty([shape[i] for i in self.order]).permute([self.order.index(i) for i in range(len(shape))])
+        """Return memory for the tensor, all of a token side by side: (b, tokens, …)."""
+        others = [size for i, size in enumerate(self.shape) if i not in (0, self.dim)]
+        return like.new_empty(rows, tokens, *others).movedim(1, self.dim)
 
     @property
     def elements_per_token(self) -> int:
         return math.prod(self.shape) // self.shape[self.dim]
+
+    def only_tensor(self, result: Any) -> torch.Tensor:
+        """Return the tensor of a result, if it holds no other. Ulysses returns heads and their dimension as one.
+
+        Raises:
+            CannotTile: it holds another, or of another shape.
+        """
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        others = [size for i, size in enumerate(self.shape) if i not in (0, self.dim)]
+        if len(tensors) == 1 and tensors[0].dim() == 3 and self.dim == 1 and tensors[0].shape[2] == math.prod(others):
+            return tensors[0].unflatten(2, others)
+        if len(tensors) != 1 or tensors[0].dim() != len(self.shape):
+            raise CannotTile(f"attention returns tensors of the shapes {[tuple(tensor.shape) for tensor in tensors]}")
+        return tensors[0]
 
     def of(self, tensor: torch.Tensor) -> Any:
         """Return a result with this tensor."""
@@ -109,19 +120,22 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     forward = _saying_why(forward)
     with forked(x.device), _buffers_put_back(module), torch.enable_grad():
-        draws = _draws(lambda: forward(*own_args, **own_kwargs), x.device)
+        draws = _draws(lambda: _run(forward, own_args, own_kwargs), x.device)
         buffers = _versions(module)
-        _refuse_escapes(lambda: forward(*own_args, **own_kwargs))
+        _refuse_escapes(lambda: _run(forward, own_args, own_kwargs))
         with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
             with _Chooses() as router:
-                expected = forward(*own_args, **own_kwargs)
-            own = Arguments(own_args, own_kwargs)
-            result = _result(forward, own, x, tokens)
-            shapes, found = _in_tiles(forward, own, x, spans, result, draws)
+                expected = _run(forward, own_args, own_kwargs)
+            shapes, found = _in_tiles(forward, Arguments(own_args, own_kwargs), x, spans, draws)
             _compare(shapes.output.tensor(expected), found, x, parameters, cuts[1:-1], router.chose)
         if _versions(module) != buffers:
             raise CannotTile("it writes to a buffer")
     return shapes
+
+
+def _run(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a layer with a stand-in for attention: a rank may run it alone, and documents need not fit the tokens."""
+    return run_with_attention(forward, args, kwargs, AttentionCall.stand_in)
 
 
 def _saying_why(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,59 +204,32 @@ def _refuse_arguments(module: nn.Module, hidden: Any, args: tuple, kwargs: dict[
         )
 
 
-def _result(forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, tokens: int) -> Returned:
-    """Run attention for all tokens of `x` and for the first ones, and describe what it returns."""
-    short, long = (run_to_attention(forward, *arguments.first(hidden)) for hidden in (x[:, :tokens], x))
-    first, both = (_saying_why(call.run)(call.leaves) for call in (short, long))
-    return _one_tensor("attention", first, both, (tokens, x.shape[1]))
-
-
 def _in_tiles(
-    forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, spans: Sequence[Span], result: Returned, draws: bool
+    forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, spans: Sequence[Span], draws: bool
 ) -> tuple[Shapes, torch.Tensor]:
     """Run the tokens of `x` (1, s, h) in tiles, by ordinary autograd. Return where tokens lie, and the layer's output."""
-    tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
-    calls = [run_to_attention(forward, args, kwargs) for args, kwargs, _ in tiles]
-    leaves = [call.leaves for call in calls]
+    tiles = [arguments.tile(part(x, span, 1), span)[:2] for span in spans]
     lengths = spans[0].size[1], spans[-1].size[1]
-    dims = _dims("attention gets", leaves[0], leaves[-1], lengths)
-    differentiable = tuple(i for i, leaf in enumerate(leaves[0]) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
-    joined = [_joined(i, dim, leaves, tiles) for i, dim in enumerate(dims)]
-    whole = result.tensor(_saying_why(calls[0].run)(joined))
-    parts = [result.of(part(whole, span, result.dim)) for span in spans]
-    outputs = [
-        run_with_attention(forward, args, kwargs, functools.partial(_ignoring_call, own))
-        for own, (args, kwargs, _) in zip(parts, tiles, strict=True)
-    ]
-    output = _one_tensor("it", outputs[0], outputs[-1], lengths)
+    first, *_, last = (run_to_attention(forward, *tile) for tile in tiles)
+    dims = _dims("attention gets", first.leaves, last.leaves, lengths)
+    differentiable = tuple(i for i, leaf in enumerate(first.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    result = _one_tensor("attention", first.stand_in(), first.result_dim())
+    outputs = [_run(forward, *tile) for tile in tiles]
+    output = _one_tensor("it", outputs[0], 1)
     if any(output.tensor(tile).shape != part(x, span, 1).shape for tile, span in zip(outputs, spans, strict=True)):
         raise CannotTile("its output has another shape than its hidden states")
     found = torch.cat([output.tensor(tile) for tile in outputs], 1)
     return Shapes(tuple(dims), differentiable, result, output, draws), found
 
 
-def _ignoring_call(result: Any, _: AttentionCall) -> Any:
-    return result
-
-
-def _one_tensor(who: str, short: Any, long: Any, lengths: tuple[int, int]) -> Returned:
-    """Describe what a function returns for two numbers of tokens."""
-    leaves, spec = tree_flatten(short)
+def _one_tensor(who: str, result: Any, dim: int) -> Returned:
+    """Describe what a function returns, of which a tensor has its tokens along `dim`."""
+    leaves, spec = tree_flatten(result)
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if len(tensors) != 1:
         raise CannotTile(f"{who} returns {len(tensors)} tensors")
-    dim = _dims(f"{who} returns", leaves, tree_leaves(long), lengths)[tensors[0]]
-    tensor = leaves[tensors[0]]
-    if dim is None:
-        raise CannotTile(f"what {who} returns does not grow with the tokens")
-    return Returned(
-        spec,
-        tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
-        tensors[0],
-        dim,
-        tuple(tensor.shape),
-        order_of(tensor),
-    )
+    rest = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return Returned(spec, rest, tensors[0], dim, tuple(leaves[tensors[0]].shape))
 
 
 def _dims(what: str, short: list[Any], long: list[Any], lengths: tuple[int, int]) -> list[int | None]:
@@ -250,15 +237,6 @@ def _dims(what: str, short: list[Any], long: list[Any], lengths: tuple[int, int]
         return token_dims(short, long, lengths)
     except ValueError as error:
         raise CannotTile(f"{what} {error}") from None
-
-
-def _joined(index: int, dim: int | None, leaves: list[list[Any]], tiles: list[Any]) -> Any:
-    first = leaves[0][index]
-    if dim is None:
-        return first
-    if id(first) in tiles[0][2]:
-        return tiles[0][2][id(first)]
-    return torch.cat([tile[index] for tile in leaves], dim)
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:

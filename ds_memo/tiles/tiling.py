@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ds_memo.placement import Placement
-from ds_memo.remat.checkpoint import Layer, Remat
-from ds_memo.tiles.attention_call import CannotTile
+from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
 from ds_memo.tiles.layer import TiledCall, TiledLayer
 from ds_memo.tiles.probe import probe
 from ds_memo.tiles.spans import Span, hidden_states, spans
@@ -55,15 +54,25 @@ class Tiling:
         def in_tiles(*args: Any, **kwargs: Any) -> Any:
             return TiledCall(tiled, call.forward, args, kwargs, self._spans(args, kwargs), placement, remat).run()
 
-        return functools.partial(call.run, in_tiles)
+        def run() -> Any:
+            try:
+                return call.run(in_tiles)
+            except CannotTile as reason:
+                self._layers[call.module] = self._refused(remat, call.module, reason)
+                raise
+
+        return run
 
     def _probed(self, remat: Remat, layer: Layer, call: LayerCall) -> TiledLayer | str:
         self._names[call.module] = layer.name
         try:
             return TiledLayer(layer, call.module, probe(call.module, call.forward, call.args, call.kwargs), self.head_groups)
         except CannotTile as reason:
-            remat.warn(f"{type(call.module).__name__} runs whole, not in tiles of memo.tile_tokens: {reason}")
-            return str(reason)
+            return self._refused(remat, call.module, reason)
+
+    def _refused(self, remat: Remat, module: nn.Module, reason: CannotTile) -> str:
+        remat.warn(f"{type(module).__name__} runs whole, not in tiles of memo.tile_tokens: {reason}")
+        return str(reason)
 
     def _spans(self, args: tuple, kwargs: dict[str, Any]) -> list[Span]:
         hidden = hidden_states(args, kwargs)
