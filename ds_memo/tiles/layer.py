@@ -364,6 +364,14 @@ class TiledCall:
             given.check()
         for observer in self._remat.observers:
             observer.layer_replays(self._tiled.layer.index)
+        try:
+            return self._backward(gradient, may_overwrite)
+        finally:
+            for call in (*(tile.call for tile in self._tiles), self._attention):
+                if call.frame.state == "ready":  # it raised; the graph may be run again
+                    self._engine.replayed(call.frame)
+
+    def _backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
         with own_linear(), autocast_again(self._autocast), aliased(self._tiled.module, self._parameters) as aliases:
             sums = GradientSums(aliases)
             self._engine.bring_back(self._attention.frame)

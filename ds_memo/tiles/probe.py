@@ -23,7 +23,7 @@ from ds_memo.remat import op_policy
 from ds_memo.remat.call import generator_of, storage_of, tensor_leaves
 from ds_memo.remat.functions import SkipsCompiled
 from ds_memo.remat.random_states import forked
-from ds_memo.tiles.around import dropping
+from ds_memo.tiles.around import aliased, autocast_now, dropping
 from ds_memo.tiles.attention_call import AttentionCall, CannotTile, run_to_attention, run_with_attention
 from ds_memo.tiles.spans import Arguments, Span, hidden_states, part, token_dims
 
@@ -108,7 +108,6 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
         CannotTile: with the reason.
     """
     hidden = hidden_states(args, kwargs)
-    _refuse_arguments(module, hidden, args, kwargs)
     arguments = Arguments(args, kwargs)
     tokens = min(_TOKENS, (arguments.length - 1) // 2)
     length = min(arguments.length, 2 * tokens + max(1, tokens // 3))
@@ -117,9 +116,9 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     own_args, own_kwargs = arguments.first(x)
     cuts = [0, tokens, 2 * tokens, length]
     spans = [Span(slice(0, 1), slice(*ends)) for ends in itertools.pairwise(cuts)]
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     forward = _saying_why(forward)
-    with forked(x.device), _buffers_put_back(module), torch.enable_grad():
+    with forked(x.device), _buffers_put_back(module), aliased(module, trained) as parameters, torch.enable_grad():
         draws = _draws(lambda: _run(forward, own_args, own_kwargs), x.device)
         buffers = _versions(module)
         _refuse_escapes(lambda: _run(forward, own_args, own_kwargs))
@@ -156,10 +155,13 @@ def _saying_why(function: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _buffers_put_back(module: nn.Module) -> Iterator[None]:
     """Undo what a layer writes to its buffers inside the block."""
-    before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+    places = [(inner._buffers, name, buffer) for inner in module.modules() for name, buffer in inner._buffers.items()]
+    before = [(buffer, buffer._version, buffer.clone()) for _, _, buffer in places if buffer is not None]
     try:
         yield
     finally:
+        for table, name, buffer in places:
+            table[name] = buffer
         with torch.no_grad():
             for buffer, version, value in before:
                 if buffer._version != version:
@@ -187,7 +189,13 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             inner.training = True
 
 
-def _refuse_arguments(module: nn.Module, hidden: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+def refuse_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Refuse a call that cannot be tiled, whatever the layer is. This is cheap, and every call is looked at.
+
+    Raises:
+        CannotTile: with the reason.
+    """
+    hidden = hidden_states(args, kwargs)
     if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or not hidden.is_floating_point():
         raise CannotTile("its first argument is no tensor of hidden states (batch, tokens, hidden)")
     if hidden.shape[1] < 5:
@@ -197,11 +205,18 @@ def _refuse_arguments(module: nn.Module, hidden: Any, args: tuple, kwargs: dict[
         raise CannotTile("it is given its hidden states twice")
     if any(leaf.requires_grad for leaf in others):
         raise CannotTile("an argument besides its hidden states needs a gradient")
+    for name, part_of_it in module.named_modules():
+        if name and any(map(_is_foreign, (*part_of_it._forward_hooks.values(), *part_of_it._forward_pre_hooks.values()))):
+            raise CannotTile(f"a hook of its {name} would run once for each tile")
     if any(hasattr(parameter, "ds_id") for parameter in module.parameters()) and not getattr(module, "_z3_leaf", False):
         raise CannotTile(
             "ZeRO-3 gathers its parameters part by part, as the engine was made without memo.tile_tokens. Let "
             "ds_memo.initialize make it"
         )
+
+
+def _is_foreign(hook: Any) -> bool:
+    return not getattr(hook, "__module__", "").startswith("deepspeed.")
 
 
 def _in_tiles(
@@ -244,9 +259,10 @@ def _versions(module: nn.Module) -> list[tuple[int, int]]:
 
 
 def _compare(
-    expected: torch.Tensor, found: torch.Tensor, x: torch.Tensor, parameters: list[nn.Parameter], cuts: list[int], chooses: bool
+    expected: torch.Tensor, found: torch.Tensor, x: torch.Tensor, parameters: list[torch.Tensor], cuts: list[int], chooses: bool
 ) -> None:
-    tolerance = torch.finfo(x.dtype).eps ** 0.5
+    dtypes = [x.dtype, *(dtype for _, dtype in autocast_now())]
+    tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
     gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).to(expected)
     whole, tiled = (torch.autograd.grad(y, [x, *parameters], gradient, allow_unused=True) for y in (expected, found))
     flips = False

@@ -61,13 +61,11 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def new_whole(tile: torch.Tensor, batch: int, length: int, dim: int) -> torch.Tensor:
     """Return memory for all tokens of what `tile` is a tile of, in the tile's order of dimensions."""
-    shape = list(tile.shape)
-    shape[dim] = length
-    if dim:
-        shape[0] = batch
-    order = order_of(tile)
-    inverse = [order.index(d) for d in range(tile.dim())]
-    return tile.new_empty([shape[d] for d in order]).permute(inverse)
+    shape = [length if d == dim else batch if d == 0 else size for d, size in enumerate(tile.shape)]
+    strides, step = [0] * tile.dim(), 1
+    for d in reversed(order_of(tile)):
+        strides[d], step = step, step * shape[d]
+    return tile.new_empty_strided(shape, strides)  # no view: the caller of a layer may change its output in place
 
 
 class Arguments:
@@ -136,12 +134,12 @@ class Arguments:
 
     def _token_dim(self, tensor: torch.Tensor) -> int | None:
         """Return the dimension of a tensor's tokens; None: it has none, or two (a mask), and every tile gets the whole."""
-        if tensor.dim() == 0 or list(tensor.shape).count(self.length) > 1 + (self.batch == self.length):
-            return None
+        if tensor.shape[-2:] == (self.length, self.length) and not (tensor.dim() == 3 and tensor.shape[0] in (1, self.batch)):
+            return None  # but (b, s, d) may be a table as wide as it is long
         for dim in (1, 2):
             if tensor.dim() > dim and tensor.shape[dim] == self.length and tensor.shape[dim - 1] in (1, self.batch):
                 return dim
-        return 0 if tensor.shape[0] == self.length else None
+        return 0 if tensor.dim() and tensor.shape[0] == self.length else None
 
 
 def hidden_states(args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from ds_memo.placement import Placement
 from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
 from ds_memo.tiles.layer import TiledCall, TiledLayer
-from ds_memo.tiles.probe import probe
+from ds_memo.tiles.probe import probe, refuse_call
 from ds_memo.tiles.spans import Span, hidden_states, spans
 
 
@@ -28,15 +28,16 @@ class Tiling:
     def __init__(self, tile_tokens: int, head_groups: int) -> None:
         self.tile_tokens = tile_tokens
         self.head_groups = head_groups
-        self._layers: weakref.WeakKeyDictionary[nn.Module, TiledLayer | str] = weakref.WeakKeyDictionary()
-        """Layers that are tiled, and of the others why not."""
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._layers: weakref.WeakKeyDictionary[nn.Module, TiledLayer] = weakref.WeakKeyDictionary()
+        self._never: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Layers that are no chain of token-wise parts and one attention call."""
+        self._refusals: dict[str, str] = {}
+        """Why a layer's latest call that could not be tiled could not, by the layer's name."""
 
     def report(self) -> dict[str, Any]:
         """Return what ``report()["tiles"]`` shows."""
-        reasons = {self._names[module]: found for module, found in self._layers.items() if isinstance(found, str)}
-        tiled = sorted(found.layer.index for found in self._layers.values() if isinstance(found, TiledLayer))
-        return {"tokens": self.tile_tokens, "head_groups": self.head_groups, "layers": tiled, "not_tiled": reasons}
+        tiled = sorted(found.layer.index for found in self._layers.values())
+        return {"tokens": self.tile_tokens, "head_groups": self.head_groups, "layers": tiled, "not_tiled": dict(self._refusals)}
 
     def prepare(
         self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement
@@ -45,11 +46,22 @@ class Tiling:
         call = LayerCall(fn, layer.module(), args, kwargs)
         if call.module is None or placement.kind.recomputes_attention or len(self._spans(call.args, call.kwargs)) == 1:
             return None
+        if call.module in self._never:
+            return None
+        try:
+            refuse_call(call.module, call.args, call.kwargs)
+        except CannotTile as reason:
+            self._refuse(remat, layer, call.module, reason)
+            return None
         tiled = self._layers.get(call.module)
         if tiled is None:
-            tiled = self._layers[call.module] = self._probed(remat, layer, call)
-        if isinstance(tiled, str):
-            return None
+            try:
+                shapes = probe(call.module, call.forward, call.args, call.kwargs)
+            except CannotTile as reason:
+                self._never.add(call.module)
+                self._refuse(remat, layer, call.module, reason)
+                return None
+            tiled = self._layers[call.module] = TiledLayer(layer, call.module, shapes, self.head_groups)
 
         def in_tiles(*args: Any, **kwargs: Any) -> Any:
             return TiledCall(tiled, call.forward, args, kwargs, self._spans(args, kwargs), placement, remat).run()
@@ -58,21 +70,16 @@ class Tiling:
             try:
                 return call.run(in_tiles)
             except CannotTile as reason:
-                self._layers[call.module] = self._refused(remat, call.module, reason)
+                self._never.add(call.module)
+                del self._layers[call.module]
+                self._refuse(remat, layer, call.module, reason)
                 raise
 
         return run
 
-    def _probed(self, remat: Remat, layer: Layer, call: LayerCall) -> TiledLayer | str:
-        self._names[call.module] = layer.name
-        try:
-            return TiledLayer(layer, call.module, probe(call.module, call.forward, call.args, call.kwargs), self.head_groups)
-        except CannotTile as reason:
-            return self._refused(remat, call.module, reason)
-
-    def _refused(self, remat: Remat, module: nn.Module, reason: CannotTile) -> str:
+    def _refuse(self, remat: Remat, layer: Layer, module: nn.Module, reason: CannotTile) -> None:
+        self._refusals[layer.name] = str(reason)
         remat.warn(f"{type(module).__name__} runs whole, not in tiles of memo.tile_tokens: {reason}")
-        return str(reason)
 
     def _spans(self, args: tuple, kwargs: dict[str, Any]) -> list[Span]:
         hidden = hidden_states(args, kwargs)
@@ -92,30 +99,34 @@ class LayerCall:
     def __init__(self, fn: Callable[..., Any], module: nn.Module | None, args: tuple, kwargs: dict[str, Any]) -> None:
         self._fn, self._args, self._kwargs = fn, args, kwargs
         called = functools.partial(fn, *args, **kwargs)  # partials of partials are one
+        function: Any = called.func
         self.args, self.kwargs = called.args, called.keywords
-        self.forward: Callable[..., Any] = called.func
+        self.module: nn.Module | None = module
+        """None: it is no method of the layer."""
+        self.forward: Callable[..., Any] = function
         """The layer's own."""
+        self._with_hooks = False
         if called.args and called.args[0] is module:
             self.args = called.args[1:]
-            self.forward = functools.partial(called.func, module)
-        elif getattr(called.func, "__self__", None) is not module:
-            module = None
-        self.module = module
-        """None: it is no method of the layer."""
-        self._with_hooks = module is not None and called.func.__name__ != "forward" and called.func.__name__.endswith("call_impl")
-        if self._with_hooks:
-            self.forward = module.forward
+            self.forward = functools.partial(function, module)
+        elif function is module or getattr(function, "__self__", None) is module:
+            self._with_hooks = module is not None and getattr(function, "__name__", "") != "forward"
+            if self._with_hooks:
+                self.forward = module.forward  # type: ignore[union-attr]
+        else:
+            self.module = None
 
     def run(self, forward: Callable[..., Any]) -> Any:
         """Run the call with another forward."""
         if not self._with_hooks:
             return forward(*self.args, **self.kwargs)
-        own = vars(self.module).get("forward")
-        self.module.forward = forward
+        module: Any = self.module
+        own = vars(module).get("forward")
+        module.forward = forward
         try:
             return self._fn(*self._args, **self._kwargs)
         finally:
             if own is None:
-                del self.module.forward
+                del module.forward
             else:
-                self.module.forward = own
+                module.forward = own

@@ -124,23 +124,27 @@ def _products(node: Node, parents: dict[Node, list[tuple[Node, int]]], transpose
         name = parent.name()
         if name in _TRANSPOSES or name in _CASTS:
             yield from _products(parent, parents, transposed ^ (name in _TRANSPOSES))
-        elif name in _PRODUCTS and position == _PRODUCTS[name][2] and parent.next_functions[_PRODUCTS[name][1]][0] is not None:
+        elif name in _PRODUCTS and position == _PRODUCTS[name][2] and _is_plain(parent, _PRODUCTS[name][1]):
             yield parent, transposed
         else:
             yield None
 
 
+def _is_plain(product: Any, left: int) -> bool:
+    """Return True if a product has no factor, and its left operand's gradient is wanted, so that the backward comes to it."""
+    return product.next_functions[left][0] is not None and getattr(product, "_saved_alpha", 1) == 1
+
+
 def _plus_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``total + a @ b``, summed in float32 or wider, in place where there is a total."""
     wide = _sum_dtype(dtype)
-    if a.dtype == wide:
+    with torch.autocast(a.device.type, enabled=False):
+        if a.is_cuda and a.dtype != wide and wide is torch.float32:
+            if total is None:
+                return torch.mm(a, b, out_dtype=wide)
+            return torch.addmm(total, a, b, out_dtype=wide, out=total)
+        a, b = a.to(wide), b.to(wide)  # a CPU's GEMM has no wider output
         return torch.mm(a, b) if total is None else total.addmm_(a, b)
-    if a.is_cuda and wide is torch.float32:
-        if total is None:
-            return torch.mm(a, b, out_dtype=wide)
-        return torch.addmm(total, a, b, out_dtype=wide, out=total)
-    a, b = a.to(wide), b.to(wide)  # a CPU's GEMM has no wider output
-    return torch.mm(a, b) if total is None else total.addmm_(a, b)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
