@@ -48,15 +48,16 @@ def config(tile: int = 16, alpha: float = 0.3, groups: int = 1, **more: Any) -> 
 
 
 @contextmanager
-def attached(model: nn.Module, *, quiet: bool = False, **settings: Any) -> Iterator[MemoHandle]:
+def attached(model: nn.Module, *, layers: list[str] | None = None, quiet: bool = False, **settings: Any) -> Iterator[MemoHandle]:
     """Attach a model with :func:`config`, and detach it at the end.
 
     Args:
+        layers: as in ``ds_memo.attach``.
         quiet: False: a warning of memo is an error.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if quiet else "error", ds_memo.MemoWarning)
-        handle = ds_memo.attach(model, config(**settings))
+        handle = ds_memo.attach(model, config(**settings), layers=layers)
         try:
             yield handle
         finally:

@@ -1,4 +1,4 @@
-"""Every family, tile length, alpha and number of head groups: the gradients are stock's, and nothing is computed that need not be."""
+"""Every family, tile length, alpha and number of head groups: gradients are stock's, and nothing needless is computed."""
 
 from __future__ import annotations
 
