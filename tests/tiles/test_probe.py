@@ -15,7 +15,7 @@ import ds_memo
 from tests.models import FP32, HEADS, HIDDEN, Batch, Block, Different, Outcome, Toy, build, gradients, poisoned_memory, step
 from tests.tiles.rig import LAYERS, assert_step, assert_was_tiled, attached, compare, config, small
 
-BATCH = Batch.random(2, 33)
+BATCH = Batch.random(2, 23)
 
 
 def toy(block: Any) -> Toy:
@@ -436,7 +436,7 @@ def crossing(length: int, trained: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    "trained, length, why", [(True, 20, "needs a gradient"), (False, 20, "a tile of it raises"), (True, 33, "gradient")]
+    "trained, length, why", [(True, 20, "needs a gradient"), (False, 20, "a tile of it raises"), (True, 23, "gradient")]
 )
 def test_cross_attention(trained: bool, length: int, why: str) -> None:
     """With a memory that needs a gradient the layer has several differentiable inputs."""
@@ -448,12 +448,12 @@ def test_cross_attention(trained: bool, length: int, why: str) -> None:
 
 def test_cross_attention_to_as_many_tokens() -> None:
     """Keys and values of a tile are those of as many tokens of the memory, so their sum over tiles is right."""
-    assert_was_tiled(compare(toy(Crosses), crossing(33, False)))
+    assert_was_tiled(compare(toy(Crosses), crossing(23, False)))
 
 
 @pytest.mark.xfail(strict=True, raises=RuntimeError, reason="a layer is probed once, and a memory of another length is not cut")
 def test_cross_attention_to_as_many_tokens_at_first() -> None:
-    compare(toy(Crosses), lambda model, number: crossing(20 if number else 33, False)(model, number), quiet=True)
+    compare(toy(Crosses), lambda model, number: crossing(20 if number else 23, False)(model, number), quiet=True)
 
 
 class Adds(Block):
@@ -464,19 +464,19 @@ class Adds(Block):
 
 
 def test_several_differentiable_inputs() -> None:
-    report = compare(toy(Adds), crossing(33, True), quiet=True)
+    report = compare(toy(Adds), crossing(23, True), quiet=True)
     assert report["tiles"]["layers"] == []
     assert "besides its hidden states needs a gradient" in report["tiles"]["not_tiled"]["blocks.0"]
 
 
 def test_another_input_without_a_gradient_is_cut() -> None:
-    assert_was_tiled(compare(toy(Adds), crossing(33, False)))
+    assert_was_tiled(compare(toy(Adds), crossing(23, False)))
 
 
 @pytest.mark.xfail(strict=True, raises=Different, reason="a layer is probed once: a gradient that is needed later is not given")
 def test_another_input_that_needs_a_gradient_later() -> None:
     def later(model: nn.Module, number: int) -> Outcome:
-        return crossing(33, number > 0)(model, number)
+        return crossing(23, number > 0)(model, number)
 
     compare(toy(Adds), later, quiet=True)
 

@@ -23,7 +23,8 @@ from tests.models import HIDDEN, VOCAB, Batch, Block, Different, Outcome, Toy, b
 from tests.remat.situations import assert_nothing_leaked
 from tests.tiles.rig import LAYERS, assert_step, assert_was_tiled, assert_within, attached, compare, reasons, small, tiled_layers
 
-BATCH = Batch.random(2, 33)
+BATCH = Batch.random(2, 23)
+"""Four tiles: of twelve tokens and of eleven."""
 
 
 def drive(model: nn.Module, number: int) -> Outcome:
@@ -90,7 +91,7 @@ def test_hooks_of_a_layer_are_called_once_and_see_all_tokens() -> None:
     layer.register_full_backward_hook(lambda module, given, gradients: note("backward ends", given))
     with attached(tiled) as handle:
         step(tiled, BATCH)
-        assert seen == [(what, (2, 33, HIDDEN)) for what in ("before", "after", "backward begins", "backward ends")]
+        assert seen == [(what, (2, 23, HIDDEN)) for what in ("before", "after", "backward begins", "backward ends")]
         assert_was_tiled(handle.report())
 
 
@@ -189,7 +190,7 @@ def test_gradients_of_hidden_states_are_asked_for() -> None:
 
 
 def test_a_gradient_that_the_caller_gives_stays_the_callers() -> None:
-    given = torch.randn(2, 33, HIDDEN, generator=torch.Generator().manual_seed(0))
+    given = torch.randn(2, 23, HIDDEN, generator=torch.Generator().manual_seed(0))
 
     def give(model: nn.Module, number: int) -> Outcome:
         x, mine = BATCH.embeds.clone().requires_grad_(), given.clone()
@@ -278,7 +279,7 @@ def test_a_graph_that_was_freed_is_refused() -> None:
 
 
 def in_the_order(order: tuple[int, ...]) -> Callable[[nn.Module, int], Outcome]:
-    batches = [Batch.random(2, 33), Batch.random(1, 71, seed=2), Batch.random(1, 9, seed=3)]
+    batches = [BATCH, Batch.random(1, 71, seed=2), Batch.random(1, 9, seed=3)]
 
     def several(model: nn.Module, number: int) -> Outcome:
         losses = [model(inputs_embeds=batch.embeds, labels=batch.labels).loss for batch in batches]
@@ -289,7 +290,7 @@ def in_the_order(order: tuple[int, ...]) -> Callable[[nn.Module, int], Outcome]:
     return several
 
 
-@pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0)], ids=str)
 def test_several_forwards_before_a_backward(order: tuple[int, ...]) -> None:
     assert_was_tiled(compare(toy(), in_the_order(order), alpha=0.5))
 
@@ -366,6 +367,7 @@ def test_only_parameters_get_a_gradient() -> None:
     assert_was_tiled(compare(toy(), ask))
 
 
+@pytest.mark.slow
 def test_anomaly_mode() -> None:
     def watched(model: nn.Module, number: int) -> Outcome:
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
@@ -565,9 +567,8 @@ CASES = [*itertools.product(DROPS, (0.0, 0.5, 1.0))]
 def test_a_backward_uses_the_forwards_dropout(drops: str, alpha: float) -> None:
     """Gradients are those of the very function that the forward computed: its slope says so, in float64."""
     with attached(tiled := DROPS[drops]().double(), quiet=True, alpha=alpha) as handle:
-        for seed in (1, 2):
-            by_gradients, by_values = slope(tiled, BATCH, seed)
-            assert by_gradients == pytest.approx(by_values, rel=1e-5)
+        by_gradients, by_values = slope(tiled, BATCH, seed=1)
+        assert by_gradients == pytest.approx(by_values, rel=1e-5)
         assert tiled_layers(handle) == [0, 1]
 
 
@@ -619,8 +620,8 @@ def test_packed_documents() -> None:
 
 
 def test_padded_sequences() -> None:
-    mask = torch.ones(2, 33, dtype=torch.long)
-    mask[1, 20:] = 0
+    mask = torch.ones(2, 23, dtype=torch.long)
+    mask[1, 15:] = 0
 
     def padded(model: nn.Module, number: int) -> Outcome:
         return step(model, BATCH, **({"attention_mask": mask} if number % 2 else {}))
@@ -694,15 +695,17 @@ class Stumbles(Block):
         return super().feed(Trips.apply(x))
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+PLACES = [("head", 1), ("head", 3), ("head", 7), ("head", 9), ("tail", 2), ("tail", 5), ("backward", 0), ("backward", 9)]
+
+
 @pytest.mark.parametrize(
-    "where, passes",
-    [("head", 1), ("head", 3), ("head", 9), ("head", 13), ("tail", 2), ("tail", 8), ("backward", 0), ("backward", 9)],
+    "place, first", everyday([*itertools.product(PLACES, (True, False))], [*zip(PLACES, (True, False) * 4, strict=True)])
 )
 def test_an_exception_and_a_clean_next_step(
-    where: str, passes: int, first: bool, frames: Any, monkeypatch: pytest.MonkeyPatch
+    place: tuple[str, int], first: bool, frames: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forward passes 6 heads twice and 6 tails, a backward as many again; the first step analyses besides."""
+    """A forward of two layers passes 16 heads and 8 tails, a backward as many again; the first step analyses besides."""
+    where, passes = place
     stock, tiled = toy(Stumbles), toy(Stumbles)
     with attached(tiled, quiet=first) as handle:
         if not first:
@@ -836,9 +839,9 @@ def test_resident_layers_and_tiles() -> None:
         assert (report["bytes_to_host"] > 0) == (residents == 1)
 
 
-def test_the_vocabulary_is_no_tile() -> None:
+def test_embeddings_below_and_a_head_above() -> None:
     """Token ids and a real embedding below the first layer, and tied weights above the last."""
-    tokens = torch.randint(0, VOCAB, (2, 33), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(0, VOCAB, (2, 23), generator=torch.Generator().manual_seed(3))
 
     def train(model: nn.Module, number: int) -> Outcome:
         loss = model(input_ids=tokens, labels=tokens).loss
