@@ -26,8 +26,8 @@ GROUPS = (1, 2, 4)
 
 DAILY = [
     *((16, (2, 33), 0.3, 2), (5, (1, 33), 1.0, 4), (23, (1, 71), 0.0, 1), (64, (2, 71), 0.3, 4)),
-    *((16, (1, 71), 1.0, 1), (5, (2, 33), 0.0, 2), (23, (2, 33), 0.3, 4), (64, (1, 71), 1.0, 2)),
-    *((16, (2, 71), 0.0, 4), (5, (1, 33), 0.3, 1), (23, (1, 33), 1.0, 2), (64, (2, 33), 0.0, 1)),
+    *((16, (1, 71), 1.0, 1), (5, (1, 33), 0.0, 2), (23, (2, 33), 0.3, 4), (64, (1, 71), 1.0, 2)),
+    *((16, (1, 33), 0.0, 4), (5, (1, 33), 0.3, 1), (23, (1, 33), 1.0, 2), (64, (2, 33), 0.0, 1)),
 ]
 """Every pair of tile length, alpha and groups. Each family runs one of them every day."""
 
@@ -104,7 +104,7 @@ def test_eager_attention_runs_whole_with_the_same_gradients() -> None:
         assert handle.report()["tiles"]["layers"] == []
 
 
-@pytest.mark.parametrize("name", everyday(FAMILIES, ["llama", "mixtral"]))
+@pytest.mark.parametrize("name", everyday(FAMILIES, ["mixtral"]))
 def test_same_as_stock_in_bf16(name: str) -> None:
     run(name, 16, (2, 33), 0.3, 2, torch.bfloat16, BF16)
 
@@ -186,7 +186,7 @@ def test_groups_that_do_not_divide_the_heads_are_named(heads: int, groups: int) 
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-@pytest.mark.parametrize("name", everyday([name for name in FAMILIES if name not in ("phi3", "neox")], ["gemma3", "mixtral"]))
+@pytest.mark.parametrize("name", everyday([name for name in FAMILIES if name not in ("phi3", "neox")], ["mixtral"]))
 def test_bytes_to_the_host_are_those_of_the_whole_layer(name: str, alpha: float) -> None:
     """Phi-3's and GPT-NeoX's attention returns a copy of the kernel's output, which tiles keep beside it."""
     seen = []
