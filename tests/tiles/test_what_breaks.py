@@ -51,7 +51,7 @@ def count_hooks(model: nn.Module, count: Counter[str]) -> None:
     next(layers_of(model)[0].parameters()).register_hook(lambda gradient: gradient * 0.5)
 
 
-@pytest.mark.parametrize("name", ["llama", "plain"])
+@pytest.mark.parametrize("name", everyday(["llama", "plain"], ["plain"]))
 def test_hooks_of_a_parameter_are_called_once_for_each_backward(name: str) -> None:
     count: Counter[str] = Counter()
     with attached(tiled := small(name)) as handle:
@@ -95,6 +95,7 @@ def test_hooks_of_a_layer_are_called_once_and_see_all_tokens() -> None:
         assert_was_tiled(handle.report())
 
 
+@pytest.mark.slow
 def test_a_hook_that_changes_a_layers_input_and_output() -> None:
     tiled = toy()
     layers_of(tiled)[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
@@ -254,7 +255,8 @@ def test_hidden_states_changed_in_front_of_the_backward_are_refused() -> None:
 # ---- backwards in other ways
 
 
-def test_a_graph_runs_backward_twice() -> None:
+@pytest.mark.parametrize("alpha", everyday([0.0, 0.5, 1.0], [0.5]))
+def test_a_graph_runs_backward_twice(alpha: float) -> None:
     def twice(model: nn.Module, number: int) -> Outcome:
         x = BATCH.embeds.clone().requires_grad_()
         loss = model(inputs_embeds=x, labels=BATCH.labels).loss
@@ -266,8 +268,7 @@ def test_a_graph_runs_backward_twice() -> None:
         assert_within(second, first, 0.0)
         return Outcome(loss.detach(), second)
 
-    for alpha in (0.0, 0.3, 1.0):
-        assert_was_tiled(compare(toy(), twice, alpha=alpha, groups=2))
+    assert_was_tiled(compare(toy(), twice, alpha=alpha, groups=2))
 
 
 def test_a_graph_that_was_freed_is_refused() -> None:
@@ -290,11 +291,12 @@ def in_the_order(order: tuple[int, ...]) -> Callable[[nn.Module, int], Outcome]:
     return several
 
 
-@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("order", everyday([((2, 1, 0),), ((1, 2, 0),), ((0, 1, 2),)], [((1, 2, 0),)]), ids=str)
 def test_several_forwards_before_a_backward(order: tuple[int, ...]) -> None:
     assert_was_tiled(compare(toy(), in_the_order(order), alpha=0.5))
 
 
+@pytest.mark.slow
 def test_one_backward_through_two_forwards() -> None:
     other = Batch.random(1, 40, seed=2)
 
@@ -306,6 +308,7 @@ def test_one_backward_through_two_forwards() -> None:
     assert_was_tiled(compare(toy(), both))
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_called_twice_in_one_graph() -> None:
     class Twice(Toy):
         def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -317,6 +320,7 @@ def test_a_layer_that_is_called_twice_in_one_graph() -> None:
     assert_was_tiled(compare(model_of(Twice), drive))
 
 
+@pytest.mark.slow
 def test_a_forward_inside_a_backward() -> None:
     def inside(model: nn.Module, number: int) -> Outcome:
         done: list[bool] = []
@@ -346,6 +350,7 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
         assert_step(step(tiled, BATCH), step(toy(), BATCH))
 
 
+@pytest.mark.slow
 def test_only_the_gradient_of_the_input_is_asked_for() -> None:
     def ask(model: nn.Module, number: int) -> Outcome:
         x = BATCH.embeds.clone().requires_grad_()
@@ -380,6 +385,7 @@ def test_anomaly_mode() -> None:
         assert_was_tiled(handle.report())
 
 
+@pytest.mark.slow
 def test_evaluation_between_training_steps() -> None:
     def evaluate(model: nn.Module, number: int) -> Outcome:
         with torch.no_grad():
@@ -429,6 +435,7 @@ def test_a_frozen_layer(frozen: int) -> None:
     compare(toy(), ask, steps=3)
 
 
+@pytest.mark.slow
 def test_a_parameter_without_a_gradient_has_none() -> None:
     class Unused(Block):
         def __init__(self) -> None:
@@ -438,6 +445,7 @@ def test_a_parameter_without_a_gradient_has_none() -> None:
     assert_was_tiled(compare(toy(Unused), drive))
 
 
+@pytest.mark.slow
 def test_layers_that_share_parameters() -> None:
     tiled = toy()
     tiled.blocks[1].up, tiled.blocks[1].norm1 = tiled.blocks[0].up, tiled.blocks[0].norm1
@@ -595,6 +603,7 @@ def test_dropout_differs_among_tiles_steps_and_layers_and_comes_again_with_a_see
         assert 0.4 < (a == b).float().mean() < 0.6
 
 
+@pytest.mark.slow
 def test_dropout_drops_as_much_as_stock() -> None:
     tiled = toy(lambda: Block(dropout=0.1))
     with attached(tiled) as handle:
@@ -626,17 +635,17 @@ def test_padded_sequences() -> None:
     def padded(model: nn.Module, number: int) -> Outcome:
         return step(model, BATCH, **({"attention_mask": mask} if number % 2 else {}))
 
-    assert_was_tiled(compare(small("llama"), padded, steps=4, groups=2))
+    assert_was_tiled(compare(small("llama"), padded, steps=3, groups=2))
 
 
 @pytest.mark.parametrize("name", everyday(["plain", "llama", "mixtral"], ["plain"]))
 def test_batches_of_many_shapes(name: str) -> None:
-    shapes = [(1, 33), (2, 17), (1, 6), (3, 5), (2, 4), (1, 71), (2, 33), (4, 2), (1, 5), (5, 14)]
+    shapes = [(1, 33), (2, 17), (1, 6), (3, 5), (2, 4), (1, 41), (4, 2), (1, 5), (5, 14)]
 
     def varied(model: nn.Module, number: int) -> Outcome:
         return step(model, Batch.random(*shapes[number], seed=number))
 
-    assert_was_tiled(compare(small(name), varied, steps=len(shapes), tile=5))
+    assert_was_tiled(compare(small(name), varied, steps=len(shapes), tile=9))
 
 
 @pytest.mark.xfail(strict=True, reason="the tables of rotary embeddings (1, s, d) are not cut where s is d")
@@ -699,7 +708,7 @@ PLACES = [("head", 1), ("head", 3), ("head", 7), ("head", 9), ("tail", 2), ("tai
 
 
 @pytest.mark.parametrize(
-    "place, first", everyday([*itertools.product(PLACES, (True, False))], [*zip(PLACES, (True, False) * 4, strict=True)])
+    "place, first", everyday([*itertools.product(PLACES, (True, False))], [*zip(PLACES[::2], (True, False) * 2, strict=True)])
 )
 def test_an_exception_and_a_clean_next_step(
     place: tuple[str, int], first: bool, frames: Any, monkeypatch: pytest.MonkeyPatch
@@ -831,6 +840,7 @@ def test_calls_of_ds_memo_checkpoint() -> None:
         assert tiled_layers(handle) == [0, 1], reasons(handle)
 
 
+@pytest.mark.slow
 def test_resident_layers_and_tiles() -> None:
     """A resident layer's tiles stay on the device."""
     for residents in (1, 2):
@@ -839,6 +849,7 @@ def test_resident_layers_and_tiles() -> None:
         assert (report["bytes_to_host"] > 0) == (residents == 1)
 
 
+@pytest.mark.slow
 def test_embeddings_below_and_a_head_above() -> None:
     """Token ids and a real embedding below the first layer, and tied weights above the last."""
     tokens = torch.randint(0, VOCAB, (2, 23), generator=torch.Generator().manual_seed(3))
