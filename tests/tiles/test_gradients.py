@@ -15,7 +15,7 @@ from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.tiles.modes import SupplyHeads
 from ds_memo.tiles.spans import spans
 from tests.everyday import everyday
-from tests.models import BF16, Batch, Outcome, poisoned_memory, step
+from tests.models import Batch, Outcome, poisoned_memory, step
 from tests.tiles.rig import FAMILIES, LAYERS, assert_step, assert_was_tiled, attached, reasons, small
 
 TILES = (5, 16, 23, 64)
@@ -33,32 +33,24 @@ DAILY = [
 
 
 @functools.cache
-def model(name: str, heads: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    return small(name, dtype, heads)
+def model(name: str, heads: int) -> torch.nn.Module:
+    return small(name, heads=heads)
 
 
 @functools.cache
-def stock(name: str, heads: int, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Outcome:
-    return step(model(name, heads, dtype), Batch.random(*shape, dtype))
+def stock(name: str, heads: int, shape: tuple[int, int]) -> Outcome:
+    return step(model(name, heads), Batch.random(*shape))
 
 
-def run(
-    name: str,
-    tile: int,
-    shape: tuple[int, int],
-    alpha: float,
-    groups: int,
-    dtype: torch.dtype = torch.float32,
-    tolerance: float = 2e-6,
-) -> dict[str, Any]:
+def run(name: str, tile: int, shape: tuple[int, int], alpha: float, groups: int) -> dict[str, Any]:
     """Run two steps under one handle: the first analyses, the second follows the recipes. Check both."""
     heads = max(2, groups)
-    want, batch = stock(name, heads, shape, dtype), Batch.random(*shape, dtype)
-    with attached(model(name, heads, dtype), tile=tile, alpha=alpha, groups=groups) as handle:
+    want, batch = stock(name, heads, shape), Batch.random(*shape)
+    with attached(model(name, heads), tile=tile, alpha=alpha, groups=groups) as handle:
         for _ in range(2):
             with poisoned_memory():
-                got = step(model(name, heads, dtype), batch)
-            assert_step(got, want, tolerance)
+                got = step(model(name, heads), batch)
+            assert_step(got, want)
         return handle.report()
 
 
@@ -107,9 +99,25 @@ def test_eager_attention_runs_whole_with_the_same_gradients() -> None:
         assert handle.report()["tiles"]["layers"] == []
 
 
-@pytest.mark.parametrize("name", everyday(FAMILIES, ["mixtral"]))
-def test_same_as_stock_in_bf16(name: str) -> None:
-    run(name, 16, (2, 33), 0.3, 2, torch.bfloat16, BF16)
+@pytest.mark.parametrize("name", everyday(FAMILIES, ["plain"]))
+def test_as_exact_as_stock_in_bf16(name: str) -> None:
+    """Both are compared with float32. Tiles round a bias's gradient more often than stock does, and a norm's less."""
+    rounded, exact = small(name, torch.bfloat16), small(name)
+    for weight, value in zip(exact.parameters(), rounded.parameters(), strict=True):
+        weight.data.copy_(value.data)
+    batch = Batch.random(2, 33, torch.bfloat16)
+    want, stocks = step(exact, Batch(batch.embeds.float(), batch.labels)), step(rounded, batch)
+    with attached(rounded, groups=2) as handle:
+        for _ in range(2):
+            ours = step(rounded, batch)
+        assert_was_tiled(handle.report())
+    torch.testing.assert_close(ours.loss, stocks.loss, rtol=1e-2, atol=0)
+    for parameter, gradient in want.grads.items():
+        if gradient is None:
+            assert ours.grads[parameter] is None
+            continue
+        our_error, stock_error = (float((o.grads[parameter].double() - gradient).norm()) for o in (ours, stocks))
+        assert our_error <= 1.5 * stock_error, parameter
 
 
 # ---- what is computed
@@ -201,7 +209,7 @@ def test_bytes_to_the_host_are_those_of_the_whole_layer(name: str, alpha: float)
 
 
 def test_as_many_tiles_are_stored_as_alpha_says() -> None:
-    """Of three tiles 0.3 stores none, 0.4 and 0.6 one, 0.7 two; the bytes grow by whole tiles."""
+    """Alpha 0.3 stores none of three tiles, 0.4 and 0.6 one, 0.7 two; the bytes grow by whole tiles."""
     by_alpha = {}
     for alpha in (0.0, 0.3, 0.4, 0.6, 0.7, 1.0):
         with attached(tiled := small("plain"), tile=11, alpha=alpha) as handle:
