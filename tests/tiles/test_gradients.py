@@ -1,0 +1,219 @@
+"""Every family, tile length, alpha and number of head groups: gradients are stock's, and nothing needless is computed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_memo.remat.op_policy import ATTENTION
+from ds_memo.tiles.modes import SupplyHeads
+from ds_memo.tiles.spans import spans
+from tests.everyday import everyday
+from tests.models import Batch, Outcome, poisoned_memory, step
+from tests.tiles.rig import FAMILIES, LAYERS, assert_step, assert_was_tiled, attached, reasons, small
+
+TILES = (5, 16, 23, 64)
+SHAPES = ((1, 33), (2, 33), (1, 71), (2, 71))
+"""(batch, length). No tile length divides these lengths."""
+ALPHAS = (0.0, 0.3, 1.0)
+GROUPS = (1, 2, 4)
+
+DAILY = [
+    *((16, (2, 33), 0.3, 2), (5, (1, 33), 1.0, 4), (23, (1, 71), 0.0, 1), (64, (2, 71), 0.3, 4)),
+    *((16, (1, 71), 1.0, 1), (5, (1, 33), 0.0, 2), (23, (2, 33), 0.3, 4), (64, (1, 71), 1.0, 2)),
+    *((16, (1, 33), 0.0, 4), (5, (1, 33), 0.3, 1), (23, (1, 33), 1.0, 2), (64, (2, 33), 0.0, 1)),
+]
+"""Every pair of tile length, alpha and groups. Each family runs one of them every day."""
+
+
+@functools.cache
+def model(name: str, heads: int) -> torch.nn.Module:
+    return small(name, heads=heads)
+
+
+@functools.cache
+def stock(name: str, heads: int, shape: tuple[int, int]) -> Outcome:
+    return step(model(name, heads), Batch.random(*shape))
+
+
+def run(name: str, tile: int, shape: tuple[int, int], alpha: float, groups: int) -> dict[str, Any]:
+    """Run two steps under one handle: the first analyses, the second follows the recipes. Check both."""
+    heads = max(2, groups)
+    want, batch = stock(name, heads, shape), Batch.random(*shape)
+    with attached(model(name, heads), tile=tile, alpha=alpha, groups=groups) as handle:
+        for _ in range(2):
+            with poisoned_memory():
+                got = step(model(name, heads), batch)
+            assert_step(got, want)
+        return handle.report()
+
+
+def assert_did_no_more(report: dict[str, Any], tile: int, shape: tuple[int, int], alpha: float) -> None:
+    """Check that memo did what it was configured to do."""
+    tiles = len(spans(*shape, tile))
+    assert report["frames"] == 2 * LAYERS * (tiles + 1 if tiles > 1 else 1)
+    assert 0 < report["bytes_to_host"] <= report["bytes_from_host"] <= 2 * report["bytes_to_host"]  # a backward reads tiles twice
+    if tiles > 1:
+        assert_was_tiled(report)
+    recomputed = report["gemm_flops_recomputed_fraction"]
+    assert recomputed == 0 if alpha == 1 else recomputed > 0.3 * (1 - alpha)
+
+
+@pytest.mark.parametrize("name, case", [*zip(FAMILIES, DAILY, strict=True)], ids=str)
+def test_same_as_stock(name: str, case: tuple) -> None:
+    tile, shape, alpha, groups = case
+    assert_did_no_more(run(name, tile, shape, alpha, groups), tile, shape, alpha)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile, shape", [*itertools.product(TILES, SHAPES)], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_alpha_with_every_number_of_groups(name: str, tile: int, shape: tuple[int, int]) -> None:
+    for alpha, groups in itertools.product(ALPHAS, GROUPS):
+        assert_did_no_more(run(name, tile, shape, alpha, groups), tile, shape, alpha)
+
+
+SEQUENCES = [((5, 17), 64), ((9, 9), 9), ((3, 33), 71), ((7, 15), 40)]
+
+
+@pytest.mark.parametrize("shape, tile", everyday(SEQUENCES, SEQUENCES[:2]), ids=str)
+def test_tiles_of_several_sequences(shape: tuple[int, int], tile: int) -> None:
+    """Whole sequences make a tile, and the last tile has fewer of them. Batch and length may be equal."""
+    name = "llama" if shape[0] % 5 else "plain"
+    assert_did_no_more(run(name, tile, shape, 0.3, 2), tile, shape, 0.3)
+
+
+def test_eager_attention_runs_whole_with_the_same_gradients() -> None:
+    batch = Batch.random(2, 33)
+    want = step(small("gemma2"), batch)
+    with attached(tiled := small("gemma2"), quiet=True) as handle:
+        assert_step(step(tiled, batch), want)
+        (reason,) = reasons(handle)
+        assert "attention" in reason
+        assert handle.report()["tiles"]["layers"] == []
+
+
+@pytest.mark.parametrize("name", everyday(FAMILIES, ["plain"]))
+def test_as_exact_as_stock_in_bf16(name: str) -> None:
+    """Both are compared with float32. Tiles round a bias's gradient more often than stock does, and a norm's less."""
+    rounded, exact = small(name, torch.bfloat16), small(name)
+    for weight, value in zip(exact.parameters(), rounded.parameters(), strict=True):
+        weight.data.copy_(value.data)
+    batch = Batch.random(2, 33, torch.bfloat16)
+    want, stocks = step(exact, Batch(batch.embeds.float(), batch.labels)), step(rounded, batch)
+    with attached(rounded, groups=2) as handle:
+        for _ in range(2):
+            ours = step(rounded, batch)
+        assert_was_tiled(handle.report())
+    torch.testing.assert_close(ours.loss, stocks.loss, rtol=1e-2, atol=0)
+    for parameter, gradient in want.grads.items():
+        if gradient is None:
+            assert ours.grads[parameter] is None
+            continue
+        our_error, stock_error = (float((o.grads[parameter].double() - gradient).norm()) for o in (ours, stocks))
+        assert our_error <= 1.5 * stock_error, parameter
+
+
+# ---- what is computed
+
+
+class Executed(TorchDispatchMode):
+    """Counts attention calls and the FLOPs of products that really run: modes inside this one supply the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = 0
+        self.gemm_flops = 0
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.attention += func in ATTENTION
+        name = func.overloadpacket.__name__
+        self.calls[name] += 1
+        if name in ("mm", "addmm", "addmm_"):
+            self.gemm_flops += 2 * out.numel() * args[0 if name == "mm" else 1].shape[1]
+        return out
+
+
+def executed(name: str, **settings: Any) -> Executed:
+    """Return what the second step runs, in tiles or (no settings) stock."""
+    tiled, batch = small(name), Batch.random(2, 33)
+    if not settings:
+        with Executed() as seen:
+            step(tiled, batch)
+        return seen
+    with attached(tiled, **settings):
+        step(tiled, batch)
+        with Executed() as seen:
+            step(tiled, batch)
+    return seen
+
+
+@pytest.mark.parametrize("name", everyday(["llama", "gpt2", "qwen3", "opt"], ["llama"]))
+def test_at_alpha_1_no_product_and_no_attention_runs_twice(name: str) -> None:
+    ours, stocks = executed(name, alpha=1.0), executed(name)
+    assert ours.attention == stocks.attention == LAYERS
+    assert ours.gemm_flops == stocks.gemm_flops
+
+
+def test_at_alpha_0_products_run_again_and_attention_does_not() -> None:
+    ours, stocks = executed("llama", alpha=0.0, groups=2), executed("llama")
+    assert ours.attention == stocks.attention == LAYERS
+    assert stocks.gemm_flops < ours.gemm_flops < stocks.gemm_flops * 4 / 3 + 1
+
+
+@pytest.mark.parametrize("groups", everyday(GROUPS, [4]))
+def test_attention_runs_backward_once_for_each_group(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    init = SupplyHeads.__init__
+
+    def noted(self: SupplyHeads, call: Any, heads: Any) -> None:
+        seen.append((heads.number, heads.groups))
+        init(self, call, heads)
+
+    monkeypatch.setattr(SupplyHeads, "__init__", noted)
+    run("gpt2", 16, (1, 33), 0.3, groups)
+    assert seen == [(number, groups) for number in range(groups)] * LAYERS * 2
+
+
+@pytest.mark.parametrize("heads, groups", everyday([(2, 4), (4, 3)], [(2, 4)]))
+def test_groups_that_do_not_divide_the_heads_are_named(heads: int, groups: int) -> None:
+    tiled, batch = small("llama", heads=heads), Batch.random(2, 33)
+    want = step(small("llama", heads=heads), batch)
+    with attached(tiled, quiet=True, groups=groups) as handle:
+        assert_step(step(tiled, batch), want)
+        (warning,) = handle.report()["warnings"]
+        assert f"{groups} groups are not used" in warning and f"{heads} key-value heads" in warning
+
+
+# ---- what is kept
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("name", everyday([name for name in FAMILIES if name not in ("phi3", "neox")], ["mixtral"]))
+def test_bytes_to_the_host_are_those_of_the_whole_layer(name: str, alpha: float) -> None:
+    """Phi-3's and GPT-NeoX's attention returns a copy of the kernel's output, which tiles keep beside it."""
+    seen = []
+    for tile in (0, 64):
+        with attached(tiled := small(name), tile=tile, alpha=alpha) as handle:
+            step(tiled, Batch.random(1, 71))
+            seen.append(handle.report()["bytes_to_host"])
+    assert seen[0] == seen[1]
+
+
+def test_as_many_tiles_are_stored_as_alpha_says() -> None:
+    """Alpha 0.3 stores none of three tiles, 0.4 and 0.6 one, 0.7 two; the bytes grow by whole tiles."""
+    by_alpha = {}
+    for alpha in (0.0, 0.3, 0.4, 0.6, 0.7, 1.0):
+        with attached(tiled := small("plain"), tile=11, alpha=alpha) as handle:
+            step(tiled, Batch.random(1, 33))
+            by_alpha[alpha] = handle.report()["bytes_to_host"]
+    least, tile = by_alpha[0.0], (by_alpha[1.0] - by_alpha[0.0]) / 3
+    assert [(nbytes - least) / tile for nbytes in by_alpha.values()] == [0, 0, 1, 1, 2, 3]

@@ -1,0 +1,364 @@
+"""Each fault here is one that the tests of tiles must catch: break one thing, and the suite's own check has to fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_memo.remat.op_policy import ATTENTION
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.tiles import attention_call, heads, layer, modes, probe, recipes, weight_gradients
+from ds_memo.tiles.layer import TiledCall
+from ds_memo.tiles.spans import Span
+from tests.everyday import everyday
+from tests.models import Batch, Different, Outcome, step
+from tests.tiles import test_probe, test_what_breaks
+from tests.tiles.rig import assert_was_tiled, assert_within, attached, compare, small
+from tests.tiles.test_gradients import Executed
+from tests.tiles.test_what_breaks import toy
+
+Patch = pytest.MonkeyPatch
+
+
+def drive(model: nn.Module, number: int) -> Outcome:
+    """Run a batch of its own, so that leftovers of the step before are wrong."""
+    return step(model, Batch.random(1, 35, seed=number))
+
+
+def check(name: str = "llama", **settings: Any) -> None:
+    """Check gradients as the gradient suite does."""
+    assert_was_tiled(compare(small(name), drive, **{"alpha": 0.5, "groups": 2, **settings}))
+
+
+# ---- faults
+
+
+class EarlyArguments(layer.Arguments):
+    """Tiles but the first get what belongs to tokens that are one further to the left."""
+
+    def tile(self, hidden: torch.Tensor, span: Span) -> Any:
+        tokens = span.tokens
+        return super().tile(hidden, Span(span.rows, slice(tokens.start - 1, tokens.stop - 1)) if tokens.start else span)
+
+
+def boundary_off_by_one(patch: Patch) -> None:
+    """The probe's tiles are right, those of the calls have other tokens' positions."""
+    patch.setattr(layer, "Arguments", EarlyArguments)
+
+
+def hidden_off_by_one(patch: Patch) -> None:
+    """The backward writes its part of d(hidden) one token early."""
+    right = TiledCall._heads_backward
+
+    def shifted(self: TiledCall, sums: Any, gathered: Any, d_hidden: torch.Tensor) -> None:
+        right(self, sums, gathered, d_hidden)
+        d_hidden.copy_(d_hidden.roll(1, 1))
+
+    patch.setattr(TiledCall, "_heads_backward", shifted)
+
+
+def neighbours_frame(patch: Patch) -> None:
+    """A tile is supplied from the frame of its neighbour, where that is as long."""
+    keep = SwapEngine.keep
+    last: dict[Any, torch.Tensor] = {}
+
+    def wrong(self: SwapEngine, frame: Any, kept: Any, tensor: torch.Tensor) -> None:
+        where = frame.name.rpartition(" ")[0], kept.index, tensor.shape
+        own, other = tensor.clone(), last.get(where, tensor)
+        last[where] = own
+        keep(self, frame, kept, other if "tile" in frame.name else tensor)
+
+    patch.setattr(SwapEngine, "keep", wrong)
+
+
+def corrupt_a_kept_number(patch: Patch) -> None:
+    reload = SwapEngine._reload
+
+    def corrupting(self: SwapEngine, frame: Any) -> None:
+        if frame.rows:
+            frame.rows[max(frame.rows)][0][0] += 1.0
+        reload(self, frame)
+
+    patch.setattr(SwapEngine, "_reload", corrupting)
+
+
+def forget_the_second_part_of_d_hidden(patch: Patch) -> None:
+    right = TiledCall._head_backward
+
+    def without(*args: Any) -> None:
+        right(*args)
+
+    patch.setattr(TiledCall, "_head_backward", without)
+
+
+def wrong_group_of_heads(patch: Patch) -> None:
+    """Each group gets the kept output of the first."""
+    right = modes.SupplyHeads._supplied
+
+    def first(self: Any, index: int, op: Any) -> Any:
+        own, self._heads = self._heads, heads.Heads(0, self._heads.groups)
+        try:
+            return right(self, index, op)
+        finally:
+            self._heads = own
+
+    patch.setattr(modes.SupplyHeads, "_supplied", first)
+
+
+def leave_out_a_product_of_the_head(patch: Patch) -> None:
+    """A recipe that says the first product is not needed for attention's arguments."""
+    right = recipes.TileRecipe.up_to_attention
+
+    def wrong(self: Any, recipe: Any) -> Any:
+        found = right(self, recipe)
+        op = replace(found.ops[0], wanted=False)
+        return replace(found, ops=[op, *found.ops[1:]])
+
+    patch.setattr(recipes.TileRecipe, "up_to_attention", wrong)
+
+
+def last_tile_left_out(patch: Patch) -> None:
+    """Weight gradients miss one tile."""
+    right = layer.GradientSums.backward
+    calls: Counter[int] = Counter()
+
+    def missing(self: Any, *args: Any) -> Any:
+        before = [None if total is None else total.clone() for total in self._sums]
+        found = right(self, *args)
+        calls[id(self)] += 1
+        if calls[id(self)] == 1:
+            self._sums[:] = before
+        return found
+
+    patch.setattr(layer.GradientSums, "backward", missing)
+
+
+def transposed_wrongly(patch: Patch) -> None:
+    """Square weights' gradients come out transposed."""
+    right = weight_gradients._plus_product
+
+    def wrong(total: Any, a: torch.Tensor, b: torch.Tensor, dtype: Any) -> torch.Tensor:
+        return right(total, b.T, a.T, dtype) if a.shape[0] == b.shape[1] else right(total, a, b, dtype)
+
+    patch.setattr(weight_gradients, "_plus_product", wrong)
+
+
+def result_of_other_tokens(patch: Patch) -> None:
+    """What follows attention gets the output of the tile before, where that is as long."""
+    right = TiledCall._tail
+
+    def wrong(self: TiledCall, tile: Any, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return right(self, tile, hidden, result.roll(1, self._shapes.result.dim))
+
+    patch.setattr(TiledCall, "_tail", wrong)
+
+
+FAMILY = {leave_out_a_product_of_the_head: "qwen3"}
+"""Llama's queries are not needed for the backward of its rotary embedding; Qwen-3's norm needs them."""
+
+FAULTS = [
+    boundary_off_by_one,
+    hidden_off_by_one,
+    neighbours_frame,
+    corrupt_a_kept_number,
+    wrong_group_of_heads,
+    forget_the_second_part_of_d_hidden,
+    leave_out_a_product_of_the_head,
+    last_tile_left_out,
+    transposed_wrongly,
+    result_of_other_tokens,
+]
+
+
+@pytest.mark.parametrize("fault", everyday(FAULTS, FAULTS[:6:2]))
+def test_is_caught_by_gradients(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match=r"gradients|Scalars are not close"):
+        check(FAMILY.get(fault, "llama"))
+
+
+@pytest.mark.parametrize("name", everyday(["llama", "qwen3"], ["llama"]))
+def test_without_a_fault(name: str) -> None:
+    check(name)
+
+
+def test_the_comparison_itself() -> None:
+    """A gradient that is off by 5e-6 of its norm, or 5e-9 of the largest in its layer, is caught; half of the bar is not."""
+    want = {"blocks.0.a": torch.ones(4), "blocks.0.b": torch.full((4,), 1e-6), "blocks.1.a": torch.full((4,), 1e-6)}
+    assert_within({**want, "blocks.0.a": want["blocks.0.a"] * (1 + 1e-6)}, want)
+    assert_within({**want, "blocks.0.b": want["blocks.0.b"] + 1e-9}, want)
+    for name, wrong in (("blocks.0.a", 1 + 5e-6), ("blocks.0.b", 1.005), ("blocks.1.a", 1 + 5e-6), ("blocks.0.a", float("nan"))):
+        with pytest.raises(Different, match=name):
+            assert_within({**want, name: want[name] * wrong}, want)
+    with pytest.raises(Different, match="none"):
+        assert_within({**want, "blocks.0.a": None}, want)
+
+
+# ---- faults that other checks are for
+
+
+@pytest.mark.slow
+def test_a_boundary_that_the_probe_shares_is_caught_by_gradients(monkeypatch: Patch) -> None:
+    """The layer's slices of a mask or of positions are right, those of hidden states are not."""
+    right = layer.part
+
+    def shifted(tensor: torch.Tensor, span: Span, dim: int) -> torch.Tensor:
+        late = span.tokens.stop < tensor.shape[dim]
+        tokens = slice(span.tokens.start + late, span.tokens.stop + late)
+        return right(tensor, Span(span.rows, tokens), dim)
+
+    monkeypatch.setattr(layer, "part", shifted)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_d_hidden_overwritten_while_others_hold_it(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(layer, "is_owned", lambda gradient: True)
+    with pytest.raises(Different):
+        test_what_breaks.test_an_incoming_gradient_that_is_shared(test_what_breaks.Around)
+    with pytest.raises((Different, RuntimeError)):  # its elements share one number: PyTorch refuses to write to it
+        test_what_breaks.test_an_incoming_gradient_that_is_shared(test_what_breaks.Sums)
+    for how in ("hook", "numpy", "node"):  # `retain_grad` has a copy
+        with pytest.raises(Different, match="kept 0"):
+            test_what_breaks.test_a_gradient_that_is_kept_stays_as_it_was(how)
+    for story in (
+        test_what_breaks.test_gradients_of_hidden_states_are_asked_for,
+        test_what_breaks.test_a_gradient_that_the_caller_gives_stays_the_callers,
+        test_what_breaks.test_a_gradient_that_its_maker_has_saved,
+    ):
+        with pytest.raises((Different, RuntimeError)):  # what was saved has another version
+            story()
+
+
+def test_a_gradient_that_nobody_holds_is_overwritten(monkeypatch: Patch) -> None:
+    """Else the tests of shared gradients would show nothing."""
+    model, batch = small("llama"), Batch.random(2, 23)
+    with attached(model):
+        step(model, batch)
+        found: list[bool] = []
+        backward = TiledCall.backward
+
+        def seen(self: TiledCall, gradient: torch.Tensor, may_overwrite: bool) -> Any:
+            found.append(may_overwrite)
+            return backward(self, gradient, may_overwrite)
+
+        monkeypatch.setattr(TiledCall, "backward", seen)
+        step(model, batch)
+        assert found == [True, True]
+
+
+@contextmanager
+def _no_aliases(self: TiledCall) -> Iterator[list[torch.Tensor]]:
+    yield self._parameters
+
+
+def test_without_aliases_a_parameters_hook_is_called_for_each_tile(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(TiledCall, "_aliased", _no_aliases)
+    with pytest.raises(AssertionError):
+        test_what_breaks.test_hooks_of_a_parameter_are_called_once_for_each_backward("plain")
+
+
+@pytest.mark.parametrize("block", [test_probe.KeepsAnAttribute, test_probe.FillsAList, test_probe.FillsADict])
+def test_escapes_that_are_not_refused(block: type[nn.Module], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(probe, "_refuse_escapes", lambda run: None)
+    with pytest.raises((AssertionError, TypeError)):
+        test_probe.test_refused(block)
+
+
+def test_router_logits_that_are_not_refused(monkeypatch: Patch) -> None:
+    """Mixtral's loss reads the router's logits of all tokens, and a tile has its own."""
+    monkeypatch.setattr(probe, "_refuse_escapes", lambda run: None)
+
+    def reads_them(model: nn.Module, number: int) -> Outcome:
+        return step(model, Batch.random(2, 23), output_router_logits=True)
+
+    model = small("mixtral")
+    model.router_aux_loss_coef = 10.0
+    with pytest.raises((Different, AssertionError, TypeError, RuntimeError)):
+        compare(model, reads_them, quiet=True)
+
+
+def test_a_check_that_compares_nothing(monkeypatch: Patch) -> None:
+    """Without the probe's comparison, layers that mix tokens run in tiles and are wrong."""
+    monkeypatch.setattr(probe, "_compare", lambda *args: None)
+    for block in (test_probe.Convolves, test_probe.ShiftsTokens, test_probe.Recurs, test_probe.MixesHere):
+        with pytest.raises(AssertionError):
+            test_probe.test_refused(block)
+
+
+def test_other_random_numbers_in_the_backward(monkeypatch: Patch) -> None:
+    seeded = TiledCall._seeded
+    calls: Counter[str] = Counter()
+
+    def other(self: TiledCall, seed: int | None) -> Any:
+        calls["all"] += 1
+        return seeded(self, seed if seed is None else seed + calls["all"])
+
+    monkeypatch.setattr(TiledCall, "_seeded", other)
+    with pytest.raises(AssertionError):
+        test_what_breaks.test_a_backward_uses_the_forwards_dropout("dropout", 0.5)
+
+
+@pytest.mark.slow
+def test_one_seed_for_all_tiles(monkeypatch: Patch) -> None:
+    seeded = TiledCall._seeded
+    monkeypatch.setattr(TiledCall, "_seeded", lambda self, seed: seeded(self, seed if seed is None else 1))
+    with pytest.raises(AssertionError):
+        test_what_breaks.test_dropout_differs_among_tiles_steps_and_layers_and_comes_again_with_a_seed()
+
+
+def test_attention_that_runs_again(monkeypatch: Patch) -> None:
+    """Its kept output is not supplied: gradients are right, and both counts show it."""
+    right = modes.SupplyHeads.__torch_dispatch__
+
+    def recompute(self: Any, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func not in ATTENTION:
+            return right(self, func, types, args, kwargs)
+        self._next += 1
+        return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(modes.SupplyHeads, "__torch_dispatch__", recompute)
+    model, batch = toy(), Batch.random(2, 23)
+    with attached(model):
+        step(model, batch)
+        with Executed() as seen:
+            step(model, batch)
+    assert seen.attention == 2 * 2
+
+
+def test_products_that_run_again(monkeypatch: Patch) -> None:
+    """A stored tile's products are computed: the share of recomputed FLOPs shows it."""
+    right = recipes.make_recipe
+    monkeypatch.setattr(recipes, "make_recipe", lambda observed, alpha: right(observed, 0.0))
+    report = compare(toy(), drive, alpha=1.0)
+    assert report["gemm_flops_recomputed_fraction"] > 0.3
+
+
+def test_graphs_that_are_kept_alive(monkeypatch: Patch, frames: Any) -> None:
+    """A leak of frames is seen."""
+    kept: list[Any] = []
+    init = TiledCall.__init__
+
+    def keep(self: TiledCall, *args: Any) -> None:
+        kept.append(self)
+        init(self, *args)
+
+    monkeypatch.setattr(TiledCall, "__init__", keep)
+    with pytest.raises(AssertionError):
+        test_what_breaks.test_graphs_that_are_dropped(frames)
+    kept.clear()
+
+
+@pytest.mark.slow
+def test_an_attention_that_is_not_cut(monkeypatch: Patch) -> None:
+    """Where the attention function is not caught nothing is tiled, and the check says so."""
+    monkeypatch.setattr(attention_call, "_caught", lambda fn, args, kwargs: fn(*args, **kwargs))
+    with pytest.raises(AssertionError):
+        assert_was_tiled(compare(toy(), drive, quiet=True))

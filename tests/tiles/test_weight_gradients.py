@@ -1,0 +1,162 @@
+"""Sums of weight gradients over tiles: right for every way in which a weight is used, and as exact as one GEMM in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ds_memo.tiles import weight_gradients
+from ds_memo.tiles.weight_gradients import GradientSums, weight_products
+
+TILES = 64
+WORST = 1.1
+"""Times the error of one dense GEMM that the sum over tiles may have."""
+
+
+def operands(tokens: int = 64 * 64, m: int = 96, n: int = 80) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an input and an output's gradient in bfloat16, with means that do not cancel."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, m, generator=generator) + 0.1
+    gradient = torch.randn(tokens, n, generator=generator) * 0.01 + 0.002
+    return x.bfloat16(), gradient.bfloat16()
+
+
+def errors() -> tuple[float, float]:
+    """Return the relative errors of a bfloat16 weight's gradient: summed over 64 tiles, and by one GEMM."""
+    x, gradient = operands()
+    exact = gradient.double().T @ x.double()
+    weight = torch.zeros(gradient.shape[1], x.shape[1], dtype=torch.bfloat16, requires_grad=True)
+    sums = GradientSums([weight])
+    for x_tile, gradient_tile in zip(x.chunk(TILES), gradient.chunk(TILES), strict=True):
+        leaf = x_tile.clone().requires_grad_()
+        sums.backward([F.linear(leaf, weight)], [gradient_tile], [leaf])
+    found = sums.take(0)
+    assert found.dtype == torch.bfloat16
+    return tuple(float((g.double() - exact).norm() / exact.norm()) for g in (found, gradient.T @ x))  # type: ignore[return-value]
+
+
+def test_64_tiles_are_as_exact_as_one_gemm() -> None:
+    tiles, dense = errors()
+    assert 0 < tiles <= WORST * dense
+
+
+def test_sums_in_bfloat16_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_gradients, "_sum_dtype", lambda dtype: dtype)
+    tiles, dense = errors()
+    assert tiles > 2 * WORST * dense
+
+
+def test_products_that_are_rounded_before_they_are_summed_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GEMM whose output is bfloat16, in a float32 sum."""
+    monkeypatch.setattr(weight_gradients, "weight_products", lambda outputs, parameters: {})
+    tiles, dense = errors()
+    assert tiles > WORST * dense
+
+
+def summed(layer: Callable[..., torch.Tensor], parameters: list[torch.Tensor], x: torch.Tensor, tile: int) -> list[Any]:
+    """Return the gradients of the parameters and of `x` by tiles."""
+    sums, of_x = GradientSums(parameters), []
+    for part in x.split(tile):
+        leaf = part.clone().requires_grad_()
+        output = layer(leaf, *parameters)
+        of_x.append(sums.backward([output], [torch.cos(part @ torch.ones(part.shape[1], output.shape[1]))], [leaf])[0])
+    return [*(sums.take(index) for index in range(len(parameters))), torch.cat(of_x)]
+
+
+def dense(layer: Callable[..., torch.Tensor], parameters: list[torch.Tensor], x: torch.Tensor) -> list[Any]:
+    """Return the same by ordinary autograd over all tokens."""
+    leaf = x.clone().requires_grad_()
+    output = layer(leaf, *parameters)
+    gradient = torch.cos(x @ torch.ones(x.shape[1], output.shape[1]))
+    return [*torch.autograd.grad(output, [*parameters, leaf], gradient, allow_unused=True)]
+
+
+LAYERS: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]], set[int]]] = {
+    "linear": (lambda x, w: F.linear(x, w), [(5, 8)], {0}),
+    "linear with a bias": (lambda x, w, b: F.linear(x, w, b), [(5, 8), (5,)], {0}),
+    "GPT-2's": (lambda x, w, b: torch.addmm(b, x, w), [(8, 5), (5,)], {0}),
+    "product": (lambda x, w: x @ w, [(8, 5)], {0}),
+    "twice": (lambda x, w: F.gelu(F.linear(F.linear(x, w).tanh(), w)), [(8, 8)], {0}),
+    "both ways": (lambda x, w: F.linear(x.tanh() @ w, w), [(8, 8)], {0}),
+    "two weights": (lambda x, a, b: F.linear(F.gelu(F.linear(x, a)), b), [(6, 8), (5, 6)], {0, 1}),
+    "from the left": (lambda x, w: (w @ x.T).T, [(5, 8)], set()),
+    "a product and a norm": (lambda x, w: F.linear(x, w) + w.square().sum(), [(5, 8)], set()),
+    "a slice": (lambda x, w: F.linear(x, w[1:]), [(6, 8)], set()),
+    "scaled": (lambda x, w: F.linear(x, w * 2), [(5, 8)], set()),
+    "a bias as matrix": (lambda x, w, b: torch.addmm(b, x, w), [(8, 5), (1, 5)], {0}),
+    "addmm with factors": (lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=3.0), [(8, 5), (5,)], {0}),
+    "unused": (lambda x, w, unused: F.linear(x, w), [(5, 8), (5, 8)], {0}),
+    "a weight times a weight": (lambda x, a, b: F.linear(x, a @ b), [(5, 6), (6, 8)], {1}),
+    "cast": (lambda x, w: F.linear(x.double(), w.double()).float(), [(5, 8)], {0}),
+    "frozen input": (lambda x, w: F.linear(x.detach(), w) + x.sum(1, keepdim=True), [(5, 8)], set()),
+}
+
+
+@pytest.mark.parametrize("tile", [3, 5, 17])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.xfail(strict=True, reason="a product's factor (torch.addmm's alpha) is left out")
+            if name == "addmm with factors"
+            else (),
+        )
+        for name in LAYERS
+    ],
+)
+def test_every_use_of_a_weight(name: str, tile: int) -> None:
+    layer, shapes, _ = LAYERS[name]
+    generator = torch.Generator().manual_seed(1)
+    parameters = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    x = torch.randn(17, 8, generator=generator)
+    for got, want in zip(summed(layer, parameters, x, tile), dense(layer, parameters, x), strict=True):
+        assert (got is None) == (want is None)
+        if want is not None:
+            assert (got - want).norm() <= 2e-6 * want.norm()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_are_found(name: str) -> None:
+    """Other uses of a weight leave its gradient to autograd."""
+    layer, shapes, found = LAYERS[name]
+    parameters = [torch.ones(shape, requires_grad=True) for shape in shapes]
+    x = torch.ones(3, 8, requires_grad=True)
+    assert set(weight_products([layer(x, *parameters)], parameters)) == found
+
+
+def test_no_hook_of_a_tile_stays() -> None:
+    """A graph that runs backward twice adds twice."""
+    weight, x = torch.randn(5, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    output = F.linear(x, weight)
+    gradient = torch.randn(3, 5)
+    with pytest.raises(RuntimeError):
+        GradientSums([weight]).backward([output], [torch.randn(3, 4)], [x])
+    (want,) = torch.autograd.grad(output, weight, gradient, retain_graph=True)
+    sums = GradientSums([weight])
+    sums.backward([output], [gradient], [x])
+    torch.testing.assert_close(sums.take(0), want)
+    assert sums.take(0) is None
+
+
+def test_a_sum_shares_no_memory_with_the_first_gradient() -> None:
+    sums = GradientSums([torch.zeros(4)])
+    first = torch.ones(4)
+    sums.add(0, first)
+    sums.add(0, torch.full((4,), 2.0))
+    assert torch.equal(first, torch.ones(4))
+    assert torch.equal(sums.take(0), torch.full((4,), 3.0))
+
+
+def test_infinities_survive() -> None:
+    """AMP's scaler looks for them."""
+    weight, x = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True), torch.ones(3, 8, dtype=torch.bfloat16)
+    sums = GradientSums([weight])
+    for factor in (1.0, float("inf"), 1.0):
+        leaf = x.clone().requires_grad_()
+        sums.backward([F.linear(leaf, weight)], [torch.full((3, 5), factor, dtype=torch.bfloat16)], [leaf])
+    assert torch.isinf(sums.take(0)).all()
