@@ -78,6 +78,13 @@ def autocast_again(autocast: Autocast) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Switch autocast off inside the block, as it is in a backward. Its casts of weights are kept for the next tile."""
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        yield
+
+
 def dropping() -> Any:
     """Have autograd save nothing inside the block: the graph of a forward is not used."""
     return torch.autograd.graph.saved_tensors_hooks(_drop, _drop)

@@ -36,7 +36,16 @@ from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp, mak
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.frame import Frame, Kept, Layout
-from ds_memo.tiles.around import aliased, autocast_again, autocast_now, dropping, from_generators, generators, own_linear
+from ds_memo.tiles.around import (
+    aliased,
+    autocast_again,
+    autocast_now,
+    dropping,
+    from_generators,
+    generators,
+    own_linear,
+    without_autocast,
+)
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.heads import Heads
@@ -323,7 +332,7 @@ class TiledCall:
         if storage_of(value) != storage_of(result) or value.numel() != result.numel():
             return False
         again = self._shapes.result.new(self._arguments.batch, self._arguments.length, result.new_empty(0, device="meta"))
-        return value.storage_offset() == result.storage_offset() and again.stride() == result.stride()
+        return value.storage_offset() == result.storage_offset() and _lie_alike(result.shape, again.stride(), result.stride())
 
     def _set_output(self, result: torch.Tensor | None) -> None:
         """Have attention's replay supply its op's output from `result`, or hold it no longer."""
@@ -368,6 +377,7 @@ class TiledCall:
             return self._backward(gradient, may_overwrite)
         finally:
             for call in (*(tile.call for tile in self._tiles), self._attention):
+                call.frame.first_only = False
                 if call.frame.state == "ready":  # it raised; the graph may be run again
                     self._engine.replayed(call.frame)
 
@@ -435,7 +445,8 @@ class TiledCall:
             inputs = [leaves[index] for index in shapes.differentiable]
             with torch.enable_grad(), from_generators(self._generators, self._engine.device), SupplyHeads(call, heads):
                 result = shapes.result.only_tensor(self._run_attention(gathered, leaves))
-            found = torch.autograd.grad(result, inputs, heads.of(d_result, shapes.result.dim))
+            with without_autocast():
+                found = torch.autograd.grad(result, inputs, heads.of(d_result, shapes.result.dim))
             del result, leaves, inputs
             for index, gradient in zip(shapes.differentiable, found, strict=True):
                 whole, dim = gathered.leaves[index], shapes.arguments[index]
@@ -515,10 +526,14 @@ class TiledCall:
             yield
 
 
+def _lie_alike(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return True if two strides are the same for a shape."""
+    return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
+
+
 def _in_order_of(kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that lies in memory as `kept` says: itself, or a copy."""
-    steps = zip(tensor.shape, tensor.stride(), kept.stride, strict=True)
-    if all(step == wanted for size, step, wanted in steps if size > 1):
+    if _lie_alike(tensor.shape, tensor.stride(), kept.stride):
         return tensor
     return torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype, device=tensor.device).copy_(tensor)
 

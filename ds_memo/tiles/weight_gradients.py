@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from ds_memo.tiles.around import without_autocast
+
 _PRODUCTS = {"MmBackward0": ("_saved_self", 0, 1), "AddmmBackward0": ("_saved_mat1", 1, 2)}
 """By autograd's name of a product: where its left operand is saved, and the positions of its two operands' gradients."""
 _TRANSPOSES = ("TBackward0", "TransposeBackward0")
@@ -53,7 +55,8 @@ class GradientSums:
         others = [index for index in range(len(self.parameters)) if index not in products]
         wanted = [*inputs, *(self.parameters[index] for index in others)]
         try:
-            found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+            with without_autocast():
+                found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -138,13 +141,12 @@ def _is_plain(product: Any, left: int) -> bool:
 def _plus_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``total + a @ b``, summed in float32 or wider, in place where there is a total."""
     wide = _sum_dtype(dtype)
-    with torch.autocast(a.device.type, enabled=False):
-        if a.is_cuda and a.dtype != wide and wide is torch.float32:
-            if total is None:
-                return torch.mm(a, b, out_dtype=wide)
-            return torch.addmm(total, a, b, out_dtype=wide, out=total)
-        a, b = a.to(wide), b.to(wide)  # a CPU's GEMM has no wider output
-        return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    if a.is_cuda and a.dtype != wide and wide is torch.float32:
+        if total is None:
+            return torch.mm(a, b, out_dtype=wide)
+        return torch.addmm(total, a, b, out_dtype=wide, out=total)
+    a, b = a.to(wide), b.to(wide)  # a CPU's GEMM has no wider output
+    return torch.mm(a, b) if total is None else total.addmm_(a, b)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

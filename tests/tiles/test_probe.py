@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
-from tests.models import FP32, HEADS, HIDDEN, Batch, Block, Different, Outcome, Toy, build, gradients, poisoned_memory, step
+from tests.models import FP32, HEADS, HIDDEN, Batch, Block, Outcome, Toy, build, gradients, poisoned_memory, step
 from tests.tiles.rig import LAYERS, assert_step, assert_was_tiled, attached, compare, config, small
 
 BATCH = Batch.random(2, 23)
@@ -261,7 +261,6 @@ def test_refused(block: type[nn.Module]) -> None:
         assert_refused(handle, REFUSED[block])
 
 
-@pytest.mark.xfail(strict=True, reason="the probe's own runs advance them, and are compared before the buffers are looked at")
 @pytest.mark.parametrize("block", [CountsBatches, ReplacesABuffer])
 def test_running_statistics(block: type[nn.Module]) -> None:
     """They end as without tiles. (Each replay advances them once more, as under torch.utils.checkpoint.)"""
@@ -370,7 +369,6 @@ def test_a_refusal_counts_for_its_kind_of_layer_alone() -> None:
 # ---- router losses
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="the recorder still holds what the probe ran, without its graph")
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_router_logits_that_a_loss_reads(name: str) -> None:
     """A recorder's hook holds the router's logits of each layer. In tiles it would hold those of the last tile."""
@@ -385,7 +383,6 @@ def test_router_logits_that_a_loss_reads(name: str) -> None:
         assert_refused(handle, "outlive")
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="a layer is probed once, and a recorder that comes later is not seen")
 def test_router_logits_that_are_asked_for_later() -> None:
     stock, tiled = small("mixtral"), small("mixtral")
     for model in (stock, tiled):
@@ -396,7 +393,6 @@ def test_router_logits_that_are_asked_for_later() -> None:
             assert_step(step(tiled, BATCH, output_router_logits=asked), want)
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="a layer is probed once, and a hook that comes later is not seen")
 def test_a_hook_inside_the_layer_that_comes_later() -> None:
     def watch(model: nn.Module, number: int) -> Outcome:
         kept: list[torch.Tensor] = []
@@ -451,7 +447,6 @@ def test_cross_attention_to_as_many_tokens() -> None:
     assert_was_tiled(compare(toy(Crosses), crossing(23, False)))
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="a layer is probed once, and a memory of another length is not cut")
 def test_cross_attention_to_as_many_tokens_at_first() -> None:
     compare(toy(Crosses), lambda model, number: crossing(20 if number else 23, False)(model, number), quiet=True)
 
@@ -473,7 +468,6 @@ def test_another_input_without_a_gradient_is_cut() -> None:
     assert_was_tiled(compare(toy(Adds), crossing(23, False)))
 
 
-@pytest.mark.xfail(strict=True, raises=Different, reason="a layer is probed once: a gradient that is needed later is not given")
 def test_another_input_that_needs_a_gradient_later() -> None:
     def later(model: nn.Module, number: int) -> Outcome:
         return crossing(23, number > 0)(model, number)

@@ -94,7 +94,6 @@ def test_a_batch_as_large_as_the_length() -> None:
     assert torch.equal(args[1], positions[2:4])
 
 
-@pytest.mark.xfail(strict=True, reason="a tensor with two dimensions as long as the tokens is taken for a mask")
 def test_a_table_as_wide_as_it_is_long() -> None:
     """Rotary tables (1, s, d) where d is s."""
     table = torch.randn(1, LENGTH, LENGTH)

@@ -19,7 +19,7 @@ from torch import nn
 import ds_memo
 from ds_memo.errors import MemoError
 from tests.everyday import everyday
-from tests.models import HIDDEN, VOCAB, Batch, Block, Different, Outcome, Toy, build, gradients, poisoned_memory, step
+from tests.models import HIDDEN, VOCAB, Batch, Block, Outcome, Toy, build, gradients, poisoned_memory, step
 from tests.remat.situations import assert_nothing_leaked
 from tests.tiles.rig import LAYERS, assert_step, assert_was_tiled, assert_within, attached, compare, reasons, small, tiled_layers
 
@@ -67,7 +67,6 @@ def test_hooks_of_a_parameter_are_called_once_for_each_backward(name: str) -> No
         assert_was_tiled(handle.report())
 
 
-@pytest.mark.xfail(strict=True, reason="the probe's gradients of the layer's own parameters call their hooks")
 def test_the_probe_calls_no_hook_of_a_parameter() -> None:
     count: Counter[str] = Counter()
     with attached(tiled := toy()):
@@ -225,7 +224,6 @@ def test_a_gradient_that_its_maker_has_saved() -> None:
     assert_was_tiled(compare(toy(), twice), 1)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="the output is a view that an autograd function made")
 def test_hidden_states_are_changed_behind_the_layer() -> None:
     """The layer's output is a tensor of its own: its caller may change it in place."""
 
@@ -486,7 +484,6 @@ def test_weights_of_other_kinds() -> None:
     assert_was_tiled(compare(toy(Kinds), drive))
 
 
-@pytest.mark.xfail(strict=True, raises=Different, reason="a product's factor (torch.addmm's alpha) is left out")
 def test_a_product_with_a_factor() -> None:
     class Scales(Block):
         """Adds a bias and a scaled product in one op, as adapters do."""
@@ -512,7 +509,6 @@ def test_adapters_on_frozen_weights() -> None:
     assert_was_tiled(compare(lora(small("llama"), 0.0, ["q_proj", "up_proj", "down_proj"]), drive, alpha=0.5))
 
 
-@pytest.mark.xfail(strict=True, reason="the probe compares products in bfloat16 by the tolerance of float32")
 def test_autocast() -> None:
     def cast(model: nn.Module, number: int) -> Outcome:
         embeds = BATCH.embeds.clone().requires_grad_()
@@ -524,7 +520,6 @@ def test_autocast() -> None:
     assert_was_tiled(compare(small("llama"), cast, tolerance=1e-2, groups=2))
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="autocast is on around the sums of weight gradients")
 def test_autocast_in_every_second_step() -> None:
     def cast(model: nn.Module, number: int) -> Outcome:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number % 2 == 1):
@@ -648,7 +643,6 @@ def test_batches_of_many_shapes(name: str) -> None:
     assert_was_tiled(compare(small(name), varied, steps=len(shapes), tile=9))
 
 
-@pytest.mark.xfail(strict=True, reason="the tables of rotary embeddings (1, s, d) are not cut where s is d")
 @pytest.mark.parametrize("length, head_dim", [(16, 16), (127, 112)], ids=str)
 def test_a_length_that_is_also_the_size_of_a_head(length: int, head_dim: int) -> None:
     """The probe runs 112 tokens of a long sequence."""
@@ -656,13 +650,11 @@ def test_a_length_that_is_also_the_size_of_a_head(length: int, head_dim: int) ->
     assert_was_tiled(compare(model, lambda model, number: step(model, Batch.random(1, length)), tile=length // 2, quiet=True))
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="the tables of rotary embeddings (1, s, d) are not cut where s is d")
 def test_a_later_length_that_is_also_the_size_of_a_head() -> None:
     lengths = (33, 16)
     compare(small("llama"), lambda model, number: step(model, Batch.random(1, lengths[number])), tile=5)
 
 
-@pytest.mark.xfail(strict=True, reason="the first call decides for all later ones")
 def test_a_short_first_batch_does_not_switch_tiles_off() -> None:
     shapes = [(8, 4), (1, 33)]
     assert_was_tiled(compare(small("llama"), lambda model, n: step(model, Batch.random(*shapes[n])), tile=5, quiet=True))
@@ -750,7 +742,6 @@ def test_a_parameter_is_the_layers_own_again_after_an_exception(monkeypatch: pyt
             assert "forward" not in vars(tiled.blocks[0]) or callable(tiled.blocks[0].forward)
 
 
-@pytest.mark.xfail(strict=True, raises=MemoError, reason="frames stay ready after a backward that raised")
 def test_backward_again_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(model: nn.Module, number: int) -> Outcome:
         x = BATCH.embeds.clone().requires_grad_()
@@ -819,7 +810,6 @@ def test_detaching_gives_the_model_back() -> None:
     assert_within(got.grads, want.grads, 0.0)
 
 
-@pytest.mark.xfail(strict=True, reason="a module that is handed to ds_memo.checkpoint is not known as a layer's method")
 def test_calls_of_ds_memo_checkpoint() -> None:
     """A model that hands its layers to memo itself."""
 
