@@ -52,6 +52,12 @@ def generators(device: torch.device) -> list[bytes]:
     return [generator.get_state().numpy().tobytes() for generator in used]
 
 
+def set_generators(states: list[bytes] | None, device: torch.device) -> None:
+    """Give the generators the states that they had; None: leave them."""
+    for generator, state in zip(dict.fromkeys((torch.default_generator, generator_of(device))), states or (), strict=False):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
 @contextmanager
 def from_generators(states: list[bytes] | None, device: torch.device) -> Iterator[None]:
     """Draw random numbers from these states inside the block; None: nothing draws."""
@@ -59,9 +65,7 @@ def from_generators(states: list[bytes] | None, device: torch.device) -> Iterato
         yield
         return
     with forked(device):
-        used = dict.fromkeys((torch.default_generator, generator_of(device)))
-        for generator, state in zip(used, states, strict=True):
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        set_generators(states, device)
         yield
 
 

@@ -49,7 +49,7 @@ class AttentionCall:
         query, key, value = given["query"], given["key"], given["value"]
         if query.dim() == 4 and key.shape[1] != query.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-        out = value * torch.tanh((query * key).mean(-1, keepdim=True)) + value
+        out = (value * torch.tanh((query * key).mean(-1, keepdim=True)) + value).to(value.dtype)
         return out if sdpa else (out.transpose(1, 2), None)
 
     def result_dim(self) -> int:
@@ -169,6 +169,11 @@ class Gathered:
         self.call: AttentionCall | None = None
         self.leaves: list[Any] = []
 
+    def _new(self, tile: torch.Tensor, dim: int) -> torch.Tensor:
+        if tile.dim() == 4 and dim == 2:  # (b, heads, s, d): heads of a token side by side, as kernels then return them
+            return new_whole(tile.transpose(1, 2).contiguous(), *self._size, 1).transpose(1, 2)
+        return new_whole(tile, *self._size, dim)
+
     def add(self, span: Span, call: AttentionCall, wholes: dict[int, torch.Tensor]) -> None:
         """Take what one tile gives to attention.
 
@@ -178,7 +183,7 @@ class Gathered:
         if self.call is None:
             self.call = call
             self.leaves = [
-                leaf if dim is None else wholes[id(leaf)] if id(leaf) in wholes else new_whole(leaf.detach(), *self._size, dim)
+                leaf if dim is None else wholes[id(leaf)] if id(leaf) in wholes else self._new(leaf.detach(), dim)
                 for leaf, dim in zip(call.leaves, self._dims, strict=True)
             ]
         for whole, leaf, dim in zip(self.leaves, call.leaves, self._dims, strict=True):

@@ -331,7 +331,7 @@ class TiledCall:
         """Return True if an op's output is attention's result, in the memory order that the backward rebuilds."""
         if storage_of(value) != storage_of(result) or value.numel() != result.numel():
             return False
-        again = self._shapes.result.new(self._arguments.batch, self._arguments.length, result.new_empty(0, device="meta"))
+        again = self._shapes.result.new(self._arguments.batch, self._arguments.length, result.dtype, "meta")
         return value.storage_offset() == result.storage_offset() and _lie_alike(result.shape, again.stride(), result.stride())
 
     def _set_output(self, result: torch.Tensor | None) -> None:
@@ -385,7 +385,8 @@ class TiledCall:
         with own_linear(), autocast_again(self._autocast), aliased(self._tiled.module, self._parameters) as aliases:
             sums = GradientSums(aliases)
             self._engine.bring_back(self._attention.frame)
-            result = self._shapes.result.new(self._arguments.batch, self._arguments.length, gradient)
+            dtype = self._tiles[0].call.recipe.inputs[1].dtype
+            result = self._shapes.result.new(self._arguments.batch, self._arguments.length, dtype, gradient.device)
             d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
             d_result = torch.empty_like(result)
             gathered = self._tails_backward(sums, gradient, d_hidden, result, d_result)

@@ -53,10 +53,10 @@ class Returned:
         """Return the tensor of a result."""
         return tree_leaves(result)[self.index]
 
-    def new(self, rows: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
+    def new(self, rows: int, tokens: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """Return memory for the tensor, all of a token side by side: (b, tokens, …)."""
         others = [size for i, size in enumerate(self.shape) if i not in (0, self.dim)]
-        return like.new_empty(rows, tokens, *others).movedim(1, self.dim)
+        return torch.empty(rows, tokens, *others, dtype=dtype, device=device).movedim(1, self.dim)
 
     @property
     def elements_per_token(self) -> int:
@@ -121,14 +121,15 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     with forked(x.device), _buffers_put_back(module), aliased(module, trained) as parameters, torch.enable_grad():
         draws = _draws(lambda: _run(forward, own_args, own_kwargs), x.device)
         buffers = _versions(module)
+        _run(forward, own_args, own_kwargs)
+        if _versions(module) != buffers:
+            raise CannotTile("it writes to a buffer")
         _refuse_escapes(lambda: _run(forward, own_args, own_kwargs))
         with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
             with _Chooses() as router:
                 expected = _run(forward, own_args, own_kwargs)
             shapes, found = _in_tiles(forward, Arguments(own_args, own_kwargs), x, spans, draws)
             _compare(shapes.output.tensor(expected), found, x, parameters, cuts[1:-1], router.chose)
-        if _versions(module) != buffers:
-            raise CannotTile("it writes to a buffer")
     return shapes
 
 

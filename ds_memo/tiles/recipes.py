@@ -57,7 +57,8 @@ def analyse(
     args, kwargs = arguments
     givens = [*module.parameters(), *module.buffers(), *tensor_leaves(arguments)]
     with forked(call.engine.device), torch.enable_grad(), dropping():
-        result = shapes.result.new(*span.size, hidden_states(args, kwargs)).normal_().requires_grad_()
+        dtype = shapes.result.tensor(run_to_attention(forward, args, kwargs).stand_in()).dtype
+        result = shapes.result.new(*span.size, dtype, call.engine.device).normal_().requires_grad_()
         whole, part = Observed(), Observed()
         with AnalyseTile(call, whole, module, givens) as mode:
 

@@ -134,8 +134,9 @@ class Arguments:
 
     def _token_dim(self, tensor: torch.Tensor) -> int | None:
         """Return the dimension of a tensor's tokens; None: it has none, or two (a mask), and every tile gets the whole."""
-        if tensor.shape[-2:] == (self.length, self.length) and not (tensor.dim() == 3 and tensor.shape[0] in (1, self.batch)):
-            return None  # but (b, s, d) may be a table as wide as it is long
+        table = (tensor.dim() == 3 and tensor.shape[0] in (1, self.batch)) or (tensor.dim() == 2 and self.batch == self.length)
+        if tensor.shape[-2:] == (self.length, self.length) and not table:  # (b, s, d) may be as wide as it is long
+            return None
         for dim in (1, 2):
             if tensor.dim() > dim and tensor.shape[dim] == self.length and tensor.shape[dim - 1] in (1, self.batch):
                 return dim

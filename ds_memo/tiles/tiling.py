@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_memo.placement import Placement
 from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
+from ds_memo.tiles.around import generators, set_generators
 from ds_memo.tiles.layer import TiledCall, TiledLayer
 from ds_memo.tiles.probe import probe, refuse_call
 from ds_memo.tiles.spans import Span, hidden_states, spans
@@ -66,10 +67,16 @@ class Tiling:
         def in_tiles(*args: Any, **kwargs: Any) -> Any:
             return TiledCall(tiled, call.forward, args, kwargs, self._spans(args, kwargs), placement, remat).run()
 
+        device = remat.engine.device
+        states = None if tiled.attention_recipes else generators(device)
+
         def run() -> Any:
             try:
-                return call.run(in_tiles)
+                out = call.run(in_tiles)
+                self._refusals.pop(layer.name, None)
+                return out
             except CannotTile as reason:
+                set_generators(states, device)
                 self._never.add(call.module)
                 del self._layers[call.module]
                 self._refuse(remat, layer, call.module, reason)
@@ -112,7 +119,8 @@ class LayerCall:
         elif function is module or getattr(function, "__self__", None) is module:
             self._with_hooks = module is not None and getattr(function, "__name__", "") != "forward"
             if self._with_hooks:
-                self.forward = module.forward  # type: ignore[union-attr]
+                forward: Any = module.forward  # type: ignore[union-attr]
+                self.forward = getattr(forward, "plain", forward)  # what memo has put in its place would come back here
         else:
             self.module = None
 

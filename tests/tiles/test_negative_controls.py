@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -255,12 +255,12 @@ def test_a_gradient_that_nobody_holds_is_overwritten(monkeypatch: Patch) -> None
 
 
 @contextmanager
-def _no_aliases(self: TiledCall) -> Iterator[list[torch.Tensor]]:
-    yield self._parameters
+def _no_aliases(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
+    yield list(parameters)
 
 
 def test_without_aliases_a_parameters_hook_is_called_for_each_tile(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(TiledCall, "_aliased", _no_aliases)
+    monkeypatch.setattr(layer, "aliased", _no_aliases)
     with pytest.raises(AssertionError):
         test_what_breaks.test_hooks_of_a_parameter_are_called_once_for_each_backward("plain")
 
@@ -275,6 +275,7 @@ def test_escapes_that_are_not_refused(block: type[nn.Module], monkeypatch: Patch
 def test_router_logits_that_are_not_refused(monkeypatch: Patch) -> None:
     """Mixtral's loss reads the router's logits of all tokens, and a tile has its own."""
     monkeypatch.setattr(probe, "_refuse_escapes", lambda run: None)
+    monkeypatch.setattr(probe, "_is_foreign", lambda hook: False)
 
     def reads_them(model: nn.Module, number: int) -> Outcome:
         return step(model, Batch.random(2, 23), output_router_logits=True)

@@ -47,7 +47,7 @@ def run(seed: int, streams: Any, engine: type[SwapEngine] = SwapEngine) -> dict[
     with watching, attached(setup.model, streams, config(setup), engine) as memo:
         results = play(setup.model, seed, ACTIONS)
         tiles = memo.report()["tiles"]
-        assert tiles["not_tiled"] == {}
+        assert all("a hook of its" in reason for reason in tiles["not_tiled"].values())  # the action "raise" sets one
         run.tiled += len(tiles["layers"])  # type: ignore[attr-defined]
         return results
 

@@ -64,7 +64,7 @@ def summed(layer: Callable[..., torch.Tensor], parameters: list[torch.Tensor], x
         leaf = part.clone().requires_grad_()
         output = layer(leaf, *parameters)
         of_x.append(sums.backward([output], [torch.cos(part @ torch.ones(part.shape[1], output.shape[1]))], [leaf])[0])
-    return [*(sums.take()[index] for index in range(len(parameters))), torch.cat(of_x)]
+    return [*sums.take(), torch.cat(of_x)]
 
 
 def dense(layer: Callable[..., torch.Tensor], parameters: list[torch.Tensor], x: torch.Tensor) -> list[Any]:
@@ -88,7 +88,7 @@ LAYERS: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]], set[
     "a slice": (lambda x, w: F.linear(x, w[1:]), [(6, 8)], set()),
     "scaled": (lambda x, w: F.linear(x, w * 2), [(5, 8)], set()),
     "a bias as matrix": (lambda x, w, b: torch.addmm(b, x, w), [(8, 5), (1, 5)], {0}),
-    "addmm with factors": (lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=3.0), [(8, 5), (5,)], {0}),
+    "addmm with factors": (lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=3.0), [(8, 5), (5,)], set()),
     "unused": (lambda x, w, unused: F.linear(x, w), [(5, 8), (5, 8)], {0}),
     "a weight times a weight": (lambda x, a, b: F.linear(x, a @ b), [(5, 6), (6, 8)], {1}),
     "cast": (lambda x, w: F.linear(x.double(), w.double()).float(), [(5, 8)], {0}),

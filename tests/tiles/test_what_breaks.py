@@ -572,7 +572,8 @@ def test_a_backward_uses_the_forwards_dropout(drops: str, alpha: float) -> None:
     with attached(tiled := DROPS[drops]().double(), quiet=True, alpha=alpha) as handle:
         by_gradients, by_values = slope(tiled, BATCH, seed=1)
         assert by_gradients == pytest.approx(by_values, rel=1e-5)
-        assert tiled_layers(handle) == [0, 1]
+        whole = drops == "attention's dropout"  # on a CPU it makes a matrix of tokens × tokens
+        assert tiled_layers(handle) == ([] if whole else [0, 1])
 
 
 def test_dropout_differs_among_tiles_steps_and_layers_and_comes_again_with_a_seed() -> None:
