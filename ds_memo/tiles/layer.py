@@ -162,6 +162,7 @@ class TiledCall:
         self._engine = remat.engine
         self._forward = forward
         self._arguments = Arguments(args, kwargs)
+        self._inputs = self._arguments.detach()
         self._hidden: torch.Tensor | None = hidden_states(args, kwargs)
         self._parameters = [parameter for parameter in tiled.module.parameters() if parameter.requires_grad]
         self._tiles: list[Tile] = []
@@ -176,8 +177,9 @@ class TiledCall:
     def run(self) -> Any:
         """Run the layer; return what it returns."""
         hidden, self._hidden = self._hidden, None
+        inputs, self._inputs = self._inputs, []
         with torch.autograd.graph.saved_tensors_hooks(lambda _: self, _hand_over):
-            output = _Tiled.apply(self, hidden, *self._parameters)
+            output = _Tiled.apply(self, hidden, *inputs, *self._parameters)
         return self._shapes.output.of(output)
 
     # ---- forward
@@ -368,7 +370,7 @@ class TiledCall:
     # ---- backward
 
     def backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
-        """Return the gradients of the hidden states and of the parameters."""
+        """Return the gradients of the hidden states, of other inputs and of the parameters."""
         for given in self._device_inputs:
             given.check()
         for observer in self._remat.observers:
@@ -383,26 +385,32 @@ class TiledCall:
 
     def _backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
         with own_linear(), autocast_again(self._autocast), aliased(self._tiled.module, self._parameters) as aliases:
-            sums = GradientSums(aliases)
+            sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             self._engine.bring_back(self._attention.frame)
             dtype = self._tiles[0].call.recipe.inputs[1].dtype
             result = self._shapes.result.new(self._arguments.batch, self._arguments.length, dtype, gradient.device)
             d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
             d_result = torch.empty_like(result)
-            gathered = self._tails_backward(sums, gradient, d_hidden, result, d_result)
+            gathered = self._tails_backward(sums, gradient, d_hidden, d_inputs, result, d_result)
             sums.settle()
             self._set_output(result)
             del result
             self._attention_backward(sums, aliases, gathered, d_result)
             self._set_output(None)
             del d_result
-            self._heads_backward(sums, gathered, d_hidden)
-            return [d_hidden, *sums.take()]
+            self._heads_backward(sums, gathered, d_hidden, d_inputs)
+            return [d_hidden, *d_inputs, *sums.take()]
 
     def _tails_backward(
-        self, sums: GradientSums, gradient: torch.Tensor, d_hidden: torch.Tensor, result: torch.Tensor, d_result: torch.Tensor
+        self,
+        sums: GradientSums,
+        gradient: torch.Tensor,
+        d_hidden: torch.Tensor,
+        d_inputs: list[torch.Tensor],
+        result: torch.Tensor,
+        d_result: torch.Tensor,
     ) -> Gathered:
-        """Run every tile again, and the backward of what follows attention: fill `result`, `d_result` and a part of `d_hidden`.
+        """Run every tile again, and the backward of what follows attention: fill `result`, `d_result`, a part of the others.
 
         Returns:
             Attention's arguments.
@@ -413,16 +421,18 @@ class TiledCall:
             self._engine.bring_back(tile.call.frame, then)
             own = tile.call.frame.tensor(tile.call.recipe.inputs[1]).detach()
             part(result, tile.span, dim).copy_(own)
-            d_x, d_own = self._tail_backward(sums, tile, gathered, own.requires_grad_(), part(gradient, tile.span, 1))
+            d_x, d_own, *d_others = self._tail_backward(sums, tile, gathered, own.requires_grad_(), part(gradient, tile.span, 1))
             tile.call.frame.first_only = not tile.supplies_up_to_attention()
             fill(part(d_result, tile.span, dim), d_own)
             fill(part(d_hidden, tile.span, 1), d_x)
+            self._arguments.add(d_inputs, tile.span, d_others)
         return gathered
 
     def _tail_backward(
         self, sums: GradientSums, tile: Tile, gathered: Gathered, own: torch.Tensor, d_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of a tile's hidden states, by what follows attention, and of attention's output `own`."""
+        """Return the gradients of a tile's hidden states, of attention's output `own`, and of other inputs, by what follows
+        attention."""
         x = tile.hidden()
         args, kwargs, wholes = self._arguments.tile(x, tile.span)
 
@@ -432,7 +442,7 @@ class TiledCall:
 
         with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.call):
             output = self._shapes.output.tensor(run_with_attention(self._forward, args, kwargs, supply))
-        return sums.backward([output], [d_output], [x, own])
+        return sums.backward([output], [d_output], [x, own, *self._arguments.inputs(args, kwargs)])
 
     def _attention_backward(
         self, sums: GradientSums, aliases: list[torch.Tensor], gathered: Gathered, d_result: torch.Tensor
@@ -483,24 +493,28 @@ class TiledCall:
             return [Heads(0, 1)]
         return [Heads(number, groups) for number in range(groups)]
 
-    def _heads_backward(self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor) -> None:
-        """Run the backward of what comes before attention: add to `d_hidden`."""
+    def _heads_backward(
+        self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]
+    ) -> None:
+        """Run the backward of what comes before attention: add to `d_hidden` and `d_inputs`."""
         for tile, _ in self._last_first(again=False):
             self._engine.bring_back(tile.call.frame)
             tile.call.frame.first_only = False
-            d_x = self._head_backward(sums, tile, gathered)
+            d_x, *d_others = self._head_backward(sums, tile, gathered)
             if d_x is not None:
                 part(d_hidden, tile.span, 1).add_(d_x)
+            self._arguments.add(d_inputs, tile.span, d_others)
 
-    def _head_backward(self, sums: GradientSums, tile: Tile, gathered: Gathered) -> torch.Tensor | None:
-        """Return the gradient of a tile's hidden states by what comes before attention."""
+    def _head_backward(self, sums: GradientSums, tile: Tile, gathered: Gathered) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of a tile's hidden states and of other inputs, by what comes before attention."""
         x, shapes = tile.hidden(), self._shapes
         args, kwargs, _ = self._arguments.tile(x, tile.span)
         with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.up_to_attention()):
             reached = run_to_attention(self._forward, args, kwargs)
         indices = [index for index in shapes.differentiable if shapes.arguments[index] is not None]
         gradients = [part(gathered.leaves[index], tile.span, shapes.arguments[index]) for index in indices]
-        return sums.backward([reached.leaves[index] for index in indices], gradients, [x])[0]
+        outputs = [reached.leaves[index] for index in indices]
+        return sums.backward(outputs, gradients, [x, *self._arguments.inputs(args, kwargs)])
 
     def _last_first(self, again: bool) -> Iterator[tuple[Tile, Frame | None]]:
         """Yield the tiles from the last to the first, each with the frame to reload next.

@@ -24,11 +24,15 @@ from ds_memo.remat.call import generator_of, storage_of, tensor_leaves
 from ds_memo.remat.functions import SkipsCompiled
 from ds_memo.remat.random_states import forked
 from ds_memo.tiles.around import aliased, autocast_now, dropping
-from ds_memo.tiles.attention_call import AttentionCall, CannotTile, run_to_attention, run_with_attention
+from ds_memo.tiles.attention_call import AttentionCall, CannotTile, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.spans import Arguments, Span, hidden_states, part, token_dims
 
+LEAST_TOKENS = 5
+"""Of a sequence that is cut: the check needs two tiles and a third."""
 _TOKENS = 48
 """Of a tile of the check."""
+_TILES = 3
+"""Of a sequence."""
 _NEAR = 4
 """Tokens on each side of a cut, where a router's choice is no excuse for a difference."""
 _MOST_FLIPPED = 0.05
@@ -109,16 +113,20 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     """
     hidden = hidden_states(args, kwargs)
     arguments = Arguments(args, kwargs)
+    if len(arguments.differentiable()) < sum(leaf.requires_grad for leaf in arguments.tensors):
+        raise CannotTile("an argument besides its hidden states needs a gradient, and is not cut")
     tokens = min(_TOKENS, (arguments.length - 1) // 2)
     length = min(arguments.length, 2 * tokens + max(1, tokens // 3))
-    first = Span(slice(0, 1), slice(0, length))
-    x = part(hidden.detach(), first, 1).clone().requires_grad_()
+    rows = min(arguments.batch, 2)
+    x = part(hidden.detach(), Span(slice(0, rows), slice(0, length)), 1).clone().requires_grad_()
     own_args, own_kwargs = arguments.first(x)
+    own = Arguments(own_args, own_kwargs, like=arguments)
     cuts = [0, tokens, 2 * tokens, length]
-    spans = [Span(slice(0, 1), slice(*ends)) for ends in itertools.pairwise(cuts)]
+    spans = [Span(slice(row, row + 1), slice(*ends)) for row in range(rows) for ends in itertools.pairwise(cuts)]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     forward = _saying_why(forward)
     with forked(x.device), _buffers_put_back(module), aliased(module, trained) as parameters, torch.enable_grad():
+        leaves = [x, *own.differentiable(), *parameters]
         draws = _draws(lambda: _run(forward, own_args, own_kwargs), x.device)
         buffers = _versions(module)
         _run(forward, own_args, own_kwargs)
@@ -126,10 +134,12 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
             raise CannotTile("it writes to a buffer")
         _refuse_escapes(lambda: _run(forward, own_args, own_kwargs))
         with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
+            whole = run_to_attention(forward, own_args, own_kwargs)
             with _Chooses() as router:
                 expected = _run(forward, own_args, own_kwargs)
-            shapes, found = _in_tiles(forward, Arguments(own_args, own_kwargs), x, spans, draws)
-            _compare(shapes.output.tensor(expected), found, x, parameters, cuts[1:-1], router.chose)
+            shapes, found = _in_tiles(forward, own, x, spans, whole, parameters, draws)
+            _refuse_other_gradients([shapes.output.tensor(expected), *tensor_leaves(whole.leaves)], leaves)
+            _compare(shapes.output.tensor(expected), found, leaves, cuts[1:-1], router.chose)
     return shapes
 
 
@@ -199,13 +209,6 @@ def refuse_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     hidden = hidden_states(args, kwargs)
     if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or not hidden.is_floating_point():
         raise CannotTile("its first argument is no tensor of hidden states (batch, tokens, hidden)")
-    if hidden.shape[1] < 5:
-        raise CannotTile(f"its sequences have {hidden.shape[1]} tokens")
-    others = [leaf for leaf in tensor_leaves((args[1:], kwargs)) if leaf is not hidden or args]
-    if any(leaf is hidden for leaf in others):
-        raise CannotTile("it is given its hidden states twice")
-    if any(leaf.requires_grad for leaf in others):
-        raise CannotTile("an argument besides its hidden states needs a gradient")
     for name, part_of_it in module.named_modules():
         if name and any(map(_is_foreign, (*part_of_it._forward_hooks.values(), *part_of_it._forward_pre_hooks.values()))):
             raise CannotTile(f"a hook of its {name} would run once for each tile")
@@ -221,21 +224,70 @@ def _is_foreign(hook: Any) -> bool:
 
 
 def _in_tiles(
-    forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, spans: Sequence[Span], draws: bool
+    forward: Callable[..., Any],
+    arguments: Arguments,
+    x: torch.Tensor,
+    spans: Sequence[Span],
+    whole: AttentionCall,
+    parameters: Sequence[torch.Tensor],
+    draws: bool,
 ) -> tuple[Shapes, torch.Tensor]:
-    """Run the tokens of `x` (1, s, h) in tiles, by ordinary autograd. Return where tokens lie, and the layer's output."""
-    tiles = [arguments.tile(part(x, span, 1), span)[:2] for span in spans]
+    """Run the tokens of `x` (b, s, h) in tiles, by ordinary autograd. Return where tokens lie, and the layer's output.
+
+    Args:
+        whole: attention's call for all of these tokens.
+        parameters: of the layer.
+    """
+    tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
     lengths = spans[0].size[1], spans[-1].size[1]
-    first, *_, last = (run_to_attention(forward, *tile) for tile in tiles)
+    calls = [run_to_attention(forward, *tile[:2]) for tile in tiles]
+    first, last = calls[0], calls[-1]
     dims = _dims("attention gets", first.leaves, last.leaves, lengths)
     differentiable = tuple(i for i, leaf in enumerate(first.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    if any(dims[i] is None and not any(first.leaves[i] is parameter for parameter in parameters) for i in differentiable):
+        raise CannotTile("attention gets a tensor without tokens that needs a gradient and is no parameter")
     result = _one_tensor("attention", first.stand_in(), first.result_dim())
-    outputs = [_run(forward, *tile) for tile in tiles]
+    gathered = Gathered(dims, *x.shape[:2])
+    for call, span, (*_, wholes) in zip(calls, spans, tiles, strict=True):
+        gathered.add(span, call, wholes)
+    _refuse_others(whole.leaves, gathered.leaves, _tolerance(x))
+    outputs = [_run(forward, *tile[:2]) for tile in tiles]
     output = _one_tensor("it", outputs[0], 1)
     if any(output.tensor(tile).shape != part(x, span, 1).shape for tile, span in zip(outputs, spans, strict=True)):
         raise CannotTile("its output has another shape than its hidden states")
-    found = torch.cat([output.tensor(tile) for tile in outputs], 1)
+    of_rows = [[output.tensor(tile) for tile in outputs[i : i + _TILES]] for i in range(0, len(outputs), _TILES)]
+    found = torch.cat([torch.cat(of_row, 1) for of_row in of_rows])
     return Shapes(tuple(dims), differentiable, result, output, draws), found
+
+
+def _refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> None:
+    """Refuse a layer if what attention gets from tiles, put together, is not what it gets from the whole."""
+    for a, b in zip(whole, gathered, strict=True):
+        if not isinstance(a, torch.Tensor):
+            continue
+        if a.shape != b.shape:
+            raise CannotTile(f"attention gets a tensor of shape {tuple(b.shape)} by tiles, {tuple(a.shape)} by the whole")
+        scale = float(a.detach().double().square().mean().sqrt()) if a.requires_grad else 1.0
+        if not torch.allclose(
+            a.double(), b.double(), 0 if a.requires_grad else tolerance, 10 * tolerance * scale, equal_nan=True
+        ):
+            raise CannotTile("attention gets other values by tiles than by the whole: something before it mixes its tokens")
+
+
+def _refuse_other_gradients(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+    """Refuse a layer if autograd leads from its results to other tensors than these leaves: it would end at a tile."""
+    known = {id(leaf) for leaf in leaves}
+    todo = [result.grad_fn for result in results if result.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            raise CannotTile("a tensor that is neither its argument nor its parameter needs a gradient")
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                todo.append(below)
 
 
 def _one_tensor(who: str, result: Any, dim: int) -> Returned:
@@ -259,17 +311,14 @@ def _versions(module: nn.Module) -> list[tuple[int, int]]:
     return [(buffer.data_ptr(), buffer._version) for buffer in module.buffers()]
 
 
-def _compare(
-    expected: torch.Tensor, found: torch.Tensor, x: torch.Tensor, parameters: list[torch.Tensor], cuts: list[int], chooses: bool
-) -> None:
-    dtypes = [x.dtype, *(dtype for _, dtype in autocast_now())]
-    tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+def _compare(expected: torch.Tensor, found: torch.Tensor, leaves: list[torch.Tensor], cuts: list[int], chooses: bool) -> None:
+    tolerance = _tolerance(leaves[0])
     gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).to(expected)
-    whole, tiled = (torch.autograd.grad(y, [x, *parameters], gradient, allow_unused=True) for y in (expected, found))
+    whole, tiled = (torch.autograd.grad(y, leaves, gradient, allow_unused=True) for y in (expected, found))
     flips = False
     for what, a, b in (("outputs", expected, found), ("gradients of its input", whole[0], tiled[0])):
-        off = (a.float() - b.float()).norm(dim=-1)[0] > tolerance * a.float().norm(dim=-1).square().mean().sqrt()
-        near = any(bool(off[max(0, cut - _NEAR) : cut + _NEAR].any()) for cut in cuts)
+        off = (a.float() - b.float()).norm(dim=-1) > tolerance * a.float().norm(dim=-1).square().mean().sqrt()
+        near = any(bool(off[:, max(0, cut - _NEAR) : cut + _NEAR].any()) for cut in cuts)
         flips |= chooses and bool(off.any())
         if near or off.float().mean() > (_MOST_FLIPPED if chooses else 0):
             raise CannotTile(f"tiles give other {what} than the whole: something besides attention mixes its tokens")
@@ -281,6 +330,12 @@ def _compare(
             a is not None and (a.float() - b.float()).norm() > tolerance * max(a.float().norm(), 1e-3 * largest)
         ):
             raise CannotTile("tiles give other gradients of its parameters than the whole")
+
+
+def _tolerance(x: torch.Tensor) -> float:
+    """Return the share of its size that a value of the layer may be off in another GEMM."""
+    dtypes = [x.dtype, *(dtype for _, dtype in autocast_now())]
+    return max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
 
 
 class _Chooses(SkipsCompiled):

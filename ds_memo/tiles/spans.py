@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ds_memo.units import round_up
 
@@ -68,21 +68,71 @@ def new_whole(tile: torch.Tensor, batch: int, length: int, dim: int) -> torch.Te
     return tile.new_empty_strided(shape, strides)  # no view: the caller of a layer may change its output in place
 
 
+class Place(NamedTuple):
+    """Where the tokens of an argument lie."""
+
+    tokens: int
+    """Dimension of the tokens."""
+    rows: int | None
+    """Dimension of the sequences; None: the tensor has none, or one for all."""
+
+    def cut(self, tensor: torch.Tensor, span: Span) -> torch.Tensor:
+        """Return a tile's part of a tensor."""
+        tile = tensor.narrow(self.tokens, span.tokens.start, span.size[1])
+        return tile if self.rows is None else tile.narrow(self.rows, span.rows.start, span.size[0])
+
+
 class Arguments:
     """A layer call's arguments but its hidden states, of which a tile gets its part.
 
     Args:
         args, kwargs: of the call. Hidden states (b, s, h) come first, or as ``hidden_states``.
+        like: arguments of which these are a part, and whose places they have; None: shapes tell the places.
     """
 
-    def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._args, self._kwargs = args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    def __init__(self, args: tuple, kwargs: dict[str, Any], like: Arguments | None = None) -> None:
+        self._leaves, self._spec = tree_flatten(_others(args, kwargs))
         self._hidden_first = bool(args)
         self.batch, self.length = hidden_states(args, kwargs).shape[:2]
+        self._places: list[Place | None] = like._places if like else [self._place(leaf) for leaf in self._leaves]
+        self._inputs: list[int] = []
+        """Leaves that tiles get as leaves of their graphs."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in tree_leaves((self._args, self._kwargs)) if isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+
+    def kind(self) -> Any:
+        """Return a key for what this class sees of the arguments but sizes: calls of one kind are cut alike."""
+        leaves = [
+            (leaf.dim(), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf if isinstance(leaf, bool) else type(leaf)
+            for leaf in self._leaves
+        ]
+        return self._spec, self._hidden_first, self.batch > 1, tuple(leaves), tuple(self._places)
+
+    def differentiable(self) -> list[torch.Tensor]:
+        """Return the tensors that are cut and need a gradient."""
+        return [self._leaves[index] for index in self._differentiable()]
+
+    def _differentiable(self) -> list[int]:
+        return [i for i, place in enumerate(self._places) if place is not None and self._leaves[i].requires_grad]
+
+    def detach(self) -> list[torch.Tensor]:
+        """Return the tensors that are cut and need a gradient. Hold detached ones from now on, of which tiles get leaves."""
+        found, self._inputs = self.differentiable(), self._differentiable()
+        for index in self._inputs:
+            self._leaves[index] = self._leaves[index].detach()
+        return found
+
+    def new_gradients(self) -> list[torch.Tensor]:
+        """Return zeros for the gradients of the tensors that were detached."""
+        return [torch.zeros_like(self._leaves[i], memory_format=torch.contiguous_format) for i in self._inputs]
+
+    def add(self, totals: Sequence[torch.Tensor], span: Span, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add a tile's gradients to those of all tokens."""
+        for index, total, gradient in zip(self._inputs, totals, gradients, strict=True):
+            if gradient is not None:
+                self._places[index].cut(total, span).add_(gradient)  # type: ignore[union-attr]
 
     def tile(self, hidden: torch.Tensor, span: Span) -> tuple[tuple, dict[str, Any], dict[int, torch.Tensor]]:
         """Return the arguments of a tile, and by the id of each tensor that was cut the tensor that it was cut from.
@@ -90,57 +140,63 @@ class Arguments:
         Args:
             hidden: the tile's hidden states.
         """
-        wholes: dict[int, torch.Tensor] = {}
+        leaves, wholes = list(self._leaves), {}
+        for index, (whole, place) in enumerate(zip(self._leaves, self._places, strict=True)):
+            if place is not None:
+                tile = leaves[index] = place.cut(whole, span)
+                if index in self._inputs:
+                    leaves[index] = tile.detach().requires_grad_()
+                else:
+                    wholes[id(tile)] = whole
+        return *self._with_hidden(hidden, leaves), wholes
 
-        def cut(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or self._token_dim(value) is None:
-                return value
-            tile = self._cut(value, span)
-            wholes[id(tile)] = value
-            return tile
-
-        args, kwargs = tree_map(cut, (self._args, self._kwargs))
-        return *self._with_hidden(hidden, args, kwargs), wholes
+    def inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors of a tile's arguments that need a gradient, but for the hidden states."""
+        leaves = tree_leaves(_others(args, kwargs))
+        return [leaves[index] for index in self._inputs]
 
     def first(self, hidden: torch.Tensor) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments of a call with the first tokens of the first sequence alone.
+        """Return the arguments of a call with the first tokens of the first sequences alone.
 
         Args:
-            hidden: their hidden states (1, tokens, h).
+            hidden: their hidden states (sequences, tokens, h).
         """
-        span = Span(slice(0, 1), slice(0, hidden.shape[1]))
+        rows, tokens = hidden.shape[:2]
+        span = Span(slice(0, rows), slice(0, tokens))
 
-        def cut(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
+        def cut(value: Any, place: Place | None) -> Any:
+            if place is not None:
+                part = place.cut(value, span).detach()
+                return part.requires_grad_(value.requires_grad)
+            if not isinstance(value, torch.Tensor) or value.shape[-2:] != (self.length, self.length):
                 return value
-            if self._token_dim(value) is not None:
-                return self._cut(value, span)
-            if value.shape[-2:] != (self.length, self.length):
-                return value
-            mask = value[..., : hidden.shape[1], : hidden.shape[1]]
-            return mask[:1] if mask.dim() > 2 else mask
+            mask = value[..., :tokens, :tokens]
+            return mask[:rows] if mask.dim() > 2 and mask.shape[0] == self.batch else mask
 
-        return self._with_hidden(hidden, *tree_map(cut, (self._args, self._kwargs)))
+        return self._with_hidden(hidden, [cut(*pair) for pair in zip(self._leaves, self._places, strict=True)])
 
-    def _with_hidden(self, hidden: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _with_hidden(self, hidden: torch.Tensor, leaves: list[Any]) -> tuple[tuple, dict[str, Any]]:
+        args, kwargs = tree_unflatten(leaves, self._spec)
         return ((hidden, *args), kwargs) if self._hidden_first else (args, {"hidden_states": hidden, **kwargs})
 
-    def _cut(self, value: torch.Tensor, span: Span) -> torch.Tensor:
-        dim = self._token_dim(value)
-        tile = value.narrow(dim, span.tokens.start, span.tokens.stop - span.tokens.start)
-        if dim and self.batch > 1 and value.shape[dim - 1] == self.batch:
-            tile = tile.narrow(dim - 1, span.rows.start, span.rows.stop - span.rows.start)
-        return tile
-
-    def _token_dim(self, tensor: torch.Tensor) -> int | None:
-        """Return the dimension of a tensor's tokens; None: it has none, or two (a mask), and every tile gets the whole."""
-        table = (tensor.dim() == 3 and tensor.shape[0] in (1, self.batch)) or (tensor.dim() == 2 and self.batch == self.length)
-        if tensor.shape[-2:] == (self.length, self.length) and not table:  # (b, s, d) may be as wide as it is long
+    def _place(self, value: Any) -> Place | None:
+        """Return where the tokens of an argument lie; None: it has none, or two for each value (a mask): tiles get the whole."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        shape, of_sequences = tuple(value.shape), (1, self.batch)
+        table = len(shape) == 3 and shape[0] in of_sequences and value.is_floating_point()  # (1, s, d) and d is s
+        if shape[-2:] == (self.length, self.length) and len(shape) > 3:
+            return None
+        if shape.count(self.length) > 1 + (self.batch == self.length) and not table:
             return None
         for dim in (1, 2):
-            if tensor.dim() > dim and tensor.shape[dim] == self.length and tensor.shape[dim - 1] in (1, self.batch):
-                return dim
-        return 0 if tensor.dim() and tensor.shape[0] == self.length else None
+            if len(shape) > dim and shape[dim] == self.length and shape[dim - 1] in of_sequences:
+                return Place(dim, dim - 1 if shape[dim - 1] > 1 else None)
+        return Place(0, None) if shape[:1] == (self.length,) else None
+
+
+def _others(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
 def hidden_states(args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -14,8 +14,8 @@ from ds_memo.placement import Placement
 from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
 from ds_memo.tiles.around import generators, set_generators
 from ds_memo.tiles.layer import TiledCall, TiledLayer
-from ds_memo.tiles.probe import probe, refuse_call
-from ds_memo.tiles.spans import Span, hidden_states, spans
+from ds_memo.tiles.probe import LEAST_TOKENS, probe, refuse_call
+from ds_memo.tiles.spans import Arguments, Span, hidden_states, spans
 
 
 class Tiling:
@@ -29,43 +29,43 @@ class Tiling:
     def __init__(self, tile_tokens: int, head_groups: int) -> None:
         self.tile_tokens = tile_tokens
         self.head_groups = head_groups
-        self._layers: weakref.WeakKeyDictionary[nn.Module, TiledLayer] = weakref.WeakKeyDictionary()
-        self._never: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Layers that are no chain of token-wise parts and one attention call."""
+        self._layers: weakref.WeakKeyDictionary[nn.Module, dict[Any, TiledLayer | None]] = weakref.WeakKeyDictionary()
+        """By layer and kind of call; None: such a call is no chain of token-wise parts and one attention call."""
         self._refusals: dict[str, str] = {}
         """Why a layer's latest call that could not be tiled could not, by the layer's name."""
 
     def report(self) -> dict[str, Any]:
         """Return what ``report()["tiles"]`` shows."""
-        tiled = sorted(found.layer.index for found in self._layers.values())
-        return {"tokens": self.tile_tokens, "head_groups": self.head_groups, "layers": tiled, "not_tiled": dict(self._refusals)}
+        tiled = {found.layer.index for kinds in self._layers.values() for found in kinds.values() if found is not None}
+        refusals = dict(self._refusals)
+        return {"tokens": self.tile_tokens, "head_groups": self.head_groups, "layers": sorted(tiled), "not_tiled": refusals}
 
     def prepare(
         self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement
     ) -> Callable[[], Any] | None:
         """Return a function that runs a layer call in tiles; None: it is one tile, or cannot. See `remat.checkpoint.Tiler`."""
         call = LayerCall(fn, layer.module(), args, kwargs)
-        if call.module is None or placement.kind.recomputes_attention or len(self._spans(call.args, call.kwargs)) == 1:
-            return None
-        if call.module in self._never:
+        if call.module is None or placement.kind.recomputes_attention or self._is_one_tile(hidden_states(call.args, call.kwargs)):
             return None
         try:
             refuse_call(call.module, call.args, call.kwargs)
         except CannotTile as reason:
             self._refuse(remat, layer, call.module, reason)
             return None
-        tiled = self._layers.get(call.module)
-        if tiled is None:
+        kind, kinds = Arguments(call.args, call.kwargs).kind(), self._layers.setdefault(call.module, {})
+        if kind not in kinds:
+            kinds[kind] = None
             try:
                 shapes = probe(call.module, call.forward, call.args, call.kwargs)
+                kinds[kind] = TiledLayer(layer, call.module, shapes, self.head_groups)
             except CannotTile as reason:
-                self._never.add(call.module)
                 self._refuse(remat, layer, call.module, reason)
-                return None
-            tiled = self._layers[call.module] = TiledLayer(layer, call.module, shapes, self.head_groups)
+        tiled = kinds[kind]
+        if tiled is None:
+            return None
 
         def in_tiles(*args: Any, **kwargs: Any) -> Any:
-            return TiledCall(tiled, call.forward, args, kwargs, self._spans(args, kwargs), placement, remat).run()
+            return TiledCall(tiled, call.forward, args, kwargs, self._spans(hidden_states(args, kwargs)), placement, remat).run()
 
         device = remat.engine.device
         states = None if tiled.attention_recipes else generators(device)
@@ -77,8 +77,7 @@ class Tiling:
                 return out
             except CannotTile as reason:
                 set_generators(states, device)
-                self._never.add(call.module)
-                del self._layers[call.module]
+                kinds[kind] = None
                 self._refuse(remat, layer, call.module, reason)
                 raise
 
@@ -88,11 +87,14 @@ class Tiling:
         self._refusals[layer.name] = str(reason)
         remat.warn(f"{type(module).__name__} runs whole, not in tiles of memo.tile_tokens: {reason}")
 
-    def _spans(self, args: tuple, kwargs: dict[str, Any]) -> list[Span]:
-        hidden = hidden_states(args, kwargs)
-        if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or not hidden.numel():
-            return [Span(slice(0, 1), slice(0, 1))]
+    def _spans(self, hidden: torch.Tensor) -> list[Span]:
         return spans(hidden.shape[0], hidden.shape[1], self.tile_tokens)
+
+    def _is_one_tile(self, hidden: Any) -> bool:
+        """Return True for hidden states that are no longer than a tile, or too short to be cut."""
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
+            return False  # it will be refused
+        return hidden.shape[1] < LEAST_TOKENS or not hidden.numel() or len(self._spans(hidden)) == 1
 
 
 class LayerCall:

@@ -1,0 +1,204 @@
+"""Architectures whose layers run in tiles of tokens, why the others do not, and the gradients of all against stock's.
+
+    python -m benchmarks.tile_models [--markdown docs/tiles_models.md] [NAME ...]
+
+Every causal language model of the installed Transformers that can be made small (tests/architectures.py) runs in float32, as
+`RUNS` says, and without random numbers. It prints a line for each: tiled and all layers, the largest relative difference of a
+gradient and of the loss, seconds, reasons. Bar: TOLERANCE. The exit status is 1 if one is above it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ds_memo
+from tests import architectures
+from tests.models import poisoned_memory
+
+TOLERANCE = 3e-4
+"""Largest relative difference of a gradient, in float32. Recurrences over 64 tokens amplify rounding: weights of Qwen3-Next's last
+layer that are one bit off change a gradient of stock by 2e-4. All but recurrences and routers stay below 5e-5."""
+NOISE = 1e-8
+"""Share of the largest gradient below which a gradient is zero in exact arithmetic."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps of a model that is attached once."""
+
+    config: dict[str, Any]
+    batches: tuple[tuple[int, int], ...]
+    """Sequences and length of each."""
+
+
+_ALL = {"resident_layers": 0, "plan": {"enabled": False}}
+RUNS = (
+    Run({**_ALL, "alpha": 0.0, "tile_tokens": 16, "head_groups": 1}, ((2, 41), (2, 41))),
+    Run({**_ALL, "alpha": 0.5, "tile_tokens": 16, "head_groups": 2}, ((2, architectures.HIDDEN),) * 2),
+    Run({**_ALL, "alpha": 0.5, "tile_tokens": 4, "head_groups": 2}, ((5, 5),)),
+)
+"""41 and 5 tokens give a ragged tile. A second batch of the same size follows recipes. Sizes that are equal name no dimension."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the sweep found about one architecture."""
+
+    name: str
+    layers: int
+    tiled: int
+    """Of the layers."""
+    reasons: tuple[str, ...]
+    """Why the others run whole."""
+    difference: float
+    """Largest of a gradient, relative to its norm."""
+    loss_difference: float
+    worst: str = ""
+    """The parameter with the largest difference, and where."""
+
+    @property
+    def right(self) -> bool:
+        return self.difference <= TOLERANCE and self.loss_difference <= TOLERANCE
+
+
+def verdict(name: str, runs: Iterable[Run] = RUNS) -> Verdict:
+    """Compare an architecture in tiles with stock."""
+    model = without_random_numbers(architectures.build(name))
+    worst, wrong, loss_off, layers, tiled, reasons = 0.0, "", 0.0, 0, [], set()
+    for run in runs:
+        stock, attached = copy.deepcopy(model), copy.deepcopy(model)
+        handle = ds_memo.attach(attached, run.config)
+        try:
+            for batch in run.batches:
+                want_loss, want = step(stock, batch)
+                with poisoned_memory():
+                    loss, found = step(attached, batch)
+                off, at = differs(found, want)
+                loss_off = max(loss_off, abs(loss - want_loss) / abs(want_loss))
+                if not off <= worst:
+                    worst, wrong = off, f"{at} with {run.config}, {batch}"
+            report = handle.report()
+        finally:
+            handle.detach()
+        layers = report["layers"]
+        tiled.append(len(report["tiles"]["layers"]))
+        reasons |= {general(reason) for reason in report["tiles"]["not_tiled"].values()}
+    return Verdict(name, layers, min(tiled), tuple(sorted(reasons)), worst, loss_off, wrong)
+
+
+def without_random_numbers(model: nn.Module) -> nn.Module:
+    """Switch dropout off, and training if the model still draws random numbers: tiles draw others than stock."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    for owner in [*model.modules(), *configs]:
+        for name, value in list(vars(owner).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(owner, name, 0.0)
+        if isinstance(owner, nn.Dropout):
+            owner.p = 0.0
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    model(input_ids=torch.ones(1, 8, dtype=torch.long))
+    return model if torch.equal(torch.get_rng_state(), before) else model.eval()
+
+
+def step(model: nn.Module, batch: tuple[int, int]) -> tuple[float, dict[str, torch.Tensor | None]]:
+    """Return the loss and the gradients of a step; None: the parameter has none."""
+    generator = torch.Generator().manual_seed(batch[1])
+    ids = torch.randint(3, architectures.VOCAB, batch, generator=generator)
+    torch.manual_seed(0)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    found = {name: None if p.grad is None else p.grad.double() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return float(loss), found
+
+
+def differs(found: dict[str, torch.Tensor | None], want: dict[str, torch.Tensor | None]) -> tuple[float, str]:
+    """Return the largest relative difference of a gradient, and its name."""
+    norms = {name: float(gradient.norm()) for name, gradient in want.items() if gradient is not None}
+    least = NOISE * max(norms.values())
+    worst, at = 0.0, ""
+    for name, gradient in found.items():
+        if (gradient is None) != (want[name] is None):
+            return float("inf"), f"{name} has {'no' if gradient is None else 'a'} gradient"
+        if gradient is None or norms[name] <= least >= float(gradient.norm()):
+            continue
+        off = float((gradient - want[name]).norm()) / max(norms[name], least)
+        if not off <= worst:
+            worst, at = off, name
+    return worst, at
+
+
+def general(reason: str) -> str:
+    """Leave what differs among sizes out of a reason."""
+    return re.sub(r"\d+", "#", re.sub(r"(a tile of it raises).*", r"\1 an error", reason))
+
+
+def markdown(found: Sequence[Verdict], errors: dict[str, str]) -> str:
+    """Return the page of the documentation."""
+    groups: dict[str, list[Verdict]] = {}
+    for one in found:
+        if one.tiled == one.layers:
+            group = "all layers are tiled"
+        elif one.tiled:
+            group = f"some layers are tiled; another: {'; '.join(one.reasons)}"
+        else:
+            group = f"no layer is tiled: {'; '.join(one.reasons) or 'its sequences are cut no further'}"
+        groups.setdefault(group, []).append(one)
+    lines = [
+        "# Which models run in tiles",
+        "",
+        "With `memo.tile_tokens`, a layer runs in tiles if its only mixing of tokens is one call of attention. Any other layer runs",
+        'whole, with the same gradients. `report()["tiles"]` names both kinds, and the reasons.',
+        "",
+        f"The table shows {len(found)} causal language models of Transformers, small and in float32, with the largest relative",
+        f"difference of a gradient from stock's. `python -m benchmarks.tile_models` prints it. {len(errors)} other models cannot",
+        "be made small enough.",
+        "",
+        "| layers | models | largest difference |",
+        "|---|---|---|",
+    ]
+    for group, members in sorted(groups.items(), key=lambda item: (item[0][:1] != "a", item[0][:1] != "s", -len(item[1]))):
+        names = ", ".join(one.name for one in members)
+        lines.append(f"| {group} ({len(members)}) | {names} | {max(one.difference for one in members):.0e} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="model types; default: all")
+    parser.add_argument("--markdown", type=Path, help="write the grouped table there")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found, errors = [], {}
+    for name in args.names or architectures.NAMES:
+        began = time.perf_counter()
+        try:
+            one = verdict(name)
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100] if str(error) else ''}"
+            print(f"{name:24} {errors[name]}", flush=True)
+            continue
+        found.append(one)
+        numbers = f"{one.tiled}/{one.layers} {one.difference:.1e} {one.loss_difference:.1e} {time.perf_counter() - began:5.1f} s"
+        print(f"{name:24} {numbers} {'; '.join(one.reasons)}{'' if one.right else f'  WRONG: {one.worst}'}", flush=True)
+    if args.markdown:
+        args.markdown.write_text(markdown(found, errors))
+    return int(not all(one.right for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
