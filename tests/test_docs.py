@@ -75,7 +75,7 @@ def test_the_configuration_table_has_every_field_with_its_default():
     expected = fields(MemoConfig)
     assert table.keys() == expected.keys()
     for key, default in expected.items():
-        shown = {None: "absent", True: "`true`", False: "`false`"}.get(default) if default in (None, True, False) else None
+        shown = {None: "absent", True: "`true`", False: "`false`"}[default] if isinstance(default, bool | None) else None
         shown = shown or (f'`"{default}"`' if isinstance(default, str) else f"`{default:g}`")
         assert table[key].strip() == shown, key
 

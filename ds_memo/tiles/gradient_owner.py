@@ -10,7 +10,7 @@ import torch
 
 
 def is_owned(gradient: torch.Tensor) -> bool:
-    """Return True if nobody else refers to a gradient. Call it first in a backward, with its argument.
+    """Return True if no one else refers to a gradient. Call it first in a backward, with its argument.
 
     Autograd hands the same tensor to several receivers (a residual connection), expands one number (`sum()`), and hooks may
     keep what they are shown.

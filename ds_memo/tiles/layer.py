@@ -64,7 +64,7 @@ class Tile:
     call: Call
     recipe: TileRecipe
     seed: int | None
-    """Of the tile's random numbers; None: it draws none."""
+    """Seed of the tile's random numbers; None: it draws none."""
     followed: bool = False
     """True if the head did what the recipe says."""
 

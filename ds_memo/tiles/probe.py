@@ -28,11 +28,11 @@ from ds_memo.tiles.attention_call import AttentionCall, CannotTile, Gathered, ru
 from ds_memo.tiles.spans import Arguments, Span, hidden_states, part, token_dims
 
 LEAST_TOKENS = 5
-"""Of a sequence that is cut: the check needs two tiles and a third."""
+"""Shortest sequence that is cut: the check needs two tiles and a third."""
 _TOKENS = 48
-"""Of a tile of the check."""
+"""Length of the check's tiles."""
 _TILES = 3
-"""Of a sequence."""
+"""Tiles of one sequence in the check."""
 _NEAR = 4
 """Tokens on each side of a cut, where a router's choice is no excuse for a difference."""
 _MOST_FLIPPED = 0.05
@@ -47,11 +47,11 @@ class Returned:
     leaves: tuple[Any, ...]
     """None in the tensor's place."""
     index: int
-    """Of the tensor."""
+    """Position of the tensor among the leaves."""
     dim: int
-    """Of its tokens."""
+    """Dimension of its tokens."""
     shape: tuple[int, ...]
-    """Of the tensor, for one sequence and some tokens."""
+    """Shape of the tensor for one sequence and some tokens."""
 
     def tensor(self, result: Any) -> torch.Tensor:
         """Return the tensor of a result."""

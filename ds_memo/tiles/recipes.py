@@ -25,9 +25,9 @@ class TileRecipe:
     """Recipes of all tiles of one length."""
 
     recomputed: Recipe
-    """Of a whole run; only its hidden states, attention's output and what routers chose are kept."""
+    """Recipe of a whole run; only its hidden states, attention's output and what routers chose are kept."""
     stored: Recipe
-    """Of a whole run; all GEMM outputs are kept, too."""
+    """Recipe of a whole run; all GEMM outputs are kept, too."""
     to_attention: list[bool]
     """For each GEMM up to attention, whether a backward from attention needs its output."""
     head: list[bool]
