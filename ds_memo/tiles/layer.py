@@ -55,6 +55,9 @@ from ds_memo.tiles.recipes import TileRecipe, analyse
 from ds_memo.tiles.spans import Arguments, Span, fill, hidden_states, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
 
+_REMEMBERED = 64
+"""Recipes that a layer remembers; beyond that, the oldest is dropped."""
+
 
 @dataclass
 class Tile:
@@ -217,7 +220,8 @@ class TiledCall:
                 x = part(hidden.detach(), span, 1).clone().requires_grad_()
                 args, kwargs, _ = self._arguments.tile(x, span)
                 call = Call(self._tiled.layer.index, (), self._engine, None, None, self._remat.work)
-                recipe = self._tiled.recipes[key] = analyse(call, module, self._forward, (args, kwargs), span, self._shapes)
+                recipe = analyse(call, module, self._forward, (args, kwargs), span, self._shapes)
+                _remember(self._tiled.recipes, key, recipe)
             found[span.size] = recipe
         return found
 
@@ -229,7 +233,7 @@ class TiledCall:
             key = hidden.shape, self._placement
             if key not in self._tiled.alphas:
                 split = sum(recipe.stored.layout.host_bytes - recipe.recomputed.layout.host_bytes for recipe in of_tiles)
-                self._tiled.alphas[key] = self._remat.policy.alpha(self._tiled.layer, whole, split)
+                _remember(self._tiled.alphas, key, self._remat.policy.alpha(self._tiled.layer, whole, split))
             self._placement = replace(self._placement, alpha=self._tiled.alphas[key])
         stored = stored_tiles(len(of_tiles), self._placement.decided_alpha)
         needs = whole + sum(of_tiles[i].stored.layout.host_bytes - of_tiles[i].recomputed.layout.host_bytes for i in stored)
@@ -294,7 +298,8 @@ class TiledCall:
             result = self._shapes.result.only_tensor(self._run_attention(gathered, leaves)).detach()
         if known is None:
             draws = self._generators != generators(self._engine.device)
-            known = tiled.attention_recipes[key] = self._settle_attention(observed, result, draws)
+            known = self._settle_attention(observed, result, draws)
+            _remember(tiled.attention_recipes, key, known)
         if not known.draws:
             self._generators = None
         self._output = known.output
@@ -539,6 +544,13 @@ class TiledCall:
         with forked(self._engine.device):
             torch.manual_seed(seed % (1 << 63))
             yield
+
+
+def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value for later calls. The number is limited, because lengths may never repeat."""
+    if len(table) >= _REMEMBERED:
+        del table[next(iter(table))]
+    table[key] = value
 
 
 def _lie_alike(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
