@@ -268,9 +268,8 @@ def _refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> N
         if a.shape != b.shape:
             raise CannotTile(f"attention gets a tensor of shape {tuple(b.shape)} by tiles, {tuple(a.shape)} by the whole")
         scale = float(a.detach().double().square().mean().sqrt()) if a.requires_grad else 1.0
-        if not torch.allclose(
-            a.double(), b.double(), 0 if a.requires_grad else tolerance, 10 * tolerance * scale, equal_nan=True
-        ):
+        within = 10 * tolerance * scale if math.isfinite(scale) else tolerance
+        if not torch.allclose(a.double(), b.double(), tolerance, within, equal_nan=True):
             raise CannotTile("attention gets other values by tiles than by the whole: something before it mixes its tokens")
 
 

@@ -57,8 +57,8 @@ def hidden_off_by_one(patch: Patch) -> None:
     """The backward writes its part of d(hidden) one token early."""
     right = TiledCall._heads_backward
 
-    def shifted(self: TiledCall, sums: Any, gathered: Any, d_hidden: torch.Tensor) -> None:
-        right(self, sums, gathered, d_hidden)
+    def shifted(self: TiledCall, sums: Any, gathered: Any, d_hidden: torch.Tensor, d_inputs: Any) -> None:
+        right(self, sums, gathered, d_hidden, d_inputs)
         d_hidden.copy_(d_hidden.roll(1, 1))
 
     patch.setattr(TiledCall, "_heads_backward", shifted)
@@ -92,8 +92,9 @@ def corrupt_a_kept_number(patch: Patch) -> None:
 def forget_the_second_part_of_d_hidden(patch: Patch) -> None:
     right = TiledCall._head_backward
 
-    def without(*args: Any) -> None:
+    def without(*args: Any) -> tuple[None]:
         right(*args)
+        return (None,)
 
     patch.setattr(TiledCall, "_head_backward", without)
 
@@ -292,6 +293,52 @@ def test_a_check_that_compares_nothing(monkeypatch: Patch) -> None:
     for block in (test_probe.Convolves, test_probe.ShiftsTokens, test_probe.Recurs, test_probe.MixesHere):
         with pytest.raises(AssertionError):
             test_probe.test_refused(block)
+
+
+@pytest.mark.parametrize("part", ["_tail_backward", "_head_backward"])
+def test_a_part_of_another_inputs_gradient_is_forgotten(part: str, monkeypatch: Patch) -> None:
+    right = getattr(TiledCall, part)
+    own = {"_tail_backward": 2, "_head_backward": 1}[part]
+
+    def without(*args: Any) -> tuple[Any, ...]:
+        found = right(*args)
+        return *found[:own], *(None for _ in found[own:])
+
+    monkeypatch.setattr(TiledCall, part, without)
+    with pytest.raises(Different, match="memory"):
+        test_probe.test_several_differentiable_inputs(test_probe.Adds, 0.5, 5)
+
+
+def test_another_inputs_gradient_of_neighbouring_tokens(monkeypatch: Patch) -> None:
+    right = layer.Arguments.add
+
+    def early(self: layer.Arguments, totals: Any, span: Span, gradients: Any) -> None:
+        right(self, totals, span, [None if gradient is None else gradient.roll(1, 1) for gradient in gradients])
+
+    monkeypatch.setattr(layer.Arguments, "add", early)
+    with pytest.raises(Different, match="memory"):
+        test_probe.test_several_differentiable_inputs(test_probe.AddsBehind, 0.5, 5)
+
+
+@pytest.mark.parametrize(
+    "check, story",
+    [
+        ("_refuse_other_gradients", test_probe.test_a_gradient_that_leaves_the_layer_unseen),
+        ("_refuse_others", test_probe.test_a_mask_that_the_layer_cuts),
+        ("_refuse_others", test_probe.test_sequences_first),
+    ],
+)
+def test_what_the_probe_must_look_at(check: str, story: Callable[[], None], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(probe, check, lambda *args: None)
+    with pytest.raises((AssertionError, RuntimeError), match=r"off by|not close|none, stock has one|size"):
+        story()
+
+
+def test_a_probe_of_one_sequence(monkeypatch: Patch) -> None:
+    """Without the second one, layers whose sequences do not come first run in tiles and are wrong."""
+    monkeypatch.setattr(probe, "min", lambda a, b: 1 if (a, b) == (23, 2) else min(a, b), raising=False)
+    with pytest.raises((AssertionError, RuntimeError), match=r"off by|not close|size"):
+        test_probe.test_sequences_first()
 
 
 def test_other_random_numbers_in_the_backward(monkeypatch: Patch) -> None:

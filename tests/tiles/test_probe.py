@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import types
 from typing import Any
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
+from tests.everyday import everyday
 from tests.models import FP32, HEADS, HIDDEN, Batch, Block, Outcome, Toy, build, gradients, poisoned_memory, step
 from tests.tiles.rig import LAYERS, assert_step, assert_was_tiled, attached, compare, config, small
 
@@ -431,10 +433,12 @@ def crossing(length: int, trained: bool) -> Any:
     return drive
 
 
-@pytest.mark.parametrize("trained, why", [(True, "needs a gradient"), (False, "a tile of it raises")])
-def test_cross_attention(trained: bool, why: str) -> None:
+@pytest.mark.parametrize(
+    "trained, length, why", [(True, 20, "needs a gradient, and is not cut"), (False, 20, "a tile of it raises")]
+)
+def test_cross_attention(trained: bool, length: int, why: str) -> None:
     """A memory of another length is not cut."""
-    report = compare(toy(Crosses), crossing(20, trained), quiet=True)
+    report = compare(toy(Crosses), crossing(length, trained), quiet=True)
     assert report["tiles"]["layers"] == []
     (reason,) = set(report["tiles"]["not_tiled"].values())
     assert why in reason
@@ -443,7 +447,11 @@ def test_cross_attention(trained: bool, why: str) -> None:
 @pytest.mark.parametrize("trained", [False, True])
 def test_cross_attention_to_as_many_tokens(trained: bool) -> None:
     """Keys and values of a tile are those of as many tokens of the memory, so their sum over tiles is right."""
-    assert_was_tiled(compare(toy(Crosses), crossing(23, trained)))
+    assert_was_tiled(compare(toy(Crosses), crossing(23, trained), alpha=0.5))
+
+
+def test_cross_attention_to_as_many_tokens_at_first() -> None:
+    compare(toy(Crosses), lambda model, number: crossing(20 if number else 23, False)(model, number), quiet=True)
 
 
 class Adds(Block):
@@ -453,9 +461,96 @@ class Adds(Block):
         return super().forward(x + memory)
 
 
-def test_several_differentiable_inputs() -> None:
-    """The gradient of each that is cut is put together from the tiles'."""
-    assert_was_tiled(compare(toy(Adds), crossing(23, True)))
+class AddsBehind(Block):
+    """Adds something to its output that is no attention's: Gemma 4's inputs of each layer."""
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * memory.sigmoid()
+
+
+@pytest.mark.parametrize("block", [Adds, AddsBehind])
+@pytest.mark.parametrize("alpha, tile", everyday([*itertools.product((0.0, 0.5, 1.0), (5, 23))], [(0.5, 5)]))
+def test_several_differentiable_inputs(block: type[nn.Module], alpha: float, tile: int) -> None:
+    assert_was_tiled(compare(toy(block), crossing(23, True), alpha=alpha, tile=tile))
+
+
+def test_one_input_for_all_sequences() -> None:
+    """Its gradient is the sum over the sequences."""
+
+    def shared(model: nn.Module, number: int) -> Outcome:
+        x, memory = BATCH.embeds.clone().requires_grad_(), Batch.random(1, 23, seed=9).embeds.requires_grad_()
+        loss = model(x, BATCH.labels, memory=memory).loss
+        loss.backward()
+        return Outcome(loss.detach(), {**gradients(model), "x": x.grad, "memory": memory.grad})
+
+    assert_was_tiled(compare(toy(Adds), shared))
+
+
+class Borrows(Block):
+    """Uses a tensor that is neither argument nor parameter, and that needs a gradient: keys and values of another layer."""
+
+    borrowed: list[torch.Tensor] = []  # noqa: RUF012
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.borrowed[-1])
+
+
+def test_a_gradient_that_leaves_the_layer_unseen() -> None:
+    def borrow(model: nn.Module, number: int) -> Outcome:
+        scale = torch.full((HIDDEN,), 1.5, requires_grad=True)
+        Borrows.borrowed[:] = [scale * 1.0]
+        loss = model(BATCH.embeds, BATCH.labels).loss
+        loss.backward()
+        return Outcome(loss.detach(), {**gradients(model), "scale": scale.grad})
+
+    report = compare(toy(Borrows), borrow, quiet=True)
+    assert report["tiles"]["layers"] == []
+    assert "neither its argument nor its parameter" in report["tiles"]["not_tiled"]["blocks.0"]
+
+
+class CutsTheMask(Block):
+    """Gives attention as much of the mask as it sees tokens."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, mask[..., :s])
+        x = x + self.o(out.transpose(1, 2).flatten(2))
+        return x + self.feed(x)
+
+
+def test_a_mask_that_the_layer_cuts() -> None:
+    mask = torch.ones(23, 23).tril().bool()[None, None]
+
+    def masked(model: nn.Module, number: int) -> Outcome:
+        return step(model, BATCH, mask=mask)
+
+    report = compare(toy(CutsTheMask), masked, quiet=True)
+    assert report["tiles"]["layers"] == []
+    assert "attention gets" in report["tiles"]["not_tiled"]["blocks.0"]
+
+
+class SequenceFirst(Block):
+    """Its hidden states are (s, b, h)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+def test_sequences_first() -> None:
+    """A tile of a few "sequences" is a few tokens of all."""
+
+    class Turns(Toy):
+        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+            x = inputs_embeds.transpose(0, 1)
+            for block in self.blocks:
+                x = block(x)
+            return types.SimpleNamespace(loss=self.head(x).square().mean())
+
+    torch.manual_seed(0)
+    batch = Batch.random(6, 23)
+    report = compare(Turns(SequenceFirst, layers=LAYERS), lambda model, number: step(model, batch), quiet=True)
+    assert report["tiles"]["layers"] == []
 
 
 def test_another_input_without_a_gradient_is_cut() -> None:
@@ -466,7 +561,7 @@ def test_another_input_that_needs_a_gradient_later() -> None:
     def later(model: nn.Module, number: int) -> Outcome:
         return crossing(23, number > 0)(model, number)
 
-    compare(toy(Adds), later, quiet=True)
+    assert_was_tiled(compare(toy(Adds), later, steps=3))
 
 
 def test_hidden_states_by_keyword() -> None:
