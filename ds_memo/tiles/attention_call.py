@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,10 +41,14 @@ class AttentionCall:
         args, kwargs = tree_unflatten(leaves, self.spec)
         return self.fn(*args, **kwargs)
 
+    @property
+    def is_sdpa(self) -> bool:
+        return self.fn is F.scaled_dot_product_attention
+
     def stand_in(self) -> Any:
         """Return something shaped like the function's result that treats each token by itself, with gradients for all three."""
         args, kwargs = tree_unflatten(self.leaves, self.spec)
-        sdpa = self.fn is F.scaled_dot_product_attention
+        sdpa = self.is_sdpa
         given = dict(zip(("query", "key", "value"), args if sdpa else args[1:], strict=False)) | kwargs
         query, key, value = given["query"], given["key"], given["value"]
         if query.dim() == 4 and key.shape[1] != query.shape[1]:
@@ -55,7 +59,7 @@ class AttentionCall:
     def result_dim(self) -> int:
         """Return the dimension of tokens in the result."""
         query = next(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
-        return query.dim() - 2 if self.fn is F.scaled_dot_product_attention else 1
+        return query.dim() - 2 if self.is_sdpa else 1
 
 
 class _Reached(BaseException):
@@ -69,8 +73,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def run_to_attention(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> AttentionCall:
+def run_to_attention(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], sdpa: bool = True) -> AttentionCall:
     """Run a layer's forward until it calls attention, and return that call.
+
+    Args:
+        sdpa: False if it is known to call a function of a table: calls of PyTorch's own are then not looked at.
 
     Raises:
         CannotTile: it calls none that can be caught.
@@ -81,7 +88,7 @@ def run_to_attention(forward: Callable[..., Any], args: tuple, kwargs: dict[str,
         reached.append(call)
         raise _Reached
 
-    with _catching(stop):
+    with _catching(stop, sdpa):
         try:
             forward(*args, **kwargs)
         except _Reached:
@@ -90,9 +97,16 @@ def run_to_attention(forward: Callable[..., Any], args: tuple, kwargs: dict[str,
 
 
 def run_with_attention(
-    forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], supply: Callable[[AttentionCall], Any]
+    forward: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    supply: Callable[[AttentionCall], Any],
+    sdpa: bool = True,
 ) -> Any:
     """Run a layer's forward with ``supply(call)`` as the result of its attention.
+
+    Args:
+        sdpa: as in :func:`run_to_attention`.
 
     Raises:
         CannotTile: it calls attention twice, or not at all.
@@ -106,7 +120,7 @@ def run_with_attention(
             raise CannotTile("it calls attention more than once")
         return supply(call)
 
-    with _catching(once):
+    with _catching(once, sdpa):
         result = forward(*args, **kwargs)
     if not calls:
         raise CannotTile(NO_ATTENTION)
@@ -114,10 +128,10 @@ def run_with_attention(
 
 
 @contextmanager
-def _catching(handler: Callable[[AttentionCall], Any]) -> Iterator[None]:
+def _catching(handler: Callable[[AttentionCall], Any], sdpa: bool) -> Iterator[None]:
     before, _thread.handler = _thread.handler, handler
     try:
-        with _CatchSdpa():
+        with _CatchSdpa() if sdpa else nullcontext():
             yield
     finally:
         _thread.handler = before

@@ -267,7 +267,7 @@ class TiledCall:
             self._engine.keep(frame, recipe.inputs[0], x)
             args, kwargs, wholes = self._arguments.tile(x.requires_grad_(), span)
             with self._seeded(tile.seed), RecordHead(call, len(of_size.head)) as mode:
-                reached = run_to_attention(self._forward, args, kwargs)
+                reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
             tile.followed = mode.followed
             gathered.add(span, reached, wholes)
             self._remat.work.gemm_flops += recipe.gemm_flops
@@ -369,7 +369,7 @@ class TiledCall:
         self._engine.keep(tile.call.frame, kept, _in_order_of(kept, own))
         given = self._shapes.result.of(own.requires_grad_())
         with self._seeded(tile.seed), RecordTail(tile.call, tile.recipe.head, tile.followed):
-            returned = run_with_attention(self._forward, args, kwargs, lambda reached: given)
+            returned = run_with_attention(self._forward, args, kwargs, lambda reached: given, self._shapes.sdpa)
         return self._shapes.output.tensor(returned).detach()
 
     # ---- backward
@@ -446,7 +446,7 @@ class TiledCall:
             return self._shapes.result.of(own)
 
         with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.call):
-            output = self._shapes.output.tensor(run_with_attention(self._forward, args, kwargs, supply))
+            output = self._shapes.output.tensor(run_with_attention(self._forward, args, kwargs, supply, self._shapes.sdpa))
         return sums.backward([output], [d_output], [x, own, *self._arguments.inputs(args, kwargs)])
 
     def _attention_backward(
@@ -515,7 +515,7 @@ class TiledCall:
         x, shapes = tile.hidden(), self._shapes
         args, kwargs, _ = self._arguments.tile(x, tile.span)
         with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.up_to_attention()):
-            reached = run_to_attention(self._forward, args, kwargs)
+            reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
         indices = [index for index in shapes.differentiable if shapes.arguments[index] is not None]
         gradients = [part(gathered.leaves[index], tile.span, shapes.arguments[index]) for index in indices]
         outputs = [reached.leaves[index] for index in indices]

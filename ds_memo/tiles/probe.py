@@ -99,6 +99,8 @@ class Shapes:
     """What the layer returns."""
     draws: bool
     """True if the layer draws random numbers."""
+    sdpa: bool
+    """True if it calls F.scaled_dot_product_attention itself."""
 
 
 def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Shapes:
@@ -257,7 +259,7 @@ def _in_tiles(
         raise CannotTile("its output has another shape than its hidden states")
     of_rows = [[output.tensor(tile) for tile in outputs[i : i + _TILES]] for i in range(0, len(outputs), _TILES)]
     found = torch.cat([torch.cat(of_row, 1) for of_row in of_rows])
-    return Shapes(tuple(dims), differentiable, result, output, draws), found
+    return Shapes(tuple(dims), differentiable, result, output, draws, first.is_sdpa), found
 
 
 def _refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> None:
