@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
+from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.tiles.probe import probe
 from tests.everyday import everyday
 from tests.models import FP32, HEADS, HIDDEN, Batch, Block, Outcome, Toy, build, gradients, poisoned_memory, step
 from tests.tiles.rig import LAYERS, assert_step, assert_was_tiled, attached, compare, config, small
@@ -350,6 +352,29 @@ class ParallelResidual(Block):
 def test_tiled_all_the_same(block: type[nn.Module]) -> None:
     """A filter of three numbers sums 4,224 terms that cancel: stock's own gradient is 3e-6 off."""
     assert_was_tiled(compare(toy(block), drive, tolerance=2e-5 if block is ConvolvesChannels else FP32))
+
+
+class Kinks(Block):
+    """A whole of many tokens is on the one side of an activation's kink, a tile on the other."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        side = 1e-12 if x.shape[1] > 20 else -1e-12
+        few = max(1, int(self.share * x.shape[1]))
+        kink = F.relu(x[:, :few] - x[:, :few].detach() + side)
+        return super().feed(x) + F.pad(kink, (0, 0, 0, x.shape[1] - few))
+
+
+def test_an_activations_kink_between_two_roundings() -> None:
+    """One token's gradient may differ where its output does not; that of many tokens is no chance."""
+    few, many = Kinks(0.0), Kinks(0.5)
+    x = BATCH.embeds
+    probe(few, few.forward, (x,), {})
+    with pytest.raises(CannotTile, match="gradients of its input"):
+        probe(many, many.forward, (x,), {})
 
 
 def test_a_layer_that_returns_a_tuple() -> None:
