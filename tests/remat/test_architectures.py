@@ -17,21 +17,6 @@ NOISE = 1e-9
 """Share of the largest gradient below which a gradient is zero in exact arithmetic (the normalised weight of a sole expert)."""
 LENGTHS = (17, 17, 13, 17)
 """One per step: the first call of a length is analysed, the next follows its recipe."""
-_TOWER = "it has a tower, or tables, that no setting of its configuration makes small"
-NOT_COMPARED = {
-    **dict.fromkeys(
-        ("dots3_note_text", "fuyu", "gemma3", "git", "got_ocr2", "moss_transcribe_diarize", "phi4_multimodal"), _TOWER
-    ),
-    **dict.fromkeys(("dots3_note", "qwen4_exp"), "its text part, a type of its own, needs sizes that it is not given inside"),
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it needs caches of the model that it assists"),
-    **dict.fromkeys(("musicgen", "musicgen_melody"), "Transformers cannot make it of its configuration: that has no dropout"),
-    "gemma3n": "it needs the package timm",
-    "reformer": "it draws seeds of its own: no two runs of stock are alike",
-    "xlm": "parts of a layer lie in lists of their own: memo.layers must name layers",
-    "xmod": "it wants a language to be set",
-    "zamba": "Transformers cannot tie the weights of one this small",
-}
-"""Model types that are not compared, and why. Any other that cannot be made small fails."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,8 +27,8 @@ pytestmark = [
 @pytest.mark.parametrize("config", [{"alpha": 0.5, "resident_layers": 0}, {"alpha": 0.0, "resident_layers": 1}], ids=str)
 @pytest.mark.parametrize("name", architectures.NAMES)
 def test_gradients(name: str, config: dict[str, Any]) -> None:
-    if name in NOT_COMPARED:
-        pytest.skip(NOT_COMPARED[name])
+    if name in architectures.NOT_COMPARED:
+        pytest.skip(architectures.NOT_COMPARED[name])
     compare_with_stock(architectures.build(name), drive, config, steps=len(LENGTHS), tolerance=TOLERANCE)
 
 
