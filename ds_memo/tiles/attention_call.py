@@ -54,7 +54,7 @@ class AttentionCall:
         if query.dim() == 4 and key.shape[1] != query.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         out = (value * torch.tanh((query * key).mean(-1, keepdim=True)) + value).to(value.dtype)
-        return out if sdpa else (out.transpose(1, 2), None)
+        return out if sdpa else (out.transpose(1, 2).contiguous(), None)  # models may call view() on it
 
     def result_dim(self) -> int:
         """Return the dimension of tokens in the result."""
