@@ -59,7 +59,7 @@ class Verdict:
     name: str
     layers: int
     tiled: int
-    """Of the layers."""
+    """Number of layers that run in tiles."""
     reasons: tuple[str, ...]
     """Why the others run whole."""
     difference: float
