@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from ds_memo.layer_observer import LayerObserver
 from ds_memo.remat import op_policy
 from ds_memo.remat.op_policy import OpKind
-from ds_memo.remat.recipe import Recipe, SavedOp
+from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.swap.frame import Frame
+from ds_memo.swap.frame import Frame, Kept
 
 
 @dataclass
@@ -75,6 +75,27 @@ class Call:
         self.loose[index] = tuple(
             None if kept is not None else detached(value) for kept, value in zip(op.kept, outputs, strict=True)
         )
+
+    def keep_observed(self, observed: Observed, tensors: Sequence[tuple[Kept, torch.Tensor]]) -> None:
+        """Keep what an analysed call observed, by the recipe that was made of it.
+
+        Args:
+            tensors: from `make_recipe`.
+        """
+        frame = self.frame
+        self.engine.adopt(frame, self.recipe.layout)
+        set_aside = {id(tensor) for tensor in observed.set_aside}
+        for kept, tensor in tensors:
+            self.engine.keep(frame, kept, tensor)
+            if frame.resident and id(tensor) in set_aside:
+                frame.changed.add(kept.index)
+        for index, (op, was) in enumerate(zip(self.recipe.ops, observed.ops, strict=True)):
+            if isinstance(was, ObservedSavedOp) and isinstance(op, SavedOp) and op.kept is not None:
+                self.loose[index] = tuple(
+                    None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
+                )
+                if any(id(value) in set_aside for value in self.loose[index]):
+                    self.altered.add(index)
 
     def begin_replay(self) -> None:
         """Notify the observers, and make the frame ready."""

@@ -23,7 +23,7 @@ from ds_memo.remat.diagnostics import diagnose
 from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywords, recording_pack, unpack
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.random_states import from_current_states
-from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp, make_recipe
+from ds_memo.remat.recipe import Observed, Recipe, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.swap.engine import SwapEngine
@@ -198,8 +198,9 @@ class Remat:
             lifted = lifted._replace(fn=fn, replay=replay)
         if not (recomputes or placement.empty_frame):
             return lifted.fn(*lifted.args)
-        run = self._run_checkpointed if recomputes else self._run_with_empty_frame
-        return self._observed(layer, functools.partial(run, layer, placement, lifted, preserve_rng_state))
+        if recomputes:
+            return self._observed(layer, lambda: self._run_checkpointed(layer, placement, lifted, preserve_rng_state))
+        return self._observed(layer, lambda: self._run_with_empty_frame(layer, placement, lifted))
 
     def _observed(self, layer: Layer, run: Callable[[], Any]) -> Any:
         """Call `run`, and notify the observers of its begin and end."""
@@ -255,7 +256,7 @@ class Remat:
                 call.about_to_change(tensor)
         return out
 
-    def _run_with_empty_frame(self, layer: Layer, placement: Placement, lifted: Lifted, _: bool) -> Any:
+    def _run_with_empty_frame(self, layer: Layer, placement: Placement, lifted: Lifted) -> Any:
         """Call a layer without recompute. With its empty frame, swapped frames below move as below a resident layer."""
         frame = self.engine.begin(layer.name, placement)
         try:
@@ -297,19 +298,7 @@ class Remat:
         self._warn(layer, recipe)
         if not recipe.packs:
             return
-        self.engine.adopt(frame, recipe.layout)
-        set_aside = {id(tensor) for tensor in observed.set_aside}
-        for kept, tensor in tensors:
-            self.engine.keep(frame, kept, tensor)
-            if frame.resident and id(tensor) in set_aside:
-                frame.changed.add(kept.index)
-        for index, (op, was) in enumerate(zip(recipe.ops, observed.ops, strict=True)):
-            if isinstance(was, ObservedSavedOp) and isinstance(op, SavedOp) and op.kept is not None:
-                call.loose[index] = tuple(
-                    None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
-                )
-                if any(id(value) in set_aside for value in call.loose[index]):
-                    call.altered.add(index)
+        call.keep_observed(observed, tensors)
 
     def _forget(self, layer: Layer) -> None:
         """Drop a layer's recipes after a call left one. If calls keep leaving (experts in a Python loop), analyse each."""
@@ -334,9 +323,7 @@ class Remat:
             try:
                 return fn(*args)
             except RuntimeError as error:
-                if self._sdpa is None:
-                    raise
-                if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
+                if self._sdpa is None or not any(words in str(error) for words in ("No available kernel", "No viable backend")):
                     raise
                 raise MemoError(
                     f'layer {layer.name}: memo.attention is "{self._attention}", but PyTorch has no such kernel for this call '

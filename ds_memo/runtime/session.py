@@ -141,10 +141,10 @@ class Session:
             self._patches.layer(module, functools.partial(self.remat.run, layer))
         if config.tile_tokens:
             for norm in norms_beside(model, [name for name, _ in layers]):
-                self._patches.forward(norm, TiledNorm(norm, config.tile_tokens))
+                self._patches.forward(norm, TiledNorm(norm, config.tile_tokens, self.warn))
+            catch_attention()
         self._patches.model(model, self.run)
         keep_unobserved_attention()
-        catch_attention()
         for name, module in layers[:1]:
             self._patches.before_forward(module, conflicts.MaskWatch(name, self.warn))
         self._patches.before_forward(model, self._forward_begins)

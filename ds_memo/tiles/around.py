@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_memo.errors import MemoError
 from ds_memo.remat.call import generator_of
 from ds_memo.remat.random_states import forked
 
@@ -87,6 +88,15 @@ def without_autocast() -> Iterator[None]:
     """Switch autocast off inside the block, as it is in a backward. Its casts of weights are kept for the next tile."""
     with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         yield
+
+
+def refuse_create_graph() -> None:
+    """Raise MemoError in a backward that is to be differentiated itself: its tiles leave no graph."""
+    if torch.is_grad_enabled():
+        raise MemoError(
+            "a gradient of a gradient (create_graph=True) was asked for, which layers and norms in tiles cannot give. Set "
+            "memo.tile_tokens to 0"
+        )
 
 
 def dropping() -> Any:

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_memo.errors import MemoError
 from ds_memo.placement import GEMMS_RECOMPUTED, UNDECIDED, Placement
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, storage_of, tensor_leaves
@@ -44,6 +43,7 @@ from ds_memo.tiles.around import (
     from_generators,
     generators,
     own_linear,
+    refuse_create_graph,
     without_autocast,
 )
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
@@ -77,10 +77,11 @@ class Tile:
 
     def supplies_up_to_attention(self) -> bool:
         """Return True if the backward of the part up to attention reads more of the frame than the hidden states."""
-        return any(op.kept is not None and (isinstance(op, SavedOp) or op.wanted) for op in self.up_to_attention().recipe.ops)
+        return any(op.kept is not None and (isinstance(op, SavedOp) or op.wanted) for op in self.up_to_attention.recipe.ops)
 
+    @functools.cached_property
     def up_to_attention(self) -> Call:
-        """Return a call like the tile's, which ends at attention."""
+        """A call like the tile's that ends at attention. Its forward must be over."""
         call = copy.copy(self.call)
         call.recipe = self.recipe.up_to_attention(call.recipe) if self.followed else replace(call.recipe, ops=[])
         return call
@@ -200,7 +201,7 @@ class TiledCall:
                 output = self._tails(hidden, result)
             self._engine.end(self._attention.frame)
             self._describe(hidden)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the host blocks of frames that no graph will hold
             for call in (*(tile.call for tile in self._tiles), self._attention):
                 if call is not None and call.frame.state == "recording":
                     self._engine.abort(call.frame)
@@ -323,14 +324,7 @@ class TiledCall:
                         op.outputs = (*op.outputs[:position], None, *op.outputs[position + 1 :])
         recipe, tensors = make_recipe(observed, 1.0)
         call.recipe = recipe
-        self._engine.adopt(call.frame, recipe.layout)
-        for kept, tensor in tensors:
-            self._engine.keep(call.frame, kept, tensor)
-        for index, (made, was) in enumerate(zip(recipe.ops, observed.ops, strict=True)):
-            if isinstance(was, ObservedSavedOp) and isinstance(made, SavedOp) and made.kept is not None:
-                call.loose[index] = tuple(
-                    None if kept is not None else value for kept, value in zip(made.kept, was.outputs, strict=True)
-                )
+        call.keep_observed(observed, tensors)
         observed.forget()
         return AttentionRecipe(recipe, output, draws)
 
@@ -514,7 +508,7 @@ class TiledCall:
         """Return the gradients of a tile's hidden states and of other inputs, by what comes before attention."""
         x, shapes = tile.hidden(), self._shapes
         args, kwargs, _ = self._arguments.tile(x, tile.span)
-        with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.up_to_attention()):
+        with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.up_to_attention):
             reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
         indices = [index for index in shapes.differentiable if shapes.arguments[index] is not None]
         gradients = [part(gathered.leaves[index], tile.span, shapes.arguments[index]) for index in indices]
@@ -579,11 +573,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         may_overwrite = is_owned(gradient)
-        if torch.is_grad_enabled():
-            raise MemoError(
-                "a gradient of a gradient (create_graph=True) was asked for, which a tiled layer cannot give. Set "
-                "memo.tile_tokens to 0"
-            )
+        refuse_create_graph()
         ctx.saved_tensors  # noqa: B018  # hands the call over, or raises: the graph was freed
         call, _handed_over.call = _handed_over.call, None
         d_hidden, *others = call.backward(gradient, may_overwrite)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_memo.errors import MemoError
-from ds_memo.tiles.around import aliased, autocast_again, autocast_now, dropping
+from ds_memo.tiles import probe
+from ds_memo.tiles.around import aliased, autocast_again, autocast_now, dropping, refuse_create_graph
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.spans import fill, new_whole, part, spans
 from ds_memo.tiles.weight_gradients import GradientSums
@@ -30,15 +30,19 @@ def norms_beside(model: nn.Module, layers: Iterable[str]) -> Iterator[nn.Module]
 
 
 class TiledNorm:
-    """Runs a norm in tiles. It treats each token by itself, so tiles change no value.
+    """Runs a norm in tiles. It must treat each token by itself, which its first call in tiles checks.
 
     Args:
         tile_tokens: tokens of a tile, at most.
+        warn: warns the user.
     """
 
-    def __init__(self, module: nn.Module, tile_tokens: int) -> None:
+    def __init__(self, module: nn.Module, tile_tokens: int, warn: Callable[[str], None]) -> None:
         self._module = module
         self._tile_tokens = tile_tokens
+        self._warn = warn
+        self._by_token: bool | None = None
+        """None before the first call in tiles."""
 
     def __call__(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         x = args[0] if len(args) == 1 and not kwargs else None
@@ -46,6 +50,15 @@ class TiledNorm:
             return forward(*args, **kwargs)
         tiles = spans(x.shape[0], x.shape[1], self._tile_tokens)
         if len(tiles) == 1:
+            return forward(x)
+        if self._by_token is None:
+            self._by_token = not list(self._module.buffers()) and probe.is_by_token(forward, x)
+            if not self._by_token:
+                self._warn(
+                    f"{type(self._module).__name__} beside the layers runs whole, not in tiles of memo.tile_tokens: it mixes "
+                    "tokens, or has buffers"
+                )
+        if not self._by_token:
             return forward(x)
         trained = [weight for weight in self._module.parameters() if weight.requires_grad]
         return _TiledNorm.apply(self._module, forward, tiles, x, *trained)
@@ -68,11 +81,7 @@ class _TiledNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         d_x = gradient if is_owned(gradient) else None
-        if torch.is_grad_enabled():
-            raise MemoError(
-                "a gradient of a gradient (create_graph=True) was asked for, which a tiled norm cannot give. Set "
-                "memo.tile_tokens to 0"
-            )
+        refuse_create_graph()
         x, *trained = ctx.saved_tensors
         module, forward, tiles, autocast = ctx.how
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if d_x is None or d_x.dtype != x.dtype else d_x

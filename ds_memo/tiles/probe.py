@@ -20,10 +20,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from ds_memo.errors import MemoError
 from ds_memo.remat import op_policy
-from ds_memo.remat.call import generator_of, storage_of, tensor_leaves
+from ds_memo.remat.call import storage_of, tensor_leaves
 from ds_memo.remat.functions import SkipsCompiled
 from ds_memo.remat.random_states import forked
-from ds_memo.tiles.around import aliased, autocast_now, dropping
+from ds_memo.tiles.around import aliased, autocast_now, dropping, generators
 from ds_memo.tiles.attention_call import AttentionCall, CannotTile, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.spans import Arguments, Span, hidden_states, part, token_dims
 
@@ -184,10 +184,9 @@ def _buffers_put_back(module: nn.Module) -> Iterator[None]:
 
 def _draws(run: Callable[[], Any], device: torch.device) -> bool:
     """Return True if a run draws random numbers."""
-    generators = {torch.default_generator, generator_of(device)}
-    before = {generator: generator.get_state() for generator in generators}
+    before = generators(device)
     run()
-    return any(not torch.equal(state, generator.get_state()) for generator, state in before.items())
+    return generators(device) != before
 
 
 @contextmanager
@@ -336,6 +335,15 @@ def _compare(expected: torch.Tensor, found: torch.Tensor, leaves: list[torch.Ten
             a is not None and (a.float() - b.float()).norm() > tolerance * max(a.float().norm(), 1e-3 * largest)
         ):
             raise CannotTile("tiles give other gradients of its parameters than the whole")
+
+
+def is_by_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:
+    """Return True if a function of hidden states (b, s, h) gives a few tokens the same values together and apart."""
+    few = x.detach()[:2, : 2 * _NEAR]
+    with torch.no_grad():
+        together = function(few)
+        apart = torch.cat([function(token) for token in few.split(1, 1)], 1)
+    return together.shape == apart.shape and torch.allclose(together, apart, _tolerance(x), _tolerance(x), equal_nan=True)
 
 
 def _tolerance(x: torch.Tensor) -> float:

@@ -238,7 +238,7 @@ def test_d_hidden_overwritten_while_others_hold_it(monkeypatch: Patch) -> None:
             story()
 
 
-def test_a_gradient_that_nobody_holds_is_overwritten(monkeypatch: Patch) -> None:
+def test_a_gradient_that_no_one_else_holds_is_overwritten(monkeypatch: Patch) -> None:
     """Else the tests of shared gradients would show nothing."""
     model, batch = small("llama"), Batch.random(2, 23)
     with attached(model):
