@@ -100,11 +100,12 @@ class MemoConfig(_Section):
     """GiB of each device that may be used. Absent: what is free."""
 
     tile_tokens: int | None = Field(None, ge=0, le=MOST_TOKENS, strict=True)
-    """Tokens of the flattened batch that a layer runs at once, which bounds its working set. 0 or absent: layers run whole."""
+    """Tokens of the flattened batch that a layer runs at once, which bounds its working set. 0: layers run whole. Absent: solved;
+    whole if alpha and resident_layers are given."""
 
-    head_groups: int = Field(1, ge=1, le=MOST_LAYERS, strict=True)
+    head_groups: int | None = Field(None, ge=1, le=MOST_LAYERS, strict=True)
     """Groups of key-value heads that attention's backward runs for, one after another, in a tiled layer; a divisor of the
-    (local) key-value heads."""
+    (local) key-value heads. Absent: solved; 1 if alpha and resident_layers are given."""
 
     plan: PlanConfig = Field(default_factory=PlanConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
@@ -139,11 +140,6 @@ def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
         raise MemoConfigError(
             f'memo.ablation: got "{config.ablation}" beside memo.alpha, which it decides; remove one of the two'
         )
-    if config.tile_tokens and (config.alpha is None or config.resident_layers is None):
-        raise MemoConfigError(
-            f"memo.tile_tokens: got {config.tile_tokens} without memo.alpha and memo.resident_layers, which are not solved for "
-            "tiles. Set both"
-        )
     return config
 
 
@@ -169,8 +165,8 @@ _ALLOWED = {
     "layers": 'a list of module names, like ["decoder.blocks.0"] (leave the key out to have them found)',
     "host_memory_gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what the cgroup leaves)",
     "device_memory_gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what is free)",
-    "tile_tokens": "a whole number of tokens, at least 0 (0, or no key: layers run whole)",
-    "head_groups": "a whole number from 1, which divides the key-value heads",
+    "tile_tokens": "a whole number of tokens, at least 0 (0: layers run whole; leave the key out to have it solved)",
+    "head_groups": "a whole number from 1, which divides the key-value heads (leave the key out to have it solved)",
     "ablation": '"full_recompute" or "full_swap" (leave the key out for memo itself)',
     "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3" or "flash_attn_4" (leave the key out for the best available)',
     "plan": "a JSON object",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 UNDECIDED = None
 """The alpha of a swapped call until its sizes are known: then remat asks the policy for it."""
@@ -41,6 +42,15 @@ class PlacementKind(IntEnum):
         return self in (PlacementKind.SWAPPED_ATTENTION_RECOMPUTED, PlacementKind.FULL_RECOMPUTE)
 
 
+class Tiles(NamedTuple):
+    """How a layer call runs in tiles of tokens."""
+
+    tokens: int
+    """Of a tile, at most, of the flattened batch."""
+    head_groups: int = 1
+    """Groups of key-value heads that attention's backward runs for, one after another."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """The placement of one layer call, part of the key of its recipe."""
@@ -51,6 +61,8 @@ class Placement:
     empty_frame: bool = False
     """True if a call without recompute gets an empty frame, so that the engine moves swapped frames while it runs and the host
     keeps the run-ahead limit (ds_memo.deepspeed.run_ahead_limit)."""
+    tiles: Tiles | None = None
+    """None: the call runs whole. Calls without recompute, or that recompute attention, do so in any case."""
 
     def __post_init__(self) -> None:
         if self.kind.on_device:

@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from ds_memo.runtime.handle import MemoHandle
 
 HEADER = "step       ms  requested   reserved      arena  predicted  cudaMalloc   hits  residents  alpha  missed      (GiB)"
-_NO_REPORT = {"plan": None, "predicted": None, "profile": None, "resident_layers": 0, "alpha": 0.0, "warnings": []}
+_NO_REPORT = {
+    "plan": None,
+    "predicted": None,
+    "profile": None,
+    "resident_layers": 0,
+    "alpha": 0.0,
+    "warnings": [],
+    "stall_s": None,
+    "tiles": None,
+}
 
 
 class Step:
@@ -56,6 +65,9 @@ class Step:
             "hits": between["hits"],
             "missed": between["misses"],
             "predicted": report["predicted"] and report["predicted"]["device_bytes"],
+            "predicted_s": report["predicted"] and report["predicted"]["layers_s"],
+            "stall_s": report["stall_s"],
+            "tiles": report["tiles"],
             "residents": report["resident_layers"],
             "alpha": report["alpha"],
             "binding": report["binding"],

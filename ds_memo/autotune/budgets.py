@@ -16,6 +16,7 @@ from torch import nn
 from ds_memo.autotune.pending_calls import InFlight
 from ds_memo.distributed.agree import from_all_ranks
 from ds_memo.memory.device import UNSEEN, device_budget, lost_bytes, most_beyond, states_to_come
+from ds_memo.placement import Tiles
 from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, largest
 from ds_memo.profile.sample import Profile
 from ds_memo.shapes import HiddenShapes
@@ -90,15 +91,18 @@ class Budgets:
         self._head_bytes_per_token, self._non_layer = max(before[0], *per_token), largest([*known, *seen])
         return (self._head_bytes_per_token, self._non_layer) != before
 
-    def costs(self, profile: Profile, shapes: HiddenShapes, in_flight: InFlight, host: int) -> RunCosts:
+    def costs(
+        self, profile: Profile, shapes: HiddenShapes, in_flight: InFlight, host: int, tiles: Tiles | None = None
+    ) -> RunCosts:
         """What comes before a backward, of layers whose hidden states have these shapes, within these budgets.
 
         Args:
             host: bytes, of those that the pass may have.
+            tiles: how layers run that can run in tiles; None: all run whole.
         """
         at = [shape and (shape.batch, shape.length) for shape in shapes]
         tokens = math.prod(profile.last(at)) * in_flight.forwards
-        run = profile.costs(at, host, self.device)
+        run = profile.costs(at, host, self.device, tiles=tiles)
         other, calls = self._non_layer or NonLayerMemory(0), in_flight.calls
         backward, most = other.backward, max(other.backward)
         if len(backward) != len(run.layers):  # some are not called

@@ -165,6 +165,7 @@ class Profiling:
             host_budget=self._host.budget,
             attention=self._config.attention,
             ranks_per_sequence=ranks_per_sequence(),
+            in_tiles=self._config.tile_tokens != 0,
         )
 
 

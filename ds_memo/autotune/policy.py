@@ -15,7 +15,7 @@ from ds_memo.autotune.pass_solution import PassSolution
 from ds_memo.autotune.pending_calls import CallsInFlight
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
-from ds_memo.placement import FULL_RECOMPUTE, ON_DEVICE, SWAPPED, Placement, PlacementKind, spread
+from ds_memo.placement import FULL_RECOMPUTE, ON_DEVICE, SWAPPED, Placement, PlacementKind, Tiles, spread
 from ds_memo.remat.checkpoint import Layer
 from ds_memo.solve.refusals import host_too_small
 from ds_memo.solve.solver import alpha_for_host
@@ -54,6 +54,8 @@ class PlacementPolicy:
         """True if nothing is left open."""
         if self.fixed:
             host.needs = 0
+        tiles = Tiles(config.tile_tokens, config.head_groups or 1) if config.tile_tokens else None
+        self._on_device, self._swapped = (replace(placement, tiles=tiles) for placement in (ON_DEVICE, SWAPPED))
         self.pass_solution: PassSolution | None = None
         """The tuner's, for the running pass."""
         self.kinds = self._configured()
@@ -81,6 +83,11 @@ class PlacementPolicy:
             return False
         calls = range(layer.index, len(self.pass_solution.placements), self.pass_solution.layers)
         return all(self.kinds.get(number) is PlacementKind.NO_RECOMPUTE for number in calls)
+
+    @property
+    def tiles(self) -> Tiles | None:
+        """Tiles of the running pass; None: its layers run whole."""
+        return self._swapped.tiles if self.pass_solution is None else self.pass_solution.run.tiles
 
     def calls(self, *kinds: PlacementKind) -> list[int]:
         """Numbers of the layer calls whose placement is of one of these kinds."""
@@ -117,7 +124,7 @@ class PlacementPolicy:
             return self._solved(self.pass_solution, layer)
         if self._config.ablation == "full_recompute":
             return FULL_RECOMPUTE
-        return ON_DEVICE if self._is_resident(layer) else SWAPPED
+        return self._on_device if self._is_resident(layer) else self._swapped
 
     def _solved(self, solution: PassSolution, layer: Layer) -> Placement:
         if layer.index >= solution.layers:

@@ -28,17 +28,19 @@ from ds_memo.autotune.policy import WITHOUT_ALPHA
 from ds_memo.autotune.probe_forward import REMEMBERED, Probe, TrainingPass
 from ds_memo.config import MemoConfig
 from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, together
-from ds_memo.distributed.topology import meet_in_layers, talk_in_layers
-from ds_memo.placement import PlacementKind
+from ds_memo.distributed.topology import is_experts, meet_in_layers, talk_in_layers
+from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.shapes import HiddenShapes, Shapes
-from ds_memo.solve.headroom import solve_within
+from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.headroom import Candidate, shortest
 from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.solver import Solution
 from ds_memo.units import GIB
 
 _TRIES = 3
@@ -89,6 +91,8 @@ class Tuner:
         """Calls of a layer in forwards that wait for their backward, before the pass that begins."""
         self._meets_in_layers = False
         """See ds_memo.distributed.topology."""
+        self._trades_tokens = False
+        """Ranks exchange tokens for experts in layers, so all would have to run as many tiles."""
         self._measures_again = False
         """Layers can be measured again in a later pass: with all ranks, or without making another rank wait."""
         self._latest: PassSolution | None = None
@@ -234,11 +238,17 @@ class Tuner:
         return solution
 
     def _solve(self, host: int, shapes: HiddenShapes, may_skip_recompute: bool, alpha: float | None) -> PassSolution:
-        run = slower(self._budgets.costs(self.profile, shapes, self._in_flight, host), self._copies_at)
         shape, limit = self.profile.last(shapes), self._budgets.device_limit
-        most = replace(run.layers_alone(), device_budget=limit)  # no solution changes what the head takes: is it the layers?
         overhead = UNPLANNED_OVERHEAD if self._addresses.planned else 1.0  # a pass without frames is never planned
-        run, solution = solve_within(run, most, alpha, self._config.resident_layers, may_skip_recompute, overhead)
+
+        def best(tilings: Sequence[Tiles | None]) -> tuple[RunCosts, Solution]:
+            candidates = [self._candidate(host, shapes, tiles) for tiles in tilings]
+            return shortest(candidates, alpha, self._config.resident_layers, may_skip_recompute, overhead)
+
+        run, solution = best(self._tilings(shapes))
+        if run.tiles is not None and self._config.head_groups is None:
+            doublings = range(run.tiles.head_groups.bit_length())
+            run, solution = best([run.tiles._replace(head_groups=1 << doubled) for doubled in doublings])  # no more than needed
         if run.device_budget > limit:
             others = run.non_layer_bytes()
             needed = others.pop("always") + max(others.values())
@@ -259,6 +269,22 @@ class Tuner:
         called, layers = tuple(self.profile.called(shapes)), len(self.profile.layers)
         return PassSolution(solution, run, called, layers, shapes, shape, paced=self._meets_in_layers)
 
+    def _candidate(self, host: int, shapes: HiddenShapes, tiles: Tiles | None) -> Candidate:
+        run = slower(self._budgets.costs(self.profile, shapes, self._in_flight, host, tiles), self._copies_at)
+        # No solution changes what the head takes: is it the layers?
+        return Candidate(run, replace(run.layers_alone(), device_budget=self._budgets.device_limit))
+
+    def _tilings(self, shapes: HiddenShapes) -> list[Tiles | None]:
+        """Ways to run the layers: whole, and in tiles of several lengths with as many groups of heads as can be."""
+        tokens, groups = self._config.tile_tokens, self._config.head_groups
+        if tokens == 0 or (tokens is None and self._trades_tokens):
+            return [None]
+        solved = self.profile.tilings([shape and (shape.batch, shape.length) for shape in shapes])
+        most = groups or (solved[0].head_groups if solved else 1)
+        if tokens is not None:
+            return [Tiles(tokens, most)]
+        return [None, *(tiles._replace(head_groups=most) for tiles in solved)]
+
     # ---- the first pass
 
     def _start(self, training_pass: TrainingPass, layers: Sequence[Layer]) -> bool:
@@ -275,6 +301,7 @@ class Tuner:
             return self._give_up(failed)
         self._probe.profiled(training_pass.kind, calls, self._profiling.kinds)
         self._meets_in_layers = meet_in_layers(model)
+        self._trades_tokens = self._meets_in_layers and any(map(is_experts, model.parameters()))
         self._measures_again = self._meets_in_layers or not talk_in_layers(model)
         del calls  # their hidden states are nothing that will be there
         self._budgets.measure(model, self._has_engine, stepped=False)

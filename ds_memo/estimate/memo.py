@@ -13,7 +13,7 @@ from ds_memo.placement import PlacementKind
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import LayerCosts, RunCosts, Working
-from ds_memo.solve.headroom import HEADROOM, solve_within
+from ds_memo.solve.headroom import HEADROOM, Candidate, shortest
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import Solution
@@ -33,7 +33,7 @@ def memo(question: Question, costs: Costs) -> Estimate:
     careful = replace(most, device_budget=min(most.device_budget, int(free * (1 - HEADROOM))))
     try:
         overhead = UNPLANNED_OVERHEAD if question.planned else 1.0  # stock training has no planned addresses
-        run, solution = solve_within(careful, most, question.alpha, unplanned_overhead=overhead)
+        run, solution = shortest([Candidate(careful, most)], question.alpha, unplanned_overhead=overhead)
     except NothingFits as nothing:
         return _refused(question, costs.layout, most, states, working, nothing)
     kept = _frames(run, solution)

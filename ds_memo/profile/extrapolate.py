@@ -39,8 +39,7 @@ class Extrapolated:
         return LayerCosts(
             outputs=self._outputs,
             forward_s=self._forward_s,
-            backward_s=self._line(lambda sample: sample.backward_s - sample.attention_backward_s)
-            + self._attention(lambda sample: sample.attention_backward_s),
+            backward_s=self._line(lambda sample: sample.backward_s - sample.attention_backward_s) + self.attention_backward_s,
             replay_s=self._line(lambda sample: sample.replay_s),
             gemm_s=self._line(lambda sample: sample.gemm_s),
             attention_s=self._attention_s,
@@ -53,6 +52,10 @@ class Extrapolated:
     @cached_property
     def _attention_s(self) -> float:
         return self._attention(lambda sample: sample.attention_s)
+
+    @cached_property
+    def attention_backward_s(self) -> float:
+        return self._attention(lambda sample: sample.attention_backward_s)
 
     @cached_property
     def _forward_s(self) -> float:

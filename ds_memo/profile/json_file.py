@@ -11,9 +11,10 @@ from typing import Any
 from ds_memo.errors import MOST_NAME, MemoError, brief
 from ds_memo.profile.extrapolate import OUTPUT_KINDS
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
+from ds_memo.profile.tile_sample import PARTS, SAMPLES, PartSample, TileSample
 from ds_memo.solve.costs import Output
 
-FORMAT = 5
+FORMAT = 6
 MOST_PROFILE_BYTES = 1 << 24
 MOST_KINDS, MOST_LAYERS, MOST_SAMPLES, MOST_OUTPUTS = 1 << 12, 1 << 16, 16, 1 << 12
 """Kinds and layers of a model; samples and kept tensors of one kind."""
@@ -21,6 +22,10 @@ MOST_TOKENS = 1 << 34
 MOST_BYTES = 1 << 50
 """Bytes of a layer call, also of all its outputs. The solver's sums over thousands of layers stay within 64 bits."""
 MOST_SECONDS = 1e6
+MOST_TILES = 1 << 10
+"""Of a sample in tiles."""
+MOST_REASON = 1 << 12
+"""Characters."""
 MOST_FLOPS = 1 << 70
 RATES = (1.0, 1e15)
 """Least and most bytes per second of the copies."""
@@ -63,7 +68,12 @@ def from_json(text: str) -> Profile:
 def _layer_profile(data: dict[str, Any]) -> LayerProfile:
     samples = tuple(map(_sample, data["samples"]))
     check = None if data["check"] is None else _sample(data["check"])
-    return LayerProfile(data["name"], samples, check)
+    in_tiles = tuple(map(_tile_sample, data["in_tiles"]))
+    return LayerProfile(data["name"], samples, check, in_tiles, data["not_tiled"])
+
+
+def _tile_sample(data: dict[str, Any]) -> TileSample:
+    return TileSample(**{**data, "parts": tuple(PartSample(**part) for part in data["parts"])})
 
 
 def _sample(data: dict[str, Any]) -> LayerSample:
@@ -127,5 +137,29 @@ def _check(profile: Profile) -> None:
         and all(sample.batch > 0 and sample.length > 0 for sample in samples)
         and all(output.kind in OUTPUT_KINDS for output in outputs)
     )
-    if not ok:
+    if not ok or not all(map(_tiles_ok, profile.kinds)):
         raise ProfileError("its fields contradict each other")
+
+
+def _tiles_ok(kind: LayerProfile) -> bool:
+    """Return True if a kind has no samples in tiles, or those that its lines are drawn through."""
+    if not isinstance(kind.not_tiled, str) or len(kind.not_tiled) > MOST_REASON or len(kind.in_tiles) not in (0, SAMPLES):
+        return False
+    for sample in kind.in_tiles:
+        counts = (sample.batch, sample.length, sample.tile_tokens, sample.most_groups)
+        if not all(type(count) is int and 0 < count <= MOST_TOKENS for count in counts) or len(sample.parts) != len(PARTS):
+            return False
+        if not 2 <= sample.tile_tokens < sample.length <= MOST_TOKENS // sample.batch:
+            return False
+        if sample.batch * sample.length > MOST_TILES * sample.tile_tokens:
+            return False
+        for part in sample.parts:
+            sizes = (part.live_bytes, part.peak_bytes)
+            if not all(type(nbytes) is int and 0 <= nbytes <= MOST_BYTES for nbytes in sizes):
+                return False
+            if type(part.seconds) not in (int, float) or not 0 <= part.seconds <= MOST_SECONDS:
+                return False
+    if not kind.in_tiles:
+        return True
+    few, many, larger = (sample.cut for sample in kind.in_tiles)
+    return few.tokens < many.tokens == larger.tokens and many.tiles > larger.tiles and few.of_tile < larger.of_tile

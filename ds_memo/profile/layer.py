@@ -23,7 +23,7 @@ from ds_memo.profile.live import bytes_made
 from ds_memo.profile.sample import LayerSample
 from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
 from ds_memo.remat.call import tensor_leaves
-from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.checkpoint import Layer, Remat, Tiler
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.solve.costs import Output, OutputKind
@@ -45,14 +45,8 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
     Raises:
         MemoError: the layer saves nothing for a backward.
     """
-    with (
-        forked(device),
-        torch.enable_grad(),
-        hidden_from_training(call.layer.module()),
-        _own_parameters(call.layer.module()) as trained,
-    ):
-        fn, args, inputs = call.at(length)
-        bench = _Bench(call.layer, fn, args, [*inputs, *trained], device, attention)
+    with alone(call, length, device) as (fn, args, inputs, trained):
+        bench = Bench(call.layer, fn, args, [*inputs, *trained], device, attention)
         try:
             forward_s, backward_s = bench.timed(NO_RECOMPUTE)
             full, none = bench.recipe(ON_DEVICE), bench.recipe(GEMMS_RECOMPUTED)
@@ -87,6 +81,20 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
             )
         finally:
             bench.close()
+
+
+@contextmanager
+def alone(
+    call: LayerCall, length: int, device: torch.device
+) -> Iterator[tuple[Callable[..., Any], tuple, list[torch.Tensor], list[nn.Parameter]]]:
+    """Let a call run inside the block without a trace in training.
+
+    Yields:
+        The function, its arguments, the inputs that require a gradient, and the parameters that do.
+    """
+    module = call.layer.module()
+    with forked(device), torch.enable_grad(), hidden_from_training(module), _own_parameters(module) as trained:
+        yield *call.at(length), trained
 
 
 @contextmanager
@@ -135,38 +143,53 @@ class _Watched(SwapEngine):
         self.replays: list[tuple[Any, Any]] = []
         self._began: Any = None
 
-    def bring_back(self, frame: Frame, then: Frame | None = None) -> None:
+    def bring_back(self, frame: Frame, then: Frame | None = None, again: bool = False) -> None:
         self._began = now(self.device)
-        super().bring_back(frame, then)
+        super().bring_back(frame, then, again)
 
     def replayed(self, frame: Frame) -> None:
         super().replayed(frame)
         self.replays.append((self._began, now(self.device)))
 
 
-class _Bench:
-    """One layer, set up to run repeatedly on its own."""
+class Bench:
+    """One layer, set up to run repeatedly on its own.
+
+    Args:
+        fn, args: of the call.
+        leaves: tensors that get a gradient.
+        warn: hears what would be said to the user.
+    """
 
     def __init__(
-        self, layer: Layer, fn: Callable, args: tuple, leaves: list[torch.Tensor], device: torch.device, attention: str | None
+        self,
+        layer: Layer,
+        fn: Callable,
+        args: tuple,
+        leaves: list[torch.Tensor],
+        device: torch.device,
+        attention: str | None,
+        warn: Callable[[str], None] = lambda message: None,
+        tiler: Tiler | None = None,
     ) -> None:
         self._layer = Layer(layer.index, layer.name, layer.module())
-        self._fn, self._args, self._leaves = fn, args, leaves
+        self._fn, self._args = fn, args
+        self.leaves = leaves
         self._device = device
         self._policy = _Fixed()
         self._engine = _Watched(streams_for(device), HostSlab(0, HostPool(device)), device)
-        self._remat = Remat(self._engine, self._policy, lambda message: None, attention)
+        self.remat = Remat(self._engine, self._policy, warn, attention, tiler=tiler)
 
     def close(self) -> None:
         self._engine.close()
 
     def forward(self, placement: Placement) -> list[torch.Tensor]:
         self._policy.now = placement
-        out = self._remat.run(self._layer, self._fn, *self._args)
+        out = self.remat.run(self._layer, self._fn, *self._args)
         return [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]
 
     def backward(self, outputs: list[torch.Tensor]) -> None:
-        torch.autograd.grad(outputs, self._leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
+        torch.autograd.grad(outputs, self.leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
 
     def timed(self, placement: Placement) -> tuple[float, float]:
         """Return the seconds of a forward and of a backward, medians after one warm-up run."""
@@ -220,12 +243,17 @@ class _Bench:
             self.backward(outputs)
         return forward, max(0, count.peak - frame)
 
+    @property
+    def frame_bytes(self) -> int:
+        """Device bytes of what the latest forward keeps."""
+        return self._layer.latest.layout.buffer_bytes
+
     def saved_bytes(self) -> int:
         """Return the bytes that autograd saves, without parameters, buffers and arguments that other layers share."""
         module = self._layer.module()
         own = (*module.parameters(), *module.buffers())
         shared = tensor_leaves((self._args, self._fn.keywords if isinstance(self._fn, partial) else ()))
-        known = {x.untyped_storage().data_ptr() for x in (*own, *shared) if x is not self._leaves[0]}
+        known = {x.untyped_storage().data_ptr() for x in (*own, *shared) if x is not self.leaves[0]}
         saved: dict[int, torch.UntypedStorage] = {}
 
         def note(tensor: torch.Tensor) -> None:  # returns nothing: the graph would keep a saved output, which keeps the graph

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
+from ds_memo.profile.tile_sample import TileSample
 
 
 def most_careful(profiles: Sequence[Profile]) -> Profile:
@@ -29,7 +30,20 @@ def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
         return replace(sample, **dict(zip(DEVICE_BYTES, map(max, needs), strict=True)))
 
     first = kinds[0]
-    return replace(first, samples=tuple(map(careful, first.samples)), check=first.check and careful(first.check))
+    whole = replace(first, samples=tuple(map(careful, first.samples)), check=first.check and careful(first.check))
+    alike = {tuple((sample.batch, sample.length, sample.tile_tokens) for sample in kind.in_tiles) for kind in kinds}
+    if len(alike) > 1:  # some rank could not, or its batch was another
+        reason = next((kind.not_tiled for kind in kinds if kind.not_tiled), "ranks measured it at different lengths")
+        return replace(whole, in_tiles=(), not_tiled=reason)
+    return replace(whole, in_tiles=tuple(map(_needing_most_in_tiles, zip(*(kind.in_tiles for kind in kinds), strict=True))))
+
+
+def _needing_most_in_tiles(samples: Sequence[TileSample]) -> TileSample:
+    parts = [
+        replace(of_ranks[0], live_bytes=max(p.live_bytes for p in of_ranks), peak_bytes=max(p.peak_bytes for p in of_ranks))
+        for of_ranks in zip(*(sample.parts for sample in samples), strict=True)
+    ]
+    return replace(samples[0], most_groups=min(sample.most_groups for sample in samples), parts=tuple(parts))
 
 
 def _needs(kind: LayerProfile, there: LayerSample) -> list[int]:

@@ -31,7 +31,9 @@ from ds_memo.profile.kinds import layer_in_words, settings_digest
 from ds_memo.profile.layer import measure
 from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.profile.tile_sample import TileSample
+from ds_memo.profile.tiles import measure_in_tiles
+from ds_memo.remat.checkpoint import CannotTile, Layer
 from ds_memo.solve.headroom import HEADROOM
 from ds_memo.swap.stream_protocol import D2H, H2D
 from ds_memo.units import GIB
@@ -97,6 +99,8 @@ class Asked:
     """Field of the "memo" section."""
     ranks_per_sequence: int = 1
     """Ranks that share a sequence in this run."""
+    in_tiles: bool = True
+    """Measure layers in tiles, too, where two lengths are measured."""
 
     def numbers(self) -> tuple[int | None, ...]:
         """Return, for each layer, the number of its kind among the measured ones; None: not measured."""
@@ -131,6 +135,7 @@ class Asked:
             "autocast": str(cast),
             "method": self.method,
             "attention": self.attention,
+            "in_tiles": self.in_tiles,
         }
 
 
@@ -232,7 +237,33 @@ def _measure_kind(
                 raise
             warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens ({failed}); measured at {full:,} instead")
             samples = measured((full,))
-    return do(lambda: _profile(name, samples, warn))
+        in_tiles, not_tiled = _measured_in_tiles(asked, call, samples, nbytes, do)
+    return replace(do(lambda: _profile(name, samples, warn)), in_tiles=in_tiles, not_tiled=not_tiled)
+
+
+def _measured_in_tiles(
+    asked: Asked, call: LayerCall, samples: Sequence[LayerSample], gathered: int, do: Do
+) -> tuple[tuple[TileSample, ...], str]:
+    """Return a layer's samples in tiles, or none and why.
+
+    Args:
+        samples: of the layer that runs whole.
+        gathered: bytes of its parameters that ZeRO-3 has gathered.
+    """
+    if not asked.in_tiles or len(samples) == 1:
+        return (), ""
+    lengths = [sample.length for sample in samples[:2]]
+
+    def measured() -> tuple[tuple[TileSample, ...], str]:
+        try:
+            return measure_in_tiles(call, lengths, asked.device, asked.attention, gathered), ""
+        except CannotTile as reason:
+            return (), str(reason)
+
+    try:
+        return do(measured)
+    except Failed as failed:
+        return (), str(failed)
 
 
 def _profile(name: str, samples: list[LayerSample], warn: Callable[[str], None]) -> LayerProfile:

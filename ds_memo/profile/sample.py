@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_memo.placement import Tiles
 from ds_memo.profile.extrapolate import OUTPUT_KINDS, Extrapolated
+from ds_memo.profile.tile_sample import TileSample, in_tiles
 from ds_memo.solve.costs import LayerCosts, Output, RunCosts
 
 DEVICE_BYTES = (
@@ -76,15 +78,26 @@ class LayerProfile:
     """Shortest first."""
     check: LayerSample | None = None
     """A longer sample that checks the lines through `samples`."""
+    in_tiles: tuple[TileSample, ...] = ()
+    """Empty: it cannot run in tiles, or was not measured so."""
+    not_tiled: str = ""
+    """Why."""
 
     @property
     def taken(self) -> tuple[LayerSample, ...]:
         """The samples and the check, longest last."""
         return self.samples if self.check is None else (*self.samples, self.check)
 
-    def costs(self, batch: int, length: int, spread: float = 1.0) -> LayerCosts:
-        """Extrapolate the layer to any length; see :class:`Extrapolated`."""
-        return Extrapolated(self, batch, length, spread).costs()
+    def costs(self, batch: int, length: int, spread: float = 1.0, tiles: Tiles | None = None) -> LayerCosts:
+        """Extrapolate the layer to any length; see :class:`Extrapolated`.
+
+        Args:
+            tiles: None: it runs whole.
+        """
+        found = Extrapolated(self, batch, length, spread)
+        if tiles is None or not self.in_tiles or length <= tiles.tokens:
+            return found.costs()
+        return in_tiles(found.costs(), found.attention_backward_s, self.in_tiles, batch, length, tiles)
 
     def off(self) -> float:
         """Return the relative error of the lines' seconds at the check; inf if a size is off by more than 1 %."""
@@ -143,19 +156,37 @@ class Profile:
         host_budget: int,
         device_budget: int,
         ranks_per_sequence: int | None = None,
+        tiles: Tiles | None = None,
     ) -> RunCosts:
         """Return the solver's input: the layers that are called, at any length of a rank's share.
 
         Args:
             at: by kind, batch and length; None: not called.
             ranks_per_sequence: ranks that share a sequence in the run; absent: as measured.
+            tiles: how layers run that can run in tiles; None: all run whole.
         """
         spread = (ranks_per_sequence or self.ranks_per_sequence) / self.ranks_per_sequence
-        kinds = [kind.costs(*here, spread=spread) if here else None for kind, here in zip(self.kinds, at, strict=True)]
+        pairs = zip(self.kinds, at, strict=True)
+        kinds = [kind.costs(*here, spread=spread, tiles=tiles) if here else None for kind, here in pairs]
         return RunCosts(
             layers=tuple(kinds[self.layers[index]] for index in self.called(at)),
             d2h_bytes_per_s=self.d2h_bytes_per_s,
             h2d_bytes_per_s=self.h2d_bytes_per_s,
             host_budget=host_budget,
             device_budget=device_budget,
+            tiles=tiles,
         )
+
+    def tilings(self, at: Sequence[tuple[int, int] | None]) -> list[Tiles]:
+        """Return the tiles that calls of these sizes may run in, with as many groups of heads as can be, longest tiles first.
+
+        Args:
+            at: as in `costs`.
+        """
+        tiled = [(kind.in_tiles, here) for kind, here in zip(self.kinds, at, strict=True) if here and kind.in_tiles]
+        if not tiled:
+            return []
+        groups = min(sample.most_groups for samples, _ in tiled for sample in samples)
+        least, longest = min(samples[0].tile_tokens for samples, _ in tiled) // 2, max(length for _, (_, length) in tiled)
+        tokens = [least << doubled for doubled in reversed(range(longest.bit_length()))]
+        return [Tiles(of_tile, groups) for of_tile in tokens if of_tile < longest]

@@ -167,6 +167,9 @@ class Remat:
             return torch.compiler.disable(self._run)(layer, fn, args, kwargs, preserve_rng_state)
         return self._run(layer, fn, args, kwargs, preserve_rng_state)
 
+    def part_begins(self, part: str) -> None:
+        """Note that a part of a layer in tiles begins. A profile measures parts."""
+
     @contextmanager
     def instead(self, run: Callable[..., Any]) -> Iterator[None]:
         """Send every layer call inside to ``run(layer, fn, args, kwargs, preserve_rng_state)``."""

@@ -107,6 +107,8 @@ class Session:
         self._passes = 0
         """Training forwards that came to their end."""
         self._frames_before = 0
+        self._norms_in_tiles = False
+        """Norms beside the layers come to memo: some pass ran in tiles."""
         self._speed = Speed()
         self._patches = ModulePatches()
         try:
@@ -131,7 +133,8 @@ class Session:
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
         )
         self.policy = PlacementPolicy(config, self.layers, self.slab, self.warn)
-        self.tiling = Tiling(config.tile_tokens, config.head_groups) if config.tile_tokens else None
+        may_tile = config.tile_tokens != 0 if not self.policy.fixed else bool(config.tile_tokens)
+        self.tiling = Tiling() if may_tile else None
         observers = (*ties.observers, self.addresses)
         self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling)
         self.tuner = None
@@ -139,9 +142,7 @@ class Session:
             self.tuner = Tuner(config, self.remat, self.addresses, self.warn, ties.of_engine, ties.before_probe)
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._patches.layer(module, functools.partial(self.remat.run, layer))
-        if config.tile_tokens:
-            for norm in norms_beside(model, [name for name, _ in layers]):
-                self._patches.forward(norm, TiledNorm(norm, config.tile_tokens, self.warn))
+        if may_tile:
             catch_attention()
         self._patches.model(model, self.run)
         keep_unobserved_attention()
@@ -207,6 +208,10 @@ class Session:
                 self.addresses.profile_begins()
             training_pass = TrainingPass(shapes_of(args, kwargs), model, args, kwargs)
             self.policy.follow(self.tuner.solve(training_pass, self.layers, calls.most, calls.earlier))
+        if self.policy.tiles is not None and not self._norms_in_tiles:
+            self._norms_in_tiles = True
+            for norm in norms_beside(model, [layer.name for layer in self.layers]):
+                self._patches.forward(norm, TiledNorm(norm, lambda: self.policy.tiles, self.warn))
 
     def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
         active_forward.ends(self)

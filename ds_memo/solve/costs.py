@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from ds_memo.placement import Placement, PlacementKind
+from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.units import ALIGN, round_up
 
 PAGE = mmap.PAGESIZE
@@ -52,6 +52,31 @@ class Working:
     """In its replay and backward, without its own frame."""
 
 
+@dataclass(frozen=True)
+class TileCosts:
+    """What is different in a layer that runs in tiles. Its frame is one of each tile: two of them are on the device at once."""
+
+    count: int
+    """Number of tiles."""
+    tails_backward_s: float
+    """Seconds of what follows attention in the backward, at alpha 0. All that is stored is reloaded meanwhile."""
+    heads_backward_s: float
+    """Seconds of what comes before attention. The input is reloaded meanwhile, once more."""
+
+    def stored(self, alpha: float) -> int:
+        """Return the number of tiles that are stored."""
+        return int(self.count * alpha + 1e-9)
+
+    def buffers(self, small: int, large: int, alpha: float) -> int:
+        """Return the most device bytes of two neighbours among the tiles of a frame.
+
+        Args:
+            small, large: bytes of the frame if no tile, or all are stored.
+        """
+        two = 2 * small if alpha == 0 else small + large if alpha <= 0.5 else 2 * large
+        return min(large, -(-two // self.count))
+
+
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
     """One layer at one length. Layers that are alike are the same object, and none equals another."""
@@ -74,7 +99,9 @@ class LayerCosts:
     working_at_0: Working = Working()
     """At alpha 0: GEMM outputs are transients of the replay."""
     working_without_attention: Working = Working()
-    """At alpha 0, without the attention output."""
+    """At alpha 0, without the attention output. Such a layer runs whole."""
+    in_tiles: TileCosts | None = None
+    """None: it runs whole."""
 
     def nbytes(self, *kinds: OutputKind) -> int:
         return sum(output.nbytes for output in self.outputs if output.kind in kinds)
@@ -112,16 +139,23 @@ class LayerCosts:
         """Return the exact bytes of the frame's host block; 0 on the device."""
         if placement.kind.on_device:
             return 0
-        return round_up(sum(round_up(nbytes, ALIGN) for nbytes in self._stored(placement)), PAGE)
+        if self.in_tiles is None:
+            return round_up(sum(round_up(nbytes, ALIGN) for nbytes in self._stored(placement)), PAGE)
+        tiles, stored = self.in_tiles.count, self.in_tiles.stored(placement.decided_alpha)
+        with_gemms, without = (round_up(-(-nbytes // tiles), PAGE) for nbytes in (self.frame_bytes, self.small_frame_bytes))
+        return stored * with_gemms + (tiles - stored) * without
 
     def stored_bytes(self, placement: Placement) -> int:
         """Return the bytes that the layer keeps, wherever, as report()["stored_bytes_per_layer"] counts them."""
         return 0 if placement.kind is PlacementKind.NO_RECOMPUTE else sum(self._stored(placement))
 
     def _stored(self, placement: Placement) -> Iterator[int]:
+        alpha = placement.decided_alpha
+        if self.in_tiles is not None:
+            alpha = self.in_tiles.stored(alpha) / self.in_tiles.count
         for output in self.outputs:
             if output.kind == "gemm":
-                yield int(placement.decided_alpha * output.rows) * output.row_bytes
+                yield int(alpha * output.rows) * output.row_bytes
             elif output.kind != "attention" or not placement.kind.recomputes_attention:
                 yield output.nbytes
 
@@ -149,6 +183,8 @@ class RunCosts:
     """Non-layer memory in each layer's backward: gradients until they are reduced. Empty: none."""
     head_s: float = 0.0
     """Seconds of head and loss, between the last layer's forward and its backward."""
+    tiles: Tiles | None = None
+    """How its layers run in tiles; None: they run whole."""
 
     @cached_property
     def distinct(self) -> tuple[list[LayerCosts], np.ndarray]:

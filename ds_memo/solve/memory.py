@@ -5,6 +5,7 @@ Every function takes the kinds of the layers' placements, and the one alpha of t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -26,6 +27,8 @@ def device_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
     between    the last layer's frame joins them, with head and loss
     backward   a layer runs next to its own frame, the frames below it on the device, the reload of the next swapped one and
                unreduced gradients. A frame whose attention is recomputed is reloaded only when its own replay begins.
+
+    Of a swapped frame in tiles two tiles are on the device at once, and they come back during the layer's own backward.
     """
     forward, between, backward = bytes_of_layers(run, kinds, alpha)
     return run.working_bytes + max(
@@ -39,7 +42,9 @@ def bytes_of_layers(run: RunCosts, kinds: Kinds, alpha: float) -> tuple[np.ndarr
     frame, forward, backward = _on_device(run, kinds, alpha)
     below, next_swapped = _below(frame, kinds)
     leaving = np.where(next_swapped >= 0, frame[next_swapped], 0)
-    reload = np.where(RECOMPUTES_ATTENTION[kinds[next_swapped]], 0, leaving)
+    layers, numbers = run.distinct
+    in_tiles = np.array([layer.in_tiles is not None for layer in layers])[numbers]
+    reload = np.where(RECOMPUTES_ATTENTION[kinds[next_swapped]] | in_tiles[next_swapped], 0, leaving)
     return below + leaving + forward, int(below[-1] + leaving[-1] + frame[-1]), below + frame + reload + backward
 
 
@@ -83,13 +88,17 @@ def most_that_fit(high: int, fits: Callable[[int], bool]) -> int:
 def _on_device(run: RunCosts, kinds: np.ndarray, alpha: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return for each layer the device bytes of its frame, and the further bytes of its forward and of its backward."""
     layers, numbers = run.distinct
-    return tuple(_by_kind(tuple(layers), alpha > 0)[:, numbers, kinds])
+    return tuple(_by_kind(tuple(layers), math.ceil(2 * alpha) / 2)[:, numbers, kinds])
 
 
 @lru_cache(maxsize=1 << 6)
-def _by_kind(layers: tuple[LayerCosts, ...], splits: bool) -> np.ndarray:
-    """Return the same three numbers by layer and kind. Of alpha only `splits` matters: True above 0."""
-    placements = [Placement(kind, float(splits)) for kind in PlacementKind]
+def _by_kind(layers: tuple[LayerCosts, ...], alpha: float) -> np.ndarray:
+    """Return the same three numbers by layer and kind.
+
+    Args:
+        alpha: 0, or rounded up to 0.5 or 1: it matters whether any rows are stored, and whether stored tiles are neighbours.
+    """
+    placements = [Placement(kind, alpha) for kind in PlacementKind]
     return np.array([[_placed(layer, placement) for placement in placements] for layer in layers], np.int64).transpose(2, 0, 1)
 
 
@@ -101,6 +110,11 @@ def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int]:
         return kept, max(working.forward, kept), max(0, layer.frame_bytes + working.backward - kept)
     if placement.decided_alpha > 0:
         without = layer.small_frame_bytes - layer.smallest_frame_bytes if again else 0
-        return layer.frame_bytes - without, layer.working.forward, layer.working.backward
-    working = layer.working_without_attention if again else layer.working_at_0
-    return layer.smallest_frame_bytes if again else layer.small_frame_bytes, working.forward, working.backward
+        frame, working = layer.frame_bytes - without, layer.working
+    elif again:
+        frame, working = layer.smallest_frame_bytes, layer.working_without_attention
+    else:
+        frame, working = layer.small_frame_bytes, layer.working_at_0
+    if layer.in_tiles is not None and placement.kind is PlacementKind.SWAPPED:
+        frame = layer.in_tiles.buffers(layer.small_frame_bytes, layer.frame_bytes, placement.decided_alpha)
+    return frame, working.forward, working.backward

@@ -7,6 +7,7 @@ compute. So the step is a maximum of affine functions: convex and piecewise line
                frame below it is still being copied
     backward   begins when all copies are done; a frame's reload starts with the replay of the layer call above, its own replay
                when the reload is done
+    in tiles   a layer begins when all copies of the one below it are done; its frame is reloaded during its own backward
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_memo.placement import PlacementKind
-from ds_memo.solve.costs import LayerCosts, RunCosts
+from ds_memo.solve.costs import LayerCosts, RunCosts, TileCosts
 from ds_memo.solve.kinds import Kinds
 
 LEAVING = 2
@@ -61,7 +62,7 @@ class Schedule:
         leaving: list[tuple[float, float]] = []
         d2h_stall = h2d_stall = 0.0
         for leg in legs:
-            while len(leaving) >= LEAVING:
+            while len(leaving) >= (LEAVING if leg.tiles is None else 1):
                 sent, slope = leaving.pop(0)
                 if sent > now:
                     d2h_stall += sent - now
@@ -83,6 +84,10 @@ class Schedule:
         ahead = -1  # the frame whose reload is under way
         for index in range(len(legs) - 1, -1, -1):
             leg = legs[index]
+            if leg.tiles is not None and leg.copies:
+                now, now_slope, stall = leg.backward_in_tiles(alpha, now, now_slope)
+                h2d_stall += stall
+                continue
             if leg.copies:
                 if ahead != index:
                     back, back_slope = self._reload(leg, alpha, now, now_slope, back, back_slope)
@@ -94,7 +99,7 @@ class Schedule:
                 below = index - 1
                 while below >= 0 and not legs[below].copies:
                     below -= 1
-                if below >= 0 and legs[below].ahead:
+                if below >= 0 and legs[below].ahead and legs[below].tiles is None:
                     ahead = below
                     back, back_slope = self._reload(legs[below], alpha, now, now_slope, back, back_slope)
             now += leg.backward_s + leg.replay_s - leg.saved_s * alpha
@@ -125,6 +130,9 @@ class Leg:
     reload_per_alpha: float = 0.0
     ahead: bool = True
     """The reload is issued while the backward is still at the layer above."""
+    tiles: TileCosts | None = None
+    """Tiles are reloaded while their layer runs backward."""
+    reload_input_s: float = 0.0
 
     @classmethod
     def of(cls, layer: LayerCosts, run: RunCosts, kind: PlacementKind) -> Leg:
@@ -152,4 +160,27 @@ class Leg:
             reload_s=whole / run.h2d_bytes_per_s,
             reload_per_alpha=split / run.h2d_bytes_per_s,
             ahead=not kind.recomputes_attention,
+            tiles=None if kind.recomputes_attention else layer.in_tiles,
+            reload_input_s=layer.nbytes("input") / run.h2d_bytes_per_s,
         )
+
+    def backward_in_tiles(self, alpha: float, now: float, slope: float) -> tuple[float, float, float]:
+        """Return the time and its slope after a backward in tiles that begins now, and how long it waits for reloads.
+
+        A tile is reloaded while the one before it is computed, so each takes as long as the slower of the two. Stored tiles lie
+        evenly among the others: as long as these are more, each of them stands between two of the others.
+        """
+        assert self.tiles is not None
+        count, heads_s = self.tiles.count, self.tiles.heads_backward_s
+        computed = self.tiles.tails_backward_s / count, (self.tiles.tails_backward_s - self.saved_s) / count
+        reloaded = self.reload_s / count, (self.reload_s + self.reload_per_alpha) / count
+        both_0, both_1 = max(computed[0], reloaded[0]), max(computed[1], reloaded[1])
+        mixed = max(computed[0], reloaded[1]) + max(computed[1], reloaded[0])
+        if alpha <= 0.5:
+            tails_s, per_alpha = count * ((1 - 2 * alpha) * both_0 + alpha * mixed), count * (mixed - 2 * both_0)
+        else:
+            tails_s, per_alpha = count * ((2 * alpha - 1) * both_1 + (1 - alpha) * mixed), count * (2 * both_1 - mixed)
+        attention_s = self.backward_s + self.replay_s - self.tiles.tails_backward_s - heads_s
+        end = now + tails_s + attention_s + max(heads_s, self.reload_input_s)
+        stall = tails_s - (self.tiles.tails_backward_s - self.saved_s * alpha) + max(0.0, self.reload_input_s - heads_s)
+        return end, slope + per_alpha, stall

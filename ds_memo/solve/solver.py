@@ -260,7 +260,7 @@ def _with_rows(run: RunCosts, kinds: Kinds, because: str) -> Solution:
 
 def judged(run: RunCosts, alpha: float, kinds: Kinds, binding: str) -> Solution:
     """Return the placements with their predicted times and bytes. Budgets are not checked."""
-    step, by_kind = Schedule(run, kinds).at(alpha), [Placement(kind, alpha) for kind in PlacementKind]
+    step, by_kind = Schedule(run, kinds).at(alpha), [Placement(kind, alpha, tiles=run.tiles) for kind in PlacementKind]
     return Solution(
         alpha=alpha,
         placements=tuple(by_kind[kind] for kind in kinds),

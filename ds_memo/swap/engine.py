@@ -166,11 +166,12 @@ class SwapEngine:
 
     # ---- backward
 
-    def bring_back(self, frame: Frame, then: Frame | None = None) -> None:
+    def bring_back(self, frame: Frame, then: Frame | None = None, again: bool = False) -> None:
         """Make a frame ready for its replay, and issue the reload of the frame below it.
 
         Args:
-            then: the frame to reload instead, if this backward will ask for `frame` once more.
+            then: the frame to reload instead.
+            again: True if this backward will ask for `frame` once more.
 
         Raises:
             MemoError: the engine is closed, the layer's forward is not over, a kept tensor was changed in place, or the device
@@ -203,7 +204,7 @@ class SwapEngine:
             self.traffic.frames_prefetched += 1
             self._reload(below)
             self._ahead = weakref.ref(below)
-        frame.replays += then is None
+        frame.replays += not again
 
     def replayed(self, frame: Frame) -> None:
         """Close the replay. From here on the buffer lives as long as the replayed tensors that refer to it."""

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_memo.remat.checkpoint import CannotTile
-from ds_memo.tiles.spans import Span, new_whole, part
+from ds_memo.spans import Span
+from ds_memo.tiles.slices import new_whole, part
 
 NO_ATTENTION = "it calls neither one of Transformers' attention functions nor F.scaled_dot_product_attention"
 

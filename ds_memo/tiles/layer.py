@@ -5,8 +5,8 @@
               attention's backward, a group of heads at a time; its gradients overwrite q, k, v
               head of each tile, last first: its backward, the rest of d(x)
 
-Frames: one for each tile (its hidden states, its part of attention's output, what routers chose, and if the tile is stored all
-GEMM outputs), one for attention (its log-sum-exp). The backward asks for attention's first, then twice for each tile's.
+Frames: one for attention (its log-sum-exp), one for each tile (its hidden states, its part of attention's output, what routers
+chose, and if the tile is stored all GEMM outputs). The backward asks for the tiles', attention's, and the tiles' once more.
 
 Parameters are arguments of the function, and tiles see aliases of them: hooks of a parameter see one gradient per backward.
 """
@@ -34,7 +34,8 @@ from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
-from ds_memo.swap.frame import Frame, Kept, Layout
+from ds_memo.spans import Span
+from ds_memo.swap.frame import Kept, Layout
 from ds_memo.tiles.around import (
     aliased,
     autocast_again,
@@ -52,7 +53,7 @@ from ds_memo.tiles.heads import Heads
 from ds_memo.tiles.modes import RecordHead, RecordTail, SupplyHeads, may_split_heads
 from ds_memo.tiles.probe import Shapes
 from ds_memo.tiles.recipes import TileRecipe, analyse
-from ds_memo.tiles.spans import Arguments, Span, fill, hidden_states, new_whole, part
+from ds_memo.tiles.slices import Arguments, fill, hidden_states, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
 
 _REMEMBERED = 64
@@ -118,13 +119,11 @@ class TiledLayer:
 
     Args:
         shapes: from its probe.
-        head_groups: into how many groups of key-value heads attention's backward is divided.
     """
 
-    def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes, head_groups: int) -> None:
+    def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes) -> None:
         self.layer = layer
         self.shapes = shapes
-        self.head_groups = head_groups
         self.recipes: dict[Any, TileRecipe] = {}
         self.attention_recipes: dict[Any, AttentionRecipe] = {}
         self.alphas: dict[Any, float] = {}
@@ -145,7 +144,7 @@ class TiledCall:
         forward: the layer's own.
         args, kwargs: of the call.
         spans: its tiles.
-        placement: its alpha is the share of tiles that are stored.
+        placement: has tiles; its alpha is the share of them that are stored.
     """
 
     def __init__(
@@ -195,11 +194,14 @@ class TiledCall:
         self._place(hidden, recipes)
         try:
             with own_linear(), torch.enable_grad(), dropping(), aliased(self._tiled.module, self._parameters):
+                # The first frame: the backward of the layer above goes on with the last tile's, the youngest.
+                frame = self._engine.begin(f"{self._tiled.layer.name}, attention", self._placement)
+                self._attention = Call(self._tiled.layer.index, (), self._engine, frame, None, self._remat.work)
                 gathered = self._heads(hidden, recipes)
                 result = self._attend(gathered)
+                self._engine.end(frame)
                 del gathered
                 output = self._tails(hidden, result)
-            self._engine.end(self._attention.frame)
             self._describe(hidden)
         except BaseException:  # Ctrl-C, too: the host blocks of frames that no graph will hold
             for call in (*(tile.call for tile in self._tiles), self._attention):
@@ -239,7 +241,7 @@ class TiledCall:
         stored = stored_tiles(len(of_tiles), self._placement.decided_alpha)
         needs = whole + sum(of_tiles[i].stored.layout.host_bytes - of_tiles[i].recomputed.layout.host_bytes for i in stored)
         if not (self._placement.kind.on_device or self._remat.policy.has_room(needs)):
-            self._placement = GEMMS_RECOMPUTED
+            self._placement = replace(GEMMS_RECOMPUTED, tiles=self._placement.tiles)
 
     def _attention_bytes(self, hidden: torch.Tensor) -> int:
         """Return about how many bytes attention's frame keeps: a log-sum-exp in float32 for each head."""
@@ -249,11 +251,17 @@ class TiledCall:
     def _describe(self, hidden: torch.Tensor) -> None:
         """Show the layer's report what this call keeps: the bytes of all its frames, and the shape of its input."""
         frames = [*(tile.call.frame for tile in self._tiles), self._attention.frame]
-        layout = Layout([kept for frame in frames for kept in frame.layout.kept])
+        layouts = [frame.layout for frame in frames]
+        layout = Layout(
+            [kept for layout in layouts for kept in layout.kept],
+            sum(layout.host_bytes for layout in layouts),
+            sum(layout.buffer_bytes for layout in layouts),
+        )
         recipe = self._attention.recipe
         self._tiled.layer.latest = replace(recipe, layout=layout, inputs=[Layout().add(hidden)])
 
     def _heads(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], TileRecipe]) -> Gathered:
+        self._remat.part_begins("heads")
         gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
         all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
         for number, span in enumerate(self._spans):
@@ -276,16 +284,15 @@ class TiledCall:
 
     def _attend(self, gathered: Gathered) -> torch.Tensor:
         """Run attention for all tokens, keep what its backward needs, and return its output."""
+        self._remat.part_begins("attention")
         tiled, leaves = self._tiled, list(gathered.leaves)
         for index in self._shapes.differentiable:
             leaves[index] = leaves[index].detach().requires_grad_()
         key = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)), tiled.module.training
         known = tiled.attention_recipes.get(key)
-        frame = self._engine.begin(f"{tiled.layer.name}, attention", self._placement)
         self._engine.let_go_but(0)
-        call = self._attention = Call(
-            tiled.layer.index, (), self._engine, frame, known.recipe if known else None, self._remat.work
-        )
+        call, frame = self._attention, self._attention.frame
+        call.recipe = known.recipe if known else None
         observed = Observed()
         mode: Analyse | Record
         if known:
@@ -344,6 +351,7 @@ class TiledCall:
             call.loose[where.op] = tuple(outputs)
 
     def _tails(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        self._remat.part_begins("tails")
         output: torch.Tensor | None = None
         for tile in self._tiles:
             of_tile = self._tail(tile, hidden, result)
@@ -385,18 +393,21 @@ class TiledCall:
     def _backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
         with own_linear(), autocast_again(self._autocast), aliased(self._tiled.module, self._parameters) as aliases:
             sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
-            self._engine.bring_back(self._attention.frame)
+            self._remat.part_begins("tails_backward")
             dtype = self._tiles[0].call.recipe.inputs[1].dtype
             result = self._shapes.result.new(self._arguments.batch, self._arguments.length, dtype, gradient.device)
             d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
             d_result = torch.empty_like(result)
             gathered = self._tails_backward(sums, gradient, d_hidden, d_inputs, result, d_result)
             sums.settle()
+            self._engine.bring_back(self._attention.frame, then=self._tiles[-1].call.frame)
             self._set_output(result)
             del result
+            self._remat.part_begins("attention_backward")
             self._attention_backward(sums, aliases, gathered, d_result)
             self._set_output(None)
             del d_result
+            self._remat.part_begins("heads_backward")
             self._heads_backward(sums, gathered, d_hidden, d_inputs)
             return [d_hidden, *d_inputs, *sums.take()]
 
@@ -416,8 +427,9 @@ class TiledCall:
         """
         gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
         dim = self._shapes.result.dim
-        for tile, then in self._last_first(again=True):
-            self._engine.bring_back(tile.call.frame, then)
+        below = [self._attention.frame, *(tile.call.frame for tile in self._tiles)]
+        for number, tile in reversed(list(enumerate(self._tiles))):
+            self._engine.bring_back(tile.call.frame, then=below[number], again=True)
             own = tile.call.frame.tensor(tile.call.recipe.inputs[1]).detach()
             part(result, tile.span, dim).copy_(own)
             d_x, d_own, *d_others = self._tail_backward(sums, tile, gathered, own.requires_grad_(), part(gradient, tile.span, 1))
@@ -468,7 +480,8 @@ class TiledCall:
 
     def _groups(self, gathered: Gathered, d_result: torch.Tensor) -> list[Heads]:
         """Return the groups of heads that attention's backward runs for, one after another."""
-        shapes, groups = self._shapes, self._tiled.head_groups
+        assert self._placement.tiles is not None
+        shapes, groups = self._shapes, self._placement.tiles.head_groups
         tensors = [(gathered.leaves[index], shapes.arguments[index]) for index in shapes.differentiable]
         tensors.append((d_result, shapes.result.dim))
         heads = [tensor.shape[3 - dim] if dim in (1, 2) and tensor.dim() == 4 else 0 for tensor, dim in tensors]
@@ -496,7 +509,7 @@ class TiledCall:
         self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]
     ) -> None:
         """Run the backward of what comes before attention: add to `d_hidden` and `d_inputs`."""
-        for tile, _ in self._last_first(again=False):
+        for tile in reversed(self._tiles):
             self._engine.bring_back(tile.call.frame)
             tile.call.frame.first_only = False
             d_x, *d_others = self._head_backward(sums, tile, gathered)
@@ -514,15 +527,6 @@ class TiledCall:
         gradients = [part(gathered.leaves[index], tile.span, shapes.arguments[index]) for index in indices]
         outputs = [reached.leaves[index] for index in indices]
         return sums.backward(outputs, gradients, [x, *self._arguments.inputs(args, kwargs)])
-
-    def _last_first(self, again: bool) -> Iterator[tuple[Tile, Frame | None]]:
-        """Yield the tiles from the last to the first, each with the frame to reload next.
-
-        Args:
-            again: True if the tiles will be wanted once more: then the last one's frame is next after the first one's.
-        """
-        for number in reversed(range(len(self._tiles))):
-            yield self._tiles[number], self._tiles[number - 1].call.frame if again else None
 
     # ---- around tiles
 
@@ -560,8 +564,12 @@ def _in_order_of(kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stored_tiles(tiles: int, alpha: float) -> set[int]:
-    """Return the numbers of the tiles that are stored, a share alpha of all, evenly among the others."""
-    return {number for number in range(tiles) if int((number + 1) * alpha + 1e-9) > int(number * alpha + 1e-9)}
+    """Return the numbers of the tiles that are stored, a share alpha of all, evenly among the others.
+
+    The first tile is the first of them: so the copies of the last one have some tiles' time until the next layer begins.
+    """
+    stored = int(tiles * alpha + 1e-9)
+    return {number * tiles // stored for number in range(stored)}
 
 
 class _Tiled(torch.autograd.Function):

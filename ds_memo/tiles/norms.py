@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_memo.placement import Tiles
+from ds_memo.spans import spans
 from ds_memo.tiles import probe
 from ds_memo.tiles.around import aliased, autocast_again, autocast_now, dropping, refuse_create_graph
 from ds_memo.tiles.gradient_owner import is_owned
-from ds_memo.tiles.spans import fill, new_whole, part, spans
+from ds_memo.tiles.slices import fill, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
 
 
@@ -33,22 +35,22 @@ class TiledNorm:
     """Runs a norm in tiles. It must treat each token by itself, which its first call in tiles checks.
 
     Args:
-        tile_tokens: tokens of a tile, at most.
+        tiles: returns the tiles of the running pass; None: layers run whole.
         warn: warns the user.
     """
 
-    def __init__(self, module: nn.Module, tile_tokens: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, module: nn.Module, tiles: Callable[[], Tiles | None], warn: Callable[[str], None]) -> None:
         self._module = module
-        self._tile_tokens = tile_tokens
+        self._tiles = tiles
         self._warn = warn
         self._by_token: bool | None = None
         """None before the first call in tiles."""
 
     def __call__(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        x = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(x, torch.Tensor) or x.dim() != 3 or not (torch.is_grad_enabled() and x.requires_grad):
+        x, asked = args[0] if len(args) == 1 and not kwargs else None, self._tiles()
+        if asked is None or not isinstance(x, torch.Tensor) or x.dim() != 3 or not (torch.is_grad_enabled() and x.requires_grad):
             return forward(*args, **kwargs)
-        tiles = spans(x.shape[0], x.shape[1], self._tile_tokens)
+        tiles = spans(x.shape[0], x.shape[1], asked.tokens)
         if len(tiles) == 1:
             return forward(x)
         if self._by_token is None:

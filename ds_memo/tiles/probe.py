@@ -23,9 +23,10 @@ from ds_memo.remat import op_policy
 from ds_memo.remat.call import storage_of, tensor_leaves
 from ds_memo.remat.functions import SkipsCompiled
 from ds_memo.remat.random_states import forked
+from ds_memo.spans import Span
 from ds_memo.tiles.around import aliased, autocast_now, dropping, generators
 from ds_memo.tiles.attention_call import AttentionCall, CannotTile, Gathered, run_to_attention, run_with_attention
-from ds_memo.tiles.spans import Arguments, Span, hidden_states, part, token_dims
+from ds_memo.tiles.slices import Arguments, hidden_states, part, token_dims
 
 LEAST_TOKENS = 5
 """Shortest sequence that is cut: the check needs two tiles and a third."""

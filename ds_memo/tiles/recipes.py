@@ -13,11 +13,12 @@ from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, tensor_leaves
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Observed, Recipe, make_recipe
+from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
 from ds_memo.tiles.modes import AnalyseTile
 from ds_memo.tiles.probe import Shapes
-from ds_memo.tiles.spans import Span, hidden_states
+from ds_memo.tiles.slices import hidden_states
 
 
 @dataclass(frozen=True)

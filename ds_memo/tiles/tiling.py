@@ -10,42 +10,45 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_memo.placement import Placement
+from ds_memo.placement import Placement, Tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
+from ds_memo.spans import spans
 from ds_memo.tiles.around import generators, set_generators
 from ds_memo.tiles.layer import TiledCall, TiledLayer
 from ds_memo.tiles.probe import LEAST_TOKENS, probe, refuse_call
-from ds_memo.tiles.spans import Arguments, Span, hidden_states, spans
+from ds_memo.tiles.slices import Arguments, hidden_states
 
 
 class Tiling:
-    """Runs the layers of one attached model in tiles, where they can be.
+    """Runs the layers of one attached model in tiles, where their placements say so and it can be."""
 
-    Args:
-        tile_tokens: tokens of a tile, at most.
-        head_groups: groups of key-value heads in attention's backward.
-    """
-
-    def __init__(self, tile_tokens: int, head_groups: int) -> None:
-        self.tile_tokens = tile_tokens
-        self.head_groups = head_groups
+    def __init__(self) -> None:
+        self._latest: Tiles | None = None
+        """None: no placement has asked for tiles."""
         self._layers: weakref.WeakKeyDictionary[nn.Module, dict[Any, TiledLayer | None]] = weakref.WeakKeyDictionary()
         """By layer and kind of call; None: such a call is no chain of token-wise parts and one attention call."""
         self._refusals: dict[str, str] = {}
         """Why a layer's latest call that could not be tiled could not, by the layer's name."""
 
-    def report(self) -> dict[str, Any]:
-        """Return what ``report()["tiles"]`` shows."""
+    def report(self) -> dict[str, Any] | None:
+        """Return what ``report()["tiles"]`` shows; None: no layer was asked to run in tiles."""
+        if self._latest is None:
+            return None
         tiled = {found.layer.index for kinds in self._layers.values() for found in kinds.values() if found is not None}
         refusals = dict(self._refusals)
-        return {"tokens": self.tile_tokens, "head_groups": self.head_groups, "layers": sorted(tiled), "not_tiled": refusals}
+        return {**self._latest._asdict(), "layers": sorted(tiled), "not_tiled": refusals}
 
     def prepare(
         self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement
     ) -> Callable[[], Any] | None:
         """Return a function that runs a layer call in tiles; None: it is one tile, or cannot. See `remat.checkpoint.Tiler`."""
+        tiles = placement.tiles
+        if tiles is None:
+            return None
+        self._latest = tiles
         call = LayerCall(fn, layer.module(), args, kwargs)
-        if call.module is None or placement.kind.recomputes_attention or self._is_one_tile(hidden_states(call.args, call.kwargs)):
+        hidden = hidden_states(call.args, call.kwargs)
+        if call.module is None or placement.kind.recomputes_attention or _is_one_tile(hidden, tiles.tokens):
             return None
         try:
             refuse_call(call.module, call.args, call.kwargs)
@@ -57,7 +60,7 @@ class Tiling:
             kinds[kind] = None
             try:
                 shapes = probe(call.module, call.forward, call.args, call.kwargs)
-                kinds[kind] = TiledLayer(layer, call.module, shapes, self.head_groups)
+                kinds[kind] = TiledLayer(layer, call.module, shapes)
             except CannotTile as reason:
                 self._refuse(remat, layer, call.module, reason)
         tiled = kinds[kind]
@@ -65,7 +68,9 @@ class Tiling:
             return None
 
         def in_tiles(*args: Any, **kwargs: Any) -> Any:
-            return TiledCall(tiled, call.forward, args, kwargs, self._spans(hidden_states(args, kwargs)), placement, remat).run()
+            hidden = hidden_states(args, kwargs)
+            cut = spans(hidden.shape[0], hidden.shape[1], tiles.tokens)
+            return TiledCall(tiled, call.forward, args, kwargs, cut, placement, remat).run()
 
         device = remat.engine.device
         states = None if tiled.attention_recipes else generators(device)
@@ -87,14 +92,12 @@ class Tiling:
         self._refusals[layer.name] = str(reason)
         remat.warn(f"{type(module).__name__} runs whole, not in tiles of memo.tile_tokens: {reason}")
 
-    def _spans(self, hidden: torch.Tensor) -> list[Span]:
-        return spans(hidden.shape[0], hidden.shape[1], self.tile_tokens)
 
-    def _is_one_tile(self, hidden: Any) -> bool:
-        """Return True for hidden states that are no longer than a tile, or too short to be cut."""
-        if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
-            return False  # it will be refused
-        return hidden.shape[1] < LEAST_TOKENS or not hidden.numel() or len(self._spans(hidden)) == 1
+def _is_one_tile(hidden: Any, tile_tokens: int) -> bool:
+    """Return True for hidden states that are no longer than a tile, or too short to be cut."""
+    if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
+        return False  # it will be refused
+    return hidden.shape[1] < LEAST_TOKENS or not hidden.numel() or len(spans(hidden.shape[0], hidden.shape[1], tile_tokens)) == 1
 
 
 class LayerCall:

@@ -88,7 +88,7 @@ def replaced(original: Any) -> st.SearchStrategy[Any]:
 
     def apply(drawn: list[tuple[tuple, Any, str]]) -> Any:
         root = {"": copy.deepcopy(original)}
-        for path, junk, how in drawn:
+        for path, junk, how in copy.deepcopy(drawn):  # a later edit may go into junk, which all examples share
             owner, name = root, ""
             try:
                 for step in path:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ds_memo.remat.op_policy import ATTENTION
+from ds_memo.spans import Span
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.tiles import attention_call, heads, layer, modes, probe, recipes, weight_gradients
 from ds_memo.tiles.layer import TiledCall
-from ds_memo.tiles.spans import Span
 from tests.everyday import everyday
 from tests.models import Batch, Different, Outcome, step
 from tests.tiles import test_probe, test_what_breaks

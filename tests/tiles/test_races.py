@@ -29,7 +29,7 @@ SCHEDULES = 200
 DAILY = (8, 21, 31, 46, 79, 86, 97, 100, 102, 107)
 """Schedules of small models."""
 GROUPS = 20
-ORDERED_SCHEDULES = 20
+ORDERED_SCHEDULES = 8
 ACTIONS = 6
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")

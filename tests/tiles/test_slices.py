@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from ds_memo.tiles.spans import EVEN, Arguments, Span, new_whole, part, spans, token_dims
+from ds_memo.spans import EVEN, Span, spans
+from ds_memo.tiles.slices import Arguments, new_whole, part, token_dims
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])

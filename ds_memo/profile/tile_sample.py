@@ -1,0 +1,134 @@
+"""Samples of a layer that runs in tiles, and what it costs in other tiles and at other lengths. No torch.
+
+Three samples tell the lines of each part of a tiled layer: few tokens; more tokens in such tiles; the same in larger tiles.
+
+seconds      a + b·tiles + c·tokens: short GEMMs, sums of weight gradients and the host's work come once for each tile. Attention
+             is as in the layer that runs whole
+peak bytes   a + b·tokens + c·tokens of a tile: weight gradients, tensors of all tokens, transients of a tile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ds_memo.placement import Tiles
+from ds_memo.solve.costs import LayerCosts, TileCosts, Working
+from ds_memo.spans import spans
+
+PARTS = ("heads", "attention", "tails", "tails_backward", "attention_backward", "heads_backward")
+"""Parts of a layer in tiles, in order: before attention, attention, after it; the backward in the opposite order."""
+SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class PartSample:
+    """One part of a tiled layer, GEMM outputs not stored."""
+
+    seconds: float
+    live_bytes: int
+    """Device bytes that the layer has made when the part begins, without its frame in the backward."""
+    peak_bytes: int
+    """The most of them at once."""
+
+
+@dataclass(frozen=True)
+class TileSample:
+    """One kind of layer in tiles, measured at one length. Seconds and bytes are those of one rank."""
+
+    batch: int
+    length: int
+    tile_tokens: int
+    """As asked for."""
+    most_groups: int
+    """The most groups of heads that attention's backward can be divided into: a power of two."""
+    parts: tuple[PartSample, ...]
+    """In the order of PARTS."""
+
+    @property
+    def cut(self) -> Cut:
+        return Cut.of(self.batch, self.length, self.tile_tokens)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Sizes of a call in tiles."""
+
+    tokens: int
+    """Of the call."""
+    tiles: int
+    of_tile: int
+    """Tokens of the longest tile."""
+
+    @classmethod
+    def of(cls, batch: int, length: int, tile_tokens: int) -> Cut:
+        cut = spans(batch, length, tile_tokens)
+        return cls(batch * length, len(cut), max(rows * tokens for rows, tokens in (span.size for span in cut)))
+
+
+def in_tiles(
+    whole: LayerCosts,
+    attention_backward_s: float,
+    samples: Sequence[TileSample],
+    batch: int,
+    length: int,
+    tiles: Tiles,
+) -> LayerCosts:
+    """Return the costs of a layer in tiles.
+
+    Args:
+        whole: costs of the same call without tiles.
+        samples: SAMPLES of them.
+    """
+    cut = Cut.of(batch, length, tiles.tokens)
+    heads, _, tails, tails_backward, _, heads_backward = range(len(PARTS))
+    of_parts = list(zip(*(sample.parts for sample in samples), strict=True))
+    cuts = [sample.cut for sample in samples]
+    seconds = [_plane([part.seconds for part in of_part], _by_tiles, cuts, cut) for of_part in of_parts]
+    peaks = [_plane([part.peak_bytes for part in of_part], _by_tokens, cuts, cut) for of_part in of_parts]
+    of_attention = PARTS.index("attention_backward")
+    live = _plane([part.live_bytes for part in of_parts[of_attention]], _by_tokens, cuts, cut)
+    peaks[of_attention] = live + max(0.0, peaks[of_attention] - live) / tiles.head_groups
+    forward_s = seconds[heads] + whole.attention_s + seconds[tails]
+    backward_s = seconds[tails_backward] + attention_backward_s + seconds[heads_backward]
+    working = Working(forward=round(max(peaks[: tails + 1])), backward=round(max(peaks[tails_backward:])))
+    born = (forward_s - seconds[tails]) / forward_s if forward_s else 1.0
+    return replace(
+        whole,
+        outputs=tuple(output if output.kind == "input" else replace(output, born=born) for output in whole.outputs),
+        forward_s=forward_s,
+        backward_s=max(0.0, backward_s - whole.gemm_s - whole.replay_s),
+        working=working,
+        working_at_0=working,
+        in_tiles=TileCosts(cut.tiles, seconds[tails_backward], seconds[heads_backward]),
+    )
+
+
+def _by_tiles(cut: Cut) -> tuple[int, int]:
+    return cut.tiles, cut.tokens
+
+
+def _by_tokens(cut: Cut) -> tuple[int, int]:
+    return cut.of_tile, cut.tokens
+
+
+def _plane(values: Sequence[float], by: Callable[[Cut], tuple[int, int]], cuts: Sequence[Cut], at: Cut) -> float:
+    """Return a + b·x + c·t at a cut, through the values at three.
+
+    All of a, b, c are at least 0, and the value at the second cut is kept: noise must not make a longer call cheaper, or a short
+    one free.
+
+    Args:
+        by: returns x and t. Of the last two cuts t is the same.
+    """
+    (few, few_tokens), (many, tokens), (other, _) = map(by, cuts)
+    at_few, at_many, at_other = values
+    b = _between(0.0, (at_many - at_other) / (many - other), at_many / many) if many != other else 0.0
+    rest = at_many - b * many
+    c = _between(0.0, (rest - at_few + b * few) / (tokens - few_tokens), rest / tokens)
+    x, t = by(at)
+    return rest - c * tokens + b * x + c * t
+
+
+def _between(least: float, value: float, most: float) -> float:
+    return max(least, min(value, most))

@@ -1,0 +1,125 @@
+"""Measure one layer in tiles of tokens, part by part: see ds_memo.profile.tile_sample."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ds_memo.placement import Placement, PlacementKind, Tiles
+from ds_memo.profile.call import LayerCall
+from ds_memo.profile.layer import REPEATS, Bench, alone
+from ds_memo.profile.live import AllocatedBytes, LiveBytes, bytes_made
+from ds_memo.profile.stopwatch import now, seconds_between
+from ds_memo.profile.tile_sample import PARTS, PartSample, TileSample
+from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.tiles.tiling import Tiling
+
+_TILES = 4
+"""Of the sample with most tiles."""
+_GROUPS = (8, 4, 2)
+
+
+def measure_in_tiles(
+    call: LayerCall, lengths: Sequence[int], device: torch.device, attention: str | None = None, gathered: int = 0
+) -> tuple[TileSample, ...]:
+    """Measure one layer in tiles.
+
+    Args:
+        lengths: two of them, the second about twice the first.
+        attention: as the "memo" section's.
+        gathered: bytes that are on the device whenever the layer runs.
+
+    Raises:
+        CannotTile: with the reason.
+    """
+    short, long = lengths
+    tokens = long // _TILES
+    groups = _most_groups(call, short, tokens, device, attention)
+    return tuple(
+        _measure(call, length, Tiles(tile_tokens), groups, device, attention, gathered)
+        for length, tile_tokens in ((short, tokens), (long, tokens), (long, 2 * tokens))
+    )
+
+
+def _most_groups(call: LayerCall, length: int, tokens: int, device: torch.device, attention: str | None) -> int:
+    """Return the most groups of heads that the backward of a layer's attention can be divided into."""
+    for groups in _GROUPS:
+        said: list[str] = []
+        with alone(call, length, device) as (fn, args, inputs, trained):
+            bench = Bench(call.layer, fn, args, [*inputs, *trained], device, attention, said.append, Tiling())
+            try:
+                bench.backward(bench.forward(_placed(Tiles(tokens, groups))))
+            finally:
+                bench.close()
+        if not said:
+            return groups
+    return 1
+
+
+def _measure(
+    call: LayerCall, length: int, tiles: Tiles, groups: int, device: torch.device, attention: str | None, gathered: int
+) -> TileSample:
+    with alone(call, length, device) as (fn, args, inputs, trained):
+        tiling = Tiling()
+        bench = Bench(call.layer, fn, args, [*inputs, *trained], device, attention, tiler=tiling)
+        try:
+            _run(bench, tiles, lambda: None)  # analysed, and warm
+            if (refused := tiling.report()) and refused["not_tiled"]:
+                raise CannotTile(next(iter(refused["not_tiled"].values())))
+            times = [_run(bench, tiles, partial(now, device)) for _ in range(REPEATS)]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds = [[seconds_between(*pair) for pair in pairwise(points)] for points in times]
+            with bytes_made(device) as count:
+                held = _run(bench, tiles, partial(_live_and_peak, count))
+            into, frame = inputs[0].untyped_storage().nbytes(), bench.frame_bytes
+        finally:
+            bench.close()
+    parts = []
+    for number, of_part in enumerate(zip(*seconds, strict=True)):
+        beside = gathered + (into if number < len(PARTS) // 2 else -frame)
+        live, peak = held[number][0] + beside, held[number + 1][1] + beside
+        parts.append(PartSample(statistics.median(of_part), max(0, live), max(0, peak)))
+    return TileSample(call.batch, length, tiles.tokens, groups, tuple(parts))
+
+
+def _run(bench: Bench, tiles: Tiles, read: Callable[[], Any]) -> list[Any]:
+    """Run the layer forward and backward.
+
+    Returns:
+        What `read` returns at the begin of each part, and at the end.
+    """
+    readings: list[Any] = []
+    bench.remat.part_begins = lambda part: readings.append(read())  # type: ignore[method-assign]
+    outputs = [_GivesOwnGradient.apply(output) for output in bench.forward(_placed(tiles))]
+    torch.autograd.grad(outputs, bench.leaves, allow_unused=True)
+    return [*readings, read()]
+
+
+def _live_and_peak(count: LiveBytes | AllocatedBytes) -> tuple[int, int]:
+    """Return the bytes that are alive, and the most since the last reading."""
+    found = count.live, count.peak
+    count.reset_peak()
+    return found
+
+
+def _placed(tiles: Tiles) -> Placement:
+    return Placement(PlacementKind.GEMMS_RECOMPUTED, tiles=tiles)
+
+
+class _GivesOwnGradient(torch.autograd.Function):
+    """Hands a layer a gradient that no one else holds, as the layer above it does in training. The output stays alive."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.output = output
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(ctx.output, memory_format=torch.contiguous_format)

@@ -1,0 +1,103 @@
+"""Tiles are solved for: where the whole layer does not fit, layers run in tiles, as predicted, with stock's gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import ds_memo
+from ds_memo.config import MemoConfigError
+from ds_memo.placement import Tiles
+from ds_memo.solve.kinds import place
+from ds_memo.solve.memory import device_bytes
+from ds_memo.units import GIB
+from tests.models import FP32, Batch, step
+from tests.tiles.rig import assert_within, small
+
+TOKENS = 2048
+LAYERS = 2
+SMALL = Tiles(128, 2)
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def trained(model: Any, steps: int = 1, **section: Any) -> tuple[Any, dict[str, Any]]:
+    """Train under memo; return the last step's outcome and the report."""
+    handle = ds_memo.attach(model, section)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(steps):
+        outcome = step(model, Batch.random(1, TOKENS, seed=number))
+        optimizer.step()
+    report = handle.report()
+    profile = handle._session.tuner.profile
+    handle.detach()
+    return outcome, {**report, "profile_itself": profile}
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("profiles")
+    return trained(small("llama"), plan={"enabled": False, "cache_dir": str(folder)})[1]["profile_itself"]
+
+
+def least(profile: Any, tiles: Tiles | None) -> int:
+    """Return the device bytes that swapped layers take, without head and loss."""
+    return device_bytes(profile.costs([(1, TOKENS)], 0, 0, tiles=tiles), place(LAYERS, 0), 0.0)
+
+
+def test_a_profile_has_tiles(profile: Any) -> None:
+    assert len(profile.kinds[0].in_tiles) == 3 and profile.kinds[0].not_tiled == ""
+    assert least(profile, SMALL) < 0.6 * least(profile, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alpha", (None, 0.0, 0.5))
+def test_layers_that_do_not_fit_run_in_tiles(profile: Any, alpha: float | None) -> None:
+    model = small("llama")
+    stock = copy.deepcopy(model)
+    budget = 1.5 * least(profile, SMALL)
+    assert budget < least(profile, None), "whole layers do not fit"
+    section = {"device_memory_gib": budget / GIB, "alpha": alpha} if alpha is not None else {"device_memory_gib": budget / GIB}
+    outcome, report = trained(model, steps=5, **section)
+    want = step(stock, Batch.random(1, TOKENS, seed=4))
+    assert_within(outcome.grads, want.grads, FP32)
+    assert report["tiles"]["layers"] == [0, 1] and report["tiles"]["not_tiled"] == {}
+    assert report["attention_recomputed"] == 0
+    assert [line for line in report["warnings"] if not line.startswith("profile: ")] == [], "a busy CPU is no warning of tiles"
+    assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.02)
+    assert report["host"]["slab"] == pytest.approx(report["predicted"]["host_bytes"], rel=0.02)
+    assert alpha is None or report["alpha"] == alpha
+    assert report["plan"]["misses"] == {} or not any(report["plan"]["misses"].values())
+
+
+@pytest.mark.slow
+def test_plenty_runs_whole() -> None:
+    _, report = trained(small("llama"), plan={"enabled": False})
+    assert report["tiles"] is None and not report["checkpointing"]
+
+
+@pytest.mark.slow
+def test_never(profile: Any) -> None:
+    """Then layers that do not fit recompute attention, or the run is refused."""
+    section = {"device_memory_gib": 1.5 * least(profile, SMALL) / GIB, "tile_tokens": 0}
+    try:
+        _, report = trained(small("llama"), plan={"enabled": False}, **section)
+    except ds_memo.MemoError as refused:
+        assert "device memory" in str(refused)
+    else:
+        assert report["tiles"] is None
+
+
+@pytest.mark.slow
+def test_a_given_tile_with_the_rest_solved() -> None:
+    _, report = trained(small("llama"), tile_tokens=512, plan={"enabled": False})
+    assert report["tiles"]["tokens"] == 512 and report["tiles"]["layers"] == [0, 1]
+    assert report["alpha"] is not None and report["predicted"]["device_bytes"] > 0
+
+
+def test_what_no_tile_can_be() -> None:
+    with pytest.raises(MemoConfigError, match="tile_tokens"):
+        ds_memo.attach(small("llama"), {"tile_tokens": -1})

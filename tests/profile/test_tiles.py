@@ -1,0 +1,190 @@
+"""A layer in tiles is measured part by part, and three samples tell what it takes in other tiles and at other lengths."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_memo.hf.attention import catch_attention
+from ds_memo.placement import Tiles
+from ds_memo.profile import tiles
+from ds_memo.profile.call import LayerCall
+from ds_memo.profile.json_file import ProfileError, from_json, to_json
+from ds_memo.profile.merge_ranks import most_careful
+from ds_memo.profile.sample import LayerProfile
+from ds_memo.profile.tile_sample import PARTS, TileSample, in_tiles
+from ds_memo.profile.tiles import measure_in_tiles
+from ds_memo.remat.checkpoint import CannotTile, Layer
+from ds_memo.solve.costs import LayerCosts
+from tests.placements import swapped_at
+from tests.profile.samples import make_profile, make_sample
+from tests.tiles.rig import small
+
+CPU = torch.device("cpu")
+LONGEST = 768
+
+
+def llama_call() -> LayerCall:
+    catch_attention()
+    model = small("llama").train()
+    layer, x = model.model.layers[0], torch.randn(1, LONGEST, model.config.hidden_size, requires_grad=True)
+    positions = torch.arange(LONGEST)[None]
+    tables = model.model.rotary_emb(x, positions)
+    more = {"position_embeddings": tables, "attention_mask": None, "position_ids": positions}
+    return LayerCall(Layer(0, "layer 0", layer), layer.forward, (x,), more)
+
+
+@pytest.fixture(scope="module")
+def call() -> LayerCall:
+    return llama_call()
+
+
+@pytest.fixture(scope="module")
+def samples(call: LayerCall) -> tuple[TileSample, ...]:
+    return measure_in_tiles(call, (256, 512), CPU)
+
+
+def whole(tokens: int) -> LayerCosts:
+    """Costs of the layer that runs whole, of which only what tiles keep matters here."""
+    kind = LayerProfile("layer 0", (make_sample(512), make_sample(1024)))
+    return kind.costs(1, tokens)
+
+
+def peaks(sample: TileSample) -> tuple[int, int]:
+    found = [part.peak_bytes for part in sample.parts]
+    return max(found[:3]), max(found[3:])
+
+
+@pytest.mark.parametrize("tokens, tile", [(256, 64), (768, 128), (768, 192), (768, 256), (640, 320)])
+def test_bytes_at_other_lengths_and_in_other_tiles(
+    call: LayerCall, samples: tuple[TileSample, ...], tokens: int, tile: int
+) -> None:
+    costs = in_tiles(whole(tokens), 0.0, samples, 1, tokens, Tiles(tile))
+    forward, backward = peaks(tiles._measure(call, tokens, Tiles(tile), 1, CPU, None, 0))
+    assert costs.working.forward == pytest.approx(forward, rel=0.02)
+    assert costs.working.backward == pytest.approx(backward, rel=0.02)
+
+
+def test_without_a_tiles_transients_they_are_wrong(call: LayerCall, samples: tuple[TileSample, ...]) -> None:
+    """The check above would see it."""
+    few, many, larger = samples
+    costs = in_tiles(whole(768), 0.0, (few, many, dataclasses.replace(larger, parts=many.parts)), 1, 768, Tiles(320))
+    backward = peaks(tiles._measure(call, 768, Tiles(320), 1, CPU, None, 0))[1]
+    assert costs.working.backward < 0.95 * backward
+
+
+def test_groups_of_heads_divide_attentions_own_bytes(samples: tuple[TileSample, ...]) -> None:
+    assert {sample.most_groups for sample in samples} == {2}, "as many as there are key-value heads"
+    at_attention = [part for sample in samples for part in sample.parts[PARTS.index("attention_backward") :][:1]]
+    assert all(part.peak_bytes > part.live_bytes > 0 for part in at_attention)
+    one, two = (in_tiles(whole(1 << 16), 0.0, samples, 1, 1 << 16, Tiles(64, groups)) for groups in (1, 2))
+    own = (at_attention[1].peak_bytes - at_attention[1].live_bytes) / 512 * (1 << 16)
+    assert one.working.backward - two.working.backward == pytest.approx(own / 2, rel=0.02)
+
+
+def test_seconds_are_those_of_the_parts(samples: tuple[TileSample, ...]) -> None:
+    costs = in_tiles(whole(512), 1.0, samples, 1, 512, Tiles(128))
+    seconds = dict(zip(PARTS, (part.seconds for part in samples[1].parts), strict=True))
+    assert costs.forward_s == pytest.approx(seconds["heads"] + seconds["tails"] + whole(512).attention_s)
+    assert costs.in_tiles is not None and costs.in_tiles.count == 4
+    assert costs.in_tiles.tails_backward_s == pytest.approx(seconds["tails_backward"])
+    again = costs.gemm_s + costs.replay_s
+    assert costs.backward_s + again == pytest.approx(seconds["tails_backward"] + 1.0 + seconds["heads_backward"])
+
+
+def test_smaller_tiles_are_never_shorter(samples: tuple[TileSample, ...]) -> None:
+    steps = [in_tiles(whole(768), 0.0, samples, 1, 768, Tiles(tile)) for tile in (384, 192, 96, 48)]
+    seconds = [costs.forward_s + costs.backward_s for costs in steps]
+    assert seconds == sorted(seconds)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mix(x.mT).mT
+
+
+def test_a_layer_that_cannot_be_tiled_says_why() -> None:
+    layer = Convolution()
+    call = LayerCall(Layer(0, "layer 0", layer), layer.forward, (torch.randn(1, 512, 16, requires_grad=True),), {})
+    with pytest.raises(CannotTile, match="attention"):
+        measure_in_tiles(call, (256, 512), CPU)
+
+
+def test_nothing_is_left_behind(call: LayerCall, samples: tuple[TileSample, ...]) -> None:
+    module = call.layer.module()
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert "forward" not in vars(module)
+
+
+# ---- files, ranks
+
+
+def tiled_profile(samples: tuple[TileSample, ...]) -> Any:
+    kind = LayerProfile("layer 0", (make_sample(256), make_sample(512)), in_tiles=samples)
+    return dataclasses.replace(make_profile(), kinds=(kind,))
+
+
+def test_there_and_back(samples: tuple[TileSample, ...]) -> None:
+    profile = tiled_profile(samples)
+    assert from_json(to_json(profile)) == profile
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        (("tile_tokens",), 0),
+        (("tile_tokens",), 1 << 40),
+        (("length",), 3),
+        (("most_groups",), 0),
+        (("parts",), []),
+        (("parts", 2, "seconds"), -1.0),
+        (("parts", 2, "seconds"), float("nan")),
+        (("parts", 2, "peak_bytes"), 1.5),
+        (("parts", 2, "live_bytes"), 1 << 60),
+    ],
+)
+def test_damaged_samples_are_refused(samples: tuple[TileSample, ...], path: tuple, value: Any) -> None:
+    data = json.loads(to_json(tiled_profile(samples)))
+    owner = data["kinds"][0]["in_tiles"][1]
+    for name in path[:-1]:
+        owner = owner[name]
+    owner[path[-1]] = value
+    with pytest.raises(ProfileError):
+        from_json(json.dumps(data))
+
+
+def test_ranks_agree_on_the_most_memory(samples: tuple[TileSample, ...]) -> None:
+    part = dataclasses.replace(samples[0].parts[3], peak_bytes=1 << 40)
+    hungry = dataclasses.replace(samples[0], parts=(*samples[0].parts[:3], part, *samples[0].parts[4:]), most_groups=1)
+    merged = most_careful([tiled_profile(samples), tiled_profile((hungry, *samples[1:]))]).kinds[0].in_tiles
+    assert merged[0].parts[3].peak_bytes == 1 << 40 and merged[0].most_groups == 1
+    assert merged[1:] == samples[1:]
+
+
+def test_a_rank_that_cannot_speaks_for_all(samples: tuple[TileSample, ...]) -> None:
+    other = copy.deepcopy(tiled_profile(()))
+    other = dataclasses.replace(other, kinds=(dataclasses.replace(other.kinds[0], not_tiled="it mixes tokens"),))
+    merged = most_careful([tiled_profile(samples), other]).kinds[0]
+    assert merged.in_tiles == () and merged.not_tiled == "it mixes tokens"
+
+
+def test_what_is_solved_for(samples: tuple[TileSample, ...]) -> None:
+    profile = tiled_profile(samples)
+    assert profile.tilings([(1, 1000)]) == [Tiles(512, 2), Tiles(256, 2), Tiles(128, 2), Tiles(64, 2)]
+    assert profile.tilings([None]) == [] and tiled_profile(()).tilings([(1, 1000)]) == []
+    run = profile.costs([(1, 1000)], 0, 0, tiles=Tiles(128, 2))
+    assert run.tiles == Tiles(128, 2) and run.layers[0].in_tiles is not None
+    assert profile.costs([(1, 100)], 0, 0, tiles=Tiles(128, 2)).layers[0].in_tiles is None, "one tile: it runs whole"
+    stored = [run.layers[0].host_bytes(swapped_at(alpha)) for alpha in (0.0, 0.5, 1.0)]
+    exact = [profile.costs([(1, 1000)], 0, 0).layers[0].host_bytes(swapped_at(alpha)) for alpha in (0.0, 0.5, 1.0)]
+    assert all(0 <= here - there <= 8 * 4096 for here, there in zip(stored, exact, strict=True)), "but for whole pages"

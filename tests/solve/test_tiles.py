@@ -1,0 +1,196 @@
+"""Layers in tiles: two tiles of a frame are on the device, reloads hide behind tiles, and the shortest way to run is taken."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from ds_memo.placement import Placement, PlacementKind, Tiles
+from ds_memo.solve.costs import LayerCosts, TileCosts, Working
+from ds_memo.solve.headroom import Candidate, shortest
+from ds_memo.solve.kinds import place
+from ds_memo.solve.memory import bytes_of_layers, device_bytes
+from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.schedule import Leg, Schedule
+from ds_memo.solve.solver import solve
+from tests.placements import swapped_at
+from tests.solve.runs import LLAMA, layer, run
+
+TOKENS, LAYERS = 1 << 15, 8
+UNIT = TOKENS * 4096 * 2
+WHOLE = replace(layer(TOKENS, LLAMA), working=Working(20 * UNIT, 26 * UNIT), working_at_0=Working(20 * UNIT, 33 * UNIT))
+WHOLE = replace(WHOLE, working_without_attention=WHOLE.working_at_0)
+
+
+def tiled(count: int = 8, units: float = 6.0, slower: float = 1.05) -> LayerCosts:
+    """Return WHOLE in tiles.
+
+    Args:
+        units: of its working set.
+        slower: share of its time that it takes.
+    """
+    working = Working(int(4.5 * UNIT), int(units * UNIT))
+    backward_s = slower * (WHOLE.backward_s + WHOLE.gemm_s + WHOLE.replay_s)
+    costs = replace(WHOLE, forward_s=slower * WHOLE.forward_s, backward_s=backward_s - WHOLE.gemm_s - WHOLE.replay_s)
+    parts = TileCosts(count, tails_backward_s=0.6 * backward_s, heads_backward_s=0.1 * backward_s)
+    return replace(costs, working=working, working_at_0=working, in_tiles=parts)
+
+
+def runs(device: float, host: float = 1e3, **how: float) -> list[Candidate]:
+    """Return both candidates.
+
+    Args:
+        device, host: budgets in units.
+    """
+    budgets = {"host": int(host * UNIT), "device": int(device * UNIT)}
+    both = run(WHOLE, LAYERS, **budgets), replace(run(tiled(**how), LAYERS, **budgets), tiles=Tiles(TOKENS // 8, 8))
+    return [Candidate(costs, costs) for costs in both]
+
+
+# ---- bytes
+
+
+def test_two_tiles_of_a_swapped_frame_are_on_the_device() -> None:
+    costs = runs(40)[1].run
+    swapped = device_bytes(costs, place(LAYERS, 0), 0.0)
+    frame = costs.layers[0].small_frame_bytes
+    assert swapped == costs.layers[0].working.backward + frame * 2 // 8
+    on_device = [PlacementKind.GEMMS_RECOMPUTED] * LAYERS
+    assert device_bytes(costs, on_device, 0.0) == costs.layers[0].working.backward + LAYERS * frame
+
+
+def test_a_layer_that_recomputes_attention_runs_whole() -> None:
+    costs = runs(40)[1].run
+    kinds = [PlacementKind.SWAPPED_ATTENTION_RECOMPUTED] * LAYERS
+    assert bytes_of_layers(costs, kinds, 0.0)[2].max() > 30 * UNIT
+
+
+def test_host_bytes_are_those_of_the_whole_but_for_pages() -> None:
+    for alpha, share in ((0.0, 0.0), (0.5, 0.5), (0.6, 0.5), (1.0, 1.0)):
+        here, whole = tiled().host_bytes(swapped_at(alpha)), WHOLE.host_bytes(swapped_at(share))
+        assert 0 <= here - whole <= 8 * (4096 + 256), "only whole tiles are stored"
+        assert tiled().stored_bytes(swapped_at(alpha)) == WHOLE.stored_bytes(swapped_at(share))
+
+
+# ---- seconds
+
+
+def reloaded_one_ahead(leg: Leg, alpha: float, stored: set[int]) -> float:
+    """Seconds of a backward's tails, tile by tile: a tile's reload begins with the computing of the one before it."""
+    assert leg.tiles is not None
+    count = leg.tiles.count
+    now = ready = 0.0
+    for number in range(count):
+        now = max(now, ready)
+        below = number + 1
+        rows = leg.reload_per_alpha if below in stored else 0.0
+        ready = now + (leg.reload_s + rows) / count if below < count else now
+        now += (leg.tiles.tails_backward_s - (leg.saved_s if number in stored else 0.0)) / count
+    return now
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_backward_in_tiles_takes_as_long_as_tile_by_tile(seed: int) -> None:
+    draw = random.Random(seed)
+    count = 512
+    costs = replace(run(tiled(count), 1, link=draw.uniform(2e9, 200e9)), tiles=Tiles(64))
+    leg = Leg.of(costs.layers[0], costs, PlacementKind.SWAPPED)
+    stored_tiles = draw.randint(0, count)
+    stored = {number * count // stored_tiles for number in range(stored_tiles)}
+    end, _, stall = leg.backward_in_tiles(stored_tiles / count, 0.0, 0.0)
+    assert leg.tiles is not None
+    others = leg.backward_s + leg.replay_s - leg.tiles.tails_backward_s - leg.tiles.heads_backward_s
+    heads_s = max(leg.tiles.heads_backward_s, leg.reload_input_s)
+    exact = reloaded_one_ahead(leg, stored_tiles / count, stored)
+    assert end - others - heads_s == pytest.approx(exact, rel=0.01)
+    computed = leg.tiles.tails_backward_s - leg.saved_s * stored_tiles / count
+    assert stall == pytest.approx(exact - computed + heads_s - leg.tiles.heads_backward_s, abs=0.01 * exact)
+
+
+@pytest.mark.parametrize("link", (2e9, 10e9, 25e9, 50e9, 400e9))
+def test_the_step_is_convex_in_alpha(link: float) -> None:
+    costs = replace(run(tiled(64), LAYERS, link=link), tiles=Tiles(512))
+    schedule = Schedule(costs, place(LAYERS, 0))
+    steps = [schedule.at(number / 64) for number in range(65)]
+    seconds = [step.seconds for step in steps]
+    assert all(a + c >= 2 * b - 1e-9 for a, b, c in zip(seconds, seconds[1:], seconds[2:], strict=False))
+    for step, after in pairwise(steps):
+        assert step.seconds + step.slope * (after.alpha - step.alpha) <= after.seconds + 1e-9, "tangents are below"
+
+
+def test_a_slow_link_stores_no_tile() -> None:
+    """A stored tile is many times as large as another, and hides behind one tile alone."""
+    slow, fast = (solve(replace(run(tiled(64), LAYERS, link=link), tiles=Tiles(512)), resident_layers=0) for link in (8e9, 4e11))
+    assert slow.alpha == 0 and fast.alpha == 1
+
+
+# ---- which is taken
+
+
+def test_whole_where_that_is_shortest() -> None:
+    _, solution = shortest(runs(300))
+    assert {placement.tiles for placement in solution.placements} == {None}
+
+
+def test_tiles_where_the_whole_does_not_fit() -> None:
+    whole, in_tiles = runs(10)
+    with pytest.raises(NothingFits):
+        solve(whole.run)
+    taken, solution = shortest([whole, in_tiles])
+    assert taken is in_tiles.run
+    assert {placement.tiles for placement in solution.placements} == {Tiles(TOKENS // 8, 8)}
+    assert solution.device_bytes <= 10 * UNIT
+
+
+def test_tiles_where_they_are_shorter() -> None:
+    """Both fit: with tiles there is room for residents."""
+    whole, in_tiles = runs(45, slower=1.0)
+    one, other = solve(whole.run), solve(in_tiles.run)
+    assert other.step_s < one.step_s
+    assert shortest([whole, in_tiles])[1] == other
+
+
+def test_like_steps_take_the_earlier() -> None:
+    whole, in_tiles = runs(10)
+    smaller = Candidate(replace(in_tiles.run, tiles=Tiles(1, 1)), in_tiles.most)
+    assert shortest([whole, in_tiles, smaller])[0] is in_tiles.run
+
+
+def test_tiles_never_recompute_attention_and_use_both_memories() -> None:
+    """The host is too small for all, so layers stay on the device without GEMM outputs."""
+    solution = solve(runs(20, host=8)[1].run, may_skip_recompute=False)
+    assert not any(kind.recomputes_attention for kind in solution.kinds)
+    assert PlacementKind.GEMMS_RECOMPUTED in solution.kinds and PlacementKind.SWAPPED in solution.kinds
+    assert solution.host_bytes <= 8 * UNIT + LAYERS * 8 * 4096 and solution.device_bytes <= 20 * UNIT
+
+
+def test_nothing_fits_says_what_tiles_need() -> None:
+    whole, in_tiles = runs(5)
+    with pytest.raises(NothingFits) as caught:
+        shortest([whole, in_tiles])
+    needs = device_bytes(in_tiles.run, place(LAYERS, 0), 0.0)
+    assert caught.value.needed == needs < 10 * UNIT
+
+
+def test_headroom_is_taken_by_the_smallest() -> None:
+    whole, in_tiles = runs(5)
+    more = Candidate(in_tiles.run, replace(in_tiles.run, device_budget=10 * UNIT))
+    taken, solution = shortest([whole, more])
+    assert taken.tiles is not None and solution.device_bytes <= taken.device_budget < 10 * UNIT
+
+
+def test_a_given_alpha_and_given_residents_hold_in_tiles() -> None:
+    _, solution = shortest(runs(60)[1:], alpha=0.5, resident_layers=1)
+    assert solution.alpha == 0.5
+    assert [placement.kind for placement in solution.placements].count(PlacementKind.ON_DEVICE) == 1
+    assert solution.placements[0] == Placement(PlacementKind.SWAPPED, 0.5, tiles=Tiles(TOKENS // 8, 8))
+
+
+def test_kinds_that_cannot_be_tiled_stand_beside_those_that_can() -> None:
+    costs = run(WHOLE, LAYERS, host=1 << 50, device=60 * UNIT)
+    mixed = replace(costs, layers=(tiled(), WHOLE) * (LAYERS // 2), tiles=Tiles(TOKENS // 8, 8))
+    solution = solve(mixed, may_skip_recompute=False)
+    assert solution.device_bytes > 26 * UNIT, "a whole layer's working set"
