@@ -118,6 +118,12 @@ class MemoConfig(_Section):
     """cudnn, flash: the kernel F.scaled_dot_product_attention must use inside the layers; flash_attn_2, 3, 4: the flash-attn
     package that a Hugging Face model is switched to. Absent: PyTorch's own choice, the model's own."""
 
+    @property
+    def may_tile(self) -> bool:
+        """True if layers may run in tiles: as configured, or because that is left open."""
+        given = self.ablation is not None or (self.alpha is not None and self.resident_layers is not None)
+        return bool(self.tile_tokens) or (self.tile_tokens is None and not given)
+
 
 def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
     """Check a "memo" section.

@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
     """How a layer call runs in tiles of tokens."""
 
     tokens: int
-    """Of a tile, at most, of the flattened batch."""
+    """Tokens of a tile, at most, of the flattened batch."""
     head_groups: int = 1
     """Groups of key-value heads that attention's backward runs for, one after another."""
 

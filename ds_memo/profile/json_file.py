@@ -23,7 +23,7 @@ MOST_BYTES = 1 << 50
 """Bytes of a layer call, also of all its outputs. The solver's sums over thousands of layers stay within 64 bits."""
 MOST_SECONDS = 1e6
 MOST_TILES = 1 << 10
-"""Of a sample in tiles."""
+"""Tiles of a sample."""
 MOST_REASON = 1 << 12
 """Characters."""
 MOST_FLOPS = 1 << 70

@@ -55,7 +55,7 @@ class Cut:
     """Sizes of a call in tiles."""
 
     tokens: int
-    """Of the call."""
+    """Tokens of the call."""
     tiles: int
     of_tile: int
     """Tokens of the longest tile."""

@@ -20,8 +20,9 @@ from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.tiles.tiling import Tiling
 
 _TILES = 4
-"""Of the sample with most tiles."""
+"""Tiles of the sample that has most."""
 _GROUPS = (8, 4, 2)
+"""Groups of heads that are tried."""
 
 
 def measure_in_tiles(

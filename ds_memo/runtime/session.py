@@ -133,8 +133,7 @@ class Session:
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
         )
         self.policy = PlacementPolicy(config, self.layers, self.slab, self.warn)
-        may_tile = config.tile_tokens != 0 if not self.policy.fixed else bool(config.tile_tokens)
-        self.tiling = Tiling() if may_tile else None
+        self.tiling = Tiling() if config.may_tile else None
         observers = (*ties.observers, self.addresses)
         self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling)
         self.tuner = None
@@ -142,7 +141,7 @@ class Session:
             self.tuner = Tuner(config, self.remat, self.addresses, self.warn, ties.of_engine, ties.before_probe)
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._patches.layer(module, functools.partial(self.remat.run, layer))
-        if may_tile:
+        if config.may_tile:
             catch_attention()
         self._patches.model(model, self.run)
         keep_unobserved_attention()

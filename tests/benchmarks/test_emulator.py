@@ -39,8 +39,9 @@ def steps(capfd: pytest.CaptureFixture[str], memo: dict[str, Any], length: int =
         ({"alpha": 0.5, "resident_layers": 2}, 16384),
         ({"device_memory_gib": 16, "host_memory_gib": 32}, 32768),
         ({"device_memory_gib": 16, "host_memory_gib": 2}, 40960),
+        ({"device_memory_gib": 14, "host_memory_gib": 32, "tile_tokens": 4096}, 32768),
     ],
-    ids=["configured", "solved", "small host"],
+    ids=["configured", "solved", "small host", "in tiles"],
 )
 def test_a_planned_step_asks_cuda_for_nothing(memo: dict[str, Any], length: int, capfd: pytest.CaptureFixture[str]) -> None:
     """No cudaMalloc and no miss once addresses are planned; little more is reserved than needed, and predicted than used."""

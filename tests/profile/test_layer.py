@@ -131,7 +131,7 @@ def test_each_replay_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(start, end)
 
     monkeypatch.setattr(layers, "seconds_between", between)
-    bench = layers._Bench(*_parts(module := Block()), CPU, None)
+    bench = layers.Bench(*_parts(module := Block()), CPU, None)
     assert bench.replay_s() == sorted(real(*span) for span in spans)[REPEATS // 2]
     assert len(spans) == REPEATS and all(start < end for start, end in spans)
     assert not bench._engine.replays and module.qkv.weight.grad is None

@@ -66,7 +66,7 @@ def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, mo
     call = types.SimpleNamespace(layer=Layer(0, "blocks.0", module), batch=1)
     asked = types.SimpleNamespace(
         calls={0: call}, method=method, lengths={0: (1024, 2048, 4096) if method == "fit" else (5000,)}, full={0: 5000},
-        attention=None, device=torch.device("cpu"),
+        attention=None, device=torch.device("cpu"), in_tiles=False,
     )  # fmt: skip
     if used is None:
         with pytest.raises(Failed, match="the required shape 9999"):
