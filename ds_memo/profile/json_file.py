@@ -154,7 +154,7 @@ def _tiles_ok(kind: LayerProfile) -> bool:
         if sample.batch * sample.length > MOST_TILES * sample.tile_tokens:
             return False
         for part in sample.parts:
-            sizes = (part.live_bytes, part.peak_bytes)
+            sizes = (part.live_bytes, part.peak_bytes, sample.group_bytes)
             if not all(type(nbytes) is int and 0 <= nbytes <= MOST_BYTES for nbytes in sizes):
                 return False
             if type(part.seconds) not in (int, float) or not 0 <= part.seconds <= MOST_SECONDS:

@@ -43,7 +43,9 @@ def _needing_most_in_tiles(samples: Sequence[TileSample]) -> TileSample:
         replace(of_ranks[0], live_bytes=max(p.live_bytes for p in of_ranks), peak_bytes=max(p.peak_bytes for p in of_ranks))
         for of_ranks in zip(*(sample.parts for sample in samples), strict=True)
     ]
-    return replace(samples[0], most_groups=min(sample.most_groups for sample in samples), parts=tuple(parts))
+    groups = min(sample.most_groups for sample in samples)
+    group_bytes = max(-(-sample.group_bytes * sample.most_groups // groups) for sample in samples)
+    return replace(samples[0], most_groups=groups, group_bytes=group_bytes if groups > 1 else 0, parts=tuple(parts))
 
 
 def _needs(kind: LayerProfile, there: LayerSample) -> list[int]:

@@ -42,6 +42,9 @@ class TileSample:
     """As asked for."""
     most_groups: int
     """The most groups of heads that attention's backward can be divided into: a power of two."""
+    group_bytes: int
+    """The most bytes that attention's backward makes for one of `most_groups` groups; 0 for one group. Kernels may copy what
+    belongs to a group, so it is more than such a share of what all heads take."""
     parts: tuple[PartSample, ...]
     """In the order of PARTS."""
 
@@ -88,7 +91,9 @@ def in_tiles(
     peaks = [_plane([part.peak_bytes for part in of_part], _by_tokens, cuts, cut) for of_part in of_parts]
     of_attention = PARTS.index("attention_backward")
     live = _plane([part.live_bytes for part in of_parts[of_attention]], _by_tokens, cuts, cut)
-    peaks[of_attention] = live + max(0.0, peaks[of_attention] - live) / tiles.head_groups
+    if tiles.head_groups > 1:
+        made = _plane([sample.group_bytes * sample.most_groups for sample in samples], _by_tokens, cuts, cut)
+        peaks[of_attention] = live + made / tiles.head_groups
     forward_s = seconds[heads] + whole.attention_s + seconds[tails]
     backward_s = seconds[tails_backward] + attention_backward_s + seconds[heads_backward]
     working = Working(forward=round(max(peaks[: tails + 1])), backward=round(max(peaks[tails_backward:])))

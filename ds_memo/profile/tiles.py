@@ -76,8 +76,8 @@ def _measure(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds = [[seconds_between(*pair) for pair in pairwise(points)] for points in times]
-            with bytes_made(device) as count:
-                held = _run(bench, tiles, partial(_live_and_peak, count))
+            held = _held(bench, tiles, device)
+            in_groups = _held(bench, tiles._replace(head_groups=groups), device) if groups > 1 else held
             into, frame = inputs[0].untyped_storage().nbytes(), bench.frame_bytes
         finally:
             bench.close()
@@ -86,7 +86,15 @@ def _measure(
         beside = gathered + (into if number < len(PARTS) // 2 else -frame)
         live, peak = held[number][0] + beside, held[number + 1][1] + beside
         parts.append(PartSample(statistics.median(of_part), max(0, live), max(0, peak)))
-    return TileSample(call.batch, length, tiles.tokens, groups, tuple(parts))
+    of_attention = PARTS.index("attention_backward")
+    group_bytes = max(0, in_groups[of_attention + 1][1] - in_groups[of_attention][0]) if groups > 1 else 0
+    return TileSample(call.batch, length, tiles.tokens, groups, group_bytes, tuple(parts))
+
+
+def _held(bench: Bench, tiles: Tiles, device: torch.device) -> list[tuple[int, int]]:
+    """Return `_live_and_peak` of a forward and backward, at the begin of each part and at the end."""
+    with bytes_made(device) as count:
+        return _run(bench, tiles, partial(_live_and_peak, count))
 
 
 def _run(bench: Bench, tiles: Tiles, read: Callable[[], Any]) -> list[Any]:
