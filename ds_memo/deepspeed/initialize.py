@@ -108,7 +108,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             layers = find_layers(asked["model"], config.layers)
             refuse_model(layers)
             check_residents(config, len(layers))
-            if config.may_tile:
+            if config.tile_tokens:
                 _gather_layers_whole(layers)
             undo.enter_context(kernels.use_kernels(asked["model"], config))
             if config.kernels.adam:
