@@ -327,6 +327,7 @@ class Tuner:
             "device_budget": self._budgets.device,
             "host_budget": self._budgets.host.solvable,
             "calls": self._in_flight.calls,
+            "not_tiled": {kind.name: kind.not_tiled for kind in self.profile.kinds if kind.not_tiled},
             "changes": list(self.changes),
         }
 
