@@ -117,4 +117,6 @@ def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int]:
         frame, working = layer.small_frame_bytes, layer.working_at_0
     if layer.in_tiles is not None and placement.kind is PlacementKind.SWAPPED:
         frame = layer.in_tiles.buffers(layer.small_frame_bytes, layer.frame_bytes, placement.decided_alpha)
+        # Its attention output is put together from tiles. On the device it is a part of the frame.
+        return frame, working.forward, working.backward + layer.attention_bytes
     return frame, working.forward, working.backward

@@ -171,6 +171,8 @@ class TiledCall:
         self._tiles: list[Tile] = []
         self._attention: Call | None = None
         self._output: Output | None = None
+        self._result: torch.Tensor | None = None
+        """Attention's result where it stays on the device: the tiles' frames hold parts of it."""
         self._generators: Any = None
         """States before attention ran, if it draws random numbers."""
         self._device_inputs = [DeviceInput(tiled.layer.name, tensor) for tensor in self._arguments.tensors]
@@ -202,6 +204,8 @@ class TiledCall:
                 self._engine.end(frame)
                 del gathered
                 output = self._tails(hidden, result)
+            if self._placement.kind.on_device and self._output is not None:
+                self._result = result
             self._describe(hidden)
         except BaseException:  # Ctrl-C, too: the host blocks of frames that no graph will hold
             for call in (*(tile.call for tile in self._tiles), self._attention):
@@ -395,9 +399,12 @@ class TiledCall:
             sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             self._remat.part_begins("tails_backward")
             dtype = self._tiles[0].call.recipe.inputs[1].dtype
-            result = self._shapes.result.new(self._arguments.batch, self._arguments.length, dtype, gradient.device)
+            new_result = functools.partial(
+                self._shapes.result.new, self._arguments.batch, self._arguments.length, dtype, gradient.device
+            )
+            result = new_result() if self._result is None else self._result
             d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
-            d_result = torch.empty_like(result)
+            d_result = new_result()
             gathered = self._tails_backward(sums, gradient, d_hidden, d_inputs, result, d_result)
             sums.settle()
             self._engine.bring_back(self._attention.frame, then=self._tiles[-1].call.frame)
@@ -431,7 +438,8 @@ class TiledCall:
         for number, tile in reversed(list(enumerate(self._tiles))):
             self._engine.bring_back(tile.call.frame, then=below[number], again=True)
             own = tile.call.frame.tensor(tile.call.recipe.inputs[1]).detach()
-            part(result, tile.span, dim).copy_(own)
+            if storage_of(own) != storage_of(result):
+                part(result, tile.span, dim).copy_(own)
             d_x, d_own, *d_others = self._tail_backward(sums, tile, gathered, own.requires_grad_(), part(gradient, tile.span, 1))
             tile.call.frame.first_only = not tile.supplies_up_to_attention()
             fill(part(d_result, tile.span, dim), d_own)

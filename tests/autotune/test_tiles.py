@@ -71,7 +71,8 @@ def test_layers_that_do_not_fit_run_in_tiles(profile: Any, alpha: float | None) 
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.15)
     assert report["host"]["slab"] == pytest.approx(report["predicted"]["host_bytes"], rel=0.02)
     assert alpha is None or report["alpha"] == alpha
-    assert report["plan"]["misses"] == {} or not any(report["plan"]["misses"].values())
+    missed = {name: count for name, count in report["plan"]["misses"].items() if count and name != "native"}
+    assert report["plan"]["hits"] > 100 and not missed, "native: what the test keeps of a step outlives its pass"
 
 
 @pytest.mark.slow

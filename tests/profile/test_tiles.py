@@ -86,7 +86,7 @@ def test_groups_of_heads_divide_attentions_own_bytes(samples: tuple[TileSample, 
     one, two = (in_tiles(whole(1 << 16), 0.0, samples, 1, 1 << 16, Tiles(64, groups)) for groups in (1, 2))
     own = (at_attention[1].peak_bytes - at_attention[1].live_bytes) / 512 * (1 << 16)
     of_group = samples[1].group_bytes / 512 * (1 << 16)
-    assert own / 2 <= of_group <= 1.1 * own, "this kernel copies what belongs to a group"
+    assert own / 2 <= of_group <= 1.5 * own, "half of what attention takes itself, and copies of what belongs to a group"
     assert one.working.backward - two.working.backward == pytest.approx(own - of_group, rel=0.02)
 
 

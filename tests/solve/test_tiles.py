@@ -57,7 +57,8 @@ def test_two_tiles_of_a_swapped_frame_are_on_the_device() -> None:
     costs = runs(40)[1].run
     swapped = device_bytes(costs, place(LAYERS, 0), 0.0)
     frame = costs.layers[0].small_frame_bytes
-    assert swapped == costs.layers[0].working.backward + frame * 2 // 8
+    whole = costs.layers[0].attention_bytes
+    assert swapped == costs.layers[0].working.backward + frame * 2 // 8 + whole
     on_device = [PlacementKind.GEMMS_RECOMPUTED] * LAYERS
     assert device_bytes(costs, on_device, 0.0) == costs.layers[0].working.backward + LAYERS * frame
 
