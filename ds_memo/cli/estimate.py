@@ -169,6 +169,10 @@ def _print(answer: Estimate) -> None:
         others["attention_recomputed"] = "with attention recomputed"
         more = "".join(f", {answer.placed[kind]} {words}" for kind, words in others.items() if answer.placed[kind])
         print(f"  placement  alpha {answer.alpha:.4g}, {answer.resident_layers} of {q.model.layers} layers resident{more}")
+    if answer.tiles is not None:
+        groups = answer.tiles.head_groups
+        of_heads = f"; attention's backward in {groups} groups of heads" if groups > 1 else ""
+        print(f"  tiles      at most {answer.tiles.tokens:,} tokens{of_heads}")
     print(f"  device     {answer.device_total / GIB:.1f} of {q.hardware.device_memory / GIB:.1f} GiB")
     for name, nbytes in answer.device_bytes.items():
         print(f"             {nbytes / GIB:8.1f} {name}")
@@ -197,6 +201,8 @@ _COLUMNS = (
     "step_s",
     "alpha",
     "resident_layers",
+    "tile_tokens",
+    "head_groups",
     "device_gib",
     "host_gib",
     "binding",
@@ -214,7 +220,7 @@ def _table(args: argparse.Namespace, question: Question) -> int:
         print(json.dumps(rows, indent=1, allow_nan=False))
         return 0
     print(f"{question.model.name} on {question.gpus} × {question.hardware.name}")
-    head = ("method", "tokens", "status", "MFU", "TGS", "step s", "alpha", "on device", "device GiB", "host GiB", "layout")
+    head = ("method", "tokens", "status", "MFU", "TGS", "step s", "alpha", "on device", "tiles", "device GiB", "host GiB", "layout")
     text = [head, *(_cells(answer) for answer in found)]
     wide = [max(len(row[i]) for row in text) for i in range(len(head))]
     for row in text:
@@ -237,6 +243,7 @@ def _cells(answer: Estimate) -> tuple[str, ...]:
         cell(answer.step_s, ",.2f"),
         cell(answer.alpha, ".4g"),
         cell(_on_device(answer), "d"),
+        "" if answer.tiles is None else f"{short(answer.tiles.tokens)} / {answer.tiles.head_groups}",
         f"{answer.device_total / GIB:.1f}",
         f"{answer.host_bytes / GIB:,.0f}",
         str(answer.layout),

@@ -75,8 +75,13 @@ class Costs:
 
     # ---- seconds
 
-    def _gemm(self, parameters: float) -> float:
+    def gemm_s(self, parameters: float) -> float:
+        """Return the seconds of GEMMs with this many weights."""
         return 2 * self.tokens * parameters / self._gemm_rate
+
+    def moved_s(self, nbytes: float) -> float:
+        """Return the seconds of elementwise ops that move this many bytes."""
+        return nbytes / self._memory_rate
 
     def _elementwise(self, which: int) -> float:
         if not self.megatron:
@@ -96,14 +101,14 @@ class Costs:
         down = 0 if needed else model.hidden * model.active_ffn
         hidden_gather, ulysses = self._tensor_parallel(), self._ulysses()
         exchange = 4 * hidden_gather + ulysses
-        forward = self._gemm(model.active_layer_parameters) + self._elementwise(0) + attention + exchange
-        backward = 2 * self._gemm(model.active_layer_parameters) + self._elementwise(1) + attention_back
+        forward = self.gemm_s(model.active_layer_parameters) + self._elementwise(0) + attention + exchange
+        backward = 2 * self.gemm_s(model.active_layer_parameters) + self._elementwise(1) + attention_back
         backward += 6 * hidden_gather + ulysses
         forward, backward = max(forward, self.gather_s), max(backward, 2 * self.gather_s)
         return Seconds(
             forward=forward,
             backward=backward,
-            gemm=self._gemm(model.active_layer_parameters - down),
+            gemm=self.gemm_s(model.active_layer_parameters - down),
             attention=attention,
             elementwise_replay=self._elementwise(2),
             exchange=exchange,
@@ -141,7 +146,7 @@ class Costs:
         """Seconds of head and loss, forward and backward, with the norm before them."""
         norm, of_logit = (0.0, _MEGATRON_LOGIT_MOVED) if self.megatron else (norm_bytes(self.model), _LOGIT_MOVED)
         moved = self.tokens * (norm + of_logit * self.model.vocab)
-        return 3 * self._gemm(self.model.vocab * self.model.hidden) + moved / self._memory_rate
+        return 3 * self.gemm_s(self.model.vocab * self.model.hidden) + moved / self._memory_rate
 
     def optimizer_s(self, sequences: int) -> float:
         """Return the seconds of one optimizer step and of its communication.
@@ -198,7 +203,7 @@ class Costs:
         width, kv_width, ffn = model.attention_width, model.kv_width, model.ffn
         inner = (2 if model.gated else 1) * model.shared_ffn
         visits = model.experts_per_token or 1
-        after = (self._gemm(model.hidden * (width + 2 * kv_width)) + seconds.exchange / 2) / seconds.forward
+        after = (self.gemm_s(model.hidden * (width + 2 * kv_width)) + seconds.exchange / 2) / seconds.forward
         attended = min(1.0, after + seconds.attention / seconds.forward)
         rest = 1.0 - attended
         outputs = [
@@ -252,9 +257,9 @@ class Costs:
         tiles = math.ceil(self.tokens / model.hidden)
         weights = (model.layer_parameters - model.attention_parameters) / self.layout.tp
         joined_s = 2 * wide / self._memory_rate
-        again_s = self._gemm(tiled) + self.tokens * mlp.forward / self._memory_rate
+        again_s = self.gemm_s(tiled) + self.tokens * mlp.forward / self._memory_rate
         sums_s = (4 * wide + 6 * tiles * weights) / self._memory_rate  # of the input's gradient, and of bf16 gradients of weights
-        forward_s = self._gemm(model.active_layer_parameters) + seconds.attention
+        forward_s = self.gemm_s(model.active_layer_parameters) + seconds.attention
         replay_s = forward_s + seconds.elementwise_replay + seconds.exchange_replay + joined_s
         return LayerCosts(
             outputs=(),

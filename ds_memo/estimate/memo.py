@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS, by_part, gathered_bytes, state_bytes, timed
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question
-from ds_memo.placement import PlacementKind
+from ds_memo.estimate.tiles import tiled_layer, tilings
+from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import LayerCosts, RunCosts, Working
@@ -29,13 +32,21 @@ def memo(question: Question, costs: Costs) -> Estimate:
     }
     loose = 1.0 if question.planned else question.hardware.fragmentation
     free = question.hardware.usable_device_bytes - sum(states.values())
-    most = _run(question, costs, int(free / loose), sum(working.values()))
-    careful = replace(most, device_budget=min(most.device_budget, int(free * (1 - HEADROOM))))
+    budget, careful = int(free / loose), min(int(free / loose), int(free * (1 - HEADROOM)))
+    overhead = UNPLANNED_OVERHEAD if question.planned else 1.0  # stock training has no planned addresses
+
+    def best(tilings: Sequence[Tiles | None]) -> tuple[RunCosts, Solution]:
+        runs = (_run(question, costs, budget, sum(working.values()), tiles) for tiles in tilings)
+        candidates = [Candidate(replace(run, device_budget=careful), run) for run in runs]
+        return shortest(candidates, question.alpha, unplanned_overhead=overhead)
+
     try:
-        overhead = UNPLANNED_OVERHEAD if question.planned else 1.0  # stock training has no planned addresses
-        run, solution = shortest([Candidate(careful, most)], question.alpha, unplanned_overhead=overhead)
+        run, solution = best([None, *_tilings(question, costs)])
+        if run.tiles is not None:
+            run, solution = best([run.tiles._replace(head_groups=1 << i) for i in range(run.tiles.head_groups.bit_length())])
     except NothingFits as nothing:
-        return _refused(question, costs.layout, most, states, working, nothing)
+        runs = [_run(question, costs, budget, sum(working.values()), tiles) for tiles in (None, *_tilings(question, costs))]
+        return _refused(question, costs.layout, runs, states, working, nothing)
     kept = _frames(run, solution)
     on_device = all(kind.on_device for kind in solution.kinds)
     name = "layers on the device" if on_device else "resident layers and reload buffers"
@@ -55,42 +66,67 @@ def memo(question: Question, costs: Costs) -> Estimate:
     return timed(answer, costs)
 
 
-def _run(question: Question, costs: Costs, device_budget: int, working: float) -> RunCosts:
+def _tilings(question: Question, costs: Costs) -> Sequence[Tiles]:
+    """Return the tiles that layers may run in, with as many groups of heads as can be."""
+    if question.profile is None:
+        return list(tilings(costs))
+    return question.profile.tilings(_sizes(question.profile, costs))
+
+
+def _run(question: Question, costs: Costs, device_budget: int, working: float, tiles: Tiles | None) -> RunCosts:
     """Return the solver's input.
 
     Args:
         device_budget: bytes without the model's states.
         working: bytes of the budget that are non-layer memory.
+        tiles: how layers run; None: whole.
     """
     hardware, profile = question.hardware, question.profile
+    if profile is not None:
+        layers = _measured(profile, costs, tiles).layers
+    elif tiles is None:
+        layers = costs.layers(Costs.memo_layer)
+    else:
+        layers = costs.layers(partial(tiled_layer, tiles=tiles))
     return RunCosts(
-        layers=costs.layers(Costs.memo_layer) if profile is None else _measured(profile, costs).layers,
+        layers=layers,
         d2h_bytes_per_s=hardware.d2h,
         h2d_bytes_per_s=hardware.h2d,
         host_budget=int(question.host_bytes / question.ranks_on_node),
         device_budget=device_budget,
         working_bytes=int(working),
         head_s=costs.head_s,
+        tiles=tiles,
     )
 
 
 def _refused(
     question: Question,
     layout: Layout,
-    run: RunCosts,
+    runs: Sequence[RunCosts],
     states: dict[str, float],
     working: dict[str, float],
     nothing: NothingFits,
 ) -> Estimate:
     """Return the answer where nothing fits, with the least memory of any solution."""
     status = OOHM if nothing.where == "host" else OOM
-    why = str(nothing) if run.device_budget > 0 else _too_large(question, layout, states)
-    least = {
-        "transients": max(layer.working_without_attention.backward for layer in run.layers),
-        "reload buffers": 2 * max(layer.smallest_frame_bytes for layer in run.layers),
-    }
+    why = str(nothing) if runs[0].device_budget > 0 else _too_large(question, layout, states)
+    least = min(map(_least, runs), key=lambda parts: sum(parts.values()))
     host = nothing.needed * question.ranks_on_node if status == OOHM else 0.0
     return Estimate(question, layout, status, why, by_part(question, states, working | least), host)
+
+
+def _least(run: RunCosts) -> dict[str, float]:
+    """Return the device bytes of layers at alpha 0, all swapped: in tiles, or else with attention recomputed."""
+    working, buffers = [], []
+    for layer in run.layers:
+        if layer.in_tiles is None:
+            working.append(layer.working_without_attention.backward)
+            buffers.append(2 * layer.smallest_frame_bytes)
+        else:
+            working.append(layer.working_at_0.backward)
+            buffers.append(layer.in_tiles.buffers(layer.small_frame_bytes, layer.frame_bytes, 0.0))
+    return {"transients": max(working), "reload buffers": max(buffers)}
 
 
 def _too_large(question: Question, layout: Layout, states: dict[str, float]) -> str:
@@ -107,10 +143,14 @@ def _frames(run: RunCosts, solution: Solution) -> int:
     return device_bytes(frames, solution.kinds, solution.alpha)
 
 
-def _measured(profile: Profile, costs: Costs) -> RunCosts:
+def _sizes(profile: Profile, costs: Costs) -> list[tuple[int, int]]:
+    """Return batch and length of a rank's calls, by kind of layer."""
+    return [(1, max(1, round(costs.tokens)))] * len(profile.kinds)
+
+
+def _measured(profile: Profile, costs: Costs, tiles: Tiles | None) -> RunCosts:
     """Return the layers as measured, at this length and layout. Exchanges between ranks are measured, or added by formula."""
-    at = [(1, max(1, round(costs.tokens)))] * len(profile.kinds)
-    run = profile.costs(at, 0, 0, ranks_per_sequence=costs.layout.ranks)
+    run = profile.costs(_sizes(profile, costs), 0, 0, ranks_per_sequence=costs.layout.ranks, tiles=tiles)
     if profile.ranks_per_sequence > 1:
         return run
     there, again = costs.layer.exchange, costs.layer.exchange_replay

@@ -22,7 +22,7 @@ from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.memory.host import HOST_HEADROOM
-from ds_memo.placement import Placement, PlacementKind
+from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.solve.costs import RunCosts
 from ds_memo.units import GIB
 
@@ -120,6 +120,11 @@ class Estimate:
         return sum(self.device_bytes.values())
 
     @property
+    def tiles(self) -> Tiles | None:
+        """How layers run in tiles; None: they run whole."""
+        return None if self.run is None else self.run.tiles
+
+    @property
     def placed(self) -> dict[str, int]:
         """The number of layers, by placement: those of the report, and those that recompute attention."""
         kinds = [placement.kind for placement in self.placements]
@@ -144,6 +149,8 @@ class Estimate:
             "step_s": self.step_s,
             "alpha": self.alpha,
             "resident_layers": self.resident_layers,
+            "tile_tokens": self.tiles and self.tiles.tokens,
+            "head_groups": self.tiles and self.tiles.head_groups,
             "placements": self.placed,
             "binding": self.binding,
             "device_gib": self.device_total / GIB,

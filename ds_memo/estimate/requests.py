@@ -6,6 +6,7 @@ against real layers and recorded traces. Layers whose residual skips attention a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,8 @@ from ds_memo.plan.phases import LayerPass
 from ds_memo.plan.trace import Phase, Request, Trace
 from ds_memo.solve.costs import Working
 
+ATTENDED = "attended"
+"""Name of attention's output."""
 _TOKENS = 1 << 14
 """Tokens of a trace: so many that rounding to 512 bytes does not matter."""
 
@@ -40,7 +43,7 @@ def layer_tape(model: Model, mlp: Op | None = None) -> Tape:
 
     into = norm(model.pre_norms, "norm1", INPUT)
     ops += _attention(model, into, width, kv)
-    ops.append(Op("o", hidden, ("attended",), ("attended",), holds=(into,), kind="gemm"))
+    ops.append(Op("o", hidden, (ATTENDED,), (ATTENDED,), holds=(into,), kind="gemm"))
     attended = norm(model.post_norms, "o_norm", "o")
     ops.append(Op("residual", hidden, (INPUT, attended), adds=True))
     into = norm(model.pre_norms, "norm2", "residual")
@@ -56,6 +59,23 @@ def mlp_tape(model: Model) -> Tape:
     """Return the ops of the MLP or the experts alone, from their input to their output."""
     ops, parts = _mlp_or_experts(model, INPUT)
     return Tape((*ops, Op("mlp", 2 * model.hidden, tuple(parts), adds=True)) if len(parts) > 1 else tuple(ops))
+
+
+def head_tape(model: Model) -> Tape:
+    """Return the ops before attention, and a last one that takes its operands: a tile's part up to attention."""
+    ops = layer_tape(model).ops
+    at = _attention_index(ops)
+    return Tape((*ops[:at], Op("operands", 2 * model.hidden, ops[at].reads, holds=ops[at + 1].holds, adds=True, moved=0.0)))
+
+
+def tail_tape(model: Model) -> Tape:
+    """Return a first op that gives attention's output, ATTENDED, and the ops behind attention."""
+    ops = layer_tape(model).ops
+    return Tape((Op(ATTENDED, 2 * model.attention_width, (), kind="attention"), *ops[_attention_index(ops) + 1 :]))
+
+
+def _attention_index(ops: Sequence[Op]) -> int:
+    return next(index for index, op in enumerate(ops) if op.kind == "attention")
 
 
 def _mlp_or_experts(model: Model, into: str) -> tuple[list[Op], list[str]]:
@@ -108,9 +128,9 @@ def _attention(model: Model, into: str, width: float, kv: float) -> list[Op]:
     reads = tuple(dict.fromkeys(used.values()))
     back = 2 * width + (2 * width if kv < width else 0)  # dq in float32; dk and dv of every head before groups are summed
     view = (("qkv", sum(sizes[name] for name in sizes if used[name] == "qkv")),)
-    saves = (*reads, "attended")
+    saves = (*reads, ATTENDED)
     copied = 2 * width if model.fused_qkv and model.rotary else 0.0  # attention's output has the queries' strides
-    attended = Op("attended", width + 4 * model.heads, reads, saves, back=back, views=view, kind="attention", moved=copied)
+    attended = Op(ATTENDED, width + 4 * model.heads, reads, saves, back=back, views=view, kind="attention", moved=copied)
     return [*ops, attended]
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ds_memo.estimate.model import Model
-from ds_memo.estimate.requests import layer_tape, mlp_tape
+from ds_memo.estimate.requests import head_tape, layer_tape, mlp_tape
 from ds_memo.estimate.tape import INPUT, Op, Tape
 
 
@@ -28,6 +28,12 @@ class Traffic(NamedTuple):
 def traffic(model: Model) -> Traffic:
     """Return the traffic of one layer."""
     return _traffic(layer_tape(model), model)
+
+
+@lru_cache(maxsize=256)
+def head_traffic(model: Model) -> Traffic:
+    """Return the traffic of the ops before attention alone."""
+    return _traffic(head_tape(model), model)
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,164 @@
+"""A layer in tiles of tokens, by formula: what its parts hold and how long they take. See docs/tiles.md.
+
+peak bytes   a · tokens + b · tokens of a tile + weight gradients: a tape of the ops before attention and one of those behind it
+seconds      those of the whole layer, and what comes once more: elementwise ops before attention, copies, sums of weight gradients
+
+Launches of kernels are not modelled, here as elsewhere: tiles of few tokens look faster than they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ds_memo.estimate.costs import Costs
+from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.model import Model
+from ds_memo.estimate.requests import ATTENDED, head_tape, kept, layer_tape, tail_tape
+from ds_memo.estimate.tape import INPUT, most_alive
+from ds_memo.estimate.traffic import head_traffic, traffic
+from ds_memo.placement import Tiles
+from ds_memo.profile.tile_sample import PARTS, Cut
+from ds_memo.solve.costs import LayerCosts, Output, TileCosts, Working
+
+LEAST_TOKENS = 1024
+"""Of a tile."""
+_MOST_GROUPS = 8
+_SUM, _ROUNDED = 4, 2
+"""Bytes of a weight's gradient while tiles add to it, and afterwards."""
+_ADDED, _SETTLED = 8, 6
+"""Bytes through device memory for each weight: to add one more tile's gradient, and to round the sum."""
+
+
+def tilings(costs: Costs) -> Iterator[Tiles]:
+    """Yield the tiles that layers may run in, longest first, with as many groups of heads as can be."""
+    model, layout = costs.model, costs.layout
+    if layout.tp > 1 or layout.cp > 1:
+        return  # attention's own parallelism: ds_memo has none of it
+    groups = 1 if layout.sp > 1 else math.gcd(_MOST_GROUPS, model.kv_heads)
+    doublings = max(0, math.ceil(math.log2(costs.tokens / LEAST_TOKENS)))
+    for doubled in reversed(range(doublings)):
+        yield Tiles(LEAST_TOKENS << doubled, groups)
+
+
+def tiled_layer(costs: Costs, tiles: Tiles) -> LayerCosts:
+    """Return a layer of ds_memo in tiles."""
+    whole, model = costs.memo_layer(), costs.model
+    cut = Cut.of(1, max(1, round(costs.tokens)), tiles.tokens)
+    if cut.tiles == 1:
+        return whole
+    peaks = [part.nbytes(cut) for part in parts(model, costs.layout, tiles.head_groups).values()]
+    working = Working(forward=round(max(peaks[:3])), backward=round(max(peaks[3:])))
+
+    hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * model.kv_width
+    weights, qkv = _weights(model), _head_weights(model)
+    before, all_ops = head_traffic(model), traffic(model)
+    gathered = 2 * (width + 2 * kv)  # read and written
+    attended = sum(output.nbytes for output in whole.outputs if output.kind == "attention")
+    rows = max(1, round(costs.tokens))
+
+    def moved_s(of_token: float, of_weights: float) -> float:
+        """Return the seconds of bytes per token, and of the sums of this many weights."""
+        return costs.moved_s(costs.tokens * of_token + (_ADDED * (cut.tiles - 1) + _SETTLED) * of_weights)
+
+    heads_again_s = moved_s(before.forward, 0)
+    tails_s = costs.gemm_s(model.active_layer_parameters - qkv) + moved_s(all_ops.forward + 2 * hidden, 0)
+    forward_s = whole.forward_s + heads_again_s + moved_s(gathered + 2 * hidden, 0)
+    copied = gathered + 2 * (2 * width + hidden)
+    tails_backward_s = 2 * costs.gemm_s(model.active_layer_parameters - qkv) + whole.gemm_s
+    tails_backward_s += moved_s(all_ops.replay + all_ops.backward - before.backward + copied - 3 * hidden, weights - qkv)
+    heads_backward_s = 2 * costs.gemm_s(qkv) + moved_s(before.forward + before.backward + 3 * hidden, qkv)
+    again_s = heads_again_s + moved_s(copied, weights)
+
+    born = max(0.0, 1 - tails_s / forward_s)
+    frame_of_attention = attended - rows * width  # its log-sum-exp, and under Ulysses its output before it is traded
+    frame_of_attention += rows * width if costs.layout.sp > 1 else 0
+    outputs: list[Output] = []
+    for output in whole.outputs:
+        if output.kind == "attention":
+            outputs.append(Output("attention", rows, width, born))
+            outputs.append(Output("attention", rows, frame_of_attention // rows, born))
+        else:
+            outputs.append(output if output.kind == "input" else replace(output, born=born))
+    return replace(
+        whole,
+        outputs=tuple(outputs),
+        forward_s=forward_s,
+        backward_s=whole.backward_s + again_s,
+        working=working,
+        working_at_0=working,
+        in_tiles=TileCosts(cut.tiles, tails_backward_s, heads_backward_s),
+    )
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """Peak bytes of one part of a layer in tiles."""
+
+    of_token: float
+    """Tensors of all tokens."""
+    of_tile: float = 0.0
+    """Transients, for each token of a tile."""
+    of_weights: float = 0.0
+    """Gradients of weights, whatever the length."""
+
+    def nbytes(self, cut: Cut) -> float:
+        return self.of_token * cut.tokens + self.of_tile * cut.of_tile + self.of_weights
+
+
+@lru_cache(maxsize=256)
+def parts(model: Model, layout: Layout, groups: int) -> dict[str, PartBytes]:
+    """Return the peak bytes of each of PARTS, by ds_memo.solve.costs.Working's rules.
+
+    In the forward, attention runs next to the input and its operands. In the backward, the incoming gradient, which becomes the
+    outgoing one, attention's output, its gradient and the operands stand on the device. A tile's outputs live until the next
+    tile's are made. Under Ulysses attention's operands, its output and the gradients of both exist before and after all-to-alls.
+    """
+    hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * 2 * model.kv_width
+    operands, weights, qkv = width + kv, _weights(model), _head_weights(model)
+    head, tail = head_tape(model), tail_tape(model)
+    attention = next(op for op in layer_tape(model).ops if op.kind == "attention")
+    choices = kept(model, gemms=False, attention=False) - {INPUT}
+    chosen = sum(op.nbytes for op in tail.ops if op.name in choices)
+    statistics = attention.nbytes - width  # log-sum-exp
+    head_there = most_alive(head.forward(frozenset()))
+    tail_there = most_alive(tail.forward({ATTENDED})) - width + hidden
+    head_back = most_alive(head.backward({INPUT})) + operands + hidden
+    tail_back = most_alive(tail.backward({INPUT, ATTENDED, *choices})) + 2 * hidden + width
+    experts = weights - _dense_weights(model)
+
+    forward, backward = operands + width + statistics, attention.back + operands + statistics
+    if layout.sp > 1:
+        traded = width + kv * max(1.0, layout.sp / model.kv_heads)
+        forward += traded + 2 * width
+        backward = attention.back + 2 * traded + 3 * width + statistics
+    elif groups > 1:  # copies of the group's operands, output and its gradient; the gradients of the group before
+        backward = (backward + 2 * operands + 2 * width) / groups
+    behind = hidden + 2 * width + operands
+    kernels_output = width if layout.sp > 1 else 0.0
+    found = (
+        PartBytes(hidden + operands, head_there),
+        PartBytes(hidden + forward),
+        PartBytes(2 * hidden + width + statistics + chosen + kernels_output, tail_there),
+        PartBytes(behind, max(tail_back, head_back), _SUM * (weights - qkv) + _ROUNDED * experts),
+        PartBytes(behind + backward, 0.0, _ROUNDED * (weights - qkv)),
+        PartBytes(hidden + operands, head_back, _ROUNDED * (weights - qkv) + _SUM * qkv),
+    )
+    return dict(zip(PARTS, found, strict=True))
+
+
+def _weights(model: Model) -> int:
+    return model.layer_parameters
+
+
+def _head_weights(model: Model) -> int:
+    """Return the number of weights of queries, keys and values."""
+    return model.hidden * (model.attention_width + 2 * model.kv_width)
+
+
+def _dense_weights(model: Model) -> int:
+    """Return the number of weights whose gradients a GEMM adds up; those of experts are made first."""
+    matrices = 3 if model.gated else 2
+    return _weights(model) - matrices * model.hidden * model.ffn * model.experts
