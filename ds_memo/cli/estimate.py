@@ -220,7 +220,20 @@ def _table(args: argparse.Namespace, question: Question) -> int:
         print(json.dumps(rows, indent=1, allow_nan=False))
         return 0
     print(f"{question.model.name} on {question.gpus} × {question.hardware.name}")
-    head = ("method", "tokens", "status", "MFU", "TGS", "step s", "alpha", "on device", "tiles", "device GiB", "host GiB", "layout")
+    head = (
+        "method",
+        "tokens",
+        "status",
+        "MFU",
+        "TGS",
+        "step s",
+        "alpha",
+        "on device",
+        "tiles",
+        "device GiB",
+        "host GiB",
+        "layout",
+    )
     text = [head, *(_cells(answer) for answer in found)]
     wide = [max(len(row[i]) for row in text) for i in range(len(head))]
     for row in text:

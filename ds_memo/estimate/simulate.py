@@ -6,12 +6,12 @@ its tensors only know their bytes, and this module advances the compute clock as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ds_memo.placement import Placement, PlacementKind
-from ds_memo.solve.costs import LayerCosts, Output, RunCosts
+from ds_memo.solve.costs import LayerCosts, Output, RunCosts, TileCosts
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
@@ -107,6 +107,7 @@ class VirtualKept:
     index: int
     stored_bytes: float
     extent: Extent
+    buffer_offset: int = 0
 
     def rows_in(self, block: Any) -> Extent:
         return self.extent
@@ -154,45 +155,139 @@ def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
     streams = VirtualStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
     slab: Any = VirtualSlab()
     engine = VirtualEngine(streams, slab, device=None)
-    frames = [
-        _forward(engine, streams, i, layer, placement)
-        for i, (layer, placement) in enumerate(zip(run.layers, placements, strict=True))
-    ]
+    layers: list[_Whole] = []
+    for index, (layer, placement) in enumerate(zip(run.layers, placements, strict=True)):
+        layers.append(_driver(layer, placement)(engine, streams, index, layer, placement))
+        layers[-1].forward()
     streams.compute("head and loss", "head", -1, run.head_s)
-    while frames:
-        index, frame = len(frames) - 1, frames.pop()
-        layer, placement = run.layers[index], placements[index]
-        engine.bring_back(frame)
-        if placement.kind is not PlacementKind.NO_RECOMPUTE:
-            attention_s = layer.attention_s if placement.kind.recomputes_attention else 0.0
-            again = layer.replay_s + (1 - placement.decided_alpha) * layer.gemm_s + attention_s
-            streams.compute(f"replay of layer {index}", "replay", index, again)
-        engine.replayed(frame)
-        streams.compute(f"backward of layer {index}", "backward", index, layer.backward_s)
-        del frame
+    while layers:
+        layers.pop().backward()
     stalls = streams.stall_s()
     seconds = streams.now[COMPUTE]
     engine.close()
     return Simulated(seconds, stalls[D2H], stalls[H2D], tuple(sorted(streams.spans, key=lambda span: span.begin)))
 
 
-def _forward(engine: Any, streams: VirtualStreams, index: int, layer: LayerCosts, placement: Placement) -> Frame:
-    """Run one forward of the engine on sizes in place of tensors."""
-    frame = engine.begin(f"layer {index}", placement)
-    began = streams.now[COMPUTE]
-    kept: list[tuple[Output, VirtualKept]] = []
-    for output in () if placement.kind is PlacementKind.NO_RECOMPUTE else layer.outputs:
-        nbytes = _stored(output, placement)
-        if nbytes > 0:
-            kept.append((output, VirtualKept(len(kept), nbytes, Extent(index, nbytes))))
-    engine.adopt(frame, VirtualLayout([slot for _, slot in kept], sum(slot.stored_bytes for _, slot in kept)))
-    for output, slot in kept:
-        streams.now[COMPUTE] = began + output.born * layer.forward_s
-        engine.keep(frame, slot, slot.extent)
-    streams.now[COMPUTE] = began
-    streams.compute(f"forward of layer {index}", "forward", index, layer.forward_s)
-    engine.end(frame)
-    return frame
+@dataclass
+class _Whole:
+    """A layer that runs whole: one frame, sizes in place of tensors."""
+
+    engine: Any
+    streams: VirtualStreams
+    index: int
+    layer: LayerCosts
+    placement: Placement
+
+    def forward(self) -> None:
+        layer, placement, streams = self.layer, self.placement, self.streams
+        frame = self.frame = self.engine.begin(f"layer {self.index}", placement)
+        began = streams.now[COMPUTE]
+        outputs = () if placement.kind is PlacementKind.NO_RECOMPUTE else layer.outputs
+        slots = self._adopt(frame, [_stored(output, placement) for output in outputs])
+        for output, slot in zip(outputs, slots, strict=True):
+            streams.now[COMPUTE] = began + output.born * layer.forward_s
+            self._keep(frame, [slot])
+        streams.now[COMPUTE] = began
+        self._compute("forward", "forward", layer.forward_s)
+        self.engine.end(frame)
+
+    def backward(self) -> None:
+        layer, placement = self.layer, self.placement
+        self.engine.bring_back(self.frame)
+        if placement.kind is not PlacementKind.NO_RECOMPUTE:
+            attention_s = layer.attention_s if placement.kind.recomputes_attention else 0.0
+            self._compute("replay", "replay", layer.replay_s + (1 - placement.decided_alpha) * layer.gemm_s + attention_s)
+        self.engine.replayed(self.frame)
+        self._compute("backward", "backward", layer.backward_s)
+
+    def _compute(self, name: str, kind: str, seconds: float) -> None:
+        self.streams.compute(f"{name} of layer {self.index}", kind, self.index, seconds)
+
+    def _adopt(self, frame: Frame, nbytes: Iterable[float]) -> list[VirtualKept | None]:
+        """Set what a frame will keep; None for outputs of no bytes."""
+        kept: list[VirtualKept] = []
+        slots: list[VirtualKept | None] = []
+        for size in nbytes:
+            slots.append(VirtualKept(len(kept), size, Extent(self.index, size)) if size > 0 else None)
+            kept += slots[-1:] if size > 0 else []  # type: ignore[arg-type]
+        self.engine.adopt(frame, VirtualLayout(kept, sum(slot.stored_bytes for slot in kept)))
+        return slots
+
+    def _keep(self, frame: Frame, slots: Iterable[VirtualKept | None]) -> None:
+        for slot in slots:
+            if slot is not None:
+                self.engine.keep(frame, slot, slot.extent)
+
+
+class _InTiles(_Whole):
+    """A layer in tiles: the engine's methods in the order in which ds_memo.tiles.layer calls them.
+
+    Of attention's outputs the first, its result, is cut into tiles; others are in attention's frame.
+    """
+
+    def forward(self) -> None:
+        engine, layer, tiles = self.engine, self.layer, self._tiles
+        stored = tiles.stored(self.placement.decided_alpha)
+        self._whole_tiles = {number * tiles.count // stored for number in range(stored)}
+        at = next((i for i, output in enumerate(layer.outputs) if output.kind == "attention"), len(layer.outputs))
+        others = [output for output in layer.outputs[at + 1 :] if output.kind == "attention"]
+        of_tile = [output for i, output in enumerate(layer.outputs) if i <= at or output.kind != "attention"]
+        attended_s = layer.forward_s * (layer.outputs[at].born if at < len(layer.outputs) else 1.0)
+
+        self._attention = engine.begin(f"layer {self.index}, attention", self.placement)
+        self._frames: list[Frame] = []
+        slots: list[list[VirtualKept | None]] = []
+        for number in range(tiles.count):
+            frame = engine.begin(f"layer {self.index}, tile {number}", self.placement)
+            self._frames.append(frame)
+            slots.append(self._adopt(frame, [self._bytes_in_tile(output, number) for output in of_tile]))
+            self._keep(frame, slots[-1][:1])  # the input
+            self._compute(f"head of tile {number}", "forward", (attended_s - layer.attention_s) / tiles.count)
+            self._keep(frame, slots[-1][1:at])
+        engine.let_go_but(0)
+        kept = self._adopt(self._attention, [output.nbytes for output in others])
+        self._compute("attention", "forward", layer.attention_s)
+        self._keep(self._attention, kept)
+        engine.end(self._attention)
+        for number, frame in enumerate(self._frames):
+            self._keep(frame, slots[number][at : at + 1])  # attention's result
+            self._compute(f"tail of tile {number}", "forward", (layer.forward_s - attended_s) / tiles.count)
+            self._keep(frame, slots[number][at + 1 :])
+            engine.end(frame)
+            if number in self._whole_tiles:
+                engine.let_go_but(2)
+
+    def backward(self) -> None:
+        engine, layer, tiles = self.engine, self.layer, self._tiles
+        below = [self._attention, *self._frames]
+        for number, frame in reversed(list(enumerate(self._frames))):
+            engine.bring_back(frame, then=below[number], again=True)
+            seconds = tiles.tails_backward_s - (layer.gemm_s if number in self._whole_tiles else 0.0)
+            self._compute(f"tail's backward of tile {number}", "backward", seconds / tiles.count)
+            engine.replayed(frame)
+            frame.first_only = True
+        engine.bring_back(self._attention, then=self._frames[-1])
+        backward_s = layer.backward_s + layer.replay_s + layer.gemm_s
+        self._compute("attention's backward", "backward", backward_s - tiles.tails_backward_s - tiles.heads_backward_s)
+        engine.replayed(self._attention)
+        for number, frame in reversed(list(enumerate(self._frames))):
+            engine.bring_back(frame)
+            frame.first_only = False
+            self._compute(f"head's backward of tile {number}", "backward", tiles.heads_backward_s / tiles.count)
+            engine.replayed(frame)
+
+    @property
+    def _tiles(self) -> TileCosts:
+        assert self.layer.in_tiles is not None
+        return self.layer.in_tiles
+
+    def _bytes_in_tile(self, output: Output, number: int) -> float:
+        return 0.0 if output.kind == "gemm" and number not in self._whole_tiles else output.nbytes / self._tiles.count
+
+
+def _driver(layer: LayerCosts, placement: Placement) -> type[_Whole]:
+    whole = layer.in_tiles is None or placement.kind.recomputes_attention or placement.kind is PlacementKind.NO_RECOMPUTE
+    return _Whole if whole else _InTiles
 
 
 def _stored(output: Output, placement: Placement) -> float:
