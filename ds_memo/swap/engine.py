@@ -97,8 +97,7 @@ class SwapEngine:
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
         self._drain()
-        while self._stack and self._stack[-1]() is None:  # from earlier steps, or from dropped graphs
-            self._stack.pop()
+        self._forget_dead()  # from earlier steps, or from dropped graphs
         self.let_go_but(1)
         self.traffic.frames += 1
         return Frame(name, placement, self.traffic.frames, self._defer)
@@ -306,11 +305,16 @@ class SwapEngine:
 
     def _next_below(self, frame: Frame) -> Frame | None:
         """Return the youngest older frame that backward has reached as often as this one, if any."""
+        self._forget_dead()  # else each tile of a layer would pass by all tiles of the layers above
         for ref in reversed(self._stack):
             below = ref()
             if below is not None and below.age < frame.age and below.replays == frame.replays:
                 return below
         return None
+
+    def _forget_dead(self) -> None:
+        while self._stack and self._stack[-1]() is None:
+            self._stack.pop()
 
     def _free_block(self, frame: Frame) -> None:
         if frame.block is not None:
