@@ -139,8 +139,10 @@ class Leg:
         replay_s = 0.0 if kind is PlacementKind.NO_RECOMPUTE else layer.replay_s
         replay_s += 0.0 if kind >= PlacementKind.ON_DEVICE else layer.gemm_s
         replay_s += layer.attention_s if kind.recomputes_attention else 0.0
+        whole = kind.recomputes_attention or kind is PlacementKind.NO_RECOMPUTE
+        tiles = None if whole else layer.in_tiles
         if kind.on_device:
-            return cls(layer.forward_s, layer.backward_s, replay_s, saved_s=0.0, copies=())
+            return cls(layer.forward_s, layer.backward_s, replay_s, saved_s=0.0, copies=(), tiles=tiles)
         copies: list[tuple[float, float, float]] = []
         whole = split = 0
         for output in layer.outputs:
@@ -160,7 +162,7 @@ class Leg:
             reload_s=whole / run.h2d_bytes_per_s,
             reload_per_alpha=split / run.h2d_bytes_per_s,
             ahead=not kind.recomputes_attention,
-            tiles=None if kind.recomputes_attention else layer.in_tiles,
+            tiles=tiles,
             reload_input_s=layer.nbytes("input") / run.h2d_bytes_per_s,
         )
 
