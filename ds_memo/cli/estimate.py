@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--cp", type=count, metavar="N", help="context parallelism (ring attention)")
     how.add_argument("--alpha", type=_alpha, metavar="X", help="0 to 1 (default: solved)")
     how.add_argument(
+        "--tile-tokens",
+        type=_tile_tokens,
+        metavar="N",
+        help="of a tile, as memo.tile_tokens; 0: layers run whole (default: solved)",
+    )
+    how.add_argument(
         "--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo, paper and full_swap have one)"
     )
     how.add_argument(
@@ -111,6 +117,8 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         raise EstimateError("--max-length and --min-gpus do not go with --sweep and --compare")
     if args.compare and (args.alpha is not None or args.plan is not None):
         raise EstimateError("--compare shows each method with its own alpha and plan: leave --alpha and --[no-]plan out")
+    if args.compare and args.tile_tokens is not None:
+        raise EstimateError("--compare shows memo with its own tiles: leave --tile-tokens out")
     if args.seq_length is not None and (args.max_length or args.sweep is not None):
         raise EstimateError("--seq-length does not go with --max-length and --sweep, which choose lengths")
     if args.gpus is not None and args.min_gpus:
@@ -135,6 +143,7 @@ def _question(args: argparse.Namespace) -> Question:
         sp=args.sp,
         zero=args.zero,
         alpha=args.alpha,
+        tile_tokens=args.tile_tokens,
         plan=args.plan,
         host_memory=None if args.host_memory_gib is None else args.host_memory_gib * GIB,
     )
@@ -220,20 +229,8 @@ def _table(args: argparse.Namespace, question: Question) -> int:
         print(json.dumps(rows, indent=1, allow_nan=False))
         return 0
     print(f"{question.model.name} on {question.gpus} × {question.hardware.name}")
-    head = (
-        "method",
-        "tokens",
-        "status",
-        "MFU",
-        "TGS",
-        "step s",
-        "alpha",
-        "on device",
-        "tiles",
-        "device GiB",
-        "host GiB",
-        "layout",
-    )
+    head: tuple[str, ...] = ("method", "tokens", "status", "MFU", "TGS", "step s", "alpha", "on device", "tiles")
+    head += ("device GiB", "host GiB", "layout")
     text = [head, *(_cells(answer) for answer in found)]
     wide = [max(len(row[i]) for row in text) for i in range(len(head))]
     for row in text:
@@ -313,6 +310,10 @@ def _lengths(text: str) -> list[int]:
             first *= 2
         return lengths
     return [tokens(part) for part in text.split(",")]
+
+
+def _tile_tokens(text: str) -> int:
+    return 0 if text == "0" else tokens(text)
 
 
 def _alpha(text: str) -> float:

@@ -41,11 +41,11 @@ def memo(question: Question, costs: Costs) -> Estimate:
         return shortest(candidates, question.alpha, unplanned_overhead=overhead)
 
     try:
-        run, solution = best([None, *_tilings(question, costs)])
+        run, solution = best(_tilings(question, costs))
         if run.tiles is not None:
             run, solution = best([run.tiles._replace(head_groups=1 << i) for i in range(run.tiles.head_groups.bit_length())])
     except NothingFits as nothing:
-        runs = [_run(question, costs, budget, sum(working.values()), tiles) for tiles in (None, *_tilings(question, costs))]
+        runs = [_run(question, costs, budget, sum(working.values()), tiles) for tiles in _tilings(question, costs)]
         return _refused(question, costs.layout, runs, states, working, nothing)
     kept = _frames(run, solution)
     on_device = all(kind.on_device for kind in solution.kinds)
@@ -66,11 +66,13 @@ def memo(question: Question, costs: Costs) -> Estimate:
     return timed(answer, costs)
 
 
-def _tilings(question: Question, costs: Costs) -> Sequence[Tiles]:
-    """Return the tiles that layers may run in, with as many groups of heads as can be."""
-    if question.profile is None:
-        return list(tilings(costs))
-    return question.profile.tilings(_sizes(question.profile, costs))
+def _tilings(question: Question, costs: Costs) -> Sequence[Tiles | None]:
+    """Return the ways to run layers: whole, and in tiles of several lengths with as many groups of heads as can be."""
+    tokens, profile = question.tile_tokens, question.profile
+    found = list(tilings(costs)) if profile is None else profile.tilings(_sizes(profile, costs))
+    if tokens is None or not found:
+        return [None, *found]
+    return [Tiles(tokens, found[0].head_groups) if 0 < tokens < costs.tokens else None]
 
 
 def _run(question: Question, costs: Costs, device_budget: int, working: float, tiles: Tiles | None) -> RunCosts:

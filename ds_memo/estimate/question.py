@@ -53,6 +53,8 @@ class Question:
     sp: int | None = None
     zero: int | None = None
     alpha: float | None = None
+    tile_tokens: int | None = None
+    """0: layers run whole."""
     plan: bool | None = None
     host_memory: float | None = None
     """Bytes of a node."""
@@ -183,3 +185,5 @@ def check(question: Question) -> None:
             raise EstimateError(f"alpha {question.alpha} with method {question.method}: only memo and paper have an alpha")
         if not 0 <= question.alpha <= 1:
             raise EstimateError(f"alpha is {question.alpha}, expected 0 to 1")
+    if question.tile_tokens is not None and question.method != "memo":
+        raise EstimateError(f"tile_tokens {question.tile_tokens} with method {question.method}: only memo runs layers in tiles")

@@ -114,10 +114,12 @@ def _attention(model: Model, into: str, width: float, kv: float) -> list[Op]:
         norm = _norm(model, f"{name}_norm", used[name], sizes[name])
         ops.append(replace(norm, views=(("qkv", sizes[name]),)))
         used[name] = f"{name}_norm"
+    queries = used["q"]
     for name in ("q", "k") if model.rotary else ():
         size = sizes[name]
         view = (("qkv", size),)
-        rotated = Op(f"{name}_rotated", size, (used[name],), temporary=2 * size, back=2 * size, views=view)
+        held = (queries,) if name == "k" else ()  # both are arguments of one function
+        rotated = Op(f"{name}_rotated", size, (used[name],), holds=held, temporary=2 * size, back=2 * size, views=view)
         if model.fused:
             rotated = replace(rotated, temporary=0.0, back=0.0)
         else:  # several kernels

@@ -1,7 +1,7 @@
 """A layer in tiles of tokens, by formula: what its parts hold and how long they take. See docs/tiles.md.
 
 peak bytes   a · tokens + b · tokens of a tile + weight gradients: a tape of the ops before attention and one of those behind it
-seconds      those of the whole layer, and what comes once more: elementwise ops before attention, copies, sums of weight gradients
+seconds      those of the whole layer, and more: elementwise ops before attention again, copies, sums of weight gradients
 
 Launches of kernels are not modelled, here as elsewhere: tiles of few tokens look faster than they are.
 """
@@ -114,7 +114,8 @@ def parts(model: Model, layout: Layout, groups: int) -> dict[str, PartBytes]:
 
     In the forward, attention runs next to the input and its operands. In the backward, the incoming gradient, which becomes the
     outgoing one, attention's output, its gradient and the operands stand on the device. A tile's outputs live until the next
-    tile's are made. Under Ulysses attention's operands, its output and the gradients of both exist before and after all-to-alls.
+    tile's are made. Under Ulysses attention's operands, its output and the gradients of both exist before and after all-to-alls;
+    its backward needs the output before, from attention's frame.
     """
     hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * 2 * model.kv_width
     operands, weights, qkv = width + kv, _weights(model), _head_weights(model)
@@ -129,21 +130,21 @@ def parts(model: Model, layout: Layout, groups: int) -> dict[str, PartBytes]:
     tail_back = most_alive(tail.backward({INPUT, ATTENDED, *choices})) + 2 * hidden + width
     experts = weights - _dense_weights(model)
 
-    forward, backward = operands + width + statistics, attention.back + operands + statistics
+    behind = hidden + 2 * width + operands
+    forward, backward = operands + width + statistics, behind + attention.back + operands + statistics
     if layout.sp > 1:
         traded = width + kv * max(1.0, layout.sp / model.kv_heads)
-        forward += traded + 2 * width
-        backward = attention.back + 2 * traded + 3 * width + statistics
+        forward += traded + 3 * width + statistics
+        backward = behind + attention.back + 2 * (traded + width) + statistics
     elif groups > 1:  # copies of the group's operands, output and its gradient; the gradients of the group before
-        backward = (backward + 2 * operands + 2 * width) / groups
-    behind = hidden + 2 * width + operands
+        backward = behind + (attention.back + 3 * operands + 2 * width + statistics) / groups
     kernels_output = width if layout.sp > 1 else 0.0
     found = (
         PartBytes(hidden + operands, head_there),
         PartBytes(hidden + forward),
         PartBytes(2 * hidden + width + statistics + chosen + kernels_output, tail_there),
         PartBytes(behind, max(tail_back, head_back), _SUM * (weights - qkv) + _ROUNDED * experts),
-        PartBytes(behind + backward, 0.0, _ROUNDED * (weights - qkv)),
+        PartBytes(backward, 0.0, _ROUNDED * (weights - qkv)),
         PartBytes(hidden + operands, head_back, _ROUNDED * (weights - qkv) + _SUM * qkv),
     )
     return dict(zip(PARTS, found, strict=True))
