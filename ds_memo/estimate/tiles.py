@@ -113,9 +113,10 @@ def parts(model: Model, layout: Layout, groups: int) -> dict[str, PartBytes]:
     """Return the peak bytes of each of PARTS, by ds_memo.solve.costs.Working's rules.
 
     In the forward, attention runs next to the input and its operands. In the backward, the incoming gradient, which becomes the
-    outgoing one, attention's output, its gradient and the operands stand on the device. A tile's outputs live until the next
-    tile's are made. Under Ulysses attention's operands, its output and the gradients of both exist before and after all-to-alls;
-    its backward needs the output before, from attention's frame.
+    outgoing one, the gradient of attention's output and the operands stand on the device; the output itself is counted where a
+    layer's placement is known (ds_memo/solve/memory.py). A tile's outputs live until the next tile's are made. Under Ulysses
+    attention's operands, its output and the gradients of both exist before and after all-to-alls; its backward needs the output
+    before, from attention's frame.
     """
     hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * 2 * model.kv_width
     operands, weights, qkv = width + kv, _weights(model), _head_weights(model)
@@ -130,7 +131,7 @@ def parts(model: Model, layout: Layout, groups: int) -> dict[str, PartBytes]:
     tail_back = most_alive(tail.backward({INPUT, ATTENDED, *choices})) + 2 * hidden + width
     experts = weights - _dense_weights(model)
 
-    behind = hidden + 2 * width + operands
+    behind = hidden + width + operands
     forward, backward = operands + width + statistics, behind + attention.back + operands + statistics
     if layout.sp > 1:
         traded = width + kv * max(1.0, layout.sp / model.kv_heads)

@@ -139,8 +139,8 @@ class Leg:
         replay_s = 0.0 if kind is PlacementKind.NO_RECOMPUTE else layer.replay_s
         replay_s += 0.0 if kind >= PlacementKind.ON_DEVICE else layer.gemm_s
         replay_s += layer.attention_s if kind.recomputes_attention else 0.0
-        whole = kind.recomputes_attention or kind is PlacementKind.NO_RECOMPUTE
-        tiles = None if whole else layer.in_tiles
+        runs_whole = kind.recomputes_attention or kind is PlacementKind.NO_RECOMPUTE
+        tiles = None if runs_whole else layer.in_tiles
         if kind.on_device:
             return cls(layer.forward_s, layer.backward_s, replay_s, saved_s=0.0, copies=(), tiles=tiles)
         copies: list[tuple[float, float, float]] = []

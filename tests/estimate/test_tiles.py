@@ -1,0 +1,153 @@
+"""Layers in tiles by formula: bytes against real layers and the emulator's, time against the schedule, and what is chosen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_memo.estimate.costs import Costs
+from ds_memo.estimate.estimate import estimate
+from ds_memo.estimate.hardware import load
+from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.model import from_config
+from ds_memo.estimate.question import EstimateError, Question
+from ds_memo.estimate.simulate import simulate
+from ds_memo.estimate.tiles import parts, tiled_layer
+from ds_memo.placement import PlacementKind, Tiles
+from ds_memo.profile import tiles
+from ds_memo.profile.call import layer_calls
+from ds_memo.profile.tile_sample import PARTS, Cut
+from ds_memo.runtime.attach import attach_model
+from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.kinds import place
+from ds_memo.solve.schedule import Schedule
+from tests.estimate.test_requests import LLAMA, REAL
+from tests.everyday import everyday
+from tests.placements import placed
+
+CPU = torch.device("cpu")
+CUTS = (Cut(512, 4, 128), Cut(1024, 8, 128), Cut(1024, 4, 256))
+
+
+# ---- bytes
+
+
+def peaks(config: dict, folder: Path) -> dict[str, list[int]]:
+    """Return a real layer's peak bytes by part, at each of CUTS."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (folder / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    memo = attach_model(model, {"plan": {"enabled": False}, "host_memory_gib": 0.01}, device=CPU)
+    try:
+        embeds = torch.randn(1, 1024, 64, dtype=torch.bfloat16)
+        (call,) = layer_calls(memo.remat, model, (), {"inputs_embeds": embeds}, [0] * len(memo.layers), bool).values()
+        found = [tiles._measure(call, cut.tokens, Tiles(cut.of_tile), 1, CPU, None, 0) for cut in CUTS]
+    finally:
+        memo.detach()
+    return {part: [sample.parts[number].peak_bytes for sample in found] for number, part in enumerate(PARTS)}
+
+
+@pytest.mark.parametrize(
+    "name, within", everyday([("llama", 0.05), ("qwen3", 0.06), ("gemma", 0.08), ("olmo2", 0.06)], [("llama", 0.05)])
+)
+def test_what_a_real_layer_takes_in_tiles(name: str, within: float, tmp_path: Path) -> None:
+    """On the device, without its frame. A CPU's kernel of attention takes less in its backward: see the next test."""
+    real, formula = peaks(REAL[name], tmp_path), parts(from_config(REAL[name], name), Layout(1), 1)
+    for part in PARTS:
+        if part != "attention_backward":
+            assert [formula[part].nbytes(cut) for cut in CUTS] == pytest.approx(real[part], rel=within), part
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts(name: str, tmp_path: Path) -> None:
+    """Of layers so small, gradients of weights are most."""
+    real, formula = peaks(REAL[name], tmp_path), parts(from_config(REAL[name], name), Layout(1), 1)
+    for part in ("tails", "tails_backward", "heads_backward"):
+        assert [formula[part].nbytes(cut) for cut in CUTS] == pytest.approx(real[part], rel=0.17), part
+
+
+IN_THE_EMULATOR = {
+    "heads": (5.250, 3.875, 5.250),
+    "attention": (3.516, 3.516, 3.516),
+    "tails": (9.766, 6.391, 9.766),
+    "tails_backward": (40.501, 22.000, 29.000),
+    "attention_backward": (20.516, 14.766, 14.766),
+    "heads_backward": (24.251, 13.375, 17.000),
+}
+"""A profile of a Llama-3-8B layer, in units of tokens * hidden * 2 bytes: 4,096 tokens in tiles of 2,048; 8,192 in such; 8,192 in
+tiles of 4,096."""
+
+
+def test_what_a_layer_takes_on_cuda() -> None:
+    cuts = (Cut(4096, 2, 2048), Cut(8192, 4, 2048), Cut(8192, 2, 4096))
+    formula = parts(LLAMA, Layout(1), 1)
+    for part, units in IN_THE_EMULATOR.items():
+        assert [formula[part].nbytes(cut) / (cut.tokens * 8192) for cut in cuts] == pytest.approx(units, rel=0.03), part
+
+
+def test_groups_of_heads_take_less() -> None:
+    one, eight = (parts(LLAMA, Layout(1), groups)["attention_backward"] for groups in (1, 8))
+    assert eight.of_token < 0.8 * one.of_token
+
+
+# ---- seconds
+
+
+def costs(tokens: int = 1 << 17) -> Costs:
+    return Costs(LLAMA, load("h100"), Layout(1), tokens)
+
+
+def run(how: Tiles | None, tokens: int = 1 << 17, layers: int = 4) -> RunCosts:
+    found = costs(tokens)
+    layer = found.memo_layer() if how is None else tiled_layer(found, how)
+    return RunCosts((layer,) * layers, found.hardware.d2h, found.hardware.h2d, 1 << 50, 1 << 50, tiles=how)
+
+
+@pytest.mark.parametrize("alpha", (0.0, 0.3, 1.0))
+@pytest.mark.parametrize("residents", (0, 1))
+@pytest.mark.parametrize("tokens, tile", [(1 << 15, 4096), (1 << 17, 4096), (1 << 17, 16384)])
+def test_the_engine_takes_the_solvers_time(tokens: int, tile: int, residents: int, alpha: float) -> None:
+    how, kinds = run(Tiles(tile, 8), tokens), [PlacementKind(kind) for kind in place(4, residents)]
+    solved, engine = Schedule(how, kinds).at(alpha), simulate(how, placed(kinds, alpha))
+    assert engine.seconds / 1.01 < solved.seconds < (1.01 if alpha == 0 else 1.06) * engine.seconds, "careful where compute waits"
+
+
+def test_tiles_cost_what_runs_once_more() -> None:
+    whole, tiled = run(None).layers[0], run(Tiles(4096, 8)).layers[0]
+    took = [layer.forward_s + layer.backward_s + layer.replay_s + layer.gemm_s for layer in (whole, tiled)]
+    assert 1.0 < took[1] / took[0] < 1.1
+
+
+def test_a_call_of_one_tile_runs_whole() -> None:
+    assert run(Tiles(1 << 17)).layers[0].in_tiles is None
+
+
+# ---- what is chosen
+
+
+def question(tokens: int, **how: Any) -> Question:
+    return Question(model=replace(LLAMA, layers=32, vocab=128256), hardware=load("h100"), gpus=8, seq_length=tokens, **how)
+
+
+def test_tiles_reach_further_than_whole_layers() -> None:
+    tiled, whole = estimate(question(5 << 19)), estimate(question(5 << 19, tile_tokens=0))
+    assert tiled.status == "ok" and tiled.tiles is not None and tiled.placed["attention_recomputed"] == 0
+    assert whole.status == "oom"
+
+
+def test_what_fits_whole_runs_whole() -> None:
+    answer = estimate(question(1 << 16))
+    assert answer.status == "ok" and answer.tiles is None
+
+
+def test_a_given_tile_is_taken() -> None:
+    assert estimate(question(1 << 18, tile_tokens=4096)).tiles.tokens == 4096
+    with pytest.raises(EstimateError, match="only memo runs layers in tiles"):
+        estimate(question(1 << 18, tile_tokens=4096, method="alst"))
