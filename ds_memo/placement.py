@@ -62,7 +62,7 @@ class Placement:
     """True if a call without recompute gets an empty frame, so that the engine moves swapped frames while it runs and the host
     keeps the run-ahead limit (ds_memo.deepspeed.run_ahead_limit)."""
     tiles: Tiles | None = None
-    """None: the call runs whole. Calls without recompute, or that recompute attention, do so in any case."""
+    """None: the call runs whole. Calls without recompute do so in any case."""
 
     def __post_init__(self) -> None:
         if self.kind.on_device:

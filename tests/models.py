@@ -241,6 +241,26 @@ def assert_same_grads(
     got: dict[str, torch.Tensor | None], want: dict[str, torch.Tensor | None], tolerance: float = FP32, zero: Iterable[str] = ()
 ) -> None:
     """Compare gradients as :func:`assert_same` does."""
+
+    def scale(name: str) -> float:
+        if any(name.endswith(ending) for ending in zero):
+            name = name.removesuffix("bias") + "weight"
+        return float(want[name].double().norm())
+
+    assert_close(got, want, tolerance, scale)
+
+
+def assert_close(
+    got: dict[str, torch.Tensor | None],
+    want: dict[str, torch.Tensor | None],
+    tolerance: float,
+    scale: Callable[[str], float],
+) -> None:
+    """Compare the norm of each gradient's difference with `tolerance` of ``scale(name)``.
+
+    Raises:
+        Different: names the gradients that are off.
+    """
     if got.keys() != want.keys():
         raise Different(f"gradients of other things: {got.keys() ^ want.keys()}")
     wrong = []
@@ -250,12 +270,9 @@ def assert_same_grads(
             if value is not reference:
                 wrong.append(f"{name}: {'none' if value is None else 'one'}, stock has {'none' if reference is None else 'one'}")
             continue
-        scale = reference.double().norm()
-        if any(name.endswith(ending) for ending in zero):
-            scale = want[name.removesuffix("bias") + "weight"].double().norm()
-        distance = (value.double() - reference.double()).norm()
-        if not distance <= tolerance * scale:  # a NaN is wrong too
-            wrong.append(f"{name}: off by {distance / scale:.1e} of its norm")
+        distance, allowed = float((value.double() - reference.double()).norm()), tolerance * scale(name)
+        if not distance <= allowed:  # a NaN is wrong too
+            wrong.append(f"{name}: off by {distance:.1e}, of which {allowed:.1e} is allowed")
     if wrong:
         raise Different(f"{len(wrong)} of {len(want)} gradients: " + "; ".join(wrong[:8]))
 
@@ -282,12 +299,14 @@ def compare_with_stock(
     steps: int = 3,
     tolerance: float = FP32,
     layers: Any = None,
+    same: Callable[[Outcome, Outcome, float], None] = assert_same,
 ) -> dict[str, Any]:
     """Drive a stock copy and an attached copy of `model` through the same steps and compare each.
 
     Args:
         drive: runs a step of a model, given the step's number.
         layers: as in ``ds_memo.attach``, by name.
+        same: the comparison.
 
     Returns:
         The report after the last step.
@@ -300,7 +319,7 @@ def compare_with_stock(
             with poisoned_memory():
                 got = drive(attached, number)
             try:
-                assert_same(got, want, tolerance)
+                same(got, want, tolerance)
             except Different as different:
                 raise Different(f"step {number} with {config}: {different}") from None
         return handle.report()

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -199,7 +200,10 @@ def main() -> None:
         plan_scaling.draw(rows, ROOT / "docs" / "plan_scaling.png")
         _write("plan_scaling", {"machine": machine(), "limit": plan_scaling.LIMIT, "scaling": rows})
         return
-    native.load()  # compile before anything is timed
+    try:
+        native.load()  # compile before anything is timed
+    except native.Unavailable as why:
+        sys.exit(f"the planner's native search is measured, too: {why}")
     results = {"machine": machine(), "plans": plans(), "allocators": allocators(), "minimalloc": minimalloc()}
     results |= {"mip": mip(), "speed": speed()}
     if not args.quick:

@@ -77,8 +77,6 @@ def run(args: argparse.Namespace) -> int:
     question = _question(args)
     if args.sweep is not None or args.compare:
         return _table(args, question)
-    if args.output:
-        raise EstimateError("-o writes a table or plot: give --sweep or --compare too")
     beyond = None
     if args.max_length:
         answer, beyond = answers.longest(question)
@@ -119,6 +117,12 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         raise EstimateError("--compare shows each method with its own alpha and plan: leave --alpha and --[no-]plan out")
     if args.compare and args.tile_tokens is not None:
         raise EstimateError("--compare shows memo with its own tiles: leave --tile-tokens out")
+    if args.output and args.sweep is None and not args.compare:
+        raise EstimateError("-o writes a table or plot: give --sweep or --compare too")
+    if args.output and not args.output.endswith((".csv", ".png", ".svg")):
+        raise EstimateError(f"-o {quoted(args.output)}: expected a name that ends with .csv, .png or .svg")
+    if args.timeline and not args.timeline.endswith((".json", ".html")):
+        raise EstimateError(f"--timeline {quoted(args.timeline)}: expected a name that ends with .json or .html")
     if args.seq_length is not None and (args.max_length or args.sweep is not None):
         raise EstimateError("--seq-length does not go with --max-length and --sweep, which choose lengths")
     if args.gpus is not None and args.min_gpus:
@@ -268,19 +272,15 @@ def _table_as(path: str, found: Sequence[Estimate], rows: Sequence[dict]) -> str
         writer.writeheader()
         writer.writerows(rows)
         return file.getvalue()
-    if path.endswith((".png", ".svg")):
-        from ds_memo.show.sweep import draw_sweep
+    from ds_memo.show.sweep import draw_sweep
 
-        return draw_sweep(found, path[-3:])
-    raise EstimateError(f"-o {quoted(path)}: expected a name that ends with .csv, .png or .svg")
+    return draw_sweep(found, path[-3:])
 
 
 def _timeline_as(path: str, answer: Estimate) -> str:
     """Return the streams of one sequence in the format that the file's suffix names."""
     if answer.run is None:
         raise EstimateError(f"--timeline: there is nothing to draw, the answer is {_verdict(answer)}: {answer.binding}")
-    if not path.endswith((".json", ".html")):
-        raise EstimateError(f"--timeline {quoted(path)}: expected a name that ends with .json or .html")
     from ds_memo.show.timeline import as_html, chrome_trace
 
     spans = answer.simulated().spans

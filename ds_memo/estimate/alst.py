@@ -15,16 +15,16 @@ from ds_memo.estimate.parts import (
     pinned_bytes,
     state_bytes,
     timed,
+    without_budgets,
 )
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question
 from ds_memo.placement import ON_DEVICE
-from ds_memo.solve.costs import RunCosts
 from ds_memo.units import GIB
 
 
 def alst(question: Question, costs: Costs) -> Estimate:
     """Estimate a step. `costs` are of a model with fused norms."""
-    layers, hardware = costs.layers(Costs.alst_layer), question.hardware
+    layers = costs.layers(Costs.alst_layer)
     working = {
         "gathered parameters": gathered_bytes(costs),
         "logits of a tile": min(costs.tokens, TILE_TOKENS) * costs.model.vocab * LOGIT_BYTES,
@@ -33,10 +33,12 @@ def alst(question: Question, costs: Costs) -> Estimate:
     parts = by_part(question, state_bytes(costs), working)
     host = float(pinned_bytes(costs.hidden_bytes) * len(layers) * question.ranks_on_node)
     answer = Estimate(question, costs.layout, OOM, device_use(question, parts), parts, host)
-    if sum(parts.values()) > hardware.device_memory:
+    if sum(parts.values()) > question.hardware.device_memory:
         return answer
     if host > question.host_bytes:
         use = f"host memory: inputs of all layers take {host / GIB:.0f} of {question.host_bytes / GIB:.0f} GiB of the node"
         return replace(answer, status=OOHM, binding=f"{use}, pinned blocks rounded up to powers of two")
-    run = RunCosts(layers, hardware.d2h, hardware.h2d, host_budget=0, device_budget=0, head_s=costs.head_s)
-    return timed(replace(answer, status=OK, run=run, placements=(ON_DEVICE,) * len(layers), resident_layers=0), costs)
+    placed = replace(
+        answer, status=OK, run=without_budgets(costs, layers), placements=(ON_DEVICE,) * len(layers), resident_layers=0
+    )
+    return timed(placed, costs)

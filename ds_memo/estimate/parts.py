@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.question import Estimate, Question
+from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.units import GIB
 
 TILE_TOKENS = 1024
@@ -48,6 +49,11 @@ def by_part(question: Question, states: dict[str, float], working: dict[str, flo
 
 def device_use(question: Question, parts: dict[str, float]) -> str:
     return f"device memory: {sum(parts.values()) / GIB:.1f} of {question.hardware.device_memory / GIB:.1f} GiB"
+
+
+def without_budgets(costs: Costs, layers: tuple[LayerCosts, ...]) -> RunCosts:
+    """Return the simulator's input where nothing is solved for."""
+    return RunCosts(layers, costs.hardware.d2h, costs.hardware.h2d, host_budget=0, device_budget=0, head_s=costs.head_s)
 
 
 def timed(answer: Estimate, costs: Costs) -> Estimate:

@@ -16,10 +16,11 @@ from ds_memo.estimate.parts import (
     pinned_bytes,
     state_bytes,
     timed,
+    without_budgets,
 )
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question
 from ds_memo.placement import ON_DEVICE, Placement, PlacementKind
-from ds_memo.solve.costs import LayerCosts, RunCosts
+from ds_memo.solve.costs import LayerCosts
 from ds_memo.solve.paper import paper_alpha
 from ds_memo.units import GIB
 
@@ -60,7 +61,7 @@ def _without_copies(answer: Estimate, costs: Costs, layers: tuple[LayerCosts, ..
     def again(layer: LayerCosts) -> float:
         return layer.forward_s if costs.megatron else max(layer.gemm_s + layer.attention_s, costs.gather_s)
 
-    run = _run(answer.question, costs, layers).each(
+    run = without_budgets(costs, layers).each(
         lambda layer: replace(layer, outputs=(), replay_s=again(layer) if recomputes else 0.0, gemm_s=0.0)
     )
     placements = (ON_DEVICE,) * len(layers)
@@ -83,16 +84,10 @@ def _swapping(answer: Estimate, costs: Costs, layers: tuple[LayerCosts, ...]) ->
         binding = use
     elif hides:
         binding = f"link: at alpha {alpha:g} a layer's copy takes as long as its forward"
-    run, residents = _run(question, costs, layers), (ON_DEVICE,) * (n - swapped)
+    run, residents = without_budgets(costs, layers), (ON_DEVICE,) * (n - swapped)
     placements = (Placement(PlacementKind.SWAPPED, alpha),) * swapped + residents
     more: dict[str, Any] = {"alpha": alpha, "resident_layers": len(residents), "run": run, "placements": placements}
     return replace(answer, status=OK, binding=binding, host_bytes=host, **more)
-
-
-def _run(question: Question, costs: Costs, layers: tuple[LayerCosts, ...]) -> RunCosts:
-    """Return the simulator's input; it needs no budgets."""
-    hardware = question.hardware
-    return RunCosts(layers, hardware.d2h, hardware.h2d, host_budget=0, device_budget=0, head_s=costs.head_s)
 
 
 def _papers_alpha(question: Question, layer: LayerCosts, swapped: int) -> tuple[float, bool, bool]:

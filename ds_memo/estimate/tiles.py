@@ -24,7 +24,7 @@ from ds_memo.profile.tile_sample import PARTS, Cut
 from ds_memo.solve.costs import LayerCosts, Output, TileCosts, Working
 
 LEAST_TOKENS = 1024
-"""Of a tile."""
+"""Fewer tokens than these make no tile."""
 _MOST_GROUPS = 8
 _SUM, _ROUNDED = 4, 2
 """Bytes of a weight's gradient while tiles add to it, and afterwards."""

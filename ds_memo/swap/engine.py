@@ -199,7 +199,7 @@ class SwapEngine:
                 self._reload(frame)
             self.streams.wait(COMPUTE, frame.back)
             frame.move("ready")
-        if below is not None and below.ahead and below.state in ("away", "done"):
+        if below is not None and not below.resident and below.ahead and below.state in ("away", "done"):
             self.traffic.frames_prefetched += 1
             self._reload(below)
             self._ahead = weakref.ref(below)

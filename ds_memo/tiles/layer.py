@@ -25,39 +25,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_memo.placement import GEMMS_RECOMPUTED, UNDECIDED, Placement
-from ds_memo.remat.analyse import Analyse
-from ds_memo.remat.call import Call, storage_of, tensor_leaves
-from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
+from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, UNDECIDED, Placement
+from ds_memo.remat.call import Call, storage_of
+from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.inputs import DeviceInput
 from ds_memo.remat.random_states import forked
-from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp, make_recipe
-from ds_memo.remat.record import Record
+from ds_memo.remat.recipe import Recipe, SavedOp
 from ds_memo.remat.replay import Replay
 from ds_memo.spans import Span
-from ds_memo.swap.frame import Kept, Layout
+from ds_memo.swap.frame import Frame, Kept, Layout
 from ds_memo.tiles.around import (
     aliased,
     autocast_again,
     autocast_now,
     dropping,
-    from_generators,
-    generators,
     own_linear,
     refuse_create_graph,
-    without_autocast,
 )
+from ds_memo.tiles.attention import AttentionRecipe, TiledAttention, lie_alike, remember
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.gradient_owner import is_owned
-from ds_memo.tiles.heads import Heads
-from ds_memo.tiles.modes import RecordHead, RecordTail, SupplyHeads, may_split_heads
+from ds_memo.tiles.modes import RecordHead, RecordTail
 from ds_memo.tiles.probe import Shapes
 from ds_memo.tiles.recipes import TileRecipe, analyse
 from ds_memo.tiles.slices import Arguments, fill, hidden_states, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
-
-_REMEMBERED = 64
-"""Recipes that a layer remembers; beyond that, the oldest is dropped."""
 
 
 @dataclass
@@ -76,42 +68,35 @@ class Tile:
         """Return its hidden states from its frame, as a leaf."""
         return self.call.frame.tensor(self.call.recipe.inputs[0]).detach().requires_grad_()
 
-    def supplies_up_to_attention(self) -> bool:
-        """Return True if the backward of the part up to attention reads more of the frame than the hidden states."""
-        return any(op.kept is not None and (isinstance(op, SavedOp) or op.wanted) for op in self.up_to_attention.recipe.ops)
-
     @functools.cached_property
     def up_to_attention(self) -> Call:
-        """A call like the tile's that ends at attention. Its forward must be over."""
+        """A call like the tile's that ends at attention, for the backward from there. Its forward must be over."""
+        return self._like(self.recipe.up_to_attention(self.call.recipe) if self.followed else self._without_ops)
+
+    @functools.cached_property
+    def again_to_attention(self) -> Call:
+        """The same, but it computes what attention reads."""
+        ops = self.call.recipe.ops[: len(self.recipe.head)]
+        return self._like(replace(self.call.recipe, ops=ops) if self.followed else self._without_ops)
+
+    @functools.cached_property
+    def behind_attention(self) -> Call:
+        """A call like the tile's that leaves out what only attention reads."""
+        return self._like(self.recipe.behind_attention(self.call.recipe)) if self.followed else self.call
+
+    @property
+    def _without_ops(self) -> Recipe:
+        return replace(self.call.recipe, ops=[])
+
+    def _like(self, recipe: Recipe) -> Call:
         call = copy.copy(self.call)
-        call.recipe = self.recipe.up_to_attention(call.recipe) if self.followed else replace(call.recipe, ops=[])
+        call.recipe = recipe
         return call
 
 
-@dataclass(frozen=True)
-class AttentionRecipe:
-    """What attention's frame keeps."""
-
-    recipe: Recipe
-    output: Output | None
-    """The output of an op that is attention's result, which the tiles' frames keep; None: the frame keeps all outputs."""
-    draws: bool
-    """True if attention draws random numbers."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """An op's output that shares its memory with attention's result."""
-
-    op: int
-    """Index in the recipe."""
-    position: int
-    """Among the op's outputs."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def within(self, result: torch.Tensor) -> torch.Tensor:
-        return result.as_strided(self.shape, self.stride)
+def reads_hidden_only(call: Call) -> bool:
+    """Return True if a replay reads no more of its frame than the hidden states."""
+    return not any(op.kept is not None and (isinstance(op, SavedOp) or op.wanted) for op in call.recipe.ops)
 
 
 class TiledLayer:
@@ -128,6 +113,8 @@ class TiledLayer:
         self.attention_recipes: dict[Any, AttentionRecipe] = {}
         self.alphas: dict[Any, float] = {}
         """By key of the call: alpha where the policy leaves it open until sizes are known."""
+        self.result_differs = False
+        """True if attention's result is not its kernel's output, as a call showed."""
         self._module = weakref.ref(module)
 
     @property
@@ -169,12 +156,23 @@ class TiledCall:
         self._hidden: torch.Tensor | None = hidden_states(args, kwargs)
         self._parameters = [parameter for parameter in tiled.module.parameters() if parameter.requires_grad]
         self._tiles: list[Tile] = []
-        self._attention: Call | None = None
-        self._output: Output | None = None
+        self._recomputes = placement.kind.recomputes_attention
+        self._keeps_result = not (self._recomputes or tiled.result_differs)
+        """True if the tiles' frames keep attention's result; else the backward makes it before it comes to the tiles."""
+        self._attention = TiledAttention(
+            tiled.layer,
+            type(tiled.module).__name__,
+            tiled.shapes,
+            tiled.attention_recipes,
+            (self._arguments.batch, self._arguments.length),
+            tiled.module.training,
+            whole=not (self._recomputes or self._keeps_result),
+            recomputed=self._recomputes,
+            remat=remat,
+        )
         self._result: torch.Tensor | None = None
         """Attention's result where it stays on the device: the tiles' frames hold parts of it."""
-        self._generators: Any = None
-        """States before attention ran, if it draws random numbers."""
+        self._result_dtype: torch.dtype | None = None
         self._device_inputs = [DeviceInput(tiled.layer.name, tensor) for tensor in self._arguments.tensors]
         self._autocast = autocast_now()
         self._seed = int(torch.randint(1 << 62, ())) if tiled.shapes.draws else None
@@ -196,21 +194,23 @@ class TiledCall:
         self._place(hidden, recipes)
         try:
             with own_linear(), torch.enable_grad(), dropping(), aliased(self._tiled.module, self._parameters):
-                # The first frame: the backward of the layer above goes on with the last tile's, the youngest.
-                frame = self._engine.begin(f"{self._tiled.layer.name}, attention", self._placement)
-                self._attention = Call(self._tiled.layer.index, (), self._engine, frame, None, self._remat.work)
+                if not self._recomputes:  # the first frame: the backward of the layer above goes on with the last tile's
+                    self._attention.begin(self._placement)
                 gathered = self._heads(hidden, recipes)
-                result = self._attend(gathered)
-                self._engine.end(frame)
+                self._remat.part_begins("attention")
+                result = (self._attention.run_and_forget if self._recomputes else self._attention.run)(gathered)
                 del gathered
                 output = self._tails(hidden, result)
-            if self._placement.kind.on_device and self._output is not None:
+            self._result_dtype = result.dtype
+            if self._keeps_result:
+                self._tiled.result_differs = not self._attention.result_is_output
+            if self._placement.kind.on_device and self._attention.result_is_output:
                 self._result = result
             self._describe(hidden)
         except BaseException:  # Ctrl-C, too: the host blocks of frames that no graph will hold
-            for call in (*(tile.call for tile in self._tiles), self._attention):
-                if call is not None and call.frame.state == "recording":
-                    self._engine.abort(call.frame)
+            for frame in self._frames():
+                if frame.state == "recording":
+                    self._engine.abort(frame)
             raise
         return output
 
@@ -228,41 +228,48 @@ class TiledCall:
                 args, kwargs, _ = self._arguments.tile(x, span)
                 call = Call(self._tiled.layer.index, (), self._engine, None, None, self._remat.work)
                 recipe = analyse(call, module, self._forward, (args, kwargs), span, self._shapes)
-                _remember(self._tiled.recipes, key, recipe)
+                remember(self._tiled.recipes, key, recipe)
             found[span.size] = recipe
         return found
 
     def _place(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], TileRecipe]) -> None:
         """Settle the share of tiles that are stored, and stay on the device if the host has no room."""
-        of_tiles = [recipes[span.size] for span in self._spans]
+        of_tiles = [recipes[span.size].kept(self._keeps_result) for span in self._spans]
         whole = sum(recipe.recomputed.layout.host_bytes for recipe in of_tiles) + self._attention_bytes(hidden)
         if self._placement.alpha is UNDECIDED:
             key = hidden.shape, self._placement
             if key not in self._tiled.alphas:
                 split = sum(recipe.stored.layout.host_bytes - recipe.recomputed.layout.host_bytes for recipe in of_tiles)
-                _remember(self._tiled.alphas, key, self._remat.policy.alpha(self._tiled.layer, whole, split))
+                remember(self._tiled.alphas, key, self._remat.policy.alpha(self._tiled.layer, whole, split))
             self._placement = replace(self._placement, alpha=self._tiled.alphas[key])
         stored = stored_tiles(len(of_tiles), self._placement.decided_alpha)
         needs = whole + sum(of_tiles[i].stored.layout.host_bytes - of_tiles[i].recomputed.layout.host_bytes for i in stored)
         if not (self._placement.kind.on_device or self._remat.policy.has_room(needs)):
-            self._placement = replace(GEMMS_RECOMPUTED, tiles=self._placement.tiles)
+            on_device = FULL_RECOMPUTE if self._recomputes else GEMMS_RECOMPUTED
+            self._placement = replace(on_device, tiles=self._placement.tiles)
 
     def _attention_bytes(self, hidden: torch.Tensor) -> int:
-        """Return about how many bytes attention's frame keeps: a log-sum-exp in float32 for each head."""
+        """Return about how many bytes attention's frame keeps: a log-sum-exp in float32 for each head, and maybe the output."""
+        if self._recomputes:
+            return 0
         result = self._shapes.result
-        return hidden.shape[0] * hidden.shape[1] * 4 * result.elements_per_token // result.shape[-1]
+        elements = hidden.shape[0] * hidden.shape[1] * result.elements_per_token
+        return 4 * elements // result.shape[-1] + (0 if self._keeps_result else elements * hidden.element_size())
 
     def _describe(self, hidden: torch.Tensor) -> None:
         """Show the layer's report what this call keeps: the bytes of all its frames, and the shape of its input."""
-        frames = [*(tile.call.frame for tile in self._tiles), self._attention.frame]
-        layouts = [frame.layout for frame in frames]
+        layouts = [frame.layout for frame in self._frames()]
         layout = Layout(
             [kept for layout in layouts for kept in layout.kept],
             sum(layout.host_bytes for layout in layouts),
             sum(layout.buffer_bytes for layout in layouts),
         )
-        recipe = self._attention.recipe
-        self._tiled.layer.latest = replace(recipe, layout=layout, inputs=[Layout().add(hidden)])
+        self._tiled.layer.latest = replace(self._tiles[0].call.recipe, layout=layout, inputs=[Layout().add(hidden)])
+
+    def _frames(self) -> list[Frame]:
+        """Return the frames that are open, or keep something."""
+        of_attention = self._attention.frame
+        return [*(tile.call.frame for tile in self._tiles), *([] if of_attention is None else [of_attention])]
 
     def _heads(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], TileRecipe]) -> Gathered:
         self._remat.part_begins("heads")
@@ -270,7 +277,8 @@ class TiledCall:
         all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
         for number, span in enumerate(self._spans):
             of_size = recipes[span.size]
-            recipe = of_size.stored if number in all_stored else of_size.recomputed
+            kept = of_size.kept(self._keeps_result)
+            recipe = kept.stored if number in all_stored else kept.recomputed
             frame = self._engine.begin(f"{self._tiled.layer.name}, tile {number}", self._placement)
             call = Call(self._tiled.layer.index, (), self._engine, frame, recipe, self._remat.work)
             tile = Tile(span, call, of_size, None if self._seed is None else self._seed + number)
@@ -286,74 +294,6 @@ class TiledCall:
             self._remat.work.gemm_flops += recipe.gemm_flops
         return gathered
 
-    def _attend(self, gathered: Gathered) -> torch.Tensor:
-        """Run attention for all tokens, keep what its backward needs, and return its output."""
-        self._remat.part_begins("attention")
-        tiled, leaves = self._tiled, list(gathered.leaves)
-        for index in self._shapes.differentiable:
-            leaves[index] = leaves[index].detach().requires_grad_()
-        key = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)), tiled.module.training
-        known = tiled.attention_recipes.get(key)
-        self._engine.let_go_but(0)
-        call, frame = self._attention, self._attention.frame
-        call.recipe = known.recipe if known else None
-        observed = Observed()
-        mode: Analyse | Record
-        if known:
-            self._engine.adopt(frame, known.recipe.layout)
-            mode = Record(call, functools.partial(tensor_leaves, leaves), tiled.attention_recipes.clear)
-        else:
-            mode = Analyse(call, observed, None, tensor_leaves(leaves))
-        if known is None or known.draws:
-            self._generators = generators(self._engine.device)
-        with mode:
-            result = self._shapes.result.only_tensor(self._run_attention(gathered, leaves)).detach()
-        if known is None:
-            draws = self._generators != generators(self._engine.device)
-            known = self._settle_attention(observed, result, draws)
-            _remember(tiled.attention_recipes, key, known)
-        if not known.draws:
-            self._generators = None
-        self._output = known.output
-        if known.output is not None:
-            self._set_output(None)
-        return result
-
-    def _settle_attention(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
-        """Make the recipe of an attention call that was analysed, and keep this call's tensors by it."""
-        call = self._attention
-        if observed.softmax and not observed.ops:
-            raise CannotTile("its attention makes a matrix of tokens × tokens")
-        observed.note_hidden_writes()
-        observed.close_over_inputs(all_rows_kept=True)
-        output = None
-        for index, op in enumerate(observed.ops):
-            if isinstance(op, ObservedSavedOp) and not op.recomputed:
-                for position, value in enumerate(op.outputs):
-                    if torch.is_tensor(value) and self._is(value, result):
-                        output = Output(index, position, tuple(value.shape), value.stride())
-                        op.outputs = (*op.outputs[:position], None, *op.outputs[position + 1 :])
-        recipe, tensors = make_recipe(observed, 1.0)
-        call.recipe = recipe
-        call.keep_observed(observed, tensors)
-        observed.forget()
-        return AttentionRecipe(recipe, output, draws)
-
-    def _is(self, value: torch.Tensor, result: torch.Tensor) -> bool:
-        """Return True if an op's output is attention's result, in the memory order that the backward rebuilds."""
-        if storage_of(value) != storage_of(result) or value.numel() != result.numel():
-            return False
-        again = self._shapes.result.new(self._arguments.batch, self._arguments.length, result.dtype, "meta")
-        return value.storage_offset() == result.storage_offset() and _lie_alike(result.shape, again.stride(), result.stride())
-
-    def _set_output(self, result: torch.Tensor | None) -> None:
-        """Have attention's replay supply its op's output from `result`, or hold it no longer."""
-        call, where = self._attention, self._output
-        if where is not None:
-            outputs = list(call.loose[where.op])
-            outputs[where.position] = None if result is None else where.within(result)
-            call.loose[where.op] = tuple(outputs)
-
     def _tails(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         self._remat.part_begins("tails")
         output: torch.Tensor | None = None
@@ -363,7 +303,7 @@ class TiledCall:
                 output = new_whole(of_tile, self._arguments.batch, self._arguments.length, 1)
             part(output, tile.span, 1).copy_(of_tile)
             self._engine.end(tile.call.frame)
-            if tile.call.recipe is not tile.recipe.recomputed:
+            if tile.call.recipe is not tile.recipe.kept(self._keeps_result).recomputed:
                 self._engine.let_go_but(2)
         assert output is not None
         return output
@@ -371,8 +311,10 @@ class TiledCall:
     def _tail(self, tile: Tile, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Return a tile of the layer's output."""
         args, kwargs, _ = self._arguments.tile(part(hidden, tile.span, 1).detach().requires_grad_(), tile.span)
-        own, kept = part(result, tile.span, self._shapes.result.dim).detach(), tile.call.recipe.inputs[1]
-        self._engine.keep(tile.call.frame, kept, _in_order_of(kept, own))
+        own = part(result, tile.span, self._shapes.result.dim).detach()
+        if self._keeps_result:
+            kept = tile.call.recipe.inputs[1]
+            self._engine.keep(tile.call.frame, kept, _in_order_of(kept, own))
         given = self._shapes.result.of(own.requires_grad_())
         with self._seeded(tile.seed), RecordTail(tile.call, tile.recipe.head, tile.followed):
             returned = run_with_attention(self._forward, args, kwargs, lambda reached: given, self._shapes.sdpa)
@@ -389,63 +331,84 @@ class TiledCall:
         try:
             return self._backward(gradient, may_overwrite)
         finally:
-            for call in (*(tile.call for tile in self._tiles), self._attention):
-                call.frame.first_only = False
-                if call.frame.state == "ready":  # it raised; the graph may be run again
-                    self._engine.replayed(call.frame)
+            for tile in self._tiles:
+                tile.call.frame.first_only = False
+                if tile.call.frame.state == "ready":  # it raised; the graph may be run again
+                    self._engine.replayed(tile.call.frame)
+            self._attention.release()
 
     def _backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
         with own_linear(), autocast_again(self._autocast), aliased(self._tiled.module, self._parameters) as aliases:
             sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             self._remat.part_begins("tails_backward")
-            dtype = self._tiles[0].call.recipe.inputs[1].dtype
-            new_result = functools.partial(
-                self._shapes.result.new, self._arguments.batch, self._arguments.length, dtype, gradient.device
-            )
-            result = new_result() if self._result is None else self._result
+            gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
+            if self._keeps_result:
+                result = self._new_result(gradient.device) if self._result is None else self._result
+            else:
+                self._heads_again(gathered)
+                result = self._attention.result(gathered, then=self._last_frame)
             d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
-            d_result = new_result()
-            gathered = self._tails_backward(sums, gradient, d_hidden, d_inputs, result, d_result)
+            d_result = self._new_result(gradient.device)
+            self._tails_backward(sums, gathered, gradient, d_hidden, d_inputs, result, d_result)
             sums.settle()
-            self._engine.bring_back(self._attention.frame, then=self._tiles[-1].call.frame)
-            self._set_output(result)
-            del result
             self._remat.part_begins("attention_backward")
-            self._attention_backward(sums, aliases, gathered, d_result)
-            self._set_output(None)
-            del d_result
+            groups = self._placement.tiles.head_groups
+            self._attention.backward(sums, aliases, gathered, result, d_result, groups, then=self._last_frame)
+            del result, d_result
             self._remat.part_begins("heads_backward")
             self._heads_backward(sums, gathered, d_hidden, d_inputs)
             return [d_hidden, *d_inputs, *sums.take()]
 
+    @property
+    def _last_frame(self) -> Frame:
+        return self._tiles[-1].call.frame
+
+    def _new_result(self, device: torch.device) -> torch.Tensor:
+        return self._shapes.result.new(self._arguments.batch, self._arguments.length, self._result_dtype, device)
+
+    def _heads_again(self, gathered: Gathered) -> None:
+        """Run every tile up to attention once more: fill `gathered`."""
+        for tile in self._tiles:
+            tile.call.frame.first_only = reads_hidden_only(tile.again_to_attention)
+        below = [self._attention.frame or self._last_frame, *(tile.call.frame for tile in self._tiles)]
+        for number, tile in reversed(list(enumerate(self._tiles))):
+            self._engine.bring_back(tile.call.frame, then=below[number], again=True)
+            tile.call.frame.first_only = False
+            args, kwargs, wholes = self._arguments.tile(tile.hidden(), tile.span)
+            with torch.enable_grad(), dropping(), self._seeded(tile.seed), Replay(tile.again_to_attention):
+                reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
+            gathered.add(tile.span, reached, wholes)
+
     def _tails_backward(
         self,
         sums: GradientSums,
+        gathered: Gathered,
         gradient: torch.Tensor,
         d_hidden: torch.Tensor,
         d_inputs: list[torch.Tensor],
         result: torch.Tensor,
         d_result: torch.Tensor,
-    ) -> Gathered:
-        """Run every tile again, and the backward of what follows attention: fill `result`, `d_result`, a part of the others.
+    ) -> None:
+        """Run every tile again, and the backward of what follows attention: fill `d_result` and a part of other gradients.
 
-        Returns:
-            Attention's arguments.
+        If the tiles' frames keep attention's result, `gathered` and `result` are filled, too.
         """
-        gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
         dim = self._shapes.result.dim
-        below = [self._attention.frame, *(tile.call.frame for tile in self._tiles)]
+        below = [self._attention.frame or self._last_frame, *(tile.call.frame for tile in self._tiles)]
         for number, tile in reversed(list(enumerate(self._tiles))):
             self._engine.bring_back(tile.call.frame, then=below[number], again=True)
-            own = tile.call.frame.tensor(tile.call.recipe.inputs[1]).detach()
-            if storage_of(own) != storage_of(result):
-                part(result, tile.span, dim).copy_(own)
-            d_x, d_own, *d_others = self._tail_backward(sums, tile, gathered, own.requires_grad_(), part(gradient, tile.span, 1))
-            tile.call.frame.first_only = not tile.supplies_up_to_attention()
+            own = part(result, tile.span, dim)
+            if self._keeps_result:
+                kept = tile.call.frame.tensor(tile.call.recipe.inputs[1]).detach()
+                if storage_of(kept) != storage_of(result):
+                    own.copy_(kept)
+                own = kept
+            own = own.detach().requires_grad_()
+            d_x, d_own, *d_others = self._tail_backward(sums, tile, gathered, own, part(gradient, tile.span, 1))
+            tile.call.frame.first_only = reads_hidden_only(tile.up_to_attention)
             fill(part(d_result, tile.span, dim), d_own)
             fill(part(d_hidden, tile.span, 1), d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
-        return gathered
 
     def _tail_backward(
         self, sums: GradientSums, tile: Tile, gathered: Gathered, own: torch.Tensor, d_output: torch.Tensor
@@ -456,62 +419,14 @@ class TiledCall:
         args, kwargs, wholes = self._arguments.tile(x, tile.span)
 
         def supply(reached: AttentionCall) -> Any:
-            gathered.add(tile.span, reached, wholes)
+            if self._keeps_result:
+                gathered.add(tile.span, reached, wholes)
             return self._shapes.result.of(own)
 
-        with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.call):
+        replayed = tile.call if self._keeps_result else tile.behind_attention
+        with torch.enable_grad(), self._seeded(tile.seed), Replay(replayed):
             output = self._shapes.output.tensor(run_with_attention(self._forward, args, kwargs, supply, self._shapes.sdpa))
         return sums.backward([output], [d_output], [x, own, *self._arguments.inputs(args, kwargs)])
-
-    def _attention_backward(
-        self, sums: GradientSums, aliases: list[torch.Tensor], gathered: Gathered, d_result: torch.Tensor
-    ) -> None:
-        """Run attention's backward, a group of heads at a time. Gradients of its arguments overwrite them."""
-        shapes, call = self._shapes, self._attention
-        for heads in self._groups(gathered, d_result):
-            leaves = list(gathered.leaves)
-            for index in shapes.differentiable:
-                leaves[index] = heads.of(leaves[index], shapes.arguments[index]).detach().requires_grad_()
-            inputs = [leaves[index] for index in shapes.differentiable]
-            with torch.enable_grad(), from_generators(self._generators, self._engine.device), SupplyHeads(call, heads):
-                result = shapes.result.only_tensor(self._run_attention(gathered, leaves))
-            with without_autocast():
-                found = torch.autograd.grad(result, inputs, heads.of(d_result, shapes.result.dim))
-            del result, leaves, inputs
-            for index, gradient in zip(shapes.differentiable, found, strict=True):
-                whole, dim = gathered.leaves[index], shapes.arguments[index]
-                if dim is None:
-                    sums.add(next(i for i, alias in enumerate(aliases) if alias is whole), gradient)
-                else:
-                    heads.of(whole, dim).copy_(gradient)
-        self._engine.replayed(call.frame)
-
-    def _groups(self, gathered: Gathered, d_result: torch.Tensor) -> list[Heads]:
-        """Return the groups of heads that attention's backward runs for, one after another."""
-        assert self._placement.tiles is not None
-        shapes, groups = self._shapes, self._placement.tiles.head_groups
-        tensors = [(gathered.leaves[index], shapes.arguments[index]) for index in shapes.differentiable]
-        tensors.append((d_result, shapes.result.dim))
-        heads = [tensor.shape[3 - dim] if dim in (1, 2) and tensor.dim() == 4 else 0 for tensor, dim in tensors]
-        if groups == 1:
-            return [Heads(0, 1)]
-        others = [
-            leaf for i, leaf in enumerate(gathered.leaves) if isinstance(leaf, torch.Tensor) and i not in shapes.differentiable
-        ]
-        why = None
-        if self._output is None:
-            why = "heads are traded among ranks (Ulysses), or its kernel's output is not its result"
-        elif not all(heads) or not may_split_heads(self._attention):
-            why = "its kernel runs for all heads at once"
-        elif min(heads) % groups:
-            why = f"they do not divide its {min(heads)} key-value heads"
-        elif any(leaf.dim() == 4 and leaf.shape[1] > 1 for leaf in others):
-            why = "its mask differs among heads"
-        if why:
-            name = type(self._tiled.module).__name__
-            self._remat.warn(f"memo.head_groups: {groups} groups are not used in the backward of {name}'s attention: {why}")
-            return [Heads(0, 1)]
-        return [Heads(number, groups) for number in range(groups)]
 
     def _heads_backward(
         self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]
@@ -538,9 +453,6 @@ class TiledCall:
 
     # ---- around tiles
 
-    def _run_attention(self, gathered: Gathered, leaves: list[Any]) -> Any:
-        return self._remat.with_kernel(self._tiled.layer, gathered.call.run, leaves)
-
     @contextmanager
     def _seeded(self, seed: int | None) -> Iterator[None]:
         """Draw random numbers from a seed inside the block, if the layer draws any."""
@@ -552,21 +464,9 @@ class TiledCall:
             yield
 
 
-def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keep a value for later calls. The number is limited, because lengths may never repeat."""
-    if len(table) >= _REMEMBERED:
-        del table[next(iter(table))]
-    table[key] = value
-
-
-def _lie_alike(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return True if two strides are the same for a shape."""
-    return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
-
-
 def _in_order_of(kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that lies in memory as `kept` says: itself, or a copy."""
-    if _lie_alike(tensor.shape, tensor.stride(), kept.stride):
+    if lie_alike(tensor.shape, tensor.stride(), kept.stride):
         return tensor
     return torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype, device=tensor.device).copy_(tensor)
 

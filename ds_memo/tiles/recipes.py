@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,18 +21,38 @@ from ds_memo.tiles.probe import Shapes
 from ds_memo.tiles.slices import hidden_states
 
 
+class Keeps(NamedTuple):
+    """Recipes of a whole run."""
+
+    recomputed: Recipe
+    """Only the hidden states, attention's result and what routers chose are kept."""
+    stored: Recipe
+    """All GEMM outputs are kept, too."""
+
+
 @dataclass(frozen=True)
 class TileRecipe:
     """Recipes of all tiles of one length."""
 
-    recomputed: Recipe
-    """Recipe of a whole run; only its hidden states, attention's output and what routers chose are kept."""
-    stored: Recipe
-    """Recipe of a whole run; all GEMM outputs are kept, too."""
+    with_result: Keeps
+    without_result: Keeps
+    """Attention's result is not kept."""
     to_attention: list[bool]
     """For each GEMM up to attention, whether a backward from attention needs its output."""
     head: list[bool]
     """For each op up to attention, whether what follows attention needs it."""
+
+    def kept(self, result: bool) -> Keeps:
+        """Return the recipes by whether attention's result is kept."""
+        return self.with_result if result else self.without_result
+
+    def behind_attention(self, recipe: Recipe) -> Recipe:
+        """Return the recipe of a run whose attention is supplied: of the head's products, those that the tail needs."""
+        head = [
+            replace(op, wanted=op.wanted and needed) if isinstance(op, Gemm) else op
+            for op, needed in zip(recipe.ops, self.head, strict=False)
+        ]
+        return replace(recipe, ops=[*head, *recipe.ops[len(head) :]])
 
     def up_to_attention(self, recipe: Recipe) -> Recipe:
         """Return the recipe of a run that ends at attention, for the backward of that part."""
@@ -73,15 +93,22 @@ def analyse(
             run_to_attention(forward, args, kwargs)
         part.close_over_inputs(all_rows_kept=False)
         whole.note_hidden_writes()
-        whole.inputs = [hidden_states(args, kwargs), result]
-        wanted = whole.wanted
-        whole.close_over_inputs(all_rows_kept=True)
         whole.softmax = None  # a router's: attention is not in it
-        stored, _ = make_recipe(whole, 1.0)
-        whole.wanted = wanted
-        whole.close_over_inputs(all_rows_kept=False)
-        recomputed, _ = make_recipe(whole, 0.0)
-        recipe = TileRecipe(recomputed, stored, [part.is_wanted(i) for i in range(len(part.gemms()))], head)
+        x = hidden_states(args, kwargs)
+        recipe = TileRecipe(
+            _keeps(whole, [x, result]), _keeps(whole, [x]), [part.is_wanted(i) for i in range(len(part.gemms()))], head
+        )
         whole.forget()
         part.forget()
     return recipe
+
+
+def _keeps(observed: Observed, inputs: list[torch.Tensor]) -> Keeps:
+    observed.inputs = inputs
+    wanted = observed.wanted
+    recipes = []
+    for all_stored in (False, True):
+        observed.close_over_inputs(all_rows_kept=all_stored)
+        recipes.append(make_recipe(observed, float(all_stored))[0])
+        observed.wanted = wanted
+    return Keeps(*recipes)

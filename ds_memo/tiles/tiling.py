@@ -48,7 +48,7 @@ class Tiling:
         self._latest = tiles
         call = LayerCall(fn, layer.module(), args, kwargs)
         hidden = hidden_states(call.args, call.kwargs)
-        if call.module is None or placement.kind.recomputes_attention or _is_one_tile(hidden, tiles.tokens):
+        if call.module is None or _is_one_tile(hidden, tiles.tokens):
             return None
         try:
             refuse_call(call.module, call.args, call.kwargs)

@@ -208,6 +208,8 @@ def test_it_imports_no_torch():
         (("--sweep", "64K,"), "'64K,', expected A:B or A,B"),
         (("--sweep", "1M", "--method", "none", "--alpha", "0.5"), "only memo and paper have an alpha"),
         (("--sweep", "64K:1M", "-o", "x.pdf"), "x.pdf"),
+        (("--seq-length", "1M", "--tile-tokens", "-1"), "'-1'"),
+        (("--seq-length", "1M", "--tile-tokens", "4096", "--method", "alst"), "only memo runs layers in tiles"),
         (("--max-length", "--sweep", "1M"), "do not go with"),
         (("--max-length", "--seq-length", "1M"), "choose lengths"),
         (("--min-gpus", "--seq-length", "1M"), "--min-gpus"),

@@ -67,7 +67,7 @@ def test_what_a_real_layer_takes_in_tiles(name: str, within: float, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_experts(name: str, tmp_path: Path) -> None:
-    """Of layers so small, gradients of weights are most."""
+    """In layers so small, gradients of weights are most."""
     real, formula = peaks(REAL[name], tmp_path), parts(from_config(REAL[name], name), Layout(1), 1)
     for part in ("tails", "tails_backward", "heads_backward"):
         assert [formula[part].nbytes(cut) for cut in CUTS] == pytest.approx(real[part], rel=0.17), part

@@ -5,8 +5,6 @@ The negative control: with any single wait taken out of the engine, the checker 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -19,7 +17,8 @@ from tests.swap import scenarios
 from tests.swap.crumbs import Crumbs
 from tests.swap.delayed import DelayedStreams
 from tests.swap.mutants import engine_without, waits
-from tests.swap.ordered import OrderedStreams, OrderError
+from tests.swap.ordered import OrderedStreams
+from tests.swap.races import SHOWS_IN_GRADIENTS, noticed, racing, tell
 from tests.swap.rig import attached
 from tests.swap.schedules import Setup, differing, play
 
@@ -34,8 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
 
 def run(seed: int, streams, engine: type[SwapEngine] = SwapEngine, slab: type[HostSlab] = HostSlab) -> dict[str, torch.Tensor]:
     setup = Setup(seed)
-    watching = streams if isinstance(streams, OrderedStreams) else nullcontext()
-    with watching, attached(setup.model, streams, setup.config, engine, slab):
+    with racing(setup, streams, engine, slab):
         return play(setup.model, seed, ACTIONS)
 
 
@@ -76,14 +74,6 @@ def test_random_schedules_over_blocks_of_many_pieces(group):
 # ---- stories that need one wait each
 
 
-def tell(story, streams, engine: type[SwapEngine] = SwapEngine, slab: type[HostSlab] = HostSlab) -> dict[str, torch.Tensor]:
-    model = scenarios.stack(story)
-    watching = streams if isinstance(streams, OrderedStreams) else nullcontext()
-    config = {"alpha": 0.5, "resident_layers": scenarios.RESIDENTS.get(story, 0)}
-    with watching, attached(model, streams, config, engine, slab) as memo:
-        return story(memo, model, scenarios.batches())
-
-
 @pytest.mark.parametrize("story", scenarios.STORIES, ids=lambda story: story.__name__)
 def test_stories(story):
     reference = tell(story, ThreadStreams())
@@ -114,26 +104,7 @@ def test_an_unused_reload_is_dropped_before_another_begins(residents):
 
 @pytest.mark.parametrize("wait", waits())
 def test_without_this_wait_the_checker_objects(wait):
-    mutant = engine_without(wait)
-    for story in scenarios.STORIES:
-        checker = OrderedStreams()
-        try:
-            tell(story, checker, mutant)
-            checker.verify()
-        except OrderError:
-            assert checker.violations
-        if checker.violations:
-            return
-    pytest.fail(f"nothing was found without {wait!r}")
-
-
-# On a CPU compute is over when a call returns, so a missing wait for compute does not show. Some waits only guard memory that
-# these stories never reuse. The others must show in the numbers.
-SHOWS_IN_GRADIENTS = {
-    "about_to_change: self.streams.wait(COMPUTE, self.streams.mark(D2H))": scenarios.change_in_place,
-    "bring_back: self.streams.wait(COMPUTE, frame.back)": scenarios.train,
-    "_let_go: self.streams.wait(COMPUTE, frame.sent)": scenarios.train,
-}
+    assert noticed(wait)
 
 
 @pytest.mark.parametrize("wait", SHOWS_IN_GRADIENTS)

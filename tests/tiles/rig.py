@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import ds_memo
 from ds_memo.runtime.handle import MemoHandle
-from tests.models import FP32, MODELS, Different, Outcome, build, poisoned_memory
+from tests.models import FP32, MODELS, Batch, Block, Outcome, Toy, assert_close, build, compare_with_stock, step
 
 FAMILIES = tuple(name for name in MODELS if name != "gemma2")
 """Families that run in tiles. Gemma-2's soft cap takes eager attention, which no tile can be cut at."""
 LAYERS = 2
 FLOOR = 1e-3
 """Share of the largest gradient of a layer. Differences of smaller gradients are measured by it."""
+
+
+BATCH = Batch.random(2, 23)
+"""Four tiles: of twelve tokens and of eleven."""
+
+
+def drive(model: nn.Module, number: int) -> Outcome:
+    """Take a step with BATCH."""
+    return step(model, BATCH)
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    return max((part for part in model.modules() if isinstance(part, nn.ModuleList)), key=len)
+
+
+def toy(block: Any = Block, **more: Any) -> Toy:
+    """Build a stack of plain blocks."""
+    torch.manual_seed(0)
+    return Toy(block, **{"layers": LAYERS, **more})
+
+
+def model_of(kind: type[Toy], **more: Any) -> Toy:
+    torch.manual_seed(0)
+    return kind(layers=LAYERS, **more)
+
+
+def lora(model: nn.Module, dropout: float, targets: list[str]) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=targets))
+    torch.manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:  # zero at first, which hides mistakes
+            nn.init.normal_(parameter, std=0.1)
+    return adapted.train()
 
 
 def small(name: str, dtype: torch.dtype = torch.float32, heads: int = 2) -> nn.Module:
@@ -48,6 +82,14 @@ def config(tile: int = 16, alpha: float = 0.3, groups: int = 1, **more: Any) -> 
 
 
 @contextmanager
+def strict(quiet: bool = False) -> Iterator[None]:
+    """Make memo's warnings errors inside the block, or ignore them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if quiet else "error", ds_memo.MemoWarning)
+        yield
+
+
+@contextmanager
 def attached(model: nn.Module, *, layers: list[str] | None = None, quiet: bool = False, **settings: Any) -> Iterator[MemoHandle]:
     """Attach a model with :func:`config`, and detach it at the end.
 
@@ -55,8 +97,7 @@ def attached(model: nn.Module, *, layers: list[str] | None = None, quiet: bool =
         layers: as in ``ds_memo.attach``.
         quiet: False: a warning of memo is an error.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if quiet else "error", ds_memo.MemoWarning)
+    with strict(quiet):
         handle = ds_memo.attach(model, config(**settings), layers=layers)
         try:
             yield handle
@@ -79,25 +120,11 @@ def assert_within(got: dict[str, Any], want: dict[str, Any], tolerance: float = 
     Raises:
         Different: names every gradient that is off.
     """
-    if got.keys() != want.keys():
-        raise Different(f"gradients of other things: {got.keys() ^ want.keys()}")
     largest: dict[str, float] = {}
     for name, gradient in want.items():
         if gradient is not None:
             largest[_layer(name)] = max(largest.get(_layer(name), 0.0), float(gradient.double().norm()))
-    wrong = []
-    for name, reference in want.items():
-        value = got[name]
-        if value is None or reference is None:
-            if value is not reference:
-                wrong.append(f"{name}: {'none' if value is None else 'one'}, stock has {'none' if reference is None else 'one'}")
-            continue
-        scale = max(float(reference.double().norm()), FLOOR * largest[_layer(name)])
-        distance = float((value.double() - reference.double()).norm())
-        if not distance <= tolerance * scale:  # a NaN is wrong too
-            wrong.append(f"{name}: off by {distance / scale if scale else distance:.1e}")
-    if wrong:
-        raise Different(f"{len(wrong)} of {len(want)} gradients: " + "; ".join(wrong[:8]))
+    assert_close(got, want, tolerance, lambda name: max(float(want[name].double().norm()), FLOOR * largest[_layer(name)]))
 
 
 def assert_step(got: Outcome, want: Outcome, tolerance: float = FP32) -> None:
@@ -108,27 +135,25 @@ def assert_step(got: Outcome, want: Outcome, tolerance: float = FP32) -> None:
 
 
 def compare(
-    model: nn.Module, drive: Callable[[nn.Module, int], Outcome], steps: int = 2, tolerance: float = FP32, **settings: Any
+    model: nn.Module,
+    drive: Callable[[nn.Module, int], Outcome],
+    steps: int = 2,
+    tolerance: float = FP32,
+    layers: list[str] | None = None,
+    quiet: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Drive a stock copy and a copy in tiles through the same steps, and compare each.
 
     Args:
         drive: runs a step of a model, given the step's number.
+        layers, quiet: as in :func:`attached`.
 
     Returns:
         The report after the last step.
     """
-    stock, tiled = copy.deepcopy(model), copy.deepcopy(model)
-    with attached(tiled, **settings) as handle:
-        for number in range(steps):
-            want = drive(stock, number)
-            with poisoned_memory():
-                got = drive(tiled, number)
-            try:
-                assert_step(got, want, tolerance)
-            except Different as different:
-                raise Different(f"step {number} with {settings}: {different}") from None
-        return handle.report()
+    with strict(quiet):
+        return compare_with_stock(model, drive, config(**settings), steps, tolerance, layers, assert_step)
 
 
 def assert_was_tiled(report: dict[str, Any], layers: int = LAYERS) -> None:

@@ -19,10 +19,9 @@ from ds_memo.tiles import attention_call, heads, layer, modes, probe, recipes, w
 from ds_memo.tiles.layer import TiledCall
 from tests.everyday import everyday
 from tests.models import Batch, Different, Outcome, step
-from tests.tiles import test_probe, test_what_breaks
-from tests.tiles.rig import assert_was_tiled, assert_within, attached, compare, small
+from tests.tiles import test_exceptions, test_hooks, test_probe, test_random_numbers
+from tests.tiles.rig import assert_was_tiled, assert_within, attached, compare, small, toy
 from tests.tiles.test_gradients import Executed
-from tests.tiles.test_what_breaks import toy
 
 Patch = pytest.MonkeyPatch
 
@@ -223,16 +222,16 @@ def test_a_boundary_that_the_probe_shares_is_caught_by_gradients(monkeypatch: Pa
 def test_d_hidden_overwritten_while_others_hold_it(monkeypatch: Patch) -> None:
     monkeypatch.setattr(layer, "is_owned", lambda gradient: True)
     with pytest.raises(Different):
-        test_what_breaks.test_an_incoming_gradient_that_is_shared(test_what_breaks.Around)
+        test_hooks.test_an_incoming_gradient_that_is_shared(test_hooks.Around)
     with pytest.raises((Different, RuntimeError)):  # its elements share one number: PyTorch refuses to write to it
-        test_what_breaks.test_an_incoming_gradient_that_is_shared(test_what_breaks.Sums)
+        test_hooks.test_an_incoming_gradient_that_is_shared(test_hooks.Sums)
     for how in ("hook", "numpy", "node"):  # `retain_grad` has a copy
         with pytest.raises(Different, match="kept 0"):
-            test_what_breaks.test_a_gradient_that_is_kept_stays_as_it_was(how)
+            test_hooks.test_a_gradient_that_is_kept_stays_as_it_was(how)
     for story in (
-        test_what_breaks.test_gradients_of_hidden_states_are_asked_for,
-        test_what_breaks.test_a_gradient_that_the_caller_gives_stays_the_callers,
-        test_what_breaks.test_a_gradient_that_its_maker_has_saved,
+        test_hooks.test_gradients_of_hidden_states_are_asked_for,
+        test_hooks.test_a_gradient_that_the_caller_gives_stays_the_callers,
+        test_hooks.test_a_gradient_that_its_maker_has_saved,
     ):
         with pytest.raises((Different, RuntimeError)):  # what was saved has another version
             story()
@@ -263,7 +262,7 @@ def _no_aliases(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterat
 def test_without_aliases_a_parameters_hook_is_called_for_each_tile(monkeypatch: Patch) -> None:
     monkeypatch.setattr(layer, "aliased", _no_aliases)
     with pytest.raises(AssertionError):
-        test_what_breaks.test_hooks_of_a_parameter_are_called_once_for_each_backward("plain")
+        test_hooks.test_hooks_of_a_parameter_are_called_once_for_each_backward("plain")
 
 
 @pytest.mark.parametrize("block", [test_probe.KeepsAnAttribute, test_probe.FillsAList, test_probe.FillsADict])
@@ -351,7 +350,7 @@ def test_other_random_numbers_in_the_backward(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(TiledCall, "_seeded", other)
     with pytest.raises(AssertionError):
-        test_what_breaks.test_a_backward_uses_the_forwards_dropout("dropout", 0.5)
+        test_random_numbers.test_a_backward_uses_the_forwards_dropout("dropout", 0.5)
 
 
 @pytest.mark.slow
@@ -359,7 +358,7 @@ def test_one_seed_for_all_tiles(monkeypatch: Patch) -> None:
     seeded = TiledCall._seeded
     monkeypatch.setattr(TiledCall, "_seeded", lambda self, seed: seeded(self, seed if seed is None else 1))
     with pytest.raises(AssertionError):
-        test_what_breaks.test_dropout_differs_among_tiles_steps_and_layers_and_comes_again_with_a_seed()
+        test_random_numbers.test_dropout_differs_among_tiles_steps_and_layers_and_comes_again_with_a_seed()
 
 
 def test_attention_that_runs_again(monkeypatch: Patch) -> None:
@@ -400,7 +399,7 @@ def test_graphs_that_are_kept_alive(monkeypatch: Patch, frames: Any) -> None:
 
     monkeypatch.setattr(TiledCall, "__init__", keep)
     with pytest.raises(AssertionError):
-        test_what_breaks.test_graphs_that_are_dropped(frames)
+        test_exceptions.test_graphs_that_are_dropped(frames)
     kept.clear()
 
 

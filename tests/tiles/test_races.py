@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import random
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ from tests.swap import scenarios
 from tests.swap.conftest import alone  # noqa: F401  a fixture
 from tests.swap.delayed import DelayedStreams
 from tests.swap.mutants import engine_without, waits
-from tests.swap.ordered import OrderedStreams, OrderError
-from tests.swap.rig import attached
+from tests.swap.ordered import OrderedStreams
+from tests.swap.races import SHOWS_IN_GRADIENTS, noticed, racing, tell
 from tests.swap.schedules import Setup, differing, play
 from tests.tiles.rig import assert_within
 
@@ -35,16 +34,19 @@ ACTIONS = 6
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
 
 
-def config(setup: Setup) -> dict[str, Any]:
+IN_TILES = {"tile_tokens": 16, "head_groups": 2}
+"""The stories run in these tiles."""
+
+
+def tiles_of(seed: int) -> dict[str, Any]:
     """Draw tiles for a schedule. Its lengths are 5, 16 and 24, its batches 1 and 2."""
-    draw = random.Random(setup.seed + 10_000)
-    return {**setup.config, "tile_tokens": draw.choice([5, 7, 9, 15, 24]), "head_groups": draw.choice([1, 2, 4])}
+    draw = random.Random(seed + 10_000)
+    return {"tile_tokens": draw.choice([5, 7, 9, 15, 24]), "head_groups": draw.choice([1, 2, 4])}
 
 
 def run(seed: int, streams: Any, engine: type[SwapEngine] = SwapEngine) -> dict[str, torch.Tensor]:
     setup = Setup(seed)
-    watching = streams if isinstance(streams, OrderedStreams) else nullcontext()
-    with watching, attached(setup.model, streams, config(setup), engine) as memo:
+    with racing(setup, streams, engine, **tiles_of(seed)) as memo:
         results = play(setup.model, seed, ACTIONS)
         tiles = memo.report()["tiles"]
         assert all("a hook of its" in reason for reason in tiles["not_tiled"].values())  # the action "raise" sets one
@@ -105,49 +107,26 @@ def test_random_schedules_are_ordered_by_events(group: int) -> None:
 # ---- stories, and the engine without one of its waits
 
 
-def tell(story: Any, streams: Any, engine: type[SwapEngine] = SwapEngine) -> dict[str, torch.Tensor]:
-    model = scenarios.stack(story)
-    watching = streams if isinstance(streams, OrderedStreams) else nullcontext()
-    settings = {"alpha": 0.5, "resident_layers": scenarios.RESIDENTS.get(story, 0), "tile_tokens": 16, "head_groups": 2}
-    with watching, attached(model, streams, settings, engine) as memo:
-        return story(memo, model, scenarios.batches())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("story", scenarios.STORIES, ids=lambda story: story.__name__)
 def test_stories(story: Any) -> None:
-    want = tell(story, ThreadStreams())
+    want = tell(story, ThreadStreams(), **IN_TILES)
     checker = OrderedStreams()
-    assert not differing(tell(story, checker), want)
+    assert not differing(tell(story, checker, **IN_TILES), want)
     assert checker.checked > 100
     assert not checker.violations
-    assert not differing(tell(story, DelayedStreams(0)), want)
-
-
-SHOWS_IN_GRADIENTS = [
-    "bring_back: self.streams.wait(COMPUTE, frame.back)",
-    "_let_go: self.streams.wait(COMPUTE, frame.sent)",
-]
+    assert not differing(tell(story, DelayedStreams(0), **IN_TILES), want)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wait", SHOWS_IN_GRADIENTS)
+@pytest.mark.parametrize("wait", [wait for wait, story in SHOWS_IN_GRADIENTS.items() if story is scenarios.train])
 def test_without_this_wait_gradients_are_wrong(wait: str) -> None:
     late = DelayedStreams(0, delays_s=(3e-3,))
-    assert differing(tell(scenarios.train, late, engine_without(wait)), tell(scenarios.train, ThreadStreams()))
+    wrong = tell(scenarios.train, late, engine_without(wait), **IN_TILES)
+    assert differing(wrong, tell(scenarios.train, ThreadStreams(), **IN_TILES))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [wait for wait in waits() if not wait.startswith("abort")])  # no story aborts a tile: tests/swap
 def test_without_this_wait_the_checker_objects(wait: str) -> None:
-    mutant = engine_without(wait)
-    for story in scenarios.STORIES:
-        checker = OrderedStreams()
-        try:
-            tell(story, checker, mutant)
-            checker.verify()
-        except OrderError:
-            assert checker.violations
-        if checker.violations:
-            return
-    pytest.fail(f"nothing was found without {wait!r}")
+    assert noticed(wait, **IN_TILES)

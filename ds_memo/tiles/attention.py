@@ -1,0 +1,317 @@
+"""Attention of a layer in tiles: one call for all tokens, forward and backward.
+
+Its frame keeps what its backward needs. As a rule that is a log-sum-exp: the kernel's output is attention's result, of which the
+tiles' frames keep parts. Where the two differ (Ulysses trades heads among ranks), the frame keeps the kernel's output, and the
+backward makes the result of it. If attention is recomputed, no frame keeps anything: the backward begins with another forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_memo.placement import GEMMS_RECOMPUTED, Placement
+from ds_memo.remat.analyse import Analyse
+from ds_memo.remat.call import Call, storage_of, tensor_leaves
+from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
+from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, make_recipe
+from ds_memo.remat.record import Record
+from ds_memo.swap.frame import Frame
+from ds_memo.tiles.around import dropping, from_generators, generators, without_autocast
+from ds_memo.tiles.attention_call import Gathered
+from ds_memo.tiles.heads import Heads
+from ds_memo.tiles.modes import SupplyHeads, may_split_heads
+from ds_memo.tiles.probe import Shapes
+from ds_memo.tiles.weight_gradients import GradientSums
+
+_REMEMBERED = 64
+"""Entries of a layer's table; beyond that, the oldest is dropped."""
+
+
+@dataclass(frozen=True)
+class AttentionRecipe:
+    """What attention's frame keeps."""
+
+    recipe: Recipe
+    output: Output | None
+    """The output of an op that is attention's result, which the frame need not keep; None: there is none, or it keeps all."""
+    draws: bool
+    """True if attention draws random numbers."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """An op's output that shares its memory with attention's result."""
+
+    op: int
+    """Index in the recipe."""
+    position: int
+    """Among the op's outputs."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def within(self, result: torch.Tensor) -> torch.Tensor:
+        return result.as_strided(self.shape, self.stride)
+
+
+class TiledAttention:
+    """The attention of one call of a tiled layer.
+
+    Args:
+        layer, shapes: of the tiled layer.
+        name: of its class, for messages.
+        recipes: of the layer's attention calls, by kind of call.
+        size: batch and length of the call.
+        training: the layer's mode, part of the key of a recipe.
+        whole: True if the frame keeps the kernel's output even if it is the result.
+        recomputed: True if nothing is kept.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        name: str,
+        shapes: Shapes,
+        recipes: dict[Any, AttentionRecipe],
+        size: tuple[int, int],
+        training: bool,
+        whole: bool,
+        recomputed: bool,
+        remat: Remat,
+    ) -> None:
+        self._layer = layer
+        self._name = name
+        self._shapes = shapes
+        self._recipes = recipes
+        self._size = size
+        self._training = training
+        self._whole = whole
+        self._recomputed = recomputed
+        self._remat = remat
+        self._engine = remat.engine
+        self._call: Call | None = None
+        self._output: Output | None = None
+        self._generators: Any = None
+        """States before attention ran, if it draws random numbers."""
+
+    @property
+    def frame(self) -> Frame | None:
+        """None: nothing is kept."""
+        return None if self._call is None else self._call.frame
+
+    @property
+    def result_is_output(self) -> bool:
+        """True if the kernel's output is the result, and the frame does not keep it. Attention must have run."""
+        return self._output is not None
+
+    def begin(self, placement: Placement) -> None:
+        """Open the frame."""
+        frame = self._engine.begin(f"{self._layer.name}, attention", placement)
+        self._call = Call(self._layer.index, (), self._engine, frame, None, self._remat.work)
+
+    # ---- forward
+
+    def run(self, gathered: Gathered) -> torch.Tensor:
+        """Run attention, keep what its backward needs, close the frame, and return the result."""
+        leaves = self._leaves(gathered)
+        key, known = self._known(leaves)
+        self._engine.let_go_but(0)
+        call = self._call
+        assert call is not None
+        call.recipe = known.recipe if known else None
+        observed = Observed()
+        mode: Analyse | Record
+        if known:
+            self._engine.adopt(call.frame, known.recipe.layout)
+            mode = Record(call, functools.partial(tensor_leaves, leaves), self._recipes.clear)
+        else:
+            mode = Analyse(call, observed, None, tensor_leaves(leaves))
+        before = generators(self._engine.device) if known is None or known.draws else None
+        with mode:
+            result = self._attend(gathered, leaves).detach()
+        if known is None:
+            known = self._settle(observed, result, draws=before != generators(self._engine.device))
+            remember(self._recipes, key, known)
+        self._generators = before if known.draws else None
+        self._output = known.output
+        self._set_output(None)
+        self._engine.end(call.frame)
+        return result
+
+    def run_and_forget(self, gathered: Gathered) -> torch.Tensor:
+        """Run attention and return its result. The backward will run it again."""
+        leaves = self._leaves(gathered)
+        known = self._known(leaves)[1]
+        if known is None:  # it is analysed: may it run in tiles?
+            self.begin(GEMMS_RECOMPUTED)
+            result = self.run(gathered)
+            self.release()
+            return result
+        self._engine.let_go_but(0)
+        self._generators = generators(self._engine.device) if known.draws else None
+        with torch.no_grad():
+            return self._attend(gathered, leaves)
+
+    def _leaves(self, gathered: Gathered) -> list[Any]:
+        leaves = list(gathered.leaves)
+        for index in self._shapes.differentiable:
+            leaves[index] = leaves[index].detach().requires_grad_()
+        return leaves
+
+    def _known(self, leaves: list[Any]) -> tuple[Any, AttentionRecipe | None]:
+        """Return the key of such a call, and its recipe if there is one."""
+        sizes = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        key = sizes, self._training, self._whole
+        return key, self._recipes.get(key)
+
+    def _attend(self, gathered: Gathered, leaves: list[Any]) -> torch.Tensor:
+        assert gathered.call is not None
+        return self._shapes.result.only_tensor(self._remat.with_kernel(self._layer, gathered.call.run, leaves))
+
+    def _settle(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
+        """Make the recipe of a call that was analysed, and keep this call's tensors by it."""
+        call = self._call
+        assert call is not None
+        if observed.softmax and not observed.ops:
+            raise CannotTile("its attention makes a matrix of tokens × tokens")
+        observed.note_hidden_writes()
+        observed.close_over_inputs(all_rows_kept=True)
+        output = None
+        for index, op in enumerate(observed.ops):
+            if isinstance(op, ObservedSavedOp) and not op.recomputed and not self._whole:
+                for position, value in enumerate(op.outputs):
+                    if torch.is_tensor(value) and self._is(value, result):
+                        output = Output(index, position, tuple(value.shape), value.stride())
+                        op.outputs = (*op.outputs[:position], None, *op.outputs[position + 1 :])
+        recipe, tensors = make_recipe(observed, 1.0)
+        call.recipe = recipe
+        call.keep_observed(observed, tensors)
+        observed.forget()
+        return AttentionRecipe(recipe, output, draws)
+
+    def _is(self, value: torch.Tensor, result: torch.Tensor) -> bool:
+        """Return True if an op's output is attention's result, in the memory order that the backward rebuilds."""
+        if storage_of(value) != storage_of(result) or value.numel() != result.numel():
+            return False
+        again = self._shapes.result.new(*self._size, result.dtype, "meta")
+        return value.storage_offset() == result.storage_offset() and lie_alike(result.shape, again.stride(), result.stride())
+
+    # ---- backward
+
+    def result(self, gathered: Gathered, then: Frame) -> torch.Tensor:
+        """Return attention's result, which the tiles' frames do not keep, in the backward.
+
+        Args:
+            then: the frame to reload next.
+        """
+        with torch.enable_grad(), dropping(), from_generators(self._generators, self._engine.device):
+            if self._call is None:
+                self.begin(GEMMS_RECOMPUTED)
+                result = self.run(gathered)
+                assert self._call is not None and self._call.recipe is not None
+                self._remat.work.attention_ops_recomputed += self._call.recipe.attention_ops
+                return result
+            self._engine.bring_back(self._call.frame, then=then)
+            with SupplyHeads(self._call, Heads(0, 1)):
+                return self._attend(gathered, self._leaves(gathered)).detach()
+
+    def backward(
+        self,
+        sums: GradientSums,
+        aliases: Sequence[torch.Tensor],
+        gathered: Gathered,
+        result: torch.Tensor,
+        d_result: torch.Tensor,
+        groups: int,
+        then: Frame,
+    ) -> None:
+        """Run attention's backward, a group of heads at a time. Gradients of its arguments overwrite them.
+
+        Args:
+            groups: of key-value heads, as asked for.
+            then: the frame to reload next.
+        """
+        shapes, call = self._shapes, self._call
+        assert call is not None
+        if call.frame.state != "ready":
+            self._engine.bring_back(call.frame, then=then)
+        self._set_output(result)
+        del result
+        for heads in self._groups(gathered, d_result, groups):
+            leaves = list(gathered.leaves)
+            for index in shapes.differentiable:
+                leaves[index] = heads.of(leaves[index], shapes.arguments[index]).detach().requires_grad_()
+            inputs = [leaves[index] for index in shapes.differentiable]
+            with torch.enable_grad(), from_generators(self._generators, self._engine.device), SupplyHeads(call, heads):
+                again = self._attend(gathered, leaves)
+            with without_autocast():
+                found = torch.autograd.grad(again, inputs, heads.of(d_result, shapes.result.dim))
+            del again, leaves, inputs
+            for index, gradient in zip(shapes.differentiable, found, strict=True):
+                whole, dim = gathered.leaves[index], shapes.arguments[index]
+                if dim is None:
+                    sums.add(next(i for i, alias in enumerate(aliases) if alias is whole), gradient)
+                else:
+                    heads.of(whole, dim).copy_(gradient)
+        self._engine.replayed(call.frame)
+        self._set_output(None)
+
+    def release(self) -> None:
+        """Close the frame after a backward, also after one that raised."""
+        if (frame := self.frame) is None:
+            return
+        if frame.state == "recording":
+            self._engine.abort(frame)
+        elif frame.state == "ready":  # the graph may be run again
+            self._engine.replayed(frame)
+        if self._recomputed:
+            self._call = self._output = None
+
+    def _set_output(self, result: torch.Tensor | None) -> None:
+        """Have the replay supply its op's output from `result`, or hold it no longer."""
+        call, where = self._call, self._output
+        if call is not None and where is not None:
+            outputs = list(call.loose[where.op])
+            outputs[where.position] = None if result is None else where.within(result)
+            call.loose[where.op] = tuple(outputs)
+
+    def _groups(self, gathered: Gathered, d_result: torch.Tensor, groups: int) -> list[Heads]:
+        """Return the groups of heads that the backward runs for, one after another."""
+        shapes = self._shapes
+        tensors = [(gathered.leaves[index], shapes.arguments[index]) for index in shapes.differentiable]
+        tensors.append((d_result, shapes.result.dim))
+        heads = [tensor.shape[3 - dim] if dim in (1, 2) and tensor.dim() == 4 else 0 for tensor, dim in tensors]
+        if groups == 1:
+            return [Heads(0, 1)]
+        others = [
+            leaf for i, leaf in enumerate(gathered.leaves) if isinstance(leaf, torch.Tensor) and i not in shapes.differentiable
+        ]
+        why = None
+        if self._output is None:
+            why = "heads are traded among ranks (Ulysses), or its kernel's output is not its result"
+        elif not all(heads) or not may_split_heads(self._call):
+            why = "its kernel runs for all heads at once"
+        elif min(heads) % groups:
+            why = f"they do not divide its {min(heads)} key-value heads"
+        elif any(leaf.dim() == 4 and leaf.shape[1] > 1 for leaf in others):
+            why = "its mask differs among heads"
+        if why:
+            self._remat.warn(f"memo.head_groups: {groups} groups are not used in the backward of {self._name}'s attention: {why}")
+            return [Heads(0, 1)]
+        return [Heads(number, groups) for number in range(groups)]
+
+
+def remember(table: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value for later calls. The number is limited, because lengths may never repeat."""
+    if len(table) >= _REMEMBERED:
+        del table[next(iter(table))]
+    table[key] = value
+
+
+def lie_alike(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return True if two strides are the same for a shape."""
+    return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)

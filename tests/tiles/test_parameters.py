@@ -1,0 +1,125 @@
+"""Parameters of tiled layers: frozen, shared, of other kinds, with adapters; precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.models import HIDDEN, Block, Outcome, gradients
+from tests.tiles.rig import (
+    BATCH,
+    assert_was_tiled,
+    compare,
+    drive,
+    layers_of,
+    lora,
+    small,
+    toy,
+)
+
+
+def test_frozen_parameters() -> None:
+    tiled = small("llama")
+    for name, parameter in tiled.named_parameters():
+        parameter.requires_grad_("norm" not in name and "q_proj" not in name and "down_proj" not in name)
+    assert_was_tiled(compare(tiled, drive, alpha=1.0))
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_layer(frozen: int) -> None:
+    def ask(model: nn.Module, number: int) -> Outcome:
+        layers_of(model)[frozen].requires_grad_(number == 2)
+        loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+        loss.backward()
+        return Outcome(loss.detach(), gradients(model))
+
+    compare(toy(), ask, steps=3)
+
+
+@pytest.mark.slow
+def test_a_parameter_without_a_gradient_has_none() -> None:
+    class Unused(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.never = nn.Linear(HIDDEN, HIDDEN)
+
+    assert_was_tiled(compare(toy(Unused), drive))
+
+
+@pytest.mark.slow
+def test_layers_that_share_parameters() -> None:
+    tiled = toy()
+    tiled.blocks[1].up, tiled.blocks[1].norm1 = tiled.blocks[0].up, tiled.blocks[0].norm1
+    assert_was_tiled(compare(tiled, drive))
+
+
+def test_one_weight_under_two_names_in_a_layer() -> None:
+    class Tied(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down.weight = nn.Parameter(self.up.weight.detach().T.clone())
+            self.up2 = nn.Linear(HIDDEN, 2 * HIDDEN)
+            self.up2.weight = self.up.weight
+
+        def feed(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(F.gelu(self.up(self.norm2(x))) * self.up2(x) + F.linear(x, self.up.weight))
+
+    assert_was_tiled(compare(toy(Tied), drive))
+
+
+def test_weights_of_other_kinds() -> None:
+    """A scale, an einsum, a convolution of width one and an expanded bias: no products with a transposed weight."""
+
+    class Kinds(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(HIDDEN))
+            self.mix = nn.Parameter(torch.randn(4, HIDDEN // 4, HIDDEN // 4) / 4)
+            self.point = nn.Conv1d(HIDDEN, HIDDEN, 1)
+            self.left = nn.Parameter(torch.randn(HIDDEN, HIDDEN) / 8)
+
+        def feed(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.scale
+            x = torch.einsum("bshi,hij->bshj", x.unflatten(-1, (4, -1)), self.mix).flatten(-2)
+            x = x @ self.left + (self.left @ x.flatten(0, 1).T).T.view_as(x)
+            return self.point(x.transpose(1, 2)).transpose(1, 2)
+
+    assert_was_tiled(compare(toy(Kinds), drive))
+
+
+def test_a_product_with_a_factor() -> None:
+    class Scales(Block):
+        """Adds a bias and a scaled product in one op, as adapters do."""
+
+        def feed(self, x: torch.Tensor) -> torch.Tensor:
+            flat = x.flatten(0, 1)
+            return super().feed(torch.addmm(flat, flat, self.o.weight, alpha=0.5).view_as(x))
+
+    assert_was_tiled(compare(toy(Scales), drive))
+
+
+def test_adapters_on_frozen_weights() -> None:
+    assert_was_tiled(compare(lora(small("llama"), 0.0, ["q_proj", "up_proj", "down_proj"]), drive, alpha=0.5))
+
+
+def test_autocast() -> None:
+    def cast(model: nn.Module, number: int) -> Outcome:
+        embeds = BATCH.embeds.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(inputs_embeds=embeds, labels=BATCH.labels).loss
+        loss.backward()
+        return Outcome(loss.detach(), {**gradients(model), "the input": embeds.grad})
+
+    assert_was_tiled(compare(small("llama"), cast, tolerance=1e-2, groups=2))
+
+
+def test_autocast_in_every_second_step() -> None:
+    def cast(model: nn.Module, number: int) -> Outcome:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number % 2 == 1):
+            loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+        loss.backward()
+        return Outcome(loss.detach(), gradients(model))
+
+    assert_was_tiled(compare(small("plain"), cast, steps=4, tolerance=1e-2))
