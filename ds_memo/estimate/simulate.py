@@ -222,7 +222,8 @@ class _Whole:
 class _InTiles(_Whole):
     """A layer in tiles: the engine's methods in the order in which ds_memo.tiles.layer calls them.
 
-    Of attention's outputs the first, its result, is cut into tiles; others are in attention's frame.
+    Of attention's outputs the first, its result, is cut into tiles; others are in attention's frame. If the result is not stored,
+    or differs from what the kernel returned, none is cut, and the backward begins with the heads.
     """
 
     def forward(self) -> None:
@@ -230,51 +231,77 @@ class _InTiles(_Whole):
         stored = tiles.stored(self.placement.decided_alpha)
         self._whole_tiles = {number * tiles.count // stored for number in range(stored)}
         at = next((i for i, output in enumerate(layer.outputs) if output.kind == "attention"), len(layer.outputs))
-        others = [output for output in layer.outputs[at + 1 :] if output.kind == "attention"]
-        of_tile = [output for i, output in enumerate(layer.outputs) if i <= at or output.kind != "attention"]
         attended_s = layer.forward_s * (layer.outputs[at].born if at < len(layer.outputs) else 1.0)
+        of_attention = [output for output in layer.outputs if output.kind == "attention"]
+        result = [] if self._begins_with_heads else of_attention[:1]
+        of_tile = [*layer.outputs[:at], *result, *(output for output in layer.outputs[at:] if output.kind != "attention")]
 
-        self._attention = engine.begin(f"layer {self.index}, attention", self.placement)
+        self._attention = None
+        if not self.placement.kind.recomputes_attention:
+            self._attention = engine.begin(f"layer {self.index}, attention", self.placement)
         self._frames: list[Frame] = []
         slots: list[list[VirtualKept | None]] = []
         for number in range(tiles.count):
             frame = engine.begin(f"layer {self.index}, tile {number}", self.placement)
+            frame.ahead = True
             self._frames.append(frame)
             slots.append(self._adopt(frame, [self._bytes_in_tile(output, number) for output in of_tile]))
             self._keep(frame, slots[-1][:1])  # the input
             self._compute(f"head of tile {number}", "forward", (attended_s - layer.attention_s) / tiles.count)
             self._keep(frame, slots[-1][1:at])
         engine.let_go_but(0)
-        kept = self._adopt(self._attention, [output.nbytes for output in others])
         self._compute("attention", "forward", layer.attention_s)
-        self._keep(self._attention, kept)
-        engine.end(self._attention)
+        if self._attention is not None:
+            self._keep(self._attention, self._adopt(self._attention, [output.nbytes for output in of_attention[len(result) :]]))
+            engine.end(self._attention)
         for number, frame in enumerate(self._frames):
-            self._keep(frame, slots[number][at : at + 1])  # attention's result
+            self._keep(frame, slots[number][at : at + len(result)])
             self._compute(f"tail of tile {number}", "forward", (layer.forward_s - attended_s) / tiles.count)
-            self._keep(frame, slots[number][at + 1 :])
+            self._keep(frame, slots[number][at + len(result) :])
             engine.end(frame)
             if number in self._whole_tiles:
                 engine.let_go_but(2)
 
     def backward(self) -> None:
-        engine, layer, tiles = self.engine, self.layer, self._tiles
-        below = [self._attention, *self._frames]
+        engine, layer, tiles, last = self.engine, self.layer, self._tiles, self._frames[-1]
+        below = [self._attention or last, *self._frames]
+        attention_s = layer.backward_s + layer.replay_s + layer.gemm_s - tiles.tails_backward_s - tiles.heads_backward_s
+        if self._begins_with_heads:
+            self._run_heads_again(below)
+            if self._attention is not None:
+                engine.bring_back(self._attention, then=last)
+                attention_s -= tiles.heads_again_s  # in the seconds of the backward
+            else:
+                self._compute("attention again", "replay", layer.attention_s)
         for number, frame in reversed(list(enumerate(self._frames))):
             engine.bring_back(frame, then=below[number], again=True)
             seconds = tiles.tails_backward_s - (layer.gemm_s if number in self._whole_tiles else 0.0)
             self._compute(f"tail's backward of tile {number}", "backward", seconds / tiles.count)
             engine.replayed(frame)
             frame.first_only = True
-        engine.bring_back(self._attention, then=self._frames[-1])
-        backward_s = layer.backward_s + layer.replay_s + layer.gemm_s
-        self._compute("attention's backward", "backward", backward_s - tiles.tails_backward_s - tiles.heads_backward_s)
-        engine.replayed(self._attention)
+        if self._attention is not None and not self._begins_with_heads:
+            engine.bring_back(self._attention, then=last)
+        self._compute("attention's backward", "backward", attention_s)
+        if self._attention is not None:
+            engine.replayed(self._attention)
         for number, frame in reversed(list(enumerate(self._frames))):
             engine.bring_back(frame)
             frame.first_only = False
             self._compute(f"head's backward of tile {number}", "backward", tiles.heads_backward_s / tiles.count)
             engine.replayed(frame)
+
+    def _run_heads_again(self, below: Sequence[Frame]) -> None:
+        for frame in self._frames:
+            frame.first_only = True
+        for number, frame in reversed(list(enumerate(self._frames))):
+            self.engine.bring_back(frame, then=below[number], again=True)
+            frame.first_only = False
+            self._compute(f"head of tile {number} again", "replay", self._tiles.heads_again_s / self._tiles.count)
+            self.engine.replayed(frame)
+
+    @property
+    def _begins_with_heads(self) -> bool:
+        return self.placement.kind.recomputes_attention or self._tiles.result_differs
 
     @property
     def _tiles(self) -> TileCosts:
@@ -286,7 +313,7 @@ class _InTiles(_Whole):
 
 
 def _driver(layer: LayerCosts, placement: Placement) -> type[_Whole]:
-    whole = layer.in_tiles is None or placement.kind.recomputes_attention or placement.kind is PlacementKind.NO_RECOMPUTE
+    whole = layer.in_tiles is None or placement.kind is PlacementKind.NO_RECOMPUTE
     return _Whole if whole else _InTiles
 
 

@@ -56,14 +56,14 @@ def tiled_layer(costs: Costs, tiles: Tiles) -> LayerCosts:
     weights, qkv = _weights(model), _head_weights(model)
     before, all_ops = head_traffic(model), traffic(model)
     gathered = 2 * (width + 2 * kv)  # read and written
-    attended = sum(output.nbytes for output in whole.outputs if output.kind == "attention")
-    rows = max(1, round(costs.tokens))
+    rows, differs = max(1, round(costs.tokens)), costs.layout.sp > 1
 
     def moved_s(of_token: float, of_weights: float) -> float:
         """Return the seconds of bytes per token, and of the sums of this many weights."""
         return costs.moved_s(costs.tokens * of_token + (_ADDED * (cut.tiles - 1) + _SETTLED) * of_weights)
 
     heads_again_s = moved_s(before.forward, 0)
+    gathered_again_s = heads_again_s + costs.gemm_s(qkv) + moved_s(gathered, 0)
     tails_s = costs.gemm_s(model.active_layer_parameters - qkv) + moved_s(all_ops.forward + 2 * hidden, 0)
     forward_s = whole.forward_s + heads_again_s + moved_s(gathered + 2 * hidden, 0)
     copied = gathered + 2 * (2 * width + hidden)
@@ -71,15 +71,15 @@ def tiled_layer(costs: Costs, tiles: Tiles) -> LayerCosts:
     tails_backward_s += moved_s(all_ops.replay + all_ops.backward - before.backward + copied - 3 * hidden, weights - qkv)
     heads_backward_s = 2 * costs.gemm_s(qkv) + moved_s(before.forward + before.backward + 3 * hidden, qkv)
     again_s = heads_again_s + moved_s(copied, weights)
+    if differs:  # the backward begins with what comes before attention, and trades heads once more
+        again_s += gathered_again_s + costs.layer.exchange
 
     born = max(0.0, 1 - tails_s / forward_s)
-    frame_of_attention = attended - rows * width  # its log-sum-exp, and under Ulysses its output before it is traded
-    frame_of_attention += rows * width if costs.layout.sp > 1 else 0
     outputs: list[Output] = []
     for output in whole.outputs:
-        if output.kind == "attention":
+        if output.kind == "attention":  # the result, and the log-sum-exp
             outputs.append(Output("attention", rows, width, born))
-            outputs.append(Output("attention", rows, frame_of_attention // rows, born))
+            outputs.append(Output("attention", rows, output.nbytes // rows - width, born))
         else:
             outputs.append(output if output.kind == "input" else replace(output, born=born))
     return replace(
@@ -89,7 +89,8 @@ def tiled_layer(costs: Costs, tiles: Tiles) -> LayerCosts:
         backward_s=whole.backward_s + again_s,
         working=working,
         working_at_0=working,
-        in_tiles=TileCosts(cut.tiles, tails_backward_s, heads_backward_s),
+        working_without_attention=replace(working, backward=working.backward + whole.attention_bytes),
+        in_tiles=TileCosts(cut.tiles, tails_backward_s, heads_backward_s, gathered_again_s, differs),
     )
 
 
@@ -133,18 +134,19 @@ def parts(model: Model, layout: Layout, groups: int) -> dict[str, PartBytes]:
 
     behind = hidden + width + operands
     forward, backward = operands + width + statistics, behind + attention.back + operands + statistics
+    result = 0
     if layout.sp > 1:
+        result = width  # made again, of the kernel's output
         traded = width + kv * max(1.0, layout.sp / model.kv_heads)
         forward += traded + 3 * width + statistics
-        backward = behind + attention.back + 2 * (traded + width) + statistics
+        backward = behind + attention.back + 2 * traded + width + statistics
     elif groups > 1:  # copies of the group's operands, output and its gradient; the gradients of the group before
         backward = behind + (attention.back + 3 * operands + 2 * width + statistics) / groups
-    kernels_output = width if layout.sp > 1 else 0.0
     found = (
         PartBytes(hidden + operands, head_there),
         PartBytes(hidden + forward),
-        PartBytes(2 * hidden + width + statistics + chosen + kernels_output, tail_there),
-        PartBytes(behind, max(tail_back, head_back), _SUM * (weights - qkv) + _ROUNDED * experts),
+        PartBytes(2 * hidden + width + statistics + chosen + (width if layout.sp > 1 else 0.0), tail_there),
+        PartBytes(behind + result, max(tail_back, head_back), _SUM * (weights - qkv) + _ROUNDED * experts),
         PartBytes(backward, 0.0, _ROUNDED * (weights - qkv)),
         PartBytes(hidden + operands, head_back, _ROUNDED * (weights - qkv) + _SUM * qkv),
     )

@@ -14,7 +14,7 @@ from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
 from ds_memo.profile.tile_sample import PARTS, SAMPLES, PartSample, TileSample
 from ds_memo.solve.costs import Output
 
-FORMAT = 6
+FORMAT = 7
 MOST_PROFILE_BYTES = 1 << 24
 MOST_KINDS, MOST_LAYERS, MOST_SAMPLES, MOST_OUTPUTS = 1 << 12, 1 << 16, 16, 1 << 12
 """Kinds and layers of a model; samples and kept tensors of one kind."""
@@ -152,6 +152,8 @@ def _tiles_ok(kind: LayerProfile) -> bool:
         if not 2 <= sample.tile_tokens < sample.length <= MOST_TOKENS // sample.batch:
             return False
         if sample.batch * sample.length > MOST_TILES * sample.tile_tokens:
+            return False
+        if type(sample.result_differs) is not bool or sample.result_differs is not kind.in_tiles[0].result_differs:
             return False
         for part in sample.parts:
             sizes = (part.live_bytes, part.peak_bytes, sample.group_bytes)

@@ -45,7 +45,9 @@ def _needing_most_in_tiles(samples: Sequence[TileSample]) -> TileSample:
     ]
     groups = min(sample.most_groups for sample in samples)
     group_bytes = max(-(-sample.group_bytes * sample.most_groups // groups) for sample in samples)
-    return replace(samples[0], most_groups=groups, group_bytes=group_bytes if groups > 1 else 0, parts=tuple(parts))
+    group_bytes = group_bytes if groups > 1 else 0
+    differs = any(sample.result_differs for sample in samples)
+    return replace(samples[0], most_groups=groups, group_bytes=group_bytes, result_differs=differs, parts=tuple(parts))
 
 
 def _needs(kind: LayerProfile, there: LayerSample) -> list[int]:

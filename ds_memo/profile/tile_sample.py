@@ -45,6 +45,8 @@ class TileSample:
     group_bytes: int
     """The most bytes that attention's backward makes for one of `most_groups` groups; 0 for one group. Kernels may copy what
     belongs to a group, so it is more than such a share of what all heads take."""
+    result_differs: bool
+    """As in :class:`ds_memo.solve.costs.TileCosts`. What the backward begins with is then in "tails_backward"."""
     parts: tuple[PartSample, ...]
     """In the order of PARTS."""
 
@@ -97,6 +99,7 @@ def in_tiles(
     forward_s = seconds[heads] + whole.attention_s + seconds[tails]
     backward_s = seconds[tails_backward] + attention_backward_s + seconds[heads_backward]
     working = Working(forward=round(max(peaks[: tails + 1])), backward=round(max(peaks[tails_backward:])))
+    differs = samples[0].result_differs  # then the heads run again as a part of "tails_backward"
     born = (forward_s - seconds[tails]) / forward_s if forward_s else 1.0
     return replace(
         whole,
@@ -105,7 +108,14 @@ def in_tiles(
         backward_s=max(0.0, backward_s - whole.gemm_s - whole.replay_s),
         working=working,
         working_at_0=working,
-        in_tiles=TileCosts(cut.tiles, seconds[tails_backward], seconds[heads_backward]),
+        working_without_attention=replace(working, backward=working.backward + whole.attention_bytes),
+        in_tiles=TileCosts(
+            cut.tiles,
+            tails_backward_s=max(0.0, seconds[tails_backward] - differs * seconds[heads]),
+            heads_backward_s=seconds[heads_backward],
+            heads_again_s=seconds[heads],
+            result_differs=differs,
+        ),
     )
 
 

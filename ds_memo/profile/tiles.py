@@ -79,6 +79,7 @@ def _measure(
             held = _held(bench, tiles, device)
             in_groups = _held(bench, tiles._replace(head_groups=groups), device) if groups > 1 else held
             into, frame = inputs[0].untyped_storage().nbytes(), bench.frame_bytes
+            differs = tiling.result_differs
         finally:
             bench.close()
     parts = []
@@ -88,7 +89,7 @@ def _measure(
         parts.append(PartSample(statistics.median(of_part), max(0, live), max(0, peak)))
     of_attention = PARTS.index("attention_backward")
     group_bytes = max(0, in_groups[of_attention + 1][1] - in_groups[of_attention][0]) if groups > 1 else 0
-    return TileSample(call.batch, length, tiles.tokens, groups, group_bytes, tuple(parts))
+    return TileSample(call.batch, length, tiles.tokens, groups, group_bytes, differs, tuple(parts))
 
 
 def _held(bench: Bench, tiles: Tiles, device: torch.device) -> list[tuple[int, int]]:

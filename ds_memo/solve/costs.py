@@ -62,6 +62,11 @@ class TileCosts:
     """Seconds of what follows attention in the backward, at alpha 0. All that is stored is reloaded meanwhile."""
     heads_backward_s: float
     """Seconds of what comes before attention. The input is reloaded meanwhile, once more."""
+    heads_again_s: float = 0.0
+    """Seconds of what comes before attention, run once more as the backward begins: if attention is recomputed, or here:"""
+    result_differs: bool = False
+    """True if attention's result is not its kernel's output (Ulysses): that is kept, in one frame, and the backward makes the
+    result of it again, which is in its seconds."""
 
     def stored(self, alpha: float) -> int:
         """Return the number of tiles that are stored."""
@@ -99,7 +104,7 @@ class LayerCosts:
     working_at_0: Working = Working()
     """At alpha 0: GEMM outputs are transients of the replay."""
     working_without_attention: Working = Working()
-    """At alpha 0, without the attention output. Such a layer runs whole."""
+    """At alpha 0, without the attention output."""
     in_tiles: TileCosts | None = None
     """None: it runs whole."""
 
@@ -142,8 +147,12 @@ class LayerCosts:
         if self.in_tiles is None:
             return round_up(sum(round_up(nbytes, ALIGN) for nbytes in self._stored(placement)), PAGE)
         tiles, stored = self.in_tiles.count, self.in_tiles.stored(placement.decided_alpha)
-        with_gemms, without = (round_up(-(-nbytes // tiles), PAGE) for nbytes in (self.frame_bytes, self.small_frame_bytes))
-        return stored * with_gemms + (tiles - stored) * without
+        again = placement.kind.recomputes_attention
+        apart = self.attention_bytes if self.in_tiles.result_differs and not again else 0
+        small = (self.smallest_frame_bytes if again else self.small_frame_bytes) - apart
+        large = small + self.frame_bytes - self.small_frame_bytes
+        with_gemms, without = (round_up(-(-nbytes // tiles), PAGE) for nbytes in (large, small))
+        return stored * with_gemms + (tiles - stored) * without + round_up(apart, PAGE)
 
     def stored_bytes(self, placement: Placement) -> int:
         """Return the bytes that the layer keeps, wherever, as report()["stored_bytes_per_layer"] counts them."""

@@ -29,31 +29,24 @@ def last_resort(run: RunCosts, resident_layers: int | None) -> np.ndarray | None
     n = len(run.layers)
     residents = resident_layers
     if residents is None:
-        keeping = n if _attention_saves_more(run) else _least_keeping(run)
+        keeping = n if _attention_saves_more(run) else 0
         residents = max(0, most_that_fit(n, lambda count: _packed(run, count, keeping) is not None))
-    if run.tiles is not None:
-        return _packed(run, residents, n)
     keeping = most_that_fit(n - residents, lambda count: _packed(run, residents, count) is not None)
     return _packed(run, residents, keeping) if keeping >= 0 else None
 
 
 def inputs_alone(run: RunCosts, residents: int) -> np.ndarray | None:
     """Return the kinds with all attention recomputed and as many inputs on the device as it holds; None: not even 0."""
-    return _most_without_gemms(run, residents, _least_keeping(run))
+    return _most_without_gemms(run, residents, 0)
 
 
 def fewest_without_gemms(run: RunCosts, residents: int) -> np.ndarray:
     """Return the kinds with all attention recomputed and only those inputs on the device that the host has no room for."""
-    others, keeping = len(run.layers) - residents, _least_keeping(run)
+    others = len(run.layers) - residents
     swapped = most_that_fit(
-        others, lambda count: swapped_bytes(run, _split(run, residents, keeping, others - count), 0.0) <= run.host_budget
+        others, lambda count: swapped_bytes(run, _split(run, residents, 0, others - count), 0.0) <= run.host_budget
     )
-    return _split(run, residents, keeping, others - max(0, swapped))
-
-
-def _least_keeping(run: RunCosts) -> int:
-    """Return how many layers must keep their attention output: all in tiles, as a layer that recomputes attention runs whole."""
-    return 0 if run.tiles is None else len(run.layers)
+    return _split(run, residents, 0, others - max(0, swapped))
 
 
 def _attention_saves_more(run: RunCosts) -> bool:

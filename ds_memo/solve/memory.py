@@ -115,8 +115,14 @@ def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int]:
         frame, working = layer.smallest_frame_bytes, layer.working_without_attention
     else:
         frame, working = layer.small_frame_bytes, layer.working_at_0
-    if layer.in_tiles is not None and placement.kind is PlacementKind.SWAPPED:
-        frame = layer.in_tiles.buffers(layer.small_frame_bytes, layer.frame_bytes, placement.decided_alpha)
-        # Its attention output is put together from tiles. On the device it is a part of the frame.
-        return frame, working.forward, working.backward + layer.attention_bytes
-    return frame, working.forward, working.backward
+    if layer.in_tiles is None or placement.kind.on_device:
+        return frame, working.forward, working.backward
+    buffers, of_attention = layer.in_tiles.buffers, layer.attention_bytes
+    if again:
+        return buffers(layer.smallest_frame_bytes, layer.smallest_frame_bytes, 0.0), working.forward, working.backward
+    small, large, alpha = layer.small_frame_bytes, layer.frame_bytes, placement.decided_alpha
+    if layer.in_tiles.result_differs:
+        frame = of_attention + buffers(small - of_attention, large - of_attention, alpha)
+        return frame, working.forward, working.backward
+    # The result is put together from tiles. On the device it is a part of the frame.
+    return buffers(small, large, alpha), working.forward, working.backward + of_attention

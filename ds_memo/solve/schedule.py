@@ -133,25 +133,34 @@ class Leg:
     tiles: TileCosts | None = None
     """Tiles are reloaded while their layer runs backward."""
     reload_input_s: float = 0.0
+    reload_first_s: float = 0.0
+    """Seconds to reload attention's frame behind the heads that a backward in tiles begins with."""
+    heads_again_s: float | None = None
+    """Seconds of those heads; None: it does not begin with them."""
 
     @classmethod
     def of(cls, layer: LayerCosts, run: RunCosts, kind: PlacementKind) -> Leg:
         replay_s = 0.0 if kind is PlacementKind.NO_RECOMPUTE else layer.replay_s
         replay_s += 0.0 if kind >= PlacementKind.ON_DEVICE else layer.gemm_s
         replay_s += layer.attention_s if kind.recomputes_attention else 0.0
-        runs_whole = kind.recomputes_attention or kind is PlacementKind.NO_RECOMPUTE
-        tiles = None if runs_whole else layer.in_tiles
+        tiles = None if kind is PlacementKind.NO_RECOMPUTE else layer.in_tiles
+        begins_with_heads = tiles is not None and (kind.recomputes_attention or tiles.result_differs)
+        if tiles is not None and kind.recomputes_attention and not tiles.result_differs:
+            replay_s += tiles.heads_again_s
         if kind.on_device:
             return cls(layer.forward_s, layer.backward_s, replay_s, saved_s=0.0, copies=(), tiles=tiles)
         copies: list[tuple[float, float, float]] = []
-        whole = split = 0
+        whole = split = first = 0
         for output in layer.outputs:
             born_s, seconds = output.born * layer.forward_s, output.nbytes / run.d2h_bytes_per_s
             if output.kind == "gemm":
                 split += output.nbytes
                 copies.append((born_s, 0.0, seconds))
             elif output.kind != "attention" or not kind.recomputes_attention:
-                whole += output.nbytes
+                if output.kind == "attention" and begins_with_heads:
+                    first += output.nbytes
+                else:
+                    whole += output.nbytes
                 copies.append((born_s, seconds, 0.0))
         return cls(
             forward_s=layer.forward_s,
@@ -164,6 +173,8 @@ class Leg:
             ahead=not kind.recomputes_attention,
             tiles=tiles,
             reload_input_s=layer.nbytes("input") / run.h2d_bytes_per_s,
+            reload_first_s=first / run.h2d_bytes_per_s,
+            heads_again_s=tiles.heads_again_s if tiles is not None and begins_with_heads else None,
         )
 
     def backward_in_tiles(self, alpha: float, now: float, slope: float) -> tuple[float, float, float]:
@@ -183,6 +194,10 @@ class Leg:
         else:
             tails_s, per_alpha = count * ((2 * alpha - 1) * both_1 + (1 - alpha) * mixed), count * (2 * both_1 - mixed)
         attention_s = self.backward_s + self.replay_s - self.tiles.tails_backward_s - heads_s
-        end = now + tails_s + attention_s + max(heads_s, self.reload_input_s)
-        stall = tails_s - (self.tiles.tails_backward_s - self.saved_s * alpha) + max(0.0, self.reload_input_s - heads_s)
+        waits_s = max(0.0, self.reload_input_s - heads_s)
+        if self.heads_again_s is not None:
+            waits_s += max(0.0, self.reload_input_s - self.heads_again_s)
+            waits_s += max(0.0, self.reload_first_s - self.heads_again_s / count)
+        end = now + tails_s + attention_s + heads_s + waits_s
+        stall = tails_s - (self.tiles.tails_backward_s - self.saved_s * alpha) + waits_s
         return end, slope + per_alpha, stall

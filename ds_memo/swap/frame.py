@@ -149,6 +149,9 @@ class Frame:
         """Event behind the last copy to the host."""
         self.back: Any = None
         """Event behind the last copy from the host."""
+        self.ahead = not placement.kind.recomputes_attention
+        """True if the reload may be issued early. Attention is recomputed only where memory is short: then a whole layer's frame
+        takes none before its own backward. A tile's takes little."""
         self.first_only = False
         """True if the next replay wants no more than the first tensor: the reload brings no other."""
         self._defer = defer
@@ -157,12 +160,6 @@ class Frame:
     def resident(self) -> bool:
         """True if nothing that is kept goes to the host."""
         return self.placement.kind.on_device
-
-    @property
-    def ahead(self) -> bool:
-        """True if the reload may be issued early. Attention is recomputed only where memory is short, so such a frame takes none
-        before its own backward."""
-        return not self.placement.kind.recomputes_attention
 
     def move(self, state: str) -> None:
         """Go to another state. Raise MemoError if the diagram at the top of this file has no such step."""

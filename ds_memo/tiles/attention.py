@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from ds_memo.placement import GEMMS_RECOMPUTED, Placement
 from ds_memo.remat.analyse import Analyse
@@ -138,7 +139,7 @@ class TiledAttention:
             remember(self._recipes, key, known)
         self._generators = before if known.draws else None
         self._output = known.output
-        self._set_output(None)
+        self.supply(None)
         self._engine.end(call.frame)
         return result
 
@@ -224,12 +225,11 @@ class TiledAttention:
         sums: GradientSums,
         aliases: Sequence[torch.Tensor],
         gathered: Gathered,
-        result: torch.Tensor,
         d_result: torch.Tensor,
         groups: int,
         then: Frame,
     ) -> None:
-        """Run attention's backward, a group of heads at a time. Gradients of its arguments overwrite them.
+        """Run the backward, a group of heads at a time. Gradients of attention's arguments overwrite them.
 
         Args:
             groups: of key-value heads, as asked for.
@@ -239,18 +239,16 @@ class TiledAttention:
         assert call is not None
         if call.frame.state != "ready":
             self._engine.bring_back(call.frame, then=then)
-        self._set_output(result)
-        del result
         for heads in self._groups(gathered, d_result, groups):
             leaves = list(gathered.leaves)
             for index in shapes.differentiable:
                 leaves[index] = heads.of(leaves[index], shapes.arguments[index]).detach().requires_grad_()
             inputs = [leaves[index] for index in shapes.differentiable]
             with torch.enable_grad(), from_generators(self._generators, self._engine.device), SupplyHeads(call, heads):
-                again = self._attend(gathered, leaves)
+                result = get_gradient_edge(self._attend(gathered, leaves))  # its memory is of no use
             with without_autocast():
-                found = torch.autograd.grad(again, inputs, heads.of(d_result, shapes.result.dim))
-            del again, leaves, inputs
+                found = torch.autograd.grad(result, inputs, heads.of(d_result, shapes.result.dim))
+            del result, leaves, inputs
             for index, gradient in zip(shapes.differentiable, found, strict=True):
                 whole, dim = gathered.leaves[index], shapes.arguments[index]
                 if dim is None:
@@ -258,7 +256,7 @@ class TiledAttention:
                 else:
                     heads.of(whole, dim).copy_(gradient)
         self._engine.replayed(call.frame)
-        self._set_output(None)
+        self.supply(None)
 
     def release(self) -> None:
         """Close the frame after a backward, also after one that raised."""
@@ -271,8 +269,8 @@ class TiledAttention:
         if self._recomputed:
             self._call = self._output = None
 
-    def _set_output(self, result: torch.Tensor | None) -> None:
-        """Have the replay supply its op's output from `result`, or hold it no longer."""
+    def supply(self, result: torch.Tensor | None) -> None:
+        """Have the replay supply the kernel's output from `result` if it is that, or hold it no longer."""
         call, where = self._call, self._output
         if call is not None and where is not None:
             outputs = list(call.loose[where.op])

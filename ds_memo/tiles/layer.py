@@ -280,6 +280,7 @@ class TiledCall:
             kept = of_size.kept(self._keeps_result)
             recipe = kept.stored if number in all_stored else kept.recomputed
             frame = self._engine.begin(f"{self._tiled.layer.name}, tile {number}", self._placement)
+            frame.ahead = True
             call = Call(self._tiled.layer.index, (), self._engine, frame, recipe, self._remat.work)
             tile = Tile(span, call, of_size, None if self._seed is None else self._seed + number)
             self._tiles.append(tile)
@@ -353,8 +354,10 @@ class TiledCall:
             sums.settle()
             self._remat.part_begins("attention_backward")
             groups = self._placement.tiles.head_groups
-            self._attention.backward(sums, aliases, gathered, result, d_result, groups, then=self._last_frame)
-            del result, d_result
+            self._attention.supply(result)
+            del result
+            self._attention.backward(sums, aliases, gathered, d_result, groups, then=self._last_frame)
+            del d_result
             self._remat.part_begins("heads_backward")
             self._heads_backward(sums, gathered, d_hidden, d_inputs)
             return [d_hidden, *d_inputs, *sums.take()]

@@ -38,6 +38,11 @@ class Tiling:
         refusals = dict(self._refusals)
         return {**self._latest._asdict(), "layers": sorted(tiled), "not_tiled": refusals}
 
+    @property
+    def result_differs(self) -> bool:
+        """True if the result of any layer's attention is not its kernel's output."""
+        return any(found.result_differs for kinds in self._layers.values() for found in kinds.values() if found is not None)
+
     def prepare(
         self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement
     ) -> Callable[[], Any] | None:

@@ -12,7 +12,7 @@ from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.solve.costs import LayerCosts, TileCosts, Working
 from ds_memo.solve.headroom import Candidate, shortest
 from ds_memo.solve.kinds import place
-from ds_memo.solve.memory import bytes_of_layers, device_bytes
+from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.schedule import Leg, Schedule
 from ds_memo.solve.solver import solve
@@ -35,8 +35,11 @@ def tiled(count: int = 8, units: float = 6.0, slower: float = 1.05) -> LayerCost
     working = Working(int(4.5 * UNIT), int(units * UNIT))
     backward_s = slower * (WHOLE.backward_s + WHOLE.gemm_s + WHOLE.replay_s)
     costs = replace(WHOLE, forward_s=slower * WHOLE.forward_s, backward_s=backward_s - WHOLE.gemm_s - WHOLE.replay_s)
-    parts = TileCosts(count, tails_backward_s=0.6 * backward_s, heads_backward_s=0.1 * backward_s)
-    return replace(costs, working=working, working_at_0=working, in_tiles=parts)
+    parts = TileCosts(
+        count, tails_backward_s=0.6 * backward_s, heads_backward_s=0.1 * backward_s, heads_again_s=0.05 * backward_s
+    )
+    again = replace(working, backward=working.backward + WHOLE.attention_bytes)
+    return replace(costs, working=working, working_at_0=working, working_without_attention=again, in_tiles=parts)
 
 
 def runs(device: float, host: float = 1e3, **how: float) -> list[Candidate]:
@@ -63,10 +66,13 @@ def test_two_tiles_of_a_swapped_frame_are_on_the_device() -> None:
     assert device_bytes(costs, on_device, 0.0) == costs.layers[0].working.backward + LAYERS * frame
 
 
-def test_a_layer_that_recomputes_attention_runs_whole() -> None:
+def test_a_layer_that_recomputes_attention_stores_its_input_alone() -> None:
     costs = runs(40)[1].run
-    kinds = [PlacementKind.SWAPPED_ATTENTION_RECOMPUTED] * LAYERS
-    assert bytes_of_layers(costs, kinds, 0.0)[2].max() > 30 * UNIT
+    kept, again = (device_bytes(costs, [kind] * LAYERS, 0.0) for kind in list(PlacementKind)[:2])
+    layer = costs.layers[0]
+    assert again == kept - 2 * layer.attention_bytes / 8, "two tiles' buffers are smaller"
+    stored = layer.host_bytes(Placement(PlacementKind.SWAPPED_ATTENTION_RECOMPUTED, 0.0))
+    assert stored == pytest.approx(layer.nbytes("input"), rel=0.01)
 
 
 def test_host_bytes_are_those_of_the_whole_but_for_pages() -> None:
@@ -160,7 +166,7 @@ def test_like_steps_take_the_earlier() -> None:
     assert shortest([whole, in_tiles, smaller])[0] is in_tiles.run
 
 
-def test_tiles_never_recompute_attention_and_use_both_memories() -> None:
+def test_both_memories_are_used_before_attention_is_recomputed() -> None:
     """The host is too small for all, so layers stay on the device without GEMM outputs."""
     solution = solve(runs(20, host=8)[1].run, may_skip_recompute=False)
     assert not any(kind.recomputes_attention for kind in solution.kinds)
@@ -168,11 +174,33 @@ def test_tiles_never_recompute_attention_and_use_both_memories() -> None:
     assert solution.host_bytes <= 8 * UNIT + LAYERS * 8 * 4096 and solution.device_bytes <= 20 * UNIT
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_attention_is_recomputed_in_tiles_where_neither_memory_has_room(differs: bool) -> None:
+    costs = tiled()
+    costs = replace(costs, in_tiles=replace(costs.in_tiles, result_differs=differs))
+    short = replace(run(costs, LAYERS, host=int(10 * UNIT), device=int(10.5 * UNIT)), tiles=Tiles(TOKENS // 8, 8))
+    solution = solve(short)
+    again = [kind for kind in solution.kinds if kind.recomputes_attention]
+    assert 0 < len(again) < LAYERS and solution.alpha == 0
+    units = {PlacementKind.SWAPPED: 2, PlacementKind.SWAPPED_ATTENTION_RECOMPUTED: 1}
+    assert solution.host_bytes == pytest.approx(sum(units.get(kind, 0) for kind in solution.kinds) * UNIT, rel=0.03)
+    assert solution.step_s > solve(replace(short, host_budget=100 * UNIT)).step_s
+
+
+def test_an_output_that_is_not_the_result_is_one_frame() -> None:
+    """It is on the device whole, and the result is made again, which the profile measures."""
+    alike = tiled()
+    other = replace(alike, in_tiles=replace(alike.in_tiles, result_differs=True))
+    there, here = (device_bytes(run(costs, LAYERS), place(LAYERS, 0), 0.0) for costs in (alike, other))
+    assert here == pytest.approx(there - alike.attention_bytes * 2 / 8, rel=0.01)
+    assert other.host_bytes(swapped_at(0.0)) == pytest.approx(alike.host_bytes(swapped_at(0.0)), rel=0.01)
+
+
 def test_nothing_fits_says_what_tiles_need() -> None:
     whole, in_tiles = runs(5)
     with pytest.raises(NothingFits) as caught:
         shortest([whole, in_tiles])
-    needs = device_bytes(in_tiles.run, place(LAYERS, 0), 0.0)
+    needs = device_bytes(in_tiles.run, place(LAYERS, 0) + 1, 0.0)  # with attention recomputed
     assert caught.value.needed == needs < 10 * UNIT
 
 
