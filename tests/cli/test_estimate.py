@@ -45,9 +45,9 @@ def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
     assert answer(capsys, "--seq-length", "1M", "--method", "none")["status"] == "oom"
     oohm = answer(capsys, "--seq-length", "384K", "--method", "full_swap", "--tp", "4", "--cp", "2")
     assert oohm["status"] == "oohm" and oohm["mfu"] is None and oohm["host_gib"] > 1676
-    small = answer(capsys, "--seq-length", "2M", "--host-memory-gib", "1")
+    small = answer(capsys, "--seq-length", "2M", "--host-memory-gib", "1", "--tile-tokens", "0")
     assert small["status"] == "oohm" and "4 times as many sequence-parallel ranks" in small["binding"]
-    assert answer(capsys, "--seq-length", "4M", "--host-memory-gib", "1")["status"] == "oom"
+    assert answer(capsys, "--seq-length", "4M", "--host-memory-gib", "1", "--tile-tokens", "0")["status"] == "oom"
     small = answer(capsys, "--seq-length", "512K", "--host-memory-gib", "1")
     assert small["status"] == "ok" and "27 of 32 layers stay on the device without GEMM outputs" in small["binding"]
     assert small["placements"] == {"on_device": 5, "without_gemms": 27, "without_recompute": 0, "attention_recomputed": 0}

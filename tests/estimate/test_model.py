@@ -59,7 +59,7 @@ def test_the_longest_length_counts_what_a_replay_makes_at_alpha_0():
     """A replay makes GEMM and attention outputs that are not kept, and all are alive at once."""
     shape = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16}
     sizes = {"num_key_value_heads": 4, "num_hidden_layers": 32, "vocab_size": 32000}
-    question = Question(from_config({**shape, **sizes}, "llama"), hardware.load("h200"), gpus=8, seq_length=1024)
+    question = Question(from_config({**shape, **sizes}, "llama"), hardware.load("h200"), gpus=8, seq_length=1024, tile_tokens=0)
     fits, _ = longest(question)
     assert fits.alpha == 0 and fits.placed["attention_recomputed"]
     per_token = (2 * 3584 * 5 + 2 * 1024 * 6) * fits.question.seq_length / 8  # gate, up, act and two gradients; norms
