@@ -17,6 +17,7 @@ from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import LayerCosts, RunCosts, Working
 from ds_memo.solve.headroom import HEADROOM, Candidate, shortest
+from ds_memo.solve.kinds import Kinds
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import Solution
@@ -47,7 +48,7 @@ def memo(question: Question, costs: Costs) -> Estimate:
     except NothingFits as nothing:
         runs = [_run(question, costs, budget, sum(working.values()), tiles) for tiles in _tilings(question, costs)]
         return _refused(question, costs.layout, runs, states, working, nothing)
-    kept = _frames(run, solution)
+    kept = _frames(run, solution.kinds, solution.alpha)
     on_device = all(kind.on_device for kind in solution.kinds)
     name = "layers on the device" if on_device else "resident layers and reload buffers"
     parts = by_part(question, states, working | {"transients": solution.device_bytes - run.working_bytes - kept, name: kept})
@@ -120,15 +121,11 @@ def _refused(
 
 def _least(run: RunCosts) -> dict[str, float]:
     """Return the device bytes of layers at alpha 0, all swapped: in tiles, or else with attention recomputed."""
-    working, buffers = [], []
-    for layer in run.layers:
-        if layer.in_tiles is None:
-            working.append(layer.working_without_attention.backward)
-            buffers.append(2 * layer.smallest_frame_bytes)
-        else:
-            working.append(layer.working_at_0.backward)
-            buffers.append(layer.in_tiles.buffers(layer.small_frame_bytes, layer.frame_bytes, 0.0))
-    return {"transients": max(working), "reload buffers": max(buffers)}
+    kinds = [
+        PlacementKind.SWAPPED_ATTENTION_RECOMPUTED if layer.in_tiles is None else PlacementKind.SWAPPED for layer in run.layers
+    ]
+    buffers = _frames(run, kinds, 0.0)
+    return {"transients": device_bytes(run.layers_alone(), kinds, 0.0) - buffers, "reload buffers": buffers}
 
 
 def _too_large(question: Question, layout: Layout, states: dict[str, float]) -> str:
@@ -138,11 +135,11 @@ def _too_large(question: Question, layout: Layout, states: dict[str, float]) -> 
     return f"device memory: the model's states alone take {total:.4g} of {usable:.4g} GiB. What helps: {helps}, a smaller model."
 
 
-def _frames(run: RunCosts, solution: Solution) -> int:
+def _frames(run: RunCosts, kinds: Kinds, alpha: float) -> int:
     """Return the peak device bytes of kept and reloaded outputs, without the transients inside a layer."""
     nothing: dict[str, Any] = dict.fromkeys(("working", "working_at_0", "working_without_attention"), Working())
     frames = replace(run.each(lambda layer: replace(layer, **nothing)), working_bytes=0)
-    return device_bytes(frames, solution.kinds, solution.alpha)
+    return device_bytes(frames, kinds, alpha)
 
 
 def _sizes(profile: Profile, costs: Costs) -> list[tuple[int, int]]:

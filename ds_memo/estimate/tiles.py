@@ -50,7 +50,9 @@ def tiled_layer(costs: Costs, tiles: Tiles) -> LayerCosts:
     if cut.tiles == 1:
         return whole
     peaks = [part.nbytes(cut) for part in parts(model, costs.layout, tiles.head_groups).values()]
-    working = Working(forward=round(max(peaks[:3])), backward=round(max(peaks[3:])))
+    working = Working(
+        forward=round(max(peaks[:3])), backward=round(max(peaks[3:])), tiles_backward=round(max(peaks[3], peaks[5]))
+    )
 
     hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * model.kv_width
     weights, qkv = _weights(model), _head_weights(model)
@@ -89,7 +91,7 @@ def tiled_layer(costs: Costs, tiles: Tiles) -> LayerCosts:
         backward_s=whole.backward_s + again_s,
         working=working,
         working_at_0=working,
-        working_without_attention=replace(working, backward=working.backward + whole.attention_bytes),
+        working_without_attention=working.with_attention(whole.attention_bytes),
         in_tiles=TileCosts(cut.tiles, tails_backward_s, heads_backward_s, gathered_again_s, differs),
     )
 

@@ -98,7 +98,11 @@ def in_tiles(
         peaks[of_attention] = live + made / tiles.head_groups
     forward_s = seconds[heads] + whole.attention_s + seconds[tails]
     backward_s = seconds[tails_backward] + attention_backward_s + seconds[heads_backward]
-    working = Working(forward=round(max(peaks[: tails + 1])), backward=round(max(peaks[tails_backward:])))
+    working = Working(
+        forward=round(max(peaks[: tails + 1])),
+        backward=round(max(peaks[tails_backward:])),
+        tiles_backward=round(max(peaks[tails_backward], peaks[heads_backward])),
+    )
     differs = samples[0].result_differs  # then the heads run again as a part of "tails_backward"
     born = (forward_s - seconds[tails]) / forward_s if forward_s else 1.0
     return replace(
@@ -108,7 +112,7 @@ def in_tiles(
         backward_s=max(0.0, backward_s - whole.gemm_s - whole.replay_s),
         working=working,
         working_at_0=working,
-        working_without_attention=replace(working, backward=working.backward + whole.attention_bytes),
+        working_without_attention=working.with_attention(whole.attention_bytes),
         in_tiles=TileCosts(
             cut.tiles,
             tails_backward_s=max(0.0, seconds[tails_backward] - differs * seconds[heads]),

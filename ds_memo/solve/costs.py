@@ -50,11 +50,20 @@ class Working:
     """In its forward: its input, its kept tensors and everything in between."""
     backward: int = 0
     """In its replay and backward, without its own frame."""
+    tiles_backward: int = 0
+    """The same without attention's backward, if the layer runs in tiles."""
+
+    def with_attention(self, nbytes: int) -> Working:
+        """Return these bytes with attention's output next to them in the backward."""
+        return replace(self, backward=self.backward + nbytes, tiles_backward=self.tiles_backward + nbytes)
 
 
 @dataclass(frozen=True)
 class TileCosts:
-    """What is different in a layer that runs in tiles. Its frame is one of each tile: two of them are on the device at once."""
+    """What is different in a layer that runs in tiles. Its frame is one of each tile: two of them are on the device at once.
+
+    In attention's backward it is one tile's hidden states, of which the next part begins.
+    """
 
     count: int
     """Number of tiles."""

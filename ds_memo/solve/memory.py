@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from ds_memo.placement import Placement, PlacementKind
-from ds_memo.solve.costs import LayerCosts, RunCosts
+from ds_memo.solve.costs import LayerCosts, RunCosts, TileCosts, Working
 from ds_memo.solve.kinds import ON_DEVICE, RECOMPUTES_ATTENTION, Kinds, swapped
 
 ALPHA_STEPS = 10_000
@@ -28,7 +28,8 @@ def device_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
     backward   a layer runs next to its own frame, the frames below it on the device, the reload of the next swapped one and
                unreduced gradients. A frame whose attention is recomputed is reloaded only when its own replay begins.
 
-    Of a swapped frame in tiles two tiles are on the device at once, and they come back during the layer's own backward.
+    Of a swapped frame in tiles two tiles are on the device at once, and they come back during the layer's own backward. In that
+    of attention it is one tile's hidden states.
     """
     forward, between, backward = bytes_of_layers(run, kinds, alpha)
     return run.working_bytes + max(
@@ -117,12 +118,19 @@ def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int]:
         frame, working = layer.small_frame_bytes, layer.working_at_0
     if layer.in_tiles is None or placement.kind.on_device:
         return frame, working.forward, working.backward
-    buffers, of_attention = layer.in_tiles.buffers, layer.attention_bytes
+    return _in_tiles(layer, layer.in_tiles, placement, working)
+
+
+def _in_tiles(layer: LayerCosts, tiles: TileCosts, placement: Placement, working: Working) -> tuple[int, int, int]:
+    again, alpha = placement.kind.recomputes_attention, placement.decided_alpha
+    small = layer.smallest_frame_bytes if again or tiles.result_differs else layer.small_frame_bytes
+    large = small + layer.frame_bytes - layer.small_frame_bytes
+    buffers = tiles.buffers(small, large, alpha)
+    # The last tile is stored only if all are; of another its hidden states are reloaded.
+    last = large if alpha == 1 else layer.nbytes("input")
+    backward = max(working.backward + -(-last // tiles.count), working.tiles_backward + buffers)
     if again:
-        return buffers(layer.smallest_frame_bytes, layer.smallest_frame_bytes, 0.0), working.forward, working.backward
-    small, large, alpha = layer.small_frame_bytes, layer.frame_bytes, placement.decided_alpha
-    if layer.in_tiles.result_differs:
-        frame = of_attention + buffers(small - of_attention, large - of_attention, alpha)
-        return frame, working.forward, working.backward
-    # The result is put together from tiles. On the device it is a part of the frame.
-    return buffers(small, large, alpha), working.forward, working.backward + of_attention
+        return buffers, working.forward, backward - buffers
+    # The kernel's output is a frame of its own, which the result is made of; or else the result is put together from tiles.
+    frame = buffers + layer.attention_bytes if tiles.result_differs else buffers
+    return frame, working.forward, backward + layer.attention_bytes - frame
