@@ -41,6 +41,7 @@ class TestQuick(DistributedTest):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 class TestWhole(DistributedTest):
     world_size = 2
 

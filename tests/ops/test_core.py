@@ -95,7 +95,7 @@ def test_random_requests_from_four_threads(built, sanitizer):
 @slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_many_more_requests(built, sanitizer):
-    for seed in range(2, 7):
+    for seed in (2, 3):
         done = run(built("core_stress", sanitizer), 2_000_000, THREADS, seed)
         assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
 

@@ -20,6 +20,7 @@ LENGTHS = (17, 17, 13, 17)
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.sweep,
     pytest.mark.filterwarnings("ignore"),  # kernels that are not installed, attention that is materialised
 ]
 

@@ -102,6 +102,7 @@ def test_same_as_stock_in_bf16(name: str, shape: tuple[int, int], alpha: float, 
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "shape, dtype", [*((shape, torch.float32) for shape in SHAPES), *((shape, torch.bfloat16) for shape in SHAPES[1::4])], ids=str
 )

@@ -36,6 +36,7 @@ def test_a_run_of_a_few(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
 def test_an_architecture(name: str) -> None:

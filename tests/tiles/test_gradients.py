@@ -79,6 +79,7 @@ def swept(name: str) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name, tile, shape", [case for name in FAMILIES for case in swept(name)], ids=str)
 def test_every_alpha_and_number_of_groups(name: str, tile: int, shape: tuple[int, int]) -> None:
     """Llama runs each alpha with each number of groups; the others run each with one, another one for other tiles."""
