@@ -15,6 +15,9 @@ from tests.haste import make_haste
 from tests.processes import processes_with
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Let an idle worker take half of another's remaining tests: the last files are the slowest."""
