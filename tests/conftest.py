@@ -14,7 +14,6 @@ from tests.fixtures import *  # noqa: F403  pytest finds fixtures by their names
 from tests.haste import make_haste
 from tests.processes import processes_with
 
-
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
 
 
