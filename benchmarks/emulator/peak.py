@@ -2,6 +2,7 @@
 
     export DS_MEMO_CUDA_TORCH=/path/to/python
     python -m benchmarks.peak llama8b 102400 [--rival "ds_memo, tiles"] [--device-gib 16] [--host-gib 64]
+    python -m benchmarks.peak llama8b 32768 --memo '{"alpha": 0, "resident_layers": 0, "tile_tokens": 0}' --snapshot whole.pickle
 
 A unit is tokens · hidden size · 2 bytes: one tensor of hidden states in bf16. Weights and their gradients are listed apart.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
+import json
 import sys
 import tempfile
 from typing import Any
@@ -58,6 +61,8 @@ def main() -> int:
     parser.add_argument("--rival", choices=RIVALS, default="ds_memo, tiles")
     parser.add_argument("--device-gib", type=float, default=16.0)
     parser.add_argument("--host-gib", type=float, default=64.0)
+    parser.add_argument("--memo", type=json.loads, help='instead of a rival: a "memo" section; addresses are not planned')
+    parser.add_argument("--snapshot", metavar="FILE.pickle", help="write the step's history of allocations, for `ds-memo show`")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.emulated:
@@ -70,7 +75,7 @@ def main() -> int:
     before = torch.cuda.memory_allocated(device)
     with tempfile.TemporaryDirectory() as cache:
         budget = Budget(device, int(options.host_gib * GIB), int(options.device_gib * GIB), bandwidth=50e9, cache_dir=cache)
-        rival = RIVALS[options.rival]
+        rival = RIVALS[options.rival] if options.memo is None else dataclasses.replace(RIVALS["ds_memo"], settings=options.memo)
         with rival.on(model, budget) as installed:
             for _ in range(max(2, rival.warm_up)):
                 torch.cuda.reset_peak_memory_stats(device)
@@ -79,6 +84,8 @@ def main() -> int:
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=10**7)
             trainer.step(installed)
             (trace,) = torch.cuda.memory._snapshot(device)["device_traces"][:1]
+            if options.snapshot:
+                torch.cuda.memory._dump_snapshot(options.snapshot)
             torch.cuda.memory._record_memory_history(enabled=None)
     unit = options.length * model.config.hidden_size * 2
     by_source: dict[str, list[int]] = collections.defaultdict(list)

@@ -19,7 +19,7 @@ from ds_memo.plan.errors import PlanError
 from ds_memo.plan.formats import plan_to_json, read_csv, read_trace, write_csv
 from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.simulate import simulate
-from ds_memo.plan.snapshot import read_snapshot
+from ds_memo.plan.snapshot import SUFFIXES, read_snapshot
 from ds_memo.plan.solver import SOLVERS, fit, solve
 from ds_memo.plan.trace import Trace
 
@@ -85,7 +85,7 @@ def _plan_trace(args: argparse.Namespace) -> int:
 
 
 def _read(path: str) -> Trace:
-    return read_snapshot(path) if path.endswith((".pickle", ".pkl")) else read_trace(path)
+    return read_snapshot(path) if path.endswith(SUFFIXES) else read_trace(path)
 
 
 def _too_small(capacity: int, bound: int) -> str:

@@ -22,6 +22,7 @@ from ds_memo.plan.formats import MAX_SIZE, MOST_REQUESTS, make_trace
 from ds_memo.plan.trace import Request, Trace
 
 MOST_SNAPSHOT_BYTES = 1 << 28
+SUFFIXES = (".pickle", ".pkl")
 
 
 def read_snapshot(path: str | Path) -> Trace:
@@ -31,6 +32,11 @@ def read_snapshot(path: str | Path) -> Trace:
         UnsafePickle, MalformedInput: See errors.py.
         TooLong: The file has more than MOST_SNAPSHOT_BYTES.
     """
+    return _requests(*read_events(path))
+
+
+def read_events(path: str | Path) -> tuple[list, str]:
+    """Return the events of the device with most of them, unchecked, and a name of it for messages. Raises as `read_snapshot`."""
     source = str(path)
     try:
         content = read_bounded(path, MOST_SNAPSHOT_BYTES)
@@ -41,7 +47,7 @@ def read_snapshot(path: str | Path) -> Trace:
     if not isinstance(traces, list) or not all(isinstance(t, list) for t in traces) or not any(traces):
         raise MalformedInput(source, 0, "no device_traces", "a snapshot recorded with torch.cuda.memory._record_memory_history()")
     device = max(range(len(traces)), key=lambda d: len(traces[d]))
-    return _requests(traces[device], f"{source} device {device}")
+    return traces[device], f"{source} device {device}"
 
 
 def _requests(events: list, source: str) -> Trace:

@@ -406,12 +406,14 @@ class TiledCall:
                 if storage_of(kept) != storage_of(result):
                     own.copy_(kept)
                 own = kept
+                del kept
             own = own.detach().requires_grad_()
             d_x, d_own, *d_others = self._tail_backward(sums, tile, gathered, own, part(gradient, tile.span, 1))
             tile.call.frame.first_only = reads_hidden_only(tile.up_to_attention)
             fill(part(d_result, tile.span, dim), d_own)
             fill(part(d_hidden, tile.span, 1), d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
+            del own, d_own, d_x, d_others  # before the next tile is reloaded and runs again
 
     def _tail_backward(
         self, sums: GradientSums, tile: Tile, gathered: Gathered, own: torch.Tensor, d_output: torch.Tensor
@@ -442,6 +444,7 @@ class TiledCall:
             if d_x is not None:
                 part(d_hidden, tile.span, 1).add_(d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
+            del d_x, d_others
 
     def _head_backward(self, sums: GradientSums, tile: Tile, gathered: Gathered) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of a tile's hidden states and of other inputs, by what comes before attention."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.model import from_config
 from ds_memo.estimate.question import Question
 from ds_memo.ops.builder import cuda_headers
+from ds_memo.show.layer_backward import read_layer_backward
 from ds_memo.units import GIB
 
 pytestmark = [
@@ -52,6 +55,23 @@ def test_a_planned_step_asks_cuda_for_nothing(memo: dict[str, Any], length: int,
     assert last["host_waits"] == 0
     if last["predicted"]:
         assert last["predicted"] == pytest.approx(last["arena"], rel=0.02)
+
+
+def test_a_picture_of_one_layers_backward(tmp_path: Path) -> None:
+    """In tiles: q, k, v, attention's output and its gradient are of all tokens, everything else of a tile."""
+    unit, drawn = 16384 * 4096 * 2, {}
+    for name, tile in (("whole", 0), ("tiles", 2048)):
+        memo = {"alpha": 0, "resident_layers": 0, "tile_tokens": tile, "head_groups": 8}
+        file = tmp_path / f"{name}.pickle"
+        words = ["llama8b", "16384", "--memo", json.dumps(memo), "--snapshot", str(file), "--device-gib", "40"]
+        subprocess.run([sys.executable, "-m", "benchmarks.peak", *words], check=True, cwd=Path(__file__).parents[2])
+        drawn[name] = read_layer_backward(file)
+    most = {name: {purpose: int(nbytes.max()) for purpose, nbytes in of.nbytes.items()} for name, of in drawn.items()}
+    operands = "q, k, v, attention's output; their gradients"
+    assert most["whole"][operands] == 0 and most["tiles"][operands] == 3.5 * unit
+    assert most["whole"]["reload buffers"] == pytest.approx(2 * 2 * unit, rel=0.02)
+    assert most["tiles"]["reload buffers"] == pytest.approx(2 * 2 * unit / 8, rel=0.02)
+    assert drawn["whole"].peak > 2 * drawn["tiles"].peak
 
 
 def test_models_that_take_turns_share_device_and_host(capfd: pytest.CaptureFixture[str]) -> None:

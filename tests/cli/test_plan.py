@@ -100,7 +100,7 @@ def test_a_capacity_below_the_lower_bound_is_exit_code_1(capsys, problem, capaci
         (("plan", TRACE, "--capacity", "-1"), "'-1', expected bytes"),
         (("plan", TRACE, "--frobnicate"), "unrecognized arguments: --frobnicate"),
         (("plan",), "required: INPUT"),
-        (("show",), "required: PLAN.json"),
+        (("show",), "required: FILE"),
         (("report",), "required: FILE.json"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Frame
 from tests.everyday import everyday
 from tests.models import Batch, Outcome, Toy, gradients, step
 from tests.tiles.rig import (
@@ -184,3 +187,21 @@ def test_a_training_step_with_an_optimizer() -> None:
         return Outcome(loss.detach(), gradients(model))
 
     assert_was_tiled(compare(toy(), train, steps=4, tolerance=1e-5))
+
+
+def test_two_tiles_are_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that runs, and the next."""
+    counts: list[int] = []
+    reload, buffers = SwapEngine._reload, []
+
+    def counting(engine: SwapEngine, frame: Frame) -> None:
+        reload(engine, frame)
+        if "tile" in frame.name:
+            buffers.append(weakref.ref(next(iter(frame.slots.values())).untyped_storage()))
+            counts.append(sum(buffer() is not None for buffer in buffers))
+
+    monkeypatch.setattr(SwapEngine, "_reload", counting)
+    with attached(tiled := toy(), alpha=0.0, groups=2):
+        for _ in range(2):
+            drive(tiled, 0)
+    assert max(counts) == 2
