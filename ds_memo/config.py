@@ -66,10 +66,10 @@ class ProfileConfig(_Section):
 
 
 class KernelsConfig(_Section):
-    """Kernels of other packages. Absent: PyTorch's and DeepSpeed's own."""
+    """Kernels in place of the model's and DeepSpeed's own."""
 
-    norm: Literal["apex"] | None = None
-    """Layer and RMS norms: NVIDIA apex's fused kernels."""
+    norm: Literal["apex", "torch"] | None = None
+    """Norms as one kernel. torch: RMSNorm by PyTorch's; apex: LayerNorm and RMSNorm by NVIDIA apex's."""
 
     adam: Literal["apex"] | None = None
     """The optimizer of the DeepSpeed JSON: NVIDIA apex's FusedAdam."""
@@ -178,7 +178,7 @@ _ALLOWED = {
     "plan": "a JSON object",
     "profile": "a JSON object",
     "kernels": "a JSON object",
-    "kernels.norm": '"apex" (leave the key out for PyTorch\'s)',
+    "kernels.norm": '"torch" or "apex" (leave the key out for the model\'s own)',
     "kernels.adam": '"apex" (leave the key out for DeepSpeed\'s)',
     "kernels.cross_entropy": '"liger" (leave the key out for the model\'s own)',
     "plan.enabled": "true or false",

@@ -36,7 +36,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention": "math"}, r"memo\.attention: got 'math'; allowed: \"cudnn\", \"flash\", \"flash_attn_2\""),
     ({"layers": "blocks"}, r"memo\.layers: got 'blocks'; allowed: a list of module names"),
     ({"layers": [3]}, r"memo\.layers\.0: got 3; allowed: a list of module names"),
-    ({"kernels": {"norm": "liger"}}, r"memo\.kernels\.norm: got 'liger'; allowed: \"apex\""),
+    ({"kernels": {"norm": "liger"}}, r"memo\.kernels\.norm: got 'liger'; allowed: \"torch\" or \"apex\""),
     ({"kernels": {"adm": "apex"}}, r"memo\.kernels\.adm: unknown key; allowed here: norm, adam, cross_entropy"),
     ({"attention": 3}, r"memo\.attention: got 3"),
     ({"plan": True}, r"memo\.plan: got True; allowed: a JSON object"),

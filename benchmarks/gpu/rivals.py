@@ -257,8 +257,16 @@ RIVALS = {
             settings={"planned": True},
         ),
         Rival(
+            "ds_memo, fused norms",
+            "ds_memo, planned addresses, RMSNorm as one kernel as in ALST's recipe",
+            memo,
+            warm_up=_UNTIL_PLANNED,
+            needs="deepspeed",
+            settings={"planned": True, "kernels": {"norm": "torch"}},
+        ),
+        Rival(
             "ds_memo, tiles",
-            "ds_memo in tiles of 4,096 tokens and four groups of heads; inputs and attention outputs on the host",
+            "ds_memo in tiles of 4,096 tokens and eight groups of heads; inputs and attention outputs on the host",
             memo,
             warm_up=1,
             needs="deepspeed",

@@ -93,8 +93,8 @@ def use_kernels(model: nn.Module, config: MemoConfig) -> ExitStack:
     with ExitStack() as undo:
         if config.attention in FLASH:
             use_flash_attention(model, config.attention, undo)
-        if config.kernels.norm == "apex":
-            use_apex_norms(model, undo)
+        if config.kernels.norm is not None:
+            use_fused_norms(model, config.kernels.norm, undo)
         if config.kernels.cross_entropy == "liger":
             use_liger_cross_entropy(model, undo)
         return undo.pop_all()
@@ -123,12 +123,20 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def use_apex_norms(model: nn.Module, undo: ExitStack) -> None:
-    """Run the model's LayerNorm and RMSNorm modules with apex's kernels. Parameters and modules stay the same objects."""
-    apex = APEX_NORM.load('memo.kernels.norm "apex"')
-    runs = [(module, run) for module in model.modules() if (run := _apex_norm(apex, module)) is not None]
+def use_fused_norms(model: nn.Module, which: str, undo: ExitStack) -> None:
+    """Run the model's norms as one kernel each. Parameters and modules stay the same objects.
+
+    Args:
+        which: "torch": RMSNorm by PyTorch's kernel, its LayerNorm is one anyway; "apex": both by apex's.
+    """
+    setting = f'memo.kernels.norm "{which}"'
+    layer_norm, rms_norm, norms = None, _torch_rms_norm, "RMSNorm"
+    if which == "apex":
+        apex = APEX_NORM.load(setting)
+        layer_norm, rms_norm, norms = apex.fused_layer_norm_affine, apex.fused_rms_norm_affine, "LayerNorm or RMSNorm"
+    runs = [(module, run) for module in model.modules() if (run := _fused_norm(layer_norm, rms_norm, module)) is not None]
     if not runs:
-        raise MemoError(f'memo.kernels.norm "apex": {type(model).__name__} has no LayerNorm or RMSNorm with a weight')
+        raise MemoError(f"{setting}: {type(model).__name__} has no {norms} with a weight that it can run")
     for module, run in runs:
         undo.callback(_restore_forward, weakref.ref(module), module.__dict__.get("forward"))
         module.forward = run
@@ -144,15 +152,21 @@ def _restore_forward(where: weakref.ref[nn.Module], before: Callable[..., Any] |
         module.__dict__.pop("forward", None)
 
 
-def _apex_norm(apex: Any, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _fused_norm(
+    layer_norm: Callable[..., torch.Tensor] | None, rms_norm: Callable[..., torch.Tensor], module: nn.Module
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return None
-    if isinstance(module, nn.LayerNorm) and module.bias is not None:
-        return functools.partial(_layer_norm, apex.fused_layer_norm_affine, module)
+    if layer_norm is not None and isinstance(module, nn.LayerNorm) and module.bias is not None:
+        return functools.partial(_layer_norm, layer_norm, module)
     if isinstance(module, nn.RMSNorm) or _scales_as_rms_norm(module):
-        return functools.partial(_rms_norm, apex.fused_rms_norm_affine, module)
+        return functools.partial(_rms_norm, rms_norm, module)
     return None
+
+
+def _torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, shape: torch.Size, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, shape, weight, eps)
 
 
 def _layer_norm(kernel: Callable[..., torch.Tensor], module: nn.Module, x: torch.Tensor) -> torch.Tensor:

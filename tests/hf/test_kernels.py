@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import ds_memo
+from ds_memo.hf import kernels
 from tests.deepspeed.engines import MEMO, ON_ONE_CPU_RANK, ds_config, train
 from tests.models import LAYERS, Batch, assert_same, build, step
 from tests.runtime.traces import fingerprint
@@ -119,6 +120,25 @@ def test_apex_norms(name: str, kind: str, packages: Path) -> None:
     norms = 2 * LAYERS + (name != "plain")
     assert apex.calls.count(kind) == len(apex.calls) == norms + 2 * LAYERS  # forward, and replays
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
+    got.loss = want.loss
+    assert_same(got, want, tolerance=1e-5)
+    handle.detach()
+
+
+def test_torch_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles, too: the norm beside the layers is one of them."""
+    fused, calls = kernels._torch_rms_norm, []
+    monkeypatch.setattr(kernels, "_torch_rms_norm", lambda *args: (calls.append(args[0].shape), fused(*args))[1])
+    model, batch = build("llama"), Batch.random(1, 96)
+    want = step(copy.deepcopy(model), batch)
+    memo = {"alpha": 0.5, "resident_layers": 0, "tile_tokens": 32, "kernels": {"norm": "torch"}}
+    handle = ds_memo.attach(model, memo)
+    assert step(model, batch).loss.item() == pytest.approx(want.loss.item(), rel=1e-6)  # probed, too
+    calls.clear()
+    got = step(model, batch)
+    assert handle.report()["tiles"]["layers"] == list(range(LAYERS))
+    # Three tiles: a head, a tail, and again in the backward. A tail's run passes the head's norm, too.
+    assert calls == [torch.Size([1, 32, model.config.hidden_size])] * (3 * (LAYERS * (1 + 2 + 2 + 1) + 2))
     got.loss = want.loss
     assert_same(got, want, tolerance=1e-5)
     handle.detach()
