@@ -75,6 +75,7 @@ class PassSolution:
             "h2d_stall_s": solution.h2d_stall_s,
             "host_bytes": solution.host_bytes,
             "device_bytes": solution.device_bytes,
+            "device_bytes_by_part": dict(solution.device_bytes_by_part),
             "beside_bytes": self.run.non_layer_bytes(),
             "stored_bytes_per_layer": list(self.stored_bytes),
         }

@@ -34,6 +34,13 @@ _NEEDED = (
     ),
 )
 _NON_LAYER = {"forward": "forward", "head": "head and loss", "backward": "backward", "always": "other streams"}
+_PARTS = {
+    "frames": "frames on the device",
+    "reload_buffers": "reload buffers",
+    "layer": "one layer",
+    "head": "head and loss",
+    "non_layer": "non-layer memory",
+}
 _OTHERS = {"layers_without_gemms": "without GEMMs", "layers_without_recompute": "without recompute"}
 """Layers on the device that are not resident, by the report's key."""
 _BAR = 30
@@ -132,9 +139,11 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "predicted",
             f"{predicted['layers_s']:.4g} s for the layers of a pass; {size(predicted['host_bytes'])} host, {device} device",
         )
+        if parts := predicted.get("device_bytes_by_part"):
+            yield "at the peak", ", ".join(f"{size(parts[part])} {name}" for part, name in _PARTS.items() if parts.get(part))
         others = predicted["beside_bytes"]
-        if parts := [f"{size(others[part])} {name}" for part, name in _NON_LAYER.items() if others.get(part)]:
-            yield "non-layer memory", ", ".join(parts)
+        if found := [f"{size(others[part])} {name}" for part, name in _NON_LAYER.items() if others.get(part)]:
+            yield "non-layer memory", ", ".join(found)
     if profile := report.get("profile"):
         rates = (f"{profile[f'{way}_bytes_per_s'] / 1e9:.3g} GB/s {way}" for way in ("d2h", "h2d"))
         source = ", from the cache" if profile["from_cache"] else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -18,10 +18,30 @@ from ds_memo.solve.kinds import ON_DEVICE, RECOMPUTES_ATTENTION, Kinds, swapped
 
 ALPHA_STEPS = 10_000
 """Alpha is rounded down to a multiple of 1 / ALPHA_STEPS: that reads better, and rounding down keeps every budget."""
+PARTS = ("frames", "reload_buffers", "layer", "head", "non_layer")
+"""Parts of the device bytes: frames that stay on the device; frames on their way out or back; the running layer without its
+frame; non-layer memory between forward and backward, and at other times."""
 
 
 def device_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
-    """Return the most bytes alive at once in a pass.
+    """Return the most bytes alive at once in a pass."""
+    return sum(device_bytes_by_part(run, kinds, alpha).values())
+
+
+def device_bytes_by_part(run: RunCosts, kinds: Kinds, alpha: float) -> dict[str, int]:
+    """Return the bytes at the moment of a pass when most are alive, by PARTS."""
+    moments = _moments(run, kinds, alpha)
+    return dict(zip(PARTS, moments[:, moments.sum(axis=0).argmax()].tolist(), strict=True))
+
+
+def bytes_of_layers(run: RunCosts, kinds: Kinds, alpha: float) -> tuple[np.ndarray, int, np.ndarray]:
+    """Return the bytes of the layers alone: in each layer's forward, between forward and backward, in each layer's backward."""
+    n, layers = len(run.layers), _moments(run, kinds, alpha)[: PARTS.index("head")].sum(axis=0)
+    return layers[:n], int(layers[n]), layers[n + 1 :]
+
+
+def _moments(run: RunCosts, kinds: Kinds, alpha: float) -> np.ndarray:
+    """Return the bytes by PARTS and moment: each layer's forward, between forward and backward, each layer's backward.
 
     forward    a layer runs next to the frames below it on the device, and one swapped frame on its way out
     between    the last layer's frame joins them, with head and loss
@@ -31,22 +51,23 @@ def device_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
     Of a swapped frame in tiles two tiles are on the device at once, and they come back during the layer's own backward. In that
     of attention it is one tile's hidden states.
     """
-    forward, between, backward = bytes_of_layers(run, kinds, alpha)
-    return run.working_bytes + max(
-        int(forward.max()) + run.forward_bytes, between + run.head_bytes, int((backward + run.on_their_way).max())
-    )
-
-
-def bytes_of_layers(run: RunCosts, kinds: Kinds, alpha: float) -> tuple[np.ndarray, int, np.ndarray]:
-    """Return the bytes of the layers alone: in each layer's forward, between forward and backward, in each layer's backward."""
     kinds = np.asarray(kinds)
-    frame, forward, backward = _on_device(run, kinds, alpha)
+    n, stays = len(kinds), ON_DEVICE[kinds]
+    frame, forward, own, backward = _on_device(run, kinds, alpha)
     below, next_swapped = _below(frame, kinds)
     leaving = np.where(next_swapped >= 0, frame[next_swapped], 0)
     layers, numbers = run.distinct
     in_tiles = np.array([layer.in_tiles is not None for layer in layers])[numbers]
     reload = np.where(RECOMPUTES_ATTENTION[kinds[next_swapped]] | in_tiles[next_swapped], 0, leaving)
-    return below + leaving + forward, int(below[-1] + leaving[-1] + frame[-1]), below + frame + reload + backward
+    moments = np.zeros((len(PARTS), 2 * n + 1), np.int64)
+    frames, buffers, layer, head, non_layer = moments
+    frames[:n], buffers[:n], layer[:n] = below, leaving, forward
+    frames[n], buffers[n], head[n] = below[-1] + stays[-1] * frame[-1], leaving[-1] + ~stays[-1] * frame[-1], run.head_bytes
+    frames[n + 1 :], buffers[n + 1 :], layer[n + 1 :] = below + stays * own, reload + ~stays * own, backward
+    non_layer[:n] = run.forward_bytes
+    non_layer[n + 1 :] = run.on_their_way
+    non_layer += run.working_bytes
+    return moments
 
 
 def _below(frame: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -86,15 +107,16 @@ def most_that_fit(high: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _on_device(run: RunCosts, kinds: np.ndarray, alpha: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return for each layer the device bytes of its frame, and the further bytes of its forward and of its backward."""
+def _on_device(run: RunCosts, kinds: np.ndarray, alpha: float) -> tuple[np.ndarray, ...]:
+    """Return for each layer the device bytes of its frame, the further bytes of its forward, what is there of its frame at the
+    peak of its backward, and the further bytes then."""
     layers, numbers = run.distinct
     return tuple(_by_kind(tuple(layers), math.ceil(2 * alpha) / 2)[:, numbers, kinds])
 
 
 @lru_cache(maxsize=1 << 6)
 def _by_kind(layers: tuple[LayerCosts, ...], alpha: float) -> np.ndarray:
-    """Return the same three numbers by layer and kind.
+    """Return the same four numbers by layer and kind.
 
     Args:
         alpha: 0, or rounded up to 0.5 or 1: it matters whether any rows are stored, and whether stored tiles are neighbours.
@@ -103,12 +125,12 @@ def _by_kind(layers: tuple[LayerCosts, ...], alpha: float) -> np.ndarray:
     return np.array([[_placed(layer, placement) for placement in placements] for layer in layers], np.int64).transpose(2, 0, 1)
 
 
-def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int]:
+def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int, int]:
     again = placement.kind.recomputes_attention
     if placement.kind is PlacementKind.NO_RECOMPUTE:
         # Autograd's saved tensors are alive from the forward on; a resident layer makes them in its replay.
         kept, working = layer.no_recompute_bytes, layer.working
-        return kept, max(working.forward, kept), max(0, layer.frame_bytes + working.backward - kept)
+        return kept, max(working.forward, kept), kept, max(0, layer.frame_bytes + working.backward - kept)
     if placement.decided_alpha > 0:
         without = layer.small_frame_bytes - layer.smallest_frame_bytes if again else 0
         frame, working = layer.frame_bytes - without, layer.working
@@ -117,20 +139,20 @@ def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int]:
     else:
         frame, working = layer.small_frame_bytes, layer.working_at_0
     if layer.in_tiles is None or placement.kind.on_device:
-        return frame, working.forward, working.backward
+        return frame, working.forward, frame, working.backward
     return _in_tiles(layer, layer.in_tiles, placement, working)
 
 
-def _in_tiles(layer: LayerCosts, tiles: TileCosts, placement: Placement, working: Working) -> tuple[int, int, int]:
+def _in_tiles(layer: LayerCosts, tiles: TileCosts, placement: Placement, working: Working) -> tuple[int, int, int, int]:
     again, alpha = placement.kind.recomputes_attention, placement.decided_alpha
     small = layer.smallest_frame_bytes if again or tiles.result_differs else layer.small_frame_bytes
     large = small + layer.frame_bytes - layer.small_frame_bytes
     buffers = tiles.buffers(small, large, alpha)
     # The last tile is stored only if all are; of another its hidden states are reloaded.
     last = large if alpha == 1 else layer.nbytes("input")
-    backward = max(working.backward + -(-last // tiles.count), working.tiles_backward + buffers)
+    own, backward = max((-(-last // tiles.count), working.backward), (buffers, working.tiles_backward), key=sum)
     if again:
-        return buffers, working.forward, backward - buffers
-    # The kernel's output is a frame of its own, which the result is made of; or else the result is put together from tiles.
-    frame = buffers + layer.attention_bytes if tiles.result_differs else buffers
-    return frame, working.forward, backward + layer.attention_bytes - frame
+        return buffers, working.forward, own, backward
+    if tiles.result_differs:  # the kernel's output is a frame of its own, which the result is made of
+        return buffers + layer.attention_bytes, working.forward, own + layer.attention_bytes, backward
+    return buffers, working.forward, own, backward + layer.attention_bytes  # the result is put together from tiles

@@ -15,6 +15,7 @@ last resort          and some recompute attention (see ds_memo.solve.last_resort
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ds_memo.placement import Placement, PlacementKind
@@ -22,7 +23,7 @@ from ds_memo.solve.alpha import best_alpha
 from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.solve.kinds import RECOMPUTES_ATTENTION, WITHOUT_GEMMS, Kinds, count, place, swapped
 from ds_memo.solve.last_resort import last_resort
-from ds_memo.solve.memory import ALPHA_STEPS, device_bytes, host_cap, most_that_fit, swapped_bytes
+from ds_memo.solve.memory import ALPHA_STEPS, device_bytes, device_bytes_by_part, host_cap, most_that_fit, swapped_bytes
 from ds_memo.solve.refusals import host_use, nothing_fits, of_budget, too_little_device_memory, too_little_host_memory
 from ds_memo.solve.schedule import Schedule
 
@@ -46,10 +47,14 @@ class Solution:
     h2d_stall_s: float
     host_bytes: int
     """Predicted bytes of all host blocks."""
-    device_bytes: int
-    """Predicted bytes beyond parameters, gradients and optimizer states."""
+    device_bytes_by_part: Mapping[str, int]
+    """Predicted bytes at the peak, beyond parameters, gradients and optimizer states, by ds_memo.solve.memory.PARTS."""
     binding: str
     """The constraint that set alpha or the residents, one sentence."""
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device_bytes_by_part.values())
 
     @property
     def kinds(self) -> tuple[PlacementKind, ...]:
@@ -268,6 +273,6 @@ def judged(run: RunCosts, alpha: float, kinds: Kinds, binding: str) -> Solution:
         d2h_stall_s=step.d2h_stall_s,
         h2d_stall_s=step.h2d_stall_s,
         host_bytes=swapped_bytes(run, kinds, alpha),
-        device_bytes=device_bytes(run, kinds, alpha),
+        device_bytes_by_part=device_bytes_by_part(run, kinds, alpha),
         binding=binding,
     )
