@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from ds_memo.distributed.agree import world_size
 from ds_memo.errors import MemoError
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import storage_of, tensor_leaves
@@ -34,6 +36,8 @@ _TOKENS = 48
 """Length of the check's tiles."""
 _TILES = 3
 """Tiles of one sequence in the check."""
+_LET_GO_S = 0.2
+"""Time for gloo's thread to let go of the tensors of a collective (AutoTP). The caller goes on a few ms before that."""
 _NEAR = 4
 """Tokens on each side of a cut, where a router's choice is no excuse for a difference."""
 _MOST_FLIPPED = 0.05
@@ -383,5 +387,8 @@ def _refuse_escapes(run: Callable[[], Any]) -> None:
     """Run a layer, and refuse it if tensors of the run are still alive when its output is gone."""
     with _Makes() as makes, dropping():
         run()
-    if any(not made.expired() for made in makes.made):
-        raise CannotTile("tensors of a call outlive it: a hook, a list or an attribute holds them")
+    deadline = time.monotonic() + (_LET_GO_S if world_size() > 1 else 0)
+    while any(not made.expired() for made in makes.made):
+        if time.monotonic() >= deadline:
+            raise CannotTile("tensors of a call outlive it: a hook, a list or an attribute holds them")
+        time.sleep(1e-3)

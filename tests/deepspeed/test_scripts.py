@@ -17,10 +17,12 @@ import pytest
 import ds_memo
 from ds_memo.runtime.attach import attached
 from tests.distributed_harness.common import ON_CPU, DistributedTest
+from tests.everyday import everyday
 from tests.launch.launcher import cpu_environment, free_port
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 MEMO = {"enabled": True, "alpha": 0.5, "resident_layers": 1}
+TILES = MEMO | {"tile_tokens": 16}
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(not ON_CPU, reason="two CPU ranks"),
@@ -103,7 +105,11 @@ def logged(folder: Path, name: str = "loss") -> list[float]:
 
 def assert_worked(reports: list[Any]) -> None:
     report = reports[-1]
-    assert report["active"] and report["bytes_to_host"] == report["bytes_from_host"] > 0
+    assert report["active"] and report["bytes_from_host"] >= report["bytes_to_host"] > 0
+    if report["tiles"] is None:
+        assert report["bytes_from_host"] == report["bytes_to_host"]
+    else:
+        assert report["tiles"]["layers"] == [0, 1, 2, 3] and report["tiles"]["not_tiled"] == {}
     assert report["attention_recomputed"] == 0 and report["warnings"] == []
 
 
@@ -149,9 +155,11 @@ class TestTrainer(DistributedTest):
         want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
         assert len(want) == 4 and got == pytest.approx(want, rel=1e-6)
 
-    @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-    def test_the_same_losses_and_checkpoints_that_go_both_ways(self, stage: int, tmp_path: Path) -> None:
-        stock, memo = ds_config(tmp_path, stage, None), ds_config(tmp_path, stage, MEMO)
+    @pytest.mark.parametrize(
+        "stage, section", everyday([(3, MEMO), (1, MEMO), (2, MEMO), (3, TILES), (2, TILES)], [(3, MEMO)]), ids=str
+    )
+    def test_the_same_losses_and_checkpoints_that_go_both_ways(self, stage: int, section: dict[str, Any], tmp_path: Path) -> None:
+        stock, memo = ds_config(tmp_path, stage, None), ds_config(tmp_path, stage, section)
         assert set(run_here("trainer.py", trainer_words(tmp_path / "stock", stock))) == {None}
         # The Trainer switches gradient checkpointing on before DeepSpeed starts; memo takes its place.
         assert_worked(run_here("trainer.py", trainer_words(tmp_path / "memo", memo, gradient_checkpointing=True)))
@@ -209,10 +217,17 @@ class TestDPOTrainer(DistributedTest):
 class TestAccelerate(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("more", [pytest.param([], id="full", marks=pytest.mark.slow), pytest.param(["--lora"], id="lora")])
-    def test_a_loop(self, more: list[str], tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "more, section",
+        [
+            pytest.param([], MEMO, id="full", marks=pytest.mark.slow),
+            pytest.param(["--lora"], MEMO, id="lora"),
+            pytest.param(["--lora"], TILES, id="lora in tiles", marks=pytest.mark.slow),
+        ],
+    )
+    def test_a_loop(self, more: list[str], section: dict[str, Any], tmp_path: Path) -> None:
         losses = []
-        for memo in (None, MEMO):
+        for memo in (None, section):
             os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = ds_config(tmp_path, 3, memo, optimizer=False)
             os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "2"
             reports = run_here("accelerate_loop.py", [*more, str(tmp_path / "losses.json")])

@@ -42,8 +42,9 @@ def train(engine: Any) -> list[torch.Tensor]:
 class TestAutoTP(DistributedTest):
     world_size = 2
 
-    def test_gradients_are_stocks_and_no_product_runs_again(self) -> None:
-        memo = {"alpha": 0.5, "resident_layers": 1}
+    @pytest.mark.parametrize("tiles", [{}, {"tile_tokens": 16}], ids=["whole", "tiles"])
+    def test_gradients_are_stocks_and_no_product_runs_again(self, tiles: dict[str, int]) -> None:
+        memo = {"alpha": 0.5, "resident_layers": 1, **tiles}
         want = train(start())
         engine = start(**memo)
         assert talk_in_layers(engine.module) and not meet_in_layers(engine.module)
@@ -52,4 +53,5 @@ class TestAutoTP(DistributedTest):
         report = ds_memo.report(engine)
         assert report["warnings"] == []
         assert report["attention_recomputed"] == 0
+        assert not tiles or report["tiles"]["layers"] == [0, 1, 2, 3]
         assert report["gemm_flops_recomputed_fraction"] <= 0.5 * 3 / 4 + 0.01

@@ -157,6 +157,15 @@ class TestUnevenRanks(DistributedTest):
         engine = start(3, enabled=True, **memo, **({} if "resident_layers" in memo else {"device_memory_gib": ONLY_SHORT}))
         assert train(engine, lengths) == pytest.approx(want, rel=1e-6)
 
+    @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+    def test_unequal_numbers_of_tiles(self, stage: int) -> None:
+        """Of two sequences one rank has four tiles or, as SHORT is one tile, none, and the other has twenty."""
+        lengths = [LONG, LONG, SHORT, LONG] if dist.get_rank() else [2 * SHORT, LONG, LONG, SHORT]
+        want = train(start(stage), lengths)
+        engine = start(stage, alpha=0.5, resident_layers=1, tile_tokens=SHORT)
+        assert train(engine, lengths) == pytest.approx(want, rel=1e-6)
+        assert engine.memo.report()["tiles"]["layers"] == [0, 1, 2, 3] and not engine.memo.report()["warnings"]
+
     def test_inputs_that_do_not_show_their_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A forward is probed, which gathers the embedding, on both ranks if it is on one."""
         monkeypatch.setattr("ds_memo.autotune.probe_forward.hidden_shape", lambda shapes, hidden, others: None)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.spans import spans
+from ds_memo.tiles import weight_gradients
 from ds_memo.tiles.modes import SupplyHeads
 from tests.everyday import everyday
 from tests.models import Batch, Outcome, poisoned_memory, step
@@ -109,25 +110,53 @@ def test_eager_attention_runs_whole_with_the_same_gradients() -> None:
         assert handle.report()["tiles"]["layers"] == []
 
 
-@pytest.mark.parametrize("name", everyday(FAMILIES, ["plain"]))
-def test_as_exact_as_stock_in_bf16(name: str) -> None:
-    """Both are compared with float32. Tiles round a bias's gradient more often than stock does, and a norm's less."""
+def in_bf16(name: str, shape: tuple[int, int], **settings: Any) -> tuple[dict[str, torch.Tensor], Outcome, Outcome]:
+    """Return a model's gradients in float32, stock's step in bfloat16, and the second one in tiles."""
     rounded, exact = small(name, torch.bfloat16), small(name)
     for weight, value in zip(exact.parameters(), rounded.parameters(), strict=True):
         weight.data.copy_(value.data)
-    batch = Batch.random(2, 33, torch.bfloat16)
+    batch = Batch.random(*shape, torch.bfloat16)
     want, stocks = step(exact, Batch(batch.embeds.float(), batch.labels)), step(rounded, batch)
-    with attached(rounded, groups=2) as handle:
+    with attached(rounded, groups=2, **settings) as handle:
         for _ in range(2):
             ours = step(rounded, batch)
         assert_was_tiled(handle.report())
+    unused = {parameter for parameter, gradient in want.grads.items() if gradient is None}
+    assert all(ours.grads[parameter] is None for parameter in unused)
     torch.testing.assert_close(ours.loss, stocks.loss, rtol=1e-2, atol=0)
-    for parameter, gradient in want.grads.items():
-        if gradient is None:
-            assert ours.grads[parameter] is None
-            continue
+    return {parameter: want.grads[parameter] for parameter in want.grads.keys() - unused}, stocks, ours
+
+
+@pytest.mark.parametrize("name", everyday(FAMILIES, ["plain"]))
+def test_as_exact_as_stock_in_bf16(name: str) -> None:
+    """Tiles round a bias's gradient more often than stock does, and a norm's less."""
+    exact, stocks, ours = in_bf16(name, (2, 33))
+    for parameter, gradient in exact.items():
         our_error, stock_error = (float((o.grads[parameter].double() - gradient).norm()) for o in (ours, stocks))
         assert our_error <= 1.5 * stock_error, parameter
+
+
+def error_in_64_tiles(name: str) -> float:
+    """Return the error of a model's bfloat16 gradients, in stock's errors: the root mean square over parameters of each one's
+    relative error. An absolute error would be that of the embeddings, which have no tiles."""
+    exact, *both = in_bf16(name, (1, 1024), tile=16)
+    stocks, ours = (
+        sum(
+            float((one.grads[name].double() - gradient).norm() / gradient.double().norm()) ** 2
+            for name, gradient in exact.items()
+        )
+        for one in both
+    )
+    return (ours / stocks) ** 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_64_tiles_are_as_exact_as_stock_in_bf16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in bfloat16 are not."""
+    assert error_in_64_tiles(name) <= 1.05
+    monkeypatch.setattr(weight_gradients, "_sum_dtype", lambda dtype: dtype)
+    assert error_in_64_tiles(name) > 1.05
 
 
 # ---- what is computed

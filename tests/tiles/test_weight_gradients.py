@@ -13,8 +13,10 @@ from ds_memo.tiles import weight_gradients
 from ds_memo.tiles.weight_gradients import GradientSums, weight_products
 
 TILES = 64
-WORST = 1.1
-"""Times the error of one dense GEMM that the sum over tiles may have."""
+WORST, WORST_OF_EXPERTS = 1.1, 1.5
+"""Times the error of one dense product that the sum over tiles may have. Grouped products have no float32 output."""
+
+Layer = Callable[..., torch.Tensor]
 
 
 def operands(tokens: int = 64 * 64, m: int = 96, n: int = 80) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,39 +27,89 @@ def operands(tokens: int = 64 * 64, m: int = 96, n: int = 80) -> tuple[torch.Ten
     return x.bfloat16(), gradient.bfloat16()
 
 
-def errors() -> tuple[float, float]:
-    """Return the relative errors of a bfloat16 weight's gradient: summed over 64 tiles, and by one GEMM."""
-    x, gradient = operands()
-    exact = gradient.double().T @ x.double()
-    weight = torch.zeros(gradient.shape[1], x.shape[1], dtype=torch.bfloat16, requires_grad=True)
-    sums = GradientSums([weight])
+def ratio(layer: Layer = F.linear, *shapes: tuple[int, ...], outputs: int = 80) -> float:
+    """Return the error of bfloat16 weights' gradients summed over 64 tiles, in errors of dense ones; the largest of the weights.
+
+    Args:
+        shapes: of the weights; by default that of F.linear.
+        outputs: values of a token of the layer's output.
+    """
+    x, gradient = operands(n=outputs)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(shape, generator=generator).bfloat16() / 8 for shape in shapes or ((outputs, x.shape[1]),)]
+
+    def whole(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [weight.to(dtype).requires_grad_() for weight in weights]
+        return [*torch.autograd.grad(layer(x.to(dtype), *leaves), leaves, gradient.to(dtype))]
+
+    sums = GradientSums([weight.requires_grad_() for weight in weights])
     for x_tile, gradient_tile in zip(x.chunk(TILES), gradient.chunk(TILES), strict=True):
         leaf = x_tile.clone().requires_grad_()
-        sums.backward([F.linear(leaf, weight)], [gradient_tile], [leaf])
-    found = sums.take()[0]
-    assert found.dtype == torch.bfloat16
-    return tuple(float((g.double() - exact).norm() / exact.norm()) for g in (found, gradient.T @ x))  # type: ignore[return-value]
+        sums.backward([layer(leaf, *weights)], [gradient_tile], [leaf])
+    errors = []
+    for tiled, dense, exact in zip(sums.take(), whole(torch.bfloat16), whole(torch.float32), strict=True):
+        assert tiled.dtype == dense.dtype == torch.bfloat16
+        errors.append(float((tiled.double() - exact).norm() / (dense.double() - exact).norm()))
+    return max(errors)
+
+
+def grouped(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Multiply each expert's tokens by its weight, in one product. Tokens take turns."""
+    experts = weights.shape[0]
+    sorted_x = x.unflatten(0, (-1, experts)).transpose(0, 1)
+    ends = torch.arange(1, experts + 1, dtype=torch.int32) * sorted_x.shape[1]
+    out = torch._grouped_mm(sorted_x.flatten(0, 1), weights, offs=ends)
+    return out.unflatten(0, (experts, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def mixtrals(implementation: str) -> Layer:
+    """Return Mixtral's experts as a function of tokens and weights. A token's first numbers choose its experts."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    config = MixtralConfig(hidden_size=96, intermediate_size=64, num_local_experts=4)
+    config._experts_implementation = implementation
+    experts = MixtralExperts(config)
+
+    def run(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        chosen = x.detach().float()[:, :4].topk(2)
+        own = dict(zip(dict(experts.named_parameters()), weights, strict=True))
+        return torch.func.functional_call(experts, own, (x, chosen.indices, chosen.values.softmax(-1).to(x.dtype)))
+
+    return run
+
+
+EXPERTS: dict[str, tuple[Layer, int, tuple[tuple[int, ...], ...]]] = {
+    "a grouped product": (grouped, 80, ((4, 96, 80),)),
+    "Mixtral's, grouped": (mixtrals("grouped_mm"), 96, ((4, 128, 96), (4, 96, 64))),
+    "Mixtral's, one by one": (mixtrals("eager"), 96, ((4, 128, 96), (4, 96, 64))),
+}
 
 
 def test_64_tiles_are_as_exact_as_one_gemm() -> None:
-    tiles, dense = errors()
-    assert 0 < tiles <= WORST * dense
+    assert 0 < ratio() <= WORST
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_64_tiles_of_experts(name: str) -> None:
+    layer, outputs, shapes = EXPERTS[name]
+    assert 1 < ratio(layer, *shapes, outputs=outputs) <= WORST_OF_EXPERTS
 
 
 def test_sums_in_bfloat16_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_gradients, "_sum_dtype", lambda dtype: dtype)
-    tiles, dense = errors()
-    assert tiles > 2 * WORST * dense
+    assert ratio() > 2 * WORST
+    for layer, outputs, shapes in EXPERTS.values():
+        assert ratio(layer, *shapes, outputs=outputs) > WORST_OF_EXPERTS
 
 
 def test_products_that_are_rounded_before_they_are_summed_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GEMM whose output is bfloat16, in a float32 sum."""
     monkeypatch.setattr(weight_gradients, "weight_products", lambda outputs, parameters: {})
-    tiles, dense = errors()
-    assert tiles > WORST * dense
+    assert ratio() > WORST
 
 
-def summed(layer: Callable[..., torch.Tensor], parameters: list[torch.Tensor], x: torch.Tensor, tile: int) -> list[Any]:
+def summed(layer: Layer, parameters: list[torch.Tensor], x: torch.Tensor, tile: int) -> list[Any]:
     """Return the gradients of the parameters and of `x` by tiles."""
     sums, of_x = GradientSums(parameters), []
     for part in x.split(tile):
@@ -67,7 +119,7 @@ def summed(layer: Callable[..., torch.Tensor], parameters: list[torch.Tensor], x
     return [*sums.take(), torch.cat(of_x)]
 
 
-def dense(layer: Callable[..., torch.Tensor], parameters: list[torch.Tensor], x: torch.Tensor) -> list[Any]:
+def dense(layer: Layer, parameters: list[torch.Tensor], x: torch.Tensor) -> list[Any]:
     """Return the same by ordinary autograd over all tokens."""
     leaf = x.clone().requires_grad_()
     output = layer(leaf, *parameters)
@@ -75,7 +127,7 @@ def dense(layer: Callable[..., torch.Tensor], parameters: list[torch.Tensor], x:
     return [*torch.autograd.grad(output, [*parameters, leaf], gradient, allow_unused=True)]
 
 
-LAYERS: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]], set[int]]] = {
+LAYERS: dict[str, tuple[Layer, list[tuple[int, ...]], set[int]]] = {
     "linear": (lambda x, w: F.linear(x, w), [(5, 8)], {0}),
     "linear with a bias": (lambda x, w, b: F.linear(x, w, b), [(5, 8), (5,)], {0}),
     "GPT-2's": (lambda x, w, b: torch.addmm(b, x, w), [(8, 5), (5,)], {0}),
@@ -97,15 +149,7 @@ LAYERS: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]], set[
 
 
 @pytest.mark.parametrize("tile", [3, 5, 17])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-        )
-        for name in LAYERS
-    ],
-)
+@pytest.mark.parametrize("name", LAYERS)
 def test_every_use_of_a_weight(name: str, tile: int) -> None:
     layer, shapes, _ = LAYERS[name]
     generator = torch.Generator().manual_seed(1)
