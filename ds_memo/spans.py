@@ -29,10 +29,23 @@ def spans(batch: int, length: int, tile_tokens: int) -> list[Span]:
 
     A tile is a part of one sequence, or several whole sequences, so that its memory has no gaps.
     """
+    rows, step = longest(batch, length, tile_tokens)
+    return [
+        Span(slice(i, min(i + rows, batch)), slice(j, min(j + step, length)))
+        for i in range(0, batch, rows)
+        for j in range(0, length, step)
+    ]
+
+
+def number_of_spans(batch: int, length: int, tile_tokens: int) -> int:
+    """Return ``len(spans(…))`` without making them: an estimate asks for hundreds of thousands."""
+    rows, step = longest(batch, length, tile_tokens)
+    return math.ceil(batch / rows) * math.ceil(length / step)
+
+
+def longest(batch: int, length: int, tile_tokens: int) -> tuple[int, int]:
+    """Return sequences and positions of the first span: no other is longer."""
     if tile_tokens >= length:
-        rows = math.ceil(batch / math.ceil(batch / (tile_tokens // length)))
-        return [Span(slice(i, min(i + rows, batch)), slice(0, length)) for i in range(0, batch, rows)]
+        return math.ceil(batch / math.ceil(batch / (tile_tokens // length))), length
     even = math.ceil(length / math.ceil(length / tile_tokens))
-    step = min(round_up(even, EVEN), tile_tokens) if even > EVEN else even
-    starts = range(0, length, step)
-    return [Span(slice(i, i + 1), slice(j, min(j + step, length))) for i in range(batch) for j in starts]
+    return 1, min(round_up(even, EVEN), tile_tokens) if even > EVEN else even

@@ -18,6 +18,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -82,7 +83,7 @@ def train(name: str, ranks: int, alpha: float | None, folder: Path, steps: int, 
             command = [str(word) for word in (sys.executable, *entry, *arguments)]
             processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
         try:
-            codes = [process.wait() for process in processes]
+            codes = exit_codes(processes)
         finally:
             for process in processes:
                 process.kill()
@@ -90,6 +91,13 @@ def train(name: str, ranks: int, alpha: float | None, folder: Path, steps: int, 
         sys.exit(f"{name} failed: see {log.name}")
     config.write_text(json.dumps([wanted, steps, length]))
     return json.loads(metrics.read_text())
+
+
+def exit_codes(ranks: list[subprocess.Popen]) -> list[int | None]:
+    """Wait until all ranks have ended, or one has failed: the others would wait for it in vain. None: it still runs."""
+    while not any(codes := [rank.poll() for rank in ranks]) and None in codes:
+        time.sleep(0.1)
+    return codes
 
 
 def train_reordered(arguments: list[str]) -> None:

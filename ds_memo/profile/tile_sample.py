@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ds_memo.placement import Tiles
 from ds_memo.solve.costs import LayerCosts, TileCosts, Working
-from ds_memo.spans import spans
+from ds_memo.spans import longest, number_of_spans
 
 PARTS = ("heads", "attention", "tails", "tails_backward", "attention_backward", "heads_backward")
 """Parts of a layer in tiles, in order: before attention, attention, after it; the backward in the opposite order."""
@@ -67,8 +67,8 @@ class Cut:
 
     @classmethod
     def of(cls, batch: int, length: int, tile_tokens: int) -> Cut:
-        cut = spans(batch, length, tile_tokens)
-        return cls(batch * length, len(cut), max(rows * tokens for rows, tokens in (span.size for span in cut)))
+        rows, tokens = longest(batch, length, tile_tokens)
+        return cls(batch * length, number_of_spans(batch, length, tile_tokens), rows * tokens)
 
 
 def in_tiles(

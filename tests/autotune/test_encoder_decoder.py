@@ -19,6 +19,7 @@ from ds_memo.profile.kinds import kinds_of
 from ds_memo.remat.checkpoint import Layer
 from tests.autotune.test_kinds import assert_as_predicted, attached, batch, encoder_and_decoder, outcome
 from tests.distributed_harness.common import ON_CPU, DistributedTest
+from tests.everyday import everyday
 from tests.models import assert_same, compare_with_stock
 
 LENGTHS = [(120, 40), (240, 40), (60, 40), (40, 120), (200, 200), (90, 200), (240, 16)]
@@ -52,7 +53,7 @@ def test_gradients_with_what_is_configured(build: Callable[[], nn.Module], confi
     assert not any("profile" in warning for warning in report["warnings"])
 
 
-@pytest.mark.parametrize("memo", [{}, {"alpha": 0.5}, {"resident_layers": 1}], ids=str)
+@pytest.mark.parametrize("memo", everyday([{}, {"alpha": 0.5}, {"resident_layers": 1}], [{}]), ids=str)
 def test_without_a_profile(memo: dict[str, Any], tmp_path: Path) -> None:
     """It is said once, it shows in the report, and gradients are stock's."""
     model = encoder_and_decoder()

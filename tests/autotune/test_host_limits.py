@@ -91,7 +91,7 @@ def test_a_low_cgroup_is_kept_to_the_byte(tree: Path, version: int) -> None:
     assert alphas == sorted(alphas, reverse=True) and alphas[-1] < 0.5
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_no_room_is_an_error_before_the_first_layer(tree: Path, version: int) -> None:
     limit(tree, version, 3 * PAGE)
     with pytest.raises(NothingFits, match=r"the inputs of 4 layers that the host has no room for.* GiB are missing"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import itertools
 import re
 import time
 from typing import Any
@@ -24,6 +25,7 @@ from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import solve
 from ds_memo.swap import pinned_segments
 from ds_memo.swap.streams import ThreadStreams
+from tests.everyday import everyday
 from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
 from tests.placements import kinds, sets, swapped_at
 
@@ -66,7 +68,7 @@ def budgets(run: Any, residents: float, host: float, buffers: str = "frame_bytes
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "plain", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", everyday(["llama", "plain", "gpt2", "mixtral"], ["llama", "plain"]))
 def test_everything_fits(name: str) -> None:
     """Plain training: no layer is checkpointed, and the result is stock's to the bit."""
     model = build(name)
@@ -172,7 +174,10 @@ def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha:
         assert naive < 0.9 * arena
 
 
-@pytest.mark.parametrize("share, adam, fits", [(1.1, False, True), (1.1, True, True), (0.9, False, False), (3, False, True)])
+LEFT_ALONE = [(1.1, False, True), (1.1, True, True), (0.9, False, False), (3, False, True)]
+
+
+@pytest.mark.parametrize("share, adam, fits", everyday(LEFT_ALONE, [LEFT_ALONE[1], LEFT_ALONE[2]]))
 def test_what_is_left_alone_is_there_for_a_pass_that_needs_it(
     costs: Any, monkeypatch: pytest.MonkeyPatch, share: float, adam: bool, fits: bool
 ) -> None:
@@ -326,10 +331,11 @@ class Refusing:
         monkeypatch.setattr(pinned_segments.mmap, "mmap", mmap)
 
 
-@pytest.mark.parametrize("nth", range(LAYERS))
-@pytest.mark.parametrize("analysed", [False, True], ids=["first step", "later step"])
+@pytest.mark.parametrize(
+    "analysed, nth", everyday(itertools.product((False, True), range(LAYERS)), [(False, LAYERS - 1), (True, 1)])
+)
 def test_a_failure_at_every_slab_request(monkeypatch: pytest.MonkeyPatch, nth: int, analysed: bool) -> None:
-    """A clean error, nothing leaked, and training goes on with less."""
+    """In the first step, which analyses layers, or a later one: a clean error, nothing leaked, and training goes on with less."""
     model = build("llama")
     stock = copy.deepcopy(model)
     handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 0, "plan": {"enabled": False}})

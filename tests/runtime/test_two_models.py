@@ -128,7 +128,7 @@ def test_a_forward_in_another_thread_is_refused_while_one_runs(models) -> None:
     assert [handle.report()["host"]["budget"] for handle in handles] == [HOST, HOST]
 
 
-@pytest.mark.parametrize("end", ["detached", "garbage"])
+@pytest.mark.parametrize("end", [pytest.param("detached", marks=pytest.mark.slow), "garbage"])
 def test_who_is_left_has_the_whole_host_again(models, end: str) -> None:
     actors, stocks, handles = models
     for _ in range(3):

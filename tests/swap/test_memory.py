@@ -18,7 +18,7 @@ def bench(request):
 
 
 @pytest.mark.parametrize(("resident_layers", "step"), everyday([(0, 2), (2, 2)], [(2, 2)]))
-@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("alpha", everyday(ALPHAS, [0.125, 1.0]))
 def test_bars(bench, alpha, resident_layers, step):
     measured = bench.measure(alpha, resident_layers, step)
     assert not measured.misses()

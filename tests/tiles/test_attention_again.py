@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -142,9 +143,13 @@ def in_tiles(model: Any, kind: PlacementKind) -> Outcome:
 
 
 @pytest.mark.usefixtures("differs")
-@pytest.mark.parametrize("kind", [SWAPPED, ON_DEVICE, PlacementKind.ON_DEVICE])
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
-@pytest.mark.parametrize("name", everyday([(name,) for name in FAMILIES], [("llama",)]))
+@pytest.mark.parametrize(
+    "name, alpha, kind",
+    everyday(
+        itertools.product(FAMILIES, (0.0, 0.5), (SWAPPED, ON_DEVICE, PlacementKind.ON_DEVICE)),
+        [("llama", 0.5, SWAPPED), ("llama", 0.0, ON_DEVICE), ("llama", 0.5, PlacementKind.ON_DEVICE)],
+    ),
+)
 def test_gradients_where_the_result_is_made_again(placed: Any, name: str, alpha: float, kind: PlacementKind) -> None:
     placed(kind, alpha)
     report = assert_steps(small(name), BATCH)

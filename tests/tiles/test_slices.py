@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from ds_memo.spans import EVEN, Span, spans
+from ds_memo.spans import EVEN, Span, longest, number_of_spans, spans
 from ds_memo.tiles.slices import Arguments, new_whole, part, token_dims
 
 
@@ -26,6 +26,8 @@ def test_tiles_cover_every_token_once(batch: int) -> None:
             assert span.size[0] == 1 or span.size[1] == length  # its memory has no gaps
         assert seen.min() == seen.max() == 1
         assert found == sorted(found, key=lambda span: (span.rows.start, span.tokens.start))
+        assert len(found) == number_of_spans(batch, length, tile)
+        assert found[0].size == longest(batch, length, tile) == max(span.size for span in found)
 
 
 def test_tiles_have_two_lengths_at_most_and_long_ones_are_even() -> None:
