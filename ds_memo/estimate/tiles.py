@@ -20,8 +20,8 @@ from ds_memo.estimate.requests import ATTENDED, head_tape, kept, layer_tape, tai
 from ds_memo.estimate.tape import INPUT, most_alive
 from ds_memo.estimate.traffic import head_traffic, traffic
 from ds_memo.placement import Tiles
-from ds_memo.profile.tile_sample import PARTS, Cut
-from ds_memo.solve.costs import LayerCosts, Output, TileCosts, Working
+from ds_memo.profile.tile_sample import PARTS, Cut, working_of
+from ds_memo.solve.costs import LayerCosts, Output, TileCosts
 
 LEAST_TOKENS = 1024
 """Fewer tokens than these make no tile."""
@@ -49,10 +49,8 @@ def tiled_layer(costs: Costs, tiles: Tiles) -> LayerCosts:
     cut = Cut.of(1, max(1, round(costs.tokens)), tiles.tokens)
     if cut.tiles == 1:
         return whole
-    peaks = [part.nbytes(cut) for part in parts(model, costs.layout, tiles.head_groups).values()]
-    working = Working(
-        forward=round(max(peaks[:3])), backward=round(max(peaks[3:])), tiles_backward=round(max(peaks[3], peaks[5]))
-    )
+    of_parts = [parts(model, costs.layout, tiles.head_groups, stored) for stored in (True, False)]
+    working, working_at_0 = (working_of([part.nbytes(cut) for part in found.values()]) for found in of_parts)
 
     hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * model.kv_width
     weights, qkv = _weights(model), _head_weights(model)
@@ -90,9 +88,9 @@ def tiled_layer(costs: Costs, tiles: Tiles) -> LayerCosts:
         forward_s=forward_s,
         backward_s=whole.backward_s + again_s,
         working=working,
-        working_at_0=working,
-        working_without_attention=working.with_attention(whole.attention_bytes),
-        in_tiles=TileCosts(cut.tiles, tails_backward_s, heads_backward_s, gathered_again_s, differs),
+        working_at_0=working_at_0,
+        working_without_attention=working_at_0.with_attention(whole.attention_bytes),
+        in_tiles=TileCosts(cut.tiles, tails_backward_s, heads_backward_s, gathered_again_s, differs, whole.working),
     )
 
 
@@ -112,12 +110,15 @@ class PartBytes:
 
 
 @lru_cache(maxsize=256)
-def parts(model: Model, layout: Layout, groups: int) -> dict[str, PartBytes]:
+def parts(model: Model, layout: Layout, groups: int, stored: bool = False) -> dict[str, PartBytes]:
     """Return the peak bytes of each of PARTS, by ds_memo.solve.costs.Working's rules.
+
+    Args:
+        stored: True if all GEMM outputs are kept. They count in the forward.
 
     In the forward, attention runs next to the input and its operands. In the backward, the incoming gradient, which becomes the
     outgoing one, the gradient of attention's output and the operands stand on the device; the output itself is counted where a
-    layer's placement is known (ds_memo/solve/memory.py). A tile's outputs live until the next tile's are made. Under Ulysses
+    layer's placement is known (ds_memo/solve/memory.py). Under Ulysses
     attention's operands, its output and the gradients of both exist before and after all-to-alls; its backward needs the output
     before, from attention's frame.
     """
@@ -128,10 +129,12 @@ def parts(model: Model, layout: Layout, groups: int) -> dict[str, PartBytes]:
     choices = kept(model, gemms=False, attention=False) - {INPUT}
     chosen = sum(op.nbytes for op in tail.ops if op.name in choices)
     statistics = attention.nbytes - width  # log-sum-exp
-    head_there = most_alive(head.forward(frozenset()))
-    tail_there = most_alive(tail.forward({ATTENDED})) - width + hidden
-    head_back = most_alive(head.backward({INPUT})) + operands + hidden
-    tail_back = most_alive(tail.backward({INPUT, ATTENDED, *choices})) + 2 * hidden + width
+    gemms = kept(model) - kept(model, gemms=False) if stored else frozenset()
+    of_head, of_tail = (sum(op.nbytes for op in tape.ops if op.name in gemms) for tape in (head, tail))
+    head_there = most_alive(head.forward(gemms)) - of_head
+    tail_there = most_alive(tail.forward({ATTENDED, *gemms})) - of_tail - width + hidden
+    head_back = most_alive(head.backward({INPUT, *gemms})) + operands
+    tail_back = most_alive(tail.backward({INPUT, ATTENDED, *choices, *gemms})) + hidden
     experts = weights - _dense_weights(model)
 
     behind = hidden + width + operands
@@ -145,9 +148,9 @@ def parts(model: Model, layout: Layout, groups: int) -> dict[str, PartBytes]:
     elif groups > 1:  # copies of the group's operands, output and its gradient; the gradients of the group before
         backward = behind + (attention.back + 3 * operands + 2 * width + statistics) / groups
     found = (
-        PartBytes(hidden + operands, head_there),
-        PartBytes(hidden + forward),
-        PartBytes(2 * hidden + width + statistics + chosen + (width if layout.sp > 1 else 0.0), tail_there),
+        PartBytes(hidden + operands + of_head, head_there),
+        PartBytes(hidden + forward + of_head),
+        PartBytes(2 * hidden + width + statistics + chosen + of_head + of_tail + (width if layout.sp > 1 else 0.0), tail_there),
         PartBytes(behind + result, max(tail_back, head_back), _SUM * (weights - qkv) + _ROUNDED * experts),
         PartBytes(backward, 0.0, _ROUNDED * (weights - qkv)),
         PartBytes(hidden + operands, head_back, _ROUNDED * (weights - qkv) + _SUM * qkv),

@@ -11,10 +11,10 @@ from typing import Any
 from ds_memo.errors import MOST_NAME, MemoError, brief
 from ds_memo.profile.extrapolate import OUTPUT_KINDS
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
-from ds_memo.profile.tile_sample import PARTS, SAMPLES, PartSample, TileSample
+from ds_memo.profile.tile_sample import PART_BYTES, PARTS, SAMPLES, PartSample, TileSample
 from ds_memo.solve.costs import Output
 
-FORMAT = 7
+FORMAT = 8
 MOST_PROFILE_BYTES = 1 << 24
 MOST_KINDS, MOST_LAYERS, MOST_SAMPLES, MOST_OUTPUTS = 1 << 12, 1 << 16, 16, 1 << 12
 """Kinds and layers of a model; samples and kept tensors of one kind."""
@@ -156,7 +156,7 @@ def _tiles_ok(kind: LayerProfile) -> bool:
         if type(sample.result_differs) is not bool or sample.result_differs is not kind.in_tiles[0].result_differs:
             return False
         for part in sample.parts:
-            sizes = (part.live_bytes, part.peak_bytes, sample.group_bytes)
+            sizes = (*(getattr(part, name) for name in PART_BYTES), sample.group_bytes)
             if not all(type(nbytes) is int and 0 <= nbytes <= MOST_BYTES for nbytes in sizes):
                 return False
             if type(part.seconds) not in (int, float) or not 0 <= part.seconds <= MOST_SECONDS:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
-from ds_memo.profile.tile_sample import TileSample
+from ds_memo.profile.tile_sample import PART_BYTES, TileSample
 
 
 def most_careful(profiles: Sequence[Profile]) -> Profile:
@@ -40,7 +40,7 @@ def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
 
 def _needing_most_in_tiles(samples: Sequence[TileSample]) -> TileSample:
     parts = [
-        replace(of_ranks[0], live_bytes=max(p.live_bytes for p in of_ranks), peak_bytes=max(p.peak_bytes for p in of_ranks))
+        replace(of_ranks[0], **{name: max(getattr(part, name) for part in of_ranks) for name in PART_BYTES})
         for of_ranks in zip(*(sample.parts for sample in samples), strict=True)
     ]
     groups = min(sample.most_groups for sample in samples)

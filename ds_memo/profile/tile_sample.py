@@ -23,13 +23,18 @@ SAMPLES = 3
 
 @dataclass(frozen=True)
 class PartSample:
-    """One part of a tiled layer, GEMM outputs not stored."""
+    """One part of a tiled layer. GEMM outputs are not stored, unless the field says so."""
 
     seconds: float
     live_bytes: int
     """Device bytes that the layer has made when the part begins, without its frame in the backward."""
     peak_bytes: int
     """The most of them at once."""
+    stored_peak_bytes: int
+    """The same if all GEMM outputs are stored on the device: with them in the forward, without them in the backward."""
+
+
+PART_BYTES = ("live_bytes", "peak_bytes", "stored_peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -91,18 +96,14 @@ def in_tiles(
     cuts = [sample.cut for sample in samples]
     seconds = [_plane([part.seconds for part in of_part], _by_tiles, cuts, cut) for of_part in of_parts]
     peaks = [_plane([part.peak_bytes for part in of_part], _by_tokens, cuts, cut) for of_part in of_parts]
+    stored = [_plane([part.stored_peak_bytes for part in of_part], _by_tokens, cuts, cut) for of_part in of_parts]
     of_attention = PARTS.index("attention_backward")
     live = _plane([part.live_bytes for part in of_parts[of_attention]], _by_tokens, cuts, cut)
     if tiles.head_groups > 1:
         made = _plane([sample.group_bytes * sample.most_groups for sample in samples], _by_tokens, cuts, cut)
-        peaks[of_attention] = live + made / tiles.head_groups
+        peaks[of_attention] = stored[of_attention] = live + made / tiles.head_groups
     forward_s = seconds[heads] + whole.attention_s + seconds[tails]
     backward_s = seconds[tails_backward] + attention_backward_s + seconds[heads_backward]
-    working = Working(
-        forward=round(max(peaks[: tails + 1])),
-        backward=round(max(peaks[tails_backward:])),
-        tiles_backward=round(max(peaks[tails_backward], peaks[heads_backward])),
-    )
     differs = samples[0].result_differs  # then the heads run again as a part of "tails_backward"
     born = (forward_s - seconds[tails]) / forward_s if forward_s else 1.0
     return replace(
@@ -110,17 +111,24 @@ def in_tiles(
         outputs=tuple(output if output.kind == "input" else replace(output, born=born) for output in whole.outputs),
         forward_s=forward_s,
         backward_s=max(0.0, backward_s - whole.gemm_s - whole.replay_s),
-        working=working,
-        working_at_0=working,
-        working_without_attention=working.with_attention(whole.attention_bytes),
+        working=working_of(stored),
+        working_at_0=working_of(peaks),
+        working_without_attention=working_of(peaks).with_attention(whole.attention_bytes),
         in_tiles=TileCosts(
             cut.tiles,
             tails_backward_s=max(0.0, seconds[tails_backward] - differs * seconds[heads]),
             heads_backward_s=seconds[heads_backward],
             heads_again_s=seconds[heads],
             result_differs=differs,
+            working_whole=whole.working,
         ),
     )
+
+
+def working_of(peaks: Sequence[float]) -> Working:
+    """Return the peak bytes of a layer by those of its PARTS."""
+    forward, (tails, attention, heads) = peaks[:3], peaks[3:]
+    return Working(round(max(forward)), round(max(tails, attention, heads)), round(max(tails, heads)))
 
 
 def _by_tiles(cut: Cut) -> tuple[int, int]:

@@ -69,36 +69,39 @@ def _measure(
         tiling = Tiling()
         bench = Bench(call.layer, fn, args, [*inputs, *trained], device, attention, tiler=tiling)
         try:
-            _run(bench, tiles, lambda: None)  # analysed, and warm
+            _run(bench, _placed(tiles), lambda: None)  # analysed, and warm
             if (refused := tiling.report()) and refused["not_tiled"]:
                 raise CannotTile(next(iter(refused["not_tiled"].values())))
-            times = [_run(bench, tiles, partial(now, device)) for _ in range(REPEATS)]
+            times = [_run(bench, _placed(tiles), partial(now, device)) for _ in range(REPEATS)]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds = [[seconds_between(*pair) for pair in pairwise(points)] for points in times]
-            held = _held(bench, tiles, device)
-            in_groups = _held(bench, tiles._replace(head_groups=groups), device) if groups > 1 else held
+            held = _held(bench, _placed(tiles), device)
+            in_groups = _held(bench, _placed(tiles._replace(head_groups=groups)), device) if groups > 1 else held
             into, frame = inputs[0].untyped_storage().nbytes(), bench.frame_bytes
+            stored, stored_frame = _held(bench, _placed(tiles, PlacementKind.ON_DEVICE), device), bench.frame_bytes
             differs = tiling.result_differs
         finally:
             bench.close()
     parts = []
     for number, of_part in enumerate(zip(*seconds, strict=True)):
-        beside = gathered + (into if number < len(PARTS) // 2 else -frame)
-        live, peak = held[number][0] + beside, held[number + 1][1] + beside
-        parts.append(PartSample(statistics.median(of_part), max(0, live), max(0, peak)))
+        forward = number < len(PARTS) // 2
+        beside, beside_stored = (gathered + (into if forward else -of_frame) for of_frame in (frame, stored_frame))
+        live, peak, stored_peak = held[number][0], held[number + 1][1], stored[number + 1][1]
+        sizes = live + beside, peak + beside, stored_peak + beside_stored
+        parts.append(PartSample(statistics.median(of_part), *(max(0, nbytes) for nbytes in sizes)))
     of_attention = PARTS.index("attention_backward")
     group_bytes = max(0, in_groups[of_attention + 1][1] - in_groups[of_attention][0]) if groups > 1 else 0
     return TileSample(call.batch, length, tiles.tokens, groups, group_bytes, differs, tuple(parts))
 
 
-def _held(bench: Bench, tiles: Tiles, device: torch.device) -> list[tuple[int, int]]:
+def _held(bench: Bench, placement: Placement, device: torch.device) -> list[tuple[int, int]]:
     """Return `_live_and_peak` of a forward and backward, at the begin of each part and at the end."""
     with bytes_made(device) as count:
-        return _run(bench, tiles, partial(_live_and_peak, count))
+        return _run(bench, placement, partial(_live_and_peak, count))
 
 
-def _run(bench: Bench, tiles: Tiles, read: Callable[[], Any]) -> list[Any]:
+def _run(bench: Bench, placement: Placement, read: Callable[[], Any]) -> list[Any]:
     """Run the layer forward and backward.
 
     Returns:
@@ -106,7 +109,7 @@ def _run(bench: Bench, tiles: Tiles, read: Callable[[], Any]) -> list[Any]:
     """
     readings: list[Any] = []
     bench.remat.part_begins = lambda part: readings.append(read())  # type: ignore[method-assign]
-    outputs = [_GivesOwnGradient.apply(output) for output in bench.forward(_placed(tiles))]
+    outputs = [_GivesOwnGradient.apply(output) for output in bench.forward(placement)]
     torch.autograd.grad(outputs, bench.leaves, allow_unused=True)
     return [*readings, read()]
 
@@ -118,8 +121,8 @@ def _live_and_peak(count: LiveBytes | AllocatedBytes) -> tuple[int, int]:
     return found
 
 
-def _placed(tiles: Tiles) -> Placement:
-    return Placement(PlacementKind.GEMMS_RECOMPUTED, tiles=tiles)
+def _placed(tiles: Tiles, kind: PlacementKind = PlacementKind.GEMMS_RECOMPUTED) -> Placement:
+    return Placement(kind, tiles=tiles)
 
 
 class _GivesOwnGradient(torch.autograd.Function):

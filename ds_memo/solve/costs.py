@@ -76,19 +76,12 @@ class TileCosts:
     result_differs: bool = False
     """True if attention's result is not its kernel's output (Ulysses): that is kept, in one frame, and the backward makes the
     result of it again, which is in its seconds."""
+    working_whole: Working = Working()
+    """Of the layer without recompute, which runs whole."""
 
     def stored(self, alpha: float) -> int:
         """Return the number of tiles that are stored."""
         return int(self.count * alpha + 1e-9)
-
-    def buffers(self, small: int, large: int, alpha: float) -> int:
-        """Return the most device bytes of two neighbours among the tiles of a frame.
-
-        Args:
-            small, large: bytes of the frame if no tile, or all are stored.
-        """
-        two = 2 * small if alpha == 0 else small + large if alpha <= 0.5 else 2 * large
-        return min(large, -(-two // self.count))
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from ds_memo.placement import Placement, PlacementKind
-from ds_memo.solve.costs import LayerCosts, RunCosts, TileCosts, Working
+from ds_memo.solve.costs import LayerCosts, RunCosts, TileCosts
 from ds_memo.solve.kinds import ON_DEVICE, RECOMPUTES_ATTENTION, Kinds, swapped
 
 ALPHA_STEPS = 10_000
@@ -129,7 +129,7 @@ def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int, int
     again = placement.kind.recomputes_attention
     if placement.kind is PlacementKind.NO_RECOMPUTE:
         # Autograd's saved tensors are alive from the forward on; a resident layer makes them in its replay.
-        kept, working = layer.no_recompute_bytes, layer.working
+        kept, working = layer.no_recompute_bytes, layer.in_tiles.working_whole if layer.in_tiles else layer.working
         return kept, max(working.forward, kept), kept, max(0, layer.frame_bytes + working.backward - kept)
     if placement.decided_alpha > 0:
         without = layer.small_frame_bytes - layer.smallest_frame_bytes if again else 0
@@ -140,19 +140,26 @@ def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int, int
         frame, working = layer.small_frame_bytes, layer.working_at_0
     if layer.in_tiles is None or placement.kind.on_device:
         return frame, working.forward, frame, working.backward
-    return _in_tiles(layer, layer.in_tiles, placement, working)
+    return _in_tiles(layer, layer.in_tiles, placement)
 
 
-def _in_tiles(layer: LayerCosts, tiles: TileCosts, placement: Placement, working: Working) -> tuple[int, int, int, int]:
+def _in_tiles(layer: LayerCosts, tiles: TileCosts, placement: Placement) -> tuple[int, int, int, int]:
     again, alpha = placement.kind.recomputes_attention, placement.decided_alpha
     small = layer.smallest_frame_bytes if again or tiles.result_differs else layer.small_frame_bytes
     large = small + layer.frame_bytes - layer.small_frame_bytes
-    buffers = tiles.buffers(small, large, alpha)
-    # The last tile is stored only if all are; of another its hidden states are reloaded.
-    last = large if alpha == 1 else layer.nbytes("input")
-    own, backward = max((-(-last // tiles.count), working.backward), (buffers, working.tiles_backward), key=sum)
+    at_0 = layer.working_without_attention if again else layer.working_at_0
+    stored = layer.working.with_attention(layer.attention_bytes) if again else layer.working
+    # The tile that runs and the next one. Stored tiles are neighbours only if they are more than the others.
+    neighbours = [(2 * small, at_0)] if alpha == 0 else [(small + large, at_0)] if alpha < 1 else []
+    if alpha > 0.5:
+        neighbours.append((2 * large, stored))
+    moments = [(min(large, -(-two // tiles.count)), working.tiles_backward) for two, working in neighbours]
+    buffers = max(moments)[0]
+    # Next to attention's backward waits the last tile. It is stored only if all are; of another its hidden states are reloaded.
+    last, working = (large, stored) if alpha == 1 else (layer.nbytes("input"), at_0)
+    own, backward = max(*moments, (-(-last // tiles.count), working.backward), key=sum)
     if again:
-        return buffers, working.forward, own, backward
+        return buffers, at_0.forward, own, backward
     if tiles.result_differs:  # the kernel's output is a frame of its own, which the result is made of
-        return buffers + layer.attention_bytes, working.forward, own + layer.attention_bytes, backward
-    return buffers, working.forward, own, backward + layer.attention_bytes  # the result is put together from tiles
+        return buffers + layer.attention_bytes, at_0.forward, own + layer.attention_bytes, backward
+    return buffers, at_0.forward, own, backward + layer.attention_bytes  # the result is put together from tiles
