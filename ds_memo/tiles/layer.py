@@ -46,7 +46,7 @@ from ds_memo.tiles.attention import AttentionRecipe, TiledAttention, lie_alike, 
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.modes import RecordHead, RecordTail
-from ds_memo.tiles.probe import Shapes
+from ds_memo.tiles.probe import Shapes, by_arrival
 from ds_memo.tiles.recipes import TileRecipe, analyse
 from ds_memo.tiles.slices import Arguments, fill, hidden_states, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
@@ -154,7 +154,7 @@ class TiledCall:
         self._arguments = Arguments(args, kwargs)
         self._inputs = self._arguments.detach()
         self._hidden: torch.Tensor | None = hidden_states(args, kwargs)
-        self._parameters = [parameter for parameter in tiled.module.parameters() if parameter.requires_grad]
+        self._parameters = by_arrival(tiled.module, tiled.shapes.arrivals)
         self._tiles: list[Tile] = []
         self._recomputes = placement.kind.recomputes_attention
         self._keeps_result = not (self._recomputes or tiled.result_differs)
@@ -181,8 +181,11 @@ class TiledCall:
         """Run the layer; return what it returns."""
         hidden, self._hidden = self._hidden, None
         inputs, self._inputs = self._inputs, []
+        # Autograd goes on with the youngest of these views: ZeRO's buckets get gradients in the order of a whole layer, which
+        # another rank may run.
+        views = [parameter.view_as(parameter) for parameter in self._parameters]
         with torch.autograd.graph.saved_tensors_hooks(lambda _: self, _hand_over):
-            output = _Tiled.apply(self, hidden, *inputs, *self._parameters)
+            output = _Tiled.apply(self, hidden, *inputs, *views)
         return self._shapes.output.of(output)
 
     # ---- forward

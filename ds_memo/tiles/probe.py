@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,8 @@ class Shapes:
     """True if the layer draws random numbers."""
     sdpa: bool
     """True if it calls F.scaled_dot_product_attention itself."""
+    arrivals: tuple[int, ...] = ()
+    """Indices of the layer's parameters in the order in which a backward of the whole layer comes to their gradients."""
 
 
 def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Shapes:
@@ -131,7 +133,8 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     own = Arguments(own_args, own_kwargs, like=arguments)
     cuts = [0, tokens, 2 * tokens, length]
     spans = [Span(slice(row, row + 1), slice(*ends)) for row in range(rows) for ends in itertools.pairwise(cuts)]
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    indices, trained = _trained(module)
+    arrived: list[int] = []
     forward = _saying_why(forward)
     with forked(x.device), _buffers_put_back(module), aliased(module, trained) as parameters, torch.enable_grad():
         leaves = [x, *own.differentiable(), *parameters]
@@ -147,8 +150,23 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
                 expected = _run(forward, own_args, own_kwargs)
             shapes, found = _in_tiles(forward, own, x, spans, whole, parameters, draws)
             _refuse_other_gradients([shapes.output.tensor(expected), *tensor_leaves(whole.leaves)], leaves)
+            for index, parameter in zip(indices, parameters, strict=True):
+                parameter.register_hook(lambda _, index=index: arrived.append(index))
             _compare(shapes.output.tensor(expected), found, leaves, cuts[1:-1], router.chose)
-    return shapes
+    return replace(shapes, arrivals=tuple(dict.fromkeys(arrived)))
+
+
+def by_arrival(module: nn.Module, arrivals: Sequence[int]) -> list[nn.Parameter]:
+    """Return a layer's parameters that are trained, the last to get its gradient first."""
+    turns = {index: turn for turn, index in enumerate(arrivals)}
+    found = zip(*_trained(module), strict=True)
+    return [parameter for _, parameter in sorted(found, key=lambda one: -turns.get(one[0], len(turns)))]
+
+
+def _trained(module: nn.Module) -> tuple[list[int], list[nn.Parameter]]:
+    """Return the indices of a layer's parameters that are trained, and these."""
+    found = {index: parameter for index, parameter in enumerate(module.parameters()) if parameter.requires_grad}
+    return [*found], [*found.values()]
 
 
 def _run(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

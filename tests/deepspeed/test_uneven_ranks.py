@@ -159,10 +159,10 @@ class TestUnevenRanks(DistributedTest):
 
     @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
     def test_unequal_numbers_of_tiles(self, stage: int) -> None:
-        """Of two sequences one rank has four tiles or, as SHORT is one tile, none, and the other has twenty."""
+        """One rank has ten, where the other has two, or one, which runs whole."""
         lengths = [LONG, LONG, SHORT, LONG] if dist.get_rank() else [2 * SHORT, LONG, LONG, SHORT]
         want = train(start(stage), lengths)
-        engine = start(stage, alpha=0.5, resident_layers=1, tile_tokens=SHORT)
+        engine = start(stage, alpha=0.5, resident_layers=1, tile_tokens=2 * SHORT)
         assert train(engine, lengths) == pytest.approx(want, rel=1e-6)
         assert engine.memo.report()["tiles"]["layers"] == [0, 1, 2, 3] and not engine.memo.report()["warnings"]
 

@@ -232,3 +232,21 @@ def test_hidden_states_changed_in_front_of_the_backward_are_refused() -> None:
             held.add_(1)
         with pytest.raises((MemoError, RuntimeError), match=r"changed in place|modified by an inplace"):
             output.sum().backward()
+
+
+@pytest.mark.parametrize("name", everyday(["llama", "gpt2", "mixtral", "plain"], ["plain"]))
+def test_parameters_get_their_gradients_in_the_order_of_a_whole_layer(name: str) -> None:
+    """ZeRO reduces gradients in the order in which they come, and a rank with a short batch runs its layers whole."""
+
+    def order(model: nn.Module) -> list[str]:
+        seen: list[str] = []
+        hooks = [p.register_post_accumulate_grad_hook(lambda _, n=n: seen.append(n)) for n, p in model.named_parameters()]
+        step(model, BATCH)
+        for hook in hooks:
+            hook.remove()
+        return seen
+
+    want = order(small(name))
+    with attached(tiled := small(name)) as handle:
+        assert [order(tiled), order(tiled)] == [want, want]
+        assert_was_tiled(handle.report())

@@ -87,10 +87,12 @@ def test_without_a_wait_a_random_schedule_is_wrong() -> None:
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_schedules_with_late_copies_and_poisoned_memory(group: int) -> None:
     """Every result is the same to the last bit as with copies in time."""
+    before = run.tiled  # type: ignore[attr-defined]
     for seed in range(group, SCHEDULES, GROUPS):
         wrong = differing(run(seed, DelayedStreams(seed)), reference(seed))
         assert not wrong, f"schedule {seed}: {len(wrong)} results differ, first {wrong[0]}"
         assert_as_stock(seed, reference(seed))
+    assert run.tiled > before  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
