@@ -102,7 +102,11 @@ def _is_one_tile(hidden: Any, tile_tokens: int) -> bool:
     """Return True for hidden states that are no longer than a tile, or too short to be cut."""
     if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
         return False  # it will be refused
-    return hidden.shape[1] < LEAST_TOKENS or not hidden.numel() or number_of_spans(*hidden.shape[:2], tile_tokens) == 1
+    return (
+        hidden.shape[1] < LEAST_TOKENS
+        or not hidden.numel()
+        or number_of_spans(hidden.shape[0], hidden.shape[1], tile_tokens) == 1
+    )
 
 
 class LayerCall:
