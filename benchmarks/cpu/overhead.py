@@ -6,6 +6,9 @@ The layers are tiny, so the samples are Python and launch time, which does not g
 training step of one variant; variants take turns. Printed: median milliseconds per layer of a forward and of a backward with
 its replay, and what ds_memo adds to each. On a CPU the clock is the compute thread's own CPU time, so that copies, which run on
 threads of this process there, and other load do not count. On CUDA, where backward has its own thread, it is wall time.
+
+For layers in tiles: milliseconds of one tile, all its passes together, and how many times checkpoint's for a layer that is.
+A tile is as long as the sequence of the other variants, and its time is what more tiles of a sequence add.
 """
 
 from __future__ import annotations
@@ -24,6 +27,11 @@ from benchmarks.workloads import small_models
 
 LAYERS = 8
 GOAL_MS = 1.0
+TOKENS = 16
+"""Tokens of a sequence, and of a tile."""
+TILES = (2, 6)
+GOAL_TILE = 1.5
+"""Times the host time of a checkpointed layer that all passes of a tile may take."""
 
 
 def step(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[float, float]:
@@ -37,47 +45,66 @@ def step(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[float, float]:
     return middle - begin, clock() - middle
 
 
-def measure(model: torch.nn.Module, tokens: torch.Tensor, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Raw samples per variant: (forward, backward) seconds per layer."""
-    samples: dict[str, list[tuple[float, float]]] = {"checkpoint": [], "memo alpha 0.5": [], "memo resident": []}
+def variants() -> dict[str, tuple[dict[str, Any] | None, int]]:
+    """Return the "memo" section and the number of tiles by name; None: torch.utils.checkpoint."""
+    found: dict[str, tuple[dict[str, Any] | None, int]] = {"checkpoint": (None, 1)}
+    for name, residents in (("memo alpha 0.5", 0), ("memo resident", LAYERS)):
+        found[name] = {"enabled": True, "alpha": 0.5, "resident_layers": residents}, 1
+    in_tiles = {"enabled": True, "alpha": 0.0, "resident_layers": 0, "tile_tokens": TOKENS}
+    return found | {f"{tiles} tiles": (in_tiles, tiles) for tiles in TILES}
 
-    def sample(variant: str) -> None:
-        step(model, tokens)
-        step(model, tokens)  # the first one analyses; neither counts
-        for _ in range(5):
-            forward, backward = step(model, tokens)
-            samples[variant].append((forward / LAYERS, backward / LAYERS))
 
+def measure(model: torch.nn.Module, device: torch.device, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return raw samples per variant: (forward, backward) seconds per layer."""
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in variants()}
     for _ in range(rounds):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        sample("checkpoint")
-        model.gradient_checkpointing_disable()
-        for variant, residents in (("memo alpha 0.5", 0), ("memo resident", LAYERS)):
-            handle = ds_memo.attach(model, {"enabled": True, "alpha": 0.5, "resident_layers": residents})
-            sample(variant)
-            handle.detach()
+        for name, (section, tiles) in variants().items():
+            tokens = torch.randint(0, 128, (1, TOKENS * tiles), device=device)
+            if section is None:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            else:
+                handle = ds_memo.attach(model, section)
+            step(model, tokens)
+            step(model, tokens)  # the first one analyses; neither counts
+            for _ in range(5):
+                forward, backward = step(model, tokens)
+                samples[name].append((forward / LAYERS, backward / LAYERS))
+            if section is None:
+                model.gradient_checkpointing_disable()
+            else:
+                assert tiles == 1 or len(handle.report()["tiles"]["layers"]) == LAYERS, "a layer ran whole"
+                handle.detach()
     return samples
+
+
+def of_a_tile(medians: dict[str, list[float]]) -> list[float]:
+    """Return the milliseconds that one more tile adds to a layer's forward and to its backward."""
+    few, many = TILES
+    return [(medians[f"{many} tiles"][side] - medians[f"{few} tiles"][side]) / (many - few) for side in (0, 1)]
 
 
 def measure_all(device: torch.device, rounds: int) -> dict[str, Any]:
     """Print the medians of every model and return them with the raw samples."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    tokens = torch.randint(0, 128, (1, 16), device=device)
-    result: dict[str, Any] = {"goal_ms": GOAL_MS, "unit": "ms per layer and pass", "models": {}}
+    result: dict[str, Any] = {"goal_ms": GOAL_MS, "goal_tile": GOAL_TILE, "unit": "ms per layer and pass", "models": {}}
     for name, model in small_models(128, LAYERS, hidden=64, heads=4, kv_heads=2, llama_ffn=128).items():
-        samples = measure(model.to(device).train(), tokens, rounds)
+        samples = measure(model.to(device).train(), device, rounds)
         medians = {
             variant: [statistics.median(pair[side] for pair in pairs) * 1e3 for side in (0, 1)]
             for variant, pairs in samples.items()
         }
-        result["models"][name] = {"median_ms": medians, "samples_s": samples}
-        base = medians["checkpoint"]
+        base, tile = medians["checkpoint"], of_a_tile(medians)
+        ratio = sum(tile) / sum(base)
+        result["models"][name] = {"median_ms": medians, "tile_ms": tile, "tile_ratio": ratio, "samples_s": samples}
         print(f"{name}: torch.utils.checkpoint {base[0]:.3f} ms forward, {base[1]:.3f} ms backward per layer")
         for variant in ("memo alpha 0.5", "memo resident"):
             added = [medians[variant][side] - base[side] for side in (0, 1)]
             verdict = "within" if max(added) <= GOAL_MS else "OVER"
             print(f"    {variant:15s} adds {added[0]:+.3f} ms forward, {added[1]:+.3f} ms backward ({verdict} {GOAL_MS} ms)")
+        verdict = "within" if ratio <= GOAL_TILE else "OVER"
+        times = f"{tile[0]:.3f} ms forward, {tile[1]:.3f} ms backward: {ratio:.2f} x checkpoint's layer"
+        print(f"    {'a tile':15s} takes {times} ({verdict} {GOAL_TILE} x)")
     torch.set_num_threads(threads)
     return result
 

@@ -86,6 +86,9 @@ def autocast_again(autocast: Autocast) -> Iterator[None]:
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Switch autocast off inside the block, as it is in a backward. Its casts of weights are kept for the next tile."""
+    if not autocast_now():  # the usual case, several times per tile
+        yield
+        return
     with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         yield
 

@@ -13,8 +13,8 @@ from ds_memo.spans import Span
 
 def part(tensor: torch.Tensor, span: Span, dim: int) -> torch.Tensor:
     """Return a tile's part of a tensor whose tokens lie along `dim`, and whose sequences, if it has any, along dimension 0."""
-    tokens = tensor.narrow(dim, span.tokens.start, span.tokens.stop - span.tokens.start)
-    return tokens if dim == 0 else tokens[span.rows]
+    tokens = tensor.narrow(dim, span.tokens.start, span.size[1])
+    return tokens if dim == 0 or span.size[0] == tensor.shape[0] else tokens[span.rows]
 
 
 def fill(memory: torch.Tensor, values: torch.Tensor | None) -> None:

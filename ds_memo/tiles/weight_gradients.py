@@ -102,10 +102,10 @@ def weight_products(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.
     seen = set(todo)
     while todo:
         node = todo.pop()
-        if (variable := getattr(node, "variable", None)) is not None:
+        next_functions = node.next_functions
+        if not next_functions and (variable := getattr(node, "variable", None)) is not None:
             leaves[id(variable)] = node
-            continue
-        for position, (below, _) in enumerate(node.next_functions):
+        for position, (below, _) in enumerate(next_functions):
             if below is None:
                 continue
             parents.setdefault(below, []).append((node, position))

@@ -37,14 +37,14 @@ def run(seed: int, streams, engine: type[SwapEngine] = SwapEngine, slab: type[Ho
         return play(setup.model, seed, ACTIONS)
 
 
-@pytest.mark.parametrize("group", everyday(range(GROUPS), range(2)))
+@pytest.mark.parametrize("group", everyday(range(GROUPS), [0]))
 def test_random_schedules_with_late_copies_and_poisoned_memory(group):
     for seed in range(group, SCHEDULES, GROUPS):
         wrong = differing(run(seed, DelayedStreams(seed)), run(seed, ThreadStreams()))
         assert not wrong, f"schedule {seed}: {len(wrong)} results differ, first {wrong[0]}"
 
 
-@pytest.mark.parametrize("group", everyday(range(4), [0, 1]))
+@pytest.mark.parametrize("group", everyday(range(4), [0]))
 def test_random_schedules_are_ordered_by_events(group):
     for seed in range(group, ORDERED_SCHEDULES, 4):
         checker = OrderedStreams()
@@ -128,7 +128,7 @@ def no_second_piece(kept, host, tensor):
     return list(RIGHT(kept, host, tensor))[:1]
 
 
-@pytest.mark.parametrize("wrong", [same_rows_for_each_piece, no_second_piece])
+@pytest.mark.parametrize("wrong", everyday([same_rows_for_each_piece, no_second_piece], [same_rows_for_each_piece]))
 def test_pieces_cut_wrongly_are_noticed(wrong, monkeypatch):
     story = scenarios.train
     reference = tell(story, ThreadStreams())
