@@ -2,7 +2,7 @@
 
 Prints every figure of docs/plan.md and writes them with hardware and versions to benchmarks/results/plan.json.
 --quick leaves out the dense packings (up to 10 s each). --scaling does plan_scaling.py alone (10 minutes), --tiles plan_tiles.py
-(3 minutes).
+(4 minutes).
 """
 
 from __future__ import annotations
