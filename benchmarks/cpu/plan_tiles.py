@@ -1,7 +1,7 @@
 """Plan layers in tiles: python -m benchmarks.plan --tiles
 
-Trains a model of 32 layers and 64 tiles, 64 wide, on the allocator op for CPUs. The first three steps are logged, the fourth follows
-the plan. Then the log is planned once more, on an idle machine or not: processor seconds beside wall seconds. 4 minutes.
+Trains a model of 32 layers and 64 tiles, 64 wide, on the allocator op for CPUs. The first three steps are logged, the fourth
+follows the plan. Then the log is planned once more, on an idle machine or not: processor seconds beside wall seconds. 4 minutes.
 """
 
 from __future__ import annotations
