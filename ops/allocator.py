@@ -21,7 +21,8 @@ C++: csrc/allocator_core.h has the logic, allocator_cpu.cpp and allocator_cuda.c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +138,15 @@ class Allocator:
     def phase(self, name: Hashable | None) -> None:
         """Enter a phase, for requests on any thread; None: leave the present one. Equal names are one phase."""
         self._op.enter(self._device, -1 if name is None else _numbers[name])
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave the requests inside to the native allocator, in any phase, and do not log them."""
+        self._op.set_min_bytes(self._device, 1 << 62)
+        try:
+            yield
+        finally:
+            self._op.set_min_bytes(self._device, self.min_bytes)
 
     def requests(self) -> list[Request]:
         """Return the events since the pass began, or since the last call. A free has the id of its malloc, even from an earlier

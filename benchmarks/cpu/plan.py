@@ -1,7 +1,8 @@
-"""The planner's numbers: python -m benchmarks.plan [--quick | --scaling]
+"""The planner's numbers: python -m benchmarks.plan [--quick | --scaling | --tiles]
 
 Prints every figure of docs/plan.md and writes them with hardware and versions to benchmarks/results/plan.json.
---quick leaves out the dense packings (up to 10 s each). --scaling does plan_scaling.py alone (10 minutes).
+--quick leaves out the dense packings (up to 10 s each). --scaling does plan_scaling.py alone (10 minutes), --tiles plan_tiles.py
+(4 minutes).
 """
 
 from __future__ import annotations
@@ -194,11 +195,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--tiles", action="store_true")
     args = parser.parse_args()
     if args.scaling:
         rows = plan_scaling.scaling()
         plan_scaling.draw(rows, ROOT / "docs" / "plan_scaling.png")
         _write("plan_scaling", {"machine": machine(), "limit": plan_scaling.LIMIT, "scaling": rows})
+        return
+    if args.tiles:
+        from benchmarks import plan_tiles  # torch
+
+        _write("plan_tiles", {"machine": machine(), "tiles": table("Layers in tiles", [plan_tiles.tiles()])})
         return
     try:
         native.load()  # compile before anything is timed

@@ -3,6 +3,9 @@
 Greedy's sweep through all tensors comes first and always finishes, so no trace or time limit gives a worse answer. If the
 sweep reaches the lower bound, greedy alone solves the levels, for the report.
 
+A long trace that repeats its requests (layers in tiles) is shortened before that (repetition.py), if its plan comes close to the
+lower bound.
+
 Phases whose requests differ between iterations (MoE with uneven experts) cannot be planned. Their tensors go to the
 general allocator, and the plan lists them.
 """
@@ -15,13 +18,21 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from ds_memo import compiled
 from ds_memo.plan import verify
-from ds_memo.plan.dsa import Buffer, Lifespan, Problem
+from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Lifespan, Problem, Profile
 from ds_memo.plan.levels import Levels, PhaseReport, share
+from ds_memo.plan.repetition import shorten
 from ds_memo.plan.search import too_large
 from ds_memo.plan.solver import COMPILING, Progress, Shared, Solution, place
 from ds_memo.plan.trace import UNIT, Tensor, Trace, rounded, varying_phases
+
+_MANY = 10_000
+"""Requests. A trace of more is looked through for requests that it repeats."""
+_WASTE = 0.02
+"""Share of the lower bound that a plan of one copy may take more, before all copies are planned one by one."""
 
 
 class Slot(NamedTuple):
@@ -92,6 +103,51 @@ def plan_trace(
     """
     began = time.monotonic()
     iterations = [trace] if isinstance(trace, Trace) else list(trace)
+    plan = None
+    if len(iterations) == 1 and len(iterations[0].requests) > _MANY:
+        plan = _repeated(iterations[0], solver, seconds / 2, progress, warn)
+    if plan is None or plan.peak > (1 + _WASTE) * plan.lower_bound:
+        one_by_one = _plan(iterations, solver, max(0.0, began + seconds - time.monotonic()), progress, warn)
+        plan = one_by_one if plan is None or one_by_one.peak <= plan.peak else plan
+    notes = plan.notes
+    if (took := time.monotonic() - began) > 1.1 * seconds + 0.2:
+        notes = (*notes, f"{len(plan.slots)} tensors took {took:.1f} s, the time limit is {seconds:g} s")
+    return replace(plan, seconds=took, notes=notes)
+
+
+def _repeated(trace: Trace, solver: str, seconds: float, progress: Progress | None, warn: Callable[[str], None]) -> Plan | None:
+    """Plan one copy of what the trace repeats; None: it repeats nothing."""
+    tensors = trace.columns()
+    short = shorten(trace, tensors) if sum(tensors.sizes) < MAX_TOTAL else None
+    if short is None:
+        return None
+    plan = _plan([short.trace], solver, seconds, progress, warn)
+    birth, death, size = (np.array(column, np.int64) for column in (tensors.births, tensors.deaths, tensors.sizes))
+    size = -(-size // UNIT) * UNIT
+    offsets = short.offsets({slot.id: slot.offset for slot in plan.slots}, size)
+    slots = map(
+        Slot, tensors.ids, tensors.birth_phases, tensors.ks, tensors.births, tensors.deaths, tensors.death_phases,
+        tensors.sizes, offsets,
+    )  # fmt: skip
+    bound = int(Profile(birth, death, size).alive.max(initial=0))
+    born_in = np.array(tensors.birth_phases, np.int64)
+    inside = np.bincount(born_in[born_in == np.array(tensors.death_phases)], minlength=len(trace.phases)).tolist()
+    reports = zip(plan.phases, trace.phases, inside, strict=True)
+    return replace(
+        plan,
+        slots=tuple(slots) if not plan.left else tuple(slot for slot in slots if slot.offset >= 0),
+        phases=tuple(replace(report, first=phase.first, end=phase.end, tensors=n) for report, phase, n in reports),
+        lower_bound=bound,
+        proven=plan.peak == bound,
+        left=tuple((id_, 0, "empty") for id_, offset in zip(tensors.ids, offsets, strict=True) if offset < 0),
+        notes=(f"{short.copies} copies of the same requests are planned as one", *plan.notes),
+    )
+
+
+def _plan(
+    iterations: Sequence[Trace], solver: str, seconds: float, progress: Progress | None, warn: Callable[[str], None]
+) -> Plan:
+    began = time.monotonic()
     trace = iterations[0]
     varying = set(varying_phases(iterations))
     planned, left = _sort_out(iterations, varying)
@@ -132,8 +188,6 @@ def plan_trace(
         for t, o in zip(planned, best.offsets, strict=True)
     )
     notes = [*trace.notes, *levels.notes, *bilevel.notes, *flat.notes]
-    if (took := time.monotonic() - began) > 1.1 * seconds + 0.2:
-        notes.append(f"{len(planned)} tensors took {took:.1f} s, the time limit is {seconds:g} s")
     return Plan(
         slots=slots,
         phases=tuple(replace(report, varying=p in varying) for p, report in enumerate(levels.reports())),
@@ -146,7 +200,7 @@ def plan_trace(
         unpacked=tuple(str(trace.phases[p].name) for p in levels.unpacked),
         bilevel_peak=bilevel.peak,
         flat_peak=None if bilevel.peak == bound else flat.peak,
-        seconds=took,
+        seconds=time.monotonic() - began,
         left=tuple(left),
         notes=tuple(dict.fromkeys(notes)),
     )

@@ -87,18 +87,21 @@ class Profile:
 
     def most(self, lower: Column, upper: Column) -> Column:
         """Return the most units alive at once during each lifespan."""
-        table = [np.append(0, self.alive)]  # table[j][k]: the most of the 2^j entries from k; entry 0 is before all times
-        while 2 ** len(table) <= len(table[0]):
-            half = 2 ** (len(table) - 1)
-            table.append(np.maximum(table[-1][:-half], table[-1][half:]))
         first = np.searchsorted(self.times, lower, "right")
         end = np.searchsorted(self.times, upper, "left") + 1
-        out = np.empty(len(first), np.int64)
-        levels = np.frexp((end - first).astype(float))[1] - 1  # of the largest power of two within
-        for j in np.unique(levels):
-            mine = levels == j
-            out[mine] = np.maximum(table[j][first[mine]], table[j][end[mine] - 2**j])
-        return out
+        return most_between(np.append(0, self.alive), first, end)  # entry 0 is before all times
+
+
+def most_between(values: Column, first: Column, end: Column) -> Column:
+    """Return the largest value from each `first` to before `end`. O(n log n)."""
+    out = np.empty(len(first), np.int64)
+    levels = np.frexp((end - first).astype(float))[1] - 1  # of the largest power of two within
+    table = values  # table[k]: the most of the 2^j entries from k
+    for j in range(int(levels.max(initial=-1)) + 1):
+        mine = np.flatnonzero(levels == j)
+        out[mine] = np.maximum(table[first[mine]], table[end[mine] - 2**j])
+        table = np.maximum(table[: -(2**j)], table[2**j :])
+    return out
 
 
 def lower_bound(buffers: Sequence[Buffer]) -> int:

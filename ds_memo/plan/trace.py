@@ -56,6 +56,18 @@ class Tensor(NamedTuple):
         return self.birth_phase == self.death_phase
 
 
+class Columns(NamedTuple):
+    """All tensors of a trace in order of birth: the fields of `Tensor`, each as a list."""
+
+    ids: list[str]
+    sizes: list[int]
+    births: list[int]
+    deaths: list[int]
+    birth_phases: list[int]
+    death_phases: list[int]
+    ks: list[int]
+
+
 @dataclass(frozen=True)
 class Trace:
     """One iteration's requests.
@@ -72,6 +84,10 @@ class Trace:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors in order of birth."""
+        return list(map(Tensor, *self.columns()))
+
+    def columns(self) -> Columns:
+        """Return the same as columns."""
         number: dict[str, int] = {}  # id -> index in the order of birth
         ids: list[str] = []
         sizes: list[int] = []
@@ -97,7 +113,7 @@ class Trace:
                     birth_phases.append(p)
                     deaths.append(end)
                     death_phases.append(last)
-        return list(map(Tensor, ids, sizes, births, deaths, birth_phases, death_phases, ks))
+        return Columns(ids, sizes, births, deaths, birth_phases, death_phases, ks)
 
     def shape(self, phase: int, births: dict[str, tuple[int, int]]) -> tuple:
         """Return a phase's requests without ids: mallocs by size, frees by (phases back, k of the malloc)."""

@@ -20,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ds_memo.plan.dsa import Buffer, Offset
+import numpy as np
+
+from ds_memo.plan.dsa import Buffer, Column, Offset, most_between
 from ds_memo.plan.errors import InvalidPlan
 
 ERRORS = ("bad_count", "bad_buffer", "bad_offset", "bad_capacity", "bad_peak", "bad_bound", "bad_overlap")
@@ -75,6 +77,25 @@ def check(
     if lower_bound is not None and (lower_bound != most or most > top):
         return "bad_bound", f"stated {lower_bound}, most alive {most}, peak {top}"
     return None
+
+
+def require_within(first: Column, last: Column, ticks: Column, birth: Column, death: Column, turns: Column) -> None:
+    """Check that tensors live within their counterparts in a shorter trace, so that a plan of these is one of the tensors.
+
+    Args:
+        first, last: half-open lifespan of each tensor's counterpart.
+        ticks: time of the shorter trace at each request.
+        birth, death: half-open lifespan of each tensor.
+        turns: number of the block that each tensor takes. Tensors of the same block must live one after another.
+
+    Raises:
+        InvalidPlan: bad_overlap.
+    """
+    out = (most_between(ticks, birth, death) >= last) | (-most_between(-ticks, birth, death) < first)
+    order = np.lexsort((birth, turns))
+    late = (turns[order][1:] == turns[order][:-1]) & (death[order][:-1] > birth[order][1:])
+    if out.any() or late.any():
+        raise InvalidPlan("bad_overlap", f"{out.sum()} tensors outlive their counterparts, {late.sum()} the next in their block")
 
 
 def require(buffers: Sequence[Buffer], offsets: Sequence[Offset], **stated: Any) -> None:

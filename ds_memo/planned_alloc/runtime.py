@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -217,6 +218,10 @@ class Addresses:
 
     def forward_ended(self) -> None:
         self._good = True
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Keep the requests inside out of the pass: it makes them once, and its like do not."""
+        return self._allocator.aside() if self.installed else nullcontext()
 
     def layer_begins(self, layer: int) -> None:
         if self.installed:

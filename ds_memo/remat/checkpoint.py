@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -126,6 +126,7 @@ class Remat:
         attention: the "memo" section's field. "cudnn" and "flash" are enforced here; flash-attn packages are the model's to call.
         observers: told which layer runs, in this order.
         tiler: None: layers run whole.
+        aside: returns a context for what is run once for a kind of call, and not as a part of the pass.
     """
 
     def __init__(
@@ -136,7 +137,9 @@ class Remat:
         attention: str | None,
         observers: Sequence[LayerObserver] = (),
         tiler: Tiler | None = None,
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self.aside = aside
         self.engine = engine
         self.policy = policy
         self.warn = warn

@@ -135,7 +135,7 @@ class Session:
         self.policy = PlacementPolicy(config, self.layers, self.slab, self.warn)
         self.tiling = Tiling() if config.may_tile else None
         observers = (*ties.observers, self.addresses)
-        self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling)
+        self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling, self.addresses.aside)
         self.tuner = None
         if not self.policy.fixed:
             self.tuner = Tuner(config, self.remat, self.addresses, self.warn, ties.of_engine, ties.before_probe)

@@ -227,13 +227,17 @@ class TiledCall:
             key = span.size, hidden.dtype, trained, module.training, self._autocast
             recipe = self._tiled.recipes.get(key)
             if recipe is None:
-                x = part(hidden.detach(), span, 1).clone().requires_grad_()
-                args, kwargs, _ = self._arguments.tile(x, span)
-                call = Call(self._tiled.layer.index, (), self._engine, None, None, self._remat.work)
-                recipe = analyse(call, module, self._forward, (args, kwargs), span, self._shapes)
+                recipe = self._analysed(hidden, span)
                 remember(self._tiled.recipes, key, recipe)
             found[span.size] = recipe
         return found
+
+    def _analysed(self, hidden: torch.Tensor, span: Span) -> TileRecipe:
+        with self._remat.aside():
+            x = part(hidden.detach(), span, 1).clone().requires_grad_()
+            args, kwargs, _ = self._arguments.tile(x, span)
+            call = Call(self._tiled.layer.index, (), self._engine, None, None, self._remat.work)
+            return analyse(call, self._tiled.module, self._forward, (args, kwargs), span, self._shapes)
 
     def _place(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], TileRecipe]) -> None:
         """Settle the share of tiles that are stored, and stay on the device if the host has no room."""

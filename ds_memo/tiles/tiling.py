@@ -64,7 +64,8 @@ class Tiling:
         if kind not in kinds:
             kinds[kind] = None
             try:
-                shapes = probe(call.module, call.forward, call.args, call.kwargs)
+                with remat.aside():
+                    shapes = probe(call.module, call.forward, call.args, call.kwargs)
                 kinds[kind] = TiledLayer(layer, call.module, shapes)
             except CannotTile as reason:
                 self._refuse(remat, layer, call.module, reason)
