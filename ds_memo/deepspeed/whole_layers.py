@@ -1,0 +1,129 @@
+"""Layers that ZeRO-3 gathers whole, from a pass on: one hook each, which gathers all of a layer's parameters at once.
+
+ZeRO-3 gathers by hooks of modules. A layer in tiles runs its modules for every tile: hooks inside it would gather its parameters
+as often, and find aliases in their place. DeepSpeed's leaf modules have no hooks inside, but are marked before the engine is
+made, when it is not known yet whether a layer will run in tiles. DeepSpeed reads the mark whenever it gathers: a layer that is
+marked later, and whose inner hooks are taken away, is gathered like a leaf module.
+
+Ranks fill the buckets of ZeRO-3's reduction in the order in which gradients come. Those of a layer in tiles come all at once,
+those of a whole layer one by one. So they are passed on in the order of the layer's parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
+from torch import nn
+
+from ds_memo.distributed.topology import is_zeros
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+"""Hooks by which ZeRO-3 gathers and releases, and those that bring it into the backward."""
+
+Reductions = dict[nn.Parameter, list[Callable[..., Any]]]
+"""By parameter of a layer, in order, ZeRO-3's hooks that take its gradient."""
+
+
+class WholeLayers:
+    """Has an engine's ZeRO-3 gather layers whole, and undoes that."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        self._engine = weakref.ref(engine)
+        self._in_order = _InOrder()
+        self._done = False
+        self._undo: list[Callable[[], Any]] = []
+
+    def gather(self, layers: Sequence[nn.Module]) -> None:
+        """Have each layer gathered whole from now on. All ranks call this before the same pass, with the same layers.
+
+        Layers with leaf modules inside (DeepSpeed marks blocks of experts) stay as they are: these reduce their own gradients.
+        """
+        if self._done:
+            return
+        self._done = True
+        for layer in layers:
+            if any(map(z3_leaf_module, layer.modules())):
+                continue
+            inside = [vars(part)[name] for part in layer.modules() if part is not layer for name in _HOOKS]
+            if not any([self._take(hooks) for hooks in inside]):
+                continue  # it is not ZeRO-3, or not this engine's
+            set_z3_leaf_module(layer, True)
+            self._undo.append(functools.partial(_unmark, weakref.ref(layer)))
+            tables = {parameter: parameter._post_accumulate_grad_hooks or {} for parameter in layer.parameters()}
+            reductions = {parameter: hooks for parameter, table in tables.items() if (hooks := self._take(table))}
+            for parameter in reductions:
+                hook = parameter.register_post_accumulate_grad_hook(functools.partial(self._in_order.comes, reductions))
+                self._undo.append(hook.remove)
+        if self._undo:
+            forget_order(self._engine())
+
+    def undo(self) -> None:
+        """Have layers gathered module by module again."""
+        if self._undo:
+            forget_order(self._engine())
+        while self._undo:
+            self._undo.pop()()
+
+    def _take(self, table: dict[int, Any]) -> list[Callable[..., Any]]:
+        """Take ZeRO-3's hooks out of a table of hooks, and return them."""
+        taken = {key: hook for key, hook in table.items() if is_zeros(hook)}
+        for key in taken:
+            del table[key]
+        if taken:
+            self._undo.append(functools.partial(table.update, taken))
+        return list(taken.values())
+
+
+class _InOrder:
+    """Passes gradients on to ZeRO-3 in the order of the layer's parameters, whatever order they come in."""
+
+    def __init__(self) -> None:
+        self._task = -1
+        """Number of autograd's backward."""
+        self._reductions: Reductions = {}
+        """Of the layer whose gradients come."""
+        self._waiting: deque[nn.Parameter] = deque()
+        """Its parameters that were not passed on."""
+        self._came: set[nn.Parameter] = set()
+
+    def comes(self, reductions: Reductions, parameter: nn.Parameter) -> None:
+        """Note that a parameter has its gradient; pass on what no longer waits for another."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task or reductions is not self._reductions:
+            self._pass_on_others()
+            self._task, self._reductions, self._waiting = task, reductions, deque(reductions)
+            torch.autograd.Variable._execution_engine.queue_callback(self._pass_on_others)
+        self._came.add(parameter)
+        while self._waiting and self._waiting[0] in self._came:
+            self._pass_on(self._waiting.popleft())
+
+    def _pass_on_others(self) -> None:
+        """Pass on what waits for parameters that have no gradient in this backward."""
+        for parameter in self._waiting:
+            if parameter in self._came:
+                self._pass_on(parameter)
+        self._waiting.clear()
+        self._came.clear()
+
+    def _pass_on(self, parameter: nn.Parameter) -> None:
+        for hook in self._reductions[parameter]:
+            hook(parameter)
+
+
+def forget_order(engine: deepspeed.DeepSpeedEngine | None) -> None:
+    """Have ZeRO-3 forget in which order modules came, by which it gathers ahead. It learns it again in two passes."""
+    offload = getattr(engine.optimizer, "parameter_offload", None) if engine is not None else None
+    if offload is not None and (order := offload.get_param_coordinator()).is_complete_trace():
+        order._invalidate_trace()
+
+
+def _unmark(layer: weakref.ref[nn.Module]) -> None:
+    if (module := layer()) is not None:
+        set_z3_leaf_module(module, False)

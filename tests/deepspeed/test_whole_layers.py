@@ -1,0 +1,156 @@
+"""Tiles under ZeRO-3 that the solver chose: layers become whole to ZeRO once they run in tiles, and on all ranks at once."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import z3_leaf_module
+from torch import nn
+
+import ds_memo
+from ds_memo.distributed.topology import gathers_by_module
+from ds_memo.placement import Tiles
+from ds_memo.solve.kinds import place
+from ds_memo.solve.memory import device_bytes
+from ds_memo.units import GIB
+from tests.distributed_harness.common import ON_CPU, DistributedTest
+from tests.models import VOCAB
+from tests.tiles.rig import LAYERS, small
+
+pytestmark = pytest.mark.skipif(not ON_CPU, reason="CPU ranks")
+
+SHORT, LONG, LONGEST = 1024, 2048, 8192
+"""SHORT is too short to be measured in tiles."""
+PLENTY = 1.0
+"""GiB."""
+
+
+def start(name: str = "llama", **memo: Any) -> Any:
+    keeps_nothing = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    zero = {"stage": 3, "reduce_bucket_size": 1000, **keeps_nothing}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "memo": {"enabled": bool(memo), "plan": {"enabled": False}, **memo},
+    }
+    return ds_memo.initialize(model=small(name), config=config)[0]
+
+
+def train(engine: Any, lengths: list[int], first: int = 0) -> list[float]:
+    losses = []
+    for number, length in enumerate(lengths, first):
+        generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
+        tokens = torch.randint(VOCAB, (1, length), generator=generator)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def for_tiles_alone(length: int) -> float:
+    """Return GiB of a device that holds this length in tiles, and not whole."""
+    engine = start(device_memory_gib=PLENTY)
+    train(engine, [length])
+    profile = engine.memo._session.tuner.profile
+    engine.memo.detach()
+    engine.destroy()
+    tiles, whole = (
+        device_bytes(profile.costs([(1, length)], 0, 0, tiles=tiles), place(LAYERS, 0), 0.0) for tiles in (Tiles(128, 2), None)
+    )
+    assert 1.5 * tiles < whole
+    budgets = [None] * dist.get_world_size()
+    dist.all_gather_object(budgets, 1.5 * tiles / GIB)
+    return budgets[0]
+
+
+def layers_of(engine: Any) -> list[nn.Module]:
+    return list(engine.module.model.layers)
+
+
+def counted_gathers(engine: Any) -> collections.Counter[str]:
+    """Count, from here on, how often each parameter of a layer is gathered."""
+    counts: collections.Counter[str] = collections.Counter()
+    names = {id(parameter): name for name, parameter in engine.module.model.layers.named_parameters()}
+    for parameter in engine.module.parameters():
+
+        def gather(params: Any, *args: Any, stock: Any = parameter.all_gather_coalesced, **kwargs: Any) -> Any:
+            counts.update(names[id(one)] for one in params if id(one) in names)
+            return stock(params, *args, **kwargs)
+
+        parameter.all_gather_coalesced = gather
+    return counts
+
+
+class TestSolved(DistributedTest):
+    world_size = [1, 2]  # noqa: RUF012
+
+    def test_layers_are_gathered_once_for_each_phase(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        forgot: list[int] = []
+        invalidate = PartitionedParameterCoordinator._invalidate_trace
+        monkeypatch.setattr(
+            PartitionedParameterCoordinator, "_invalidate_trace", lambda order: (forgot.append(1), invalidate(order))
+        )
+        want = train(start(), [LONG] * 6)
+        engine = start(device_memory_gib=for_tiles_alone(LONG))
+        assert all(map(gathers_by_module, layers_of(engine)))
+        losses = train(engine, [LONG] * 4)
+        report = engine.memo.report()
+        assert report["tiles"]["layers"] == [0, 1] and report["tiles"]["not_tiled"] == {}
+        assert all(map(z3_leaf_module, layers_of(engine)))
+        counts, order = counted_gathers(engine), engine.optimizer.parameter_offload.get_param_coordinator()
+        forgot.clear()
+        losses += train(engine, [LONG], first=4)
+        assert not forgot and order.is_complete_trace(), "ZeRO-3 knows in which order layers come"
+        assert set(counts.values()) == {2}, counts
+        engine.memo.detach()
+        assert not any(map(z3_leaf_module, layers_of(engine))) and all(map(gathers_by_module, layers_of(engine)))
+        assert [*losses, *train(engine, [LONG], first=5)] == pytest.approx(want, rel=1e-5)
+
+    def test_layers_that_run_whole_stay_as_they_are(self) -> None:
+        engine = start(device_memory_gib=PLENTY)
+        train(engine, [LONG, SHORT])
+        assert engine.memo.report()["tiles"] is None
+        assert not any(map(z3_leaf_module, engine.module.modules())) and all(map(gathers_by_module, layers_of(engine)))
+
+
+class TestUnevenRanks(DistributedTest):
+    world_size = 2
+    exec_timeout = 120
+
+    def test_one_rank_has_tiles(self) -> None:
+        """The other gathers its layers whole, too: they meet in as many gathers."""
+        ours, theirs = [LONG, LONGEST, LONG, SHORT, LONGEST], [LONG, LONG, LONGEST, LONG, LONGEST]
+        lengths = theirs if dist.get_rank() else ours
+        want = train(start(), lengths)
+        engine = start(device_memory_gib=for_tiles_alone(LONGEST))
+        leaves = []
+        for number, length in enumerate(lengths):
+            assert train(engine, [length], number) == pytest.approx(want[number : number + 1], rel=1e-5)
+            leaves.append(all(map(z3_leaf_module, layers_of(engine))))
+        assert leaves == [False, *[True] * 4]
+
+
+class TestNotTiled(DistributedTest):
+    world_size = 1
+
+    def test_leaf_modules_inside(self) -> None:
+        """DeepSpeed marks blocks of experts."""
+        engine = start("mixtral", device_memory_gib=PLENTY)
+        train(engine, [LONG])
+        (why,) = engine.memo.report()["profile"]["not_tiled"].values()
+        assert "is a leaf module of ZeRO-3" in why
+
+    def test_a_finished_engine(self) -> None:
+        engine = start()
+        handle = ds_memo.attach(engine.module, {"device_memory_gib": PLENTY, "plan": {"enabled": False}})
+        train(engine, [LONG])
+        (why,) = handle.report()["profile"]["not_tiled"].values()
+        assert "ds_memo.initialize" in why
+        handle.detach()
