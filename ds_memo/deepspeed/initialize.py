@@ -19,7 +19,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
@@ -28,7 +27,7 @@ from ds_memo.deepspeed.conflicts import refuse_config
 from ds_memo.deepspeed.engine_hooks import hook_engine, weakly
 from ds_memo.deepspeed.rebind import Taken, other_holders, replace_in_modules, restore
 from ds_memo.deepspeed.run_ahead_limit import limit_run_ahead
-from ds_memo.deepspeed.whole_layers import WholeLayers, forget_order
+from ds_memo.deepspeed.whole_layers import WholeLayers, forget_order, mark_around_leaf_modules
 from ds_memo.distributed import agree
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.hf import kernels
@@ -110,7 +109,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             refuse_model(layers)
             check_residents(config, len(layers))
             if config.tile_tokens:
-                _gather_layers_whole(layers)
+                mark_around_leaf_modules([layer for _, layer in layers])
             undo.enter_context(kernels.use_kernels(asked["model"], config))
             if config.kernels.adam:
                 asked["optimizer"] = kernels.fused_adam(
@@ -208,14 +207,10 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
     session = attach_model(engine.module, config, config.layers, engine.device, ties)
     hook_engine(engine, session)
     session.on_detach(whole.undo)
+    if config.tile_tokens:
+        whole.gather([module for layer in session.layers if (module := layer.module()) is not None])
     engine.memo = MemoHandle(session)
     return session
-
-
-def _gather_layers_whole(layers: list[tuple[str, nn.Module]]) -> None:
-    """Have ZeRO-3 gather each layer by one hook, once for its forward and once for its backward, however many tiles it has."""
-    for _, layer in layers:
-        set_z3_leaf_module(layer, True)
 
 
 def _gather_nothing_ahead(engine: weakref.ref[deepspeed.DeepSpeedEngine]) -> None:

@@ -24,6 +24,11 @@ from torch import nn
 
 from ds_memo.distributed.topology import is_zeros
 
+try:
+    from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES as _MARKED_BY_DEFAULT
+except ImportError:  # an older DeepSpeed marks none
+    _MARKED_BY_DEFAULT = []
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 """Hooks by which ZeRO-3 gathers and releases, and those that bring it into the backward."""
 
@@ -115,6 +120,18 @@ class _InOrder:
     def _pass_on(self, parameter: nn.Parameter) -> None:
         for hook in self._reductions[parameter]:
             hook(parameter)
+
+
+def mark_around_leaf_modules(layers: Sequence[nn.Module]) -> None:
+    """Mark layers in which DeepSpeed will mark blocks of experts, before the engine is made: the outermost mark counts.
+
+    DeepSpeed reduces the gradients of a marked module by a hook that fails where no input of it needs a gradient (frozen
+    embeddings). So no other layer is marked.
+    """
+    for layer in layers:
+        names = {name for cls in map(type, layer.modules()) for name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")}
+        if names & set(_MARKED_BY_DEFAULT) or any(map(z3_leaf_module, layer.modules())):
+            set_z3_leaf_module(layer, True)
 
 
 def forget_order(engine: deepspeed.DeepSpeedEngine | None) -> None:

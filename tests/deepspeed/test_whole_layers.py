@@ -137,6 +137,23 @@ class TestUnevenRanks(DistributedTest):
         assert leaves == [False, *[True] * 4]
 
 
+class TestGivenTiles(DistributedTest):
+    world_size = 1
+
+    @pytest.mark.parametrize("name", ["llama", "mixtral"])
+    def test_inputs_without_gradients(self, name: str) -> None:
+        """As behind frozen embeddings. Leaf modules of DeepSpeed fail there, so layers without experts are none to it."""
+        given = {"alpha": 0.5, "resident_layers": 0, "tile_tokens": 512}
+        got = []
+        for memo in ({}, given):
+            engine = start(name, **memo)
+            embeddings = engine.module.get_input_embeddings()
+            embeddings.requires_grad_(name == "mixtral")
+            got.append(train(engine, [LONG] * 3))
+            assert not memo or engine.memo.report()["tiles"]["layers"] == [0, 1]
+        assert got[1] == pytest.approx(got[0], rel=1e-5)
+
+
 class TestNotTiled(DistributedTest):
     world_size = 1
 
