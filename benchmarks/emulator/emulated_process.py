@@ -62,6 +62,7 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     from deepspeed.runtime.zero import stage3, stage_1_and_2
     from transformers import masking_utils
 
+    from ds_memo.deepspeed import documents
     from ds_memo.memory import device as device_memory
     from ds_memo.memory import host as host_memory
     from ds_memo.remat import recipe
@@ -79,3 +80,4 @@ def without_values(host_gib: float = HOST_GIB) -> None:
         optimizer.has_overflow = lambda *_, **__: False
     stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda _: False
     masking_utils.find_packed_sequence_indices = lambda position_ids: None  # else a mask for documents that are not there
+    documents.document_lengths = lambda position_ids: [[position_ids.shape[1]]] * len(position_ids)

@@ -47,6 +47,8 @@ class Profiling:
         self.from_cache = False
         self.kinds: list[int] = []
         """The kinds in the profile, in its order; numbers as in `of_layers`."""
+        self.in_tiles = config.tile_tokens != 0
+        """Measure layers in tiles, too."""
         self._config = config
         self._layers: Sequence[Layer] = ()
         self._of_layers: Sequence[int] = ()
@@ -165,7 +167,7 @@ class Profiling:
             host_budget=self._host.budget,
             attention=self._config.attention,
             ranks_per_sequence=ranks_per_sequence(),
-            in_tiles=self._config.tile_tokens != 0,
+            in_tiles=self.in_tiles,
         )
 
 

@@ -28,7 +28,7 @@ from ds_memo.autotune.policy import WITHOUT_ALPHA
 from ds_memo.autotune.probe_forward import REMEMBERED, Probe, TrainingPass
 from ds_memo.config import MemoConfig
 from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, together
-from ds_memo.distributed.topology import is_experts, meet_in_layers, talk_in_layers
+from ds_memo.distributed.topology import gathers_by_module, is_experts, meet_in_layers, talk_in_layers
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses
@@ -41,6 +41,7 @@ from ds_memo.solve.headroom import Candidate, shortest
 from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import Solution
+from ds_memo.tiles.probe import BY_MODULE
 from ds_memo.units import GIB
 
 _TRIES = 3
@@ -61,6 +62,7 @@ class Tuner:
         warn: says something once and shows it in the report.
         has_engine: an engine holds optimizer states already.
         before_probe: called before a forward is probed, and its layers are run by themselves.
+        gather_whole: has ZeRO-3 gather each of these layers at once from now on; None: it cannot be told.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Tuner:
         warn: Callable[[str], None],
         has_engine: bool,
         before_probe: Callable[[], None],
+        gather_whole: Callable[[Sequence[nn.Module]], None] | None = None,
     ) -> None:
         self.changes: list[str] = []
         """What was changed while the run went on, in words."""
@@ -86,6 +89,10 @@ class Tuner:
         checkpointing."""
         self._profiling = Profiling(config, remat.engine.slab, self._device, warn)
         self._probe = Probe(remat, before_probe)
+        self._gather_whole = gather_whole
+        self._layers: Sequence[Layer] = ()
+        self._why_whole = ""
+        """Why no layer was measured in tiles, and so none runs in tiles that are solved for."""
         self._in_flight = InFlight()
         self._earlier = 0
         """Calls of a layer in forwards that wait for their backward, before the pass that begins."""
@@ -130,10 +137,12 @@ class Tuner:
             return None
         self._expect(in_flight, earlier)
         shapes = self._shapes(training_pass.kind)
+        self._layers = layers
         if self._meets_in_layers:
             solution = self._solve_together(training_pass, shapes)
         else:
             solution = self._solved(shapes or self._probed(training_pass), self._may_skip_recompute)
+            self._gather_for_tiles(_in_tiles(solution))
         if solution is not self._latest:
             self._latest = solution
             self._stalls.another_kind()
@@ -156,21 +165,30 @@ class Tuner:
 
     def _solve_together(self, training_pass: TrainingPass, shapes: HiddenShapes | None) -> PassSolution | None:
         """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer; where each has other
-        experts, they trade tokens there. So, whatever lengths they have, a rank must not probe a forward alone, and they replay
-        the same layers: all, unless they agree on those without recompute."""
-        no_recompute, nothing_fits = 0, None
+        experts, they trade tokens there. So, whatever lengths they have, a rank must not probe a forward alone, they replay
+        the same layers (all, unless they agree on those without recompute), and they gather layers alike if one has tiles."""
+        solution, nothing_fits = None, None
         if shapes is not None:
             try:
-                no_recompute = _digest(self._solved(shapes, self._may_skip_recompute))
+                solution = self._solved(shapes, self._may_skip_recompute)
             except NothingFits as error:
                 nothing_fits = error
-        mine = (shapes is None, no_recompute, -no_recompute, nothing_fits is not None)
-        one_must_probe, most, minus_least, fails = greatest(mine, self._device)
+        no_recompute = _digest(solution)
+        mine = (shapes is None, no_recompute, -no_recompute, nothing_fits is not None, _in_tiles(solution))
+        one_must_probe, most, minus_least, fails, in_tiles = greatest(mine, self._device)
         if shapes is None or one_must_probe:
             return self._solve_together(training_pass, self._probed(training_pass))
         if fails:
             self._refuse_together(nothing_fits)
-        return self._solved(shapes, self._may_skip_recompute and most == -minus_least)
+        if most != -minus_least:
+            solution = self._solved(shapes, False)
+            (in_tiles,) = greatest((_in_tiles(solution),), self._device)
+        self._gather_for_tiles(in_tiles)
+        return solution
+
+    def _gather_for_tiles(self, in_tiles: bool | int) -> None:
+        if in_tiles and self._gather_whole is not None:
+            self._gather_whole(_modules(self._layers))
 
     def _refuse_together(self, mine: NothingFits | None) -> None:
         """Ranks that wait for one that has ended would learn of it much later, and not why."""
@@ -290,6 +308,8 @@ class Tuner:
     def _start(self, training_pass: TrainingPass, layers: Sequence[Layer]) -> bool:
         """Profile. All ranks do this together, at their first training pass."""
         layers, model = tuple(layers), training_pass.model
+        if self._gather_whole is None and any(map(gathers_by_module, _modules(layers))):
+            self._profiling.in_tiles, self._why_whole = False, BY_MODULE
         try:
             calls = together(functools.partial(self._probe.first, training_pass, layers))
         except Failed as failed:  # the forward itself will say what is wrong with it; it may well be right the next time
@@ -327,7 +347,7 @@ class Tuner:
             "device_budget": self._budgets.device,
             "host_budget": self._budgets.host.solvable,
             "calls": self._in_flight.calls,
-            "not_tiled": {kind.name: kind.not_tiled for kind in self.profile.kinds if kind.not_tiled},
+            "not_tiled": {kind.name: why for kind in self.profile.kinds if (why := self._why_whole or kind.not_tiled)},
             "changes": list(self.changes),
         }
 
@@ -386,6 +406,14 @@ class Tuner:
         else:
             return
         self.changes.append(f"{change}: copies reach {self._copies_at:.0%} of the profiled bandwidth")
+
+
+def _modules(layers: Sequence[Layer]) -> list[nn.Module]:
+    return [module for layer in layers if (module := layer.module()) is not None]
+
+
+def _in_tiles(solution: PassSolution | None) -> bool:
+    return solution is not None and solution.run.tiles is not None
 
 
 def _digest(solution: PassSolution | None) -> int:

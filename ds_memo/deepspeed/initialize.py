@@ -27,7 +27,7 @@ from ds_memo.deepspeed.conflicts import refuse_config
 from ds_memo.deepspeed.engine_hooks import hook_engine, weakly
 from ds_memo.deepspeed.rebind import Taken, other_holders, replace_in_modules, restore
 from ds_memo.deepspeed.run_ahead_limit import limit_run_ahead
-from ds_memo.deepspeed.whole_layers import gather_layers_whole
+from ds_memo.deepspeed.whole_layers import WholeLayers, forget_order, mark_around_leaf_modules
 from ds_memo.distributed import agree
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.hf import kernels
@@ -109,7 +109,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             refuse_model(layers)
             check_residents(config, len(layers))
             if config.tile_tokens:
-                gather_layers_whole(layer for _, layer in layers)
+                mark_around_leaf_modules([layer for _, layer in layers])
             undo.enter_context(kernels.use_kernels(asked["model"], config))
             if config.kernels.adam:
                 asked["optimizer"] = kernels.fused_adam(
@@ -194,16 +194,21 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
     checkpoint_api.redirect()
     take_from_engine(engine.module)
     limit = limit_run_ahead(engine.module, engine.device)
+    whole = WholeLayers(engine)
     ties = EngineTies(
         of_engine=True,
         agree_on_host=functools.partial(_smallest, device=engine.device),
         observers=() if limit is None else (limit,),  # first: the phase of planned addresses begins after its wait
         before_probe=functools.partial(_gather_nothing_ahead, weakref.ref(engine)),
+        gather_whole=whole.gather,
         on_last_micro_batch=weakly(engine.is_gradient_accumulation_boundary),
         after_first_step=_say_what_moved if _replaced else nothing,
     )
     session = attach_model(engine.module, config, config.layers, engine.device, ties)
     hook_engine(engine, session)
+    session.on_detach(whole.undo)
+    if config.tile_tokens:
+        whole.gather([module for layer in session.layers if (module := layer.module()) is not None])
     engine.memo = MemoHandle(session)
     return session
 
@@ -214,10 +219,7 @@ def _gather_nothing_ahead(engine: weakref.ref[deepspeed.DeepSpeedEngine]) -> Non
     It would gather ahead by that order in a probe. What is under way to a layer that is measured alone can be neither used nor
     gathered.
     """
-    running = engine()
-    offload = getattr(running.optimizer, "parameter_offload", None) if running is not None else None
-    if offload is not None and (order := offload.get_param_coordinator()).is_complete_trace():
-        order._invalidate_trace()
+    forget_order(engine())
 
 
 def _say_what_moved(session: Session) -> None:

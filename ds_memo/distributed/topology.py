@@ -28,6 +28,16 @@ def _shares(module: nn.Module) -> bool:
     return getattr(module, "mp_group", None) is not None or type(module).__module__.startswith("deepspeed.sequence.")
 
 
+def gathers_by_module(layer: nn.Module) -> bool:
+    """Return True for a layer whose parameters ZeRO-3 gathers by hooks of the modules in it, not all by one of the layer."""
+    return any(is_zeros(hook) for part in layer.modules() if part is not layer for hook in part._forward_pre_hooks.values())
+
+
+def is_zeros(hook: object) -> bool:
+    """Return True for a module's hook by which ZeRO-3 gathers or releases; DeepSpeed wraps some for NVIDIA's profiler."""
+    return getattr(hook, "__module__", "").startswith(("deepspeed.runtime.zero.", "deepspeed.utils.nvtx"))
+
+
 def is_experts(parameter: nn.Parameter) -> bool:
     """Return True for a parameter of an expert that other ranks lack."""
     return not getattr(parameter, "allreduce", True)

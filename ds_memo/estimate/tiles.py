@@ -120,7 +120,8 @@ def parts(model: Model, layout: Layout, groups: int, stored: bool = False) -> di
     outgoing one, the gradient of attention's output and the operands stand on the device; the output itself is counted where a
     layer's placement is known (ds_memo/solve/memory.py). Under Ulysses
     attention's operands, its output and the gradients of both exist before and after all-to-alls; its backward needs the output
-    before, from attention's frame.
+    before, from attention's frame. It also has its output's gradient in the kernel's order, and a sum in float32 of the
+    gradients of keys, or values, that heads share.
     """
     hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * 2 * model.kv_width
     operands, weights, qkv = width + kv, _weights(model), _head_weights(model)
@@ -144,7 +145,7 @@ def parts(model: Model, layout: Layout, groups: int, stored: bool = False) -> di
         result = width  # made again, of the kernel's output
         traded = width + kv * max(1.0, layout.sp / model.kv_heads)
         forward += traded + 3 * width + statistics
-        backward = behind + attention.back + 2 * traded + width + statistics
+        backward = behind + attention.back + 3 * traded + width + statistics
     elif groups > 1:  # copies of the group's operands, output and its gradient; the gradients of the group before
         backward = behind + (attention.back + 3 * operands + 2 * width + statistics) / groups
     found = (

@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +71,9 @@ class EngineTies:
     """Told of layers before all others."""
     before_probe: Callable[[], None] = nothing
     """Called before a forward is probed."""
+    gather_whole: Callable[[Sequence[nn.Module]], None] | None = None
+    """Has ZeRO-3 gather each of these layers at once from now on, as tiles need it. All ranks call it together. None: it cannot
+    be told."""
     on_last_micro_batch: Callable[[], bool] | None = None
     """Returns True if an optimizer step follows the present micro-batch; None: steps may not be told of."""
     after_first_step: Callable[[Session], None] = nothing
@@ -138,7 +141,8 @@ class Session:
         self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling, self.addresses.aside)
         self.tuner = None
         if not self.policy.fixed:
-            self.tuner = Tuner(config, self.remat, self.addresses, self.warn, ties.of_engine, ties.before_probe)
+            before = ties.before_probe, ties.gather_whole
+            self.tuner = Tuner(config, self.remat, self.addresses, self.warn, ties.of_engine, *before)
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._patches.layer(module, functools.partial(self.remat.run, layer))
         if config.may_tile:

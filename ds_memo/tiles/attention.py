@@ -40,6 +40,8 @@ class AttentionRecipe:
     recipe: Recipe
     output: Output | None
     """The output of an op that is attention's result, which the frame need not keep; None: there is none, or it keeps all."""
+    result_differs: bool
+    """True if no op's output is attention's result."""
     draws: bool
     """True if attention draws random numbers."""
 
@@ -96,6 +98,8 @@ class TiledAttention:
         self._engine = remat.engine
         self._call: Call | None = None
         self._output: Output | None = None
+        self.result_differs = False
+        """True if attention's result is not its kernel's output, as its latest run showed."""
         self._generators: Any = None
         """States before attention ran, if it draws random numbers."""
 
@@ -138,7 +142,7 @@ class TiledAttention:
             known = self._settle(observed, result, draws=before != generators(self._engine.device))
             remember(self._recipes, key, known)
         self._generators = before if known.draws else None
-        self._output = known.output
+        self._output, self.result_differs = known.output, known.result_differs
         self.supply(None)
         self._engine.end(call.frame)
         return result
@@ -181,18 +185,20 @@ class TiledAttention:
             raise CannotTile("its attention makes a matrix of tokens × tokens")
         observed.note_hidden_writes()
         observed.close_over_inputs(all_rows_kept=True)
-        output = None
+        output, differs = None, True
         for index, op in enumerate(observed.ops):
-            if isinstance(op, ObservedSavedOp) and not op.recomputed and not self._whole:
+            if isinstance(op, ObservedSavedOp) and not op.recomputed:
                 for position, value in enumerate(op.outputs):
                     if torch.is_tensor(value) and self._is(value, result):
-                        output = Output(index, position, tuple(value.shape), value.stride())
-                        op.outputs = (*op.outputs[:position], None, *op.outputs[position + 1 :])
+                        differs = False
+                        if not self._whole:
+                            output = Output(index, position, tuple(value.shape), value.stride())
+                            op.outputs = (*op.outputs[:position], None, *op.outputs[position + 1 :])
         recipe, tensors = make_recipe(observed, 1.0)
         call.recipe = recipe
         call.keep_observed(observed, tensors)
         observed.forget()
-        return AttentionRecipe(recipe, output, draws)
+        return AttentionRecipe(recipe, output, differs, draws)
 
     def _is(self, value: torch.Tensor, result: torch.Tensor) -> bool:
         """Return True if an op's output is attention's result, in the memory order that the backward rebuilds."""

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, UNDECIDED, Placement
 from ds_memo.remat.call import Call, storage_of
 from ds_memo.remat.checkpoint import Layer, Remat
@@ -113,8 +114,9 @@ class TiledLayer:
         self.attention_recipes: dict[Any, AttentionRecipe] = {}
         self.alphas: dict[Any, float] = {}
         """By key of the call: alpha where the policy leaves it open until sizes are known."""
-        self.result_differs = False
-        """True if attention's result is not its kernel's output, as a call showed."""
+        self.result_differs = ranks_per_sequence() > 1
+        """True if attention's result is not its kernel's output, as the latest call showed. Before the first: where ranks trade
+        heads."""
         self._module = weakref.ref(module)
 
     @property
@@ -205,8 +207,8 @@ class TiledCall:
                 del gathered
                 output = self._tails(hidden, result)
             self._result_dtype = result.dtype
-            if self._keeps_result:
-                self._tiled.result_differs = not self._attention.result_is_output
+            if not self._recomputes:
+                self._tiled.result_differs = self._attention.result_differs
             if self._placement.kind.on_device and self._attention.result_is_output:
                 self._result = result
             self._describe(hidden)

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ds_memo.distributed.agree import world_size
+from ds_memo.distributed.topology import gathers_by_module
 from ds_memo.errors import MemoError
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import storage_of, tensor_leaves
@@ -38,6 +39,8 @@ _TILES = 3
 """Tiles of one sequence in the check."""
 _LET_GO_S = 0.2
 """Time for gloo's thread to let go of the tensors of a collective (AutoTP). The caller goes on a few ms before that."""
+BY_MODULE = "ZeRO-3 gathers its parameters module by module. Let ds_memo.initialize make the engine"
+"""Why a layer runs whole that was attached without its engine."""
 _NEAR = 4
 """Tokens on each side of a cut, where a router's choice is no excuse for a difference."""
 _MOST_FLIPPED = 0.05
@@ -237,11 +240,11 @@ def refuse_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     for name, part_of_it in module.named_modules():
         if name and any(map(_is_foreign, (*part_of_it._forward_hooks.values(), *part_of_it._forward_pre_hooks.values()))):
             raise CannotTile(f"a hook of its {name} would run once for each tile")
-    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()) and not getattr(module, "_z3_leaf", False):
-        raise CannotTile(
-            "ZeRO-3 gathers its parameters part by part, as the engine was made without memo.tile_tokens. Let "
-            "ds_memo.initialize make it"
-        )
+    leaf = next((name for name, part_of_it in module.named_modules() if name and getattr(part_of_it, "_z3_leaf", False)), None)
+    if leaf is not None and not getattr(module, "_z3_leaf", False):
+        raise CannotTile(f"its {leaf} is a leaf module of ZeRO-3, whose gradients are reduced by a hook. Set memo.tile_tokens")
+    if gathers_by_module(module):
+        raise CannotTile(BY_MODULE)
 
 
 def _is_foreign(hook: Any) -> bool:

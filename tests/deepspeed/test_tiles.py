@@ -32,6 +32,16 @@ class TestTiles(DistributedTest):
         monkeypatch.setattr(matrix, "LENGTH", LENGTH)
         run(matrix.quick_cases(ranks_per_sequence))
 
+    def test_ulysses_stores_attention_once_from_the_first_step_on(self, monkeypatch):
+        """What ranks trade behind the kernel is made again from the kernel's output."""
+        monkeypatch.setattr(matrix, "LENGTH", LENGTH)
+        case = matrix.Case(0, "fp32", 1, ranks_per_sequence=2)
+        moved = []
+        for steps in (1, 2):
+            monkeypatch.setattr(matrix, "STEPS", steps)
+            moved.append(matrix.train(case, TILES)[1]["bytes_to_host"])
+        assert moved[1] == 2 * moved[0] > 0
+
     @pytest.mark.slow
     @pytest.mark.parametrize("ranks_per_sequence", [1, 2])
     def test_offload(self, ranks_per_sequence, monkeypatch):

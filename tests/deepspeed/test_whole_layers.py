@@ -1,117 +1,173 @@
-"""Layers in tiles under ZeRO-3: each is gathered once for its forward and once for its backward."""
+"""Tiles under ZeRO-3 that the solver chose: layers become whole to ZeRO once they run in tiles, and on all ranks at once."""
 
 from __future__ import annotations
 
-import types
-from collections import Counter
+import collections
 from typing import Any
 
+import deepspeed.comm as dist
 import pytest
 import torch
-import torch.nn.functional as F
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import z3_leaf_module
+from torch import nn
 
 import ds_memo
-from tests.deepspeed import engines
-from tests.deepspeed.engines import ds_config, start, train
-from tests.everyday import everyday
-from tests.models import Batch, Block, Toy, build
-from tests.tiles.rig import assert_was_tiled, layers_of
+from ds_memo.distributed.topology import gathers_by_module
+from ds_memo.placement import Tiles
+from ds_memo.solve.kinds import place
+from ds_memo.solve.memory import device_bytes
+from ds_memo.units import GIB
+from tests.distributed_harness.common import ON_CPU, DistributedTest
+from tests.models import VOCAB
+from tests.tiles.rig import LAYERS, small
 
-deepspeed = engines.deepspeed
-pytestmark = engines.ON_ONE_CPU_RANK
+pytestmark = pytest.mark.skipif(not ON_CPU, reason="CPU ranks")
 
-MEMO = engines.MEMO | {"plan": {"enabled": False}}
-TILES = MEMO | {"tile_tokens": 5}
-"""Eight tiles: two sequences of 17 tokens."""
-AT_ONCE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-"""Parameters are gathered when they are needed, and released at once."""
+SHORT, LONG, LONGEST = 1024, 2048, 8192
+"""SHORT is too short to be measured in tiles."""
+PLENTY = 1.0
+"""GiB."""
 
 
-def gathers(memo: dict[str, Any]) -> list[set[int]]:
-    """Return how often parameters of a layer are gathered, in the forward and in the backward, in a second step."""
-    config = ds_config(3, memo=memo)
-    config["zero_optimization"] |= AT_ONCE
-    engine = start(config)
-    parameters, count = list(layers_of(engine.module)[1].parameters()), Counter[int]()
+def start(name: str = "llama", **memo: Any) -> Any:
+    keeps_nothing = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    zero = {"stage": 3, "reduce_bucket_size": 1000, **keeps_nothing}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "memo": {"enabled": bool(memo), "plan": {"enabled": False}, **memo},
+    }
+    return ds_memo.initialize(model=small(name), config=config)[0]
 
-    def watch(parameter: Any) -> None:
-        gather = parameter.all_gather_coalesced
-        # DeepSpeed calls the first parameter's for a list of them.
-        parameter.all_gather_coalesced = lambda those, **more: (count.update(p.ds_id for p in those), gather(those, **more))[1]
 
-    def found() -> set[int]:
-        seen = {count[parameter.ds_id] for parameter in parameters}
-        count.clear()
-        return seen
-
-    for parameter in parameters:
-        watch(parameter)
-    for number in range(2):
-        batch = Batch.random(2, 17, seed=number)
-        count.clear()
-        loss = engine(inputs_embeds=batch.embeds, labels=batch.labels).loss
-        counts = [found()]
+def train(engine: Any, lengths: list[int], first: int = 0) -> list[float]:
+    losses = []
+    for number, length in enumerate(lengths, first):
+        generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
+        tokens = torch.randint(VOCAB, (1, length), generator=generator)
+        loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
-        counts.append(found())
         engine.step()
-    if "tile_tokens" in memo:
-        assert_was_tiled(engine.memo.report(), 4)
+        losses.append(loss.item())
+    return losses
+
+
+def for_tiles_alone(length: int) -> float:
+    """Return GiB of a device that holds this length in tiles, and not whole."""
+    engine = start(device_memory_gib=PLENTY)
+    train(engine, [length])
+    profile = engine.memo._session.tuner.profile
     engine.memo.detach()
+    engine.destroy()
+    tiles, whole = (
+        device_bytes(profile.costs([(1, length)], 0, 0, tiles=tiles), place(LAYERS, 0), 0.0) for tiles in (Tiles(128, 2), None)
+    )
+    assert 1.5 * tiles < whole
+    budgets = [None] * dist.get_world_size()
+    dist.all_gather_object(budgets, 1.5 * tiles / GIB)
+    return budgets[0]
+
+
+def layers_of(engine: Any) -> list[nn.Module]:
+    return list(engine.module.model.layers)
+
+
+def counted_gathers(engine: Any) -> collections.Counter[str]:
+    """Count, from here on, how often each parameter of a layer is gathered."""
+    counts: collections.Counter[str] = collections.Counter()
+    names = {id(parameter): name for name, parameter in engine.module.model.layers.named_parameters()}
+    for parameter in engine.module.parameters():
+
+        def gather(params: Any, *args: Any, stock: Any = parameter.all_gather_coalesced, **kwargs: Any) -> Any:
+            counts.update(names[id(one)] for one in params if id(one) in names)
+            return stock(params, *args, **kwargs)
+
+        parameter.all_gather_coalesced = gather
     return counts
 
 
-@pytest.mark.parametrize("more", everyday([{}, {"alpha": 0.0, "resident_layers": 0, "head_groups": 2}], [{}]), ids=str)
-def test_a_layer_in_tiles_is_gathered_once_for_each_pass(more: dict[str, Any]) -> None:
-    assert gathers(TILES | more) == [{1}, {1}]
+class TestSolved(DistributedTest):
+    world_size = [1, 2]  # noqa: RUF012
+
+    def test_layers_are_gathered_once_for_each_phase(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        forgot: list[int] = []
+        invalidate = PartitionedParameterCoordinator._invalidate_trace
+        monkeypatch.setattr(
+            PartitionedParameterCoordinator, "_invalidate_trace", lambda order: (forgot.append(1), invalidate(order))
+        )
+        want = train(start(), [LONG] * 6)
+        engine = start(device_memory_gib=for_tiles_alone(LONG))
+        assert all(map(gathers_by_module, layers_of(engine)))
+        losses = train(engine, [LONG] * 4)
+        report = engine.memo.report()
+        assert report["tiles"]["layers"] == [0, 1] and report["tiles"]["not_tiled"] == {}
+        assert all(map(z3_leaf_module, layers_of(engine)))
+        counts, order = counted_gathers(engine), engine.optimizer.parameter_offload.get_param_coordinator()
+        forgot.clear()
+        losses += train(engine, [LONG], first=4)
+        assert not forgot and order.is_complete_trace(), "ZeRO-3 knows in which order layers come"
+        assert set(counts.values()) == {2}, counts
+        engine.memo.detach()
+        assert not any(map(z3_leaf_module, layers_of(engine))) and all(map(gathers_by_module, layers_of(engine)))
+        assert [*losses, *train(engine, [LONG], first=5)] == pytest.approx(want, rel=1e-5)
+
+    def test_layers_that_run_whole_stay_as_they_are(self) -> None:
+        engine = start(device_memory_gib=PLENTY)
+        train(engine, [LONG, SHORT])
+        assert engine.memo.report()["tiles"] is None
+        assert not any(map(z3_leaf_module, engine.module.modules())) and all(map(gathers_by_module, layers_of(engine)))
 
 
-def test_a_whole_layer_is_gathered_again_after_its_replay() -> None:
-    assert gathers(MEMO) == [{1}, {1, 2}]
+class TestUnevenRanks(DistributedTest):
+    world_size = 2
+    exec_timeout = 120
+
+    def test_one_rank_has_tiles(self) -> None:
+        """The other gathers its layers whole, too: they meet in as many gathers."""
+        ours, theirs = [LONG, LONGEST, LONG, SHORT, LONGEST], [LONG, LONG, LONGEST, LONG, LONGEST]
+        lengths = theirs if dist.get_rank() else ours
+        want = train(start(), lengths)
+        engine = start(device_memory_gib=for_tiles_alone(LONGEST))
+        leaves = []
+        for number, length in enumerate(lengths):
+            assert train(engine, [length], number) == pytest.approx(want[number : number + 1], rel=1e-5)
+            leaves.append(all(map(z3_leaf_module, layers_of(engine))))
+        assert leaves == [False, *[True] * 4]
 
 
-def test_a_finished_engine_keeps_its_layers_whole() -> None:
-    want = train(start(ds_config(3)))
-    model = build("llama")
-    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=ds_config(3))[0]
-    handle = ds_memo.attach(engine.module, {key: value for key, value in TILES.items() if key != "enabled"})
-    with pytest.warns(ds_memo.MemoWarning, match="ZeRO-3 gathers its parameters part by part") as warned:
-        assert train(engine) == pytest.approx(want, rel=1e-6)
-    assert len([one for one in warned if issubclass(one.category, ds_memo.MemoWarning)]) == 1
-    report = handle.report()
-    assert report["tiles"]["layers"] == [] and report["bytes_to_host"] == report["bytes_from_host"] > 0
-    assert len(report["tiles"]["not_tiled"]) == 4
-    assert all("Let ds_memo.initialize make it" in why for why in report["tiles"]["not_tiled"].values())
-    handle.detach()
+class TestGivenTiles(DistributedTest):
+    world_size = 1
+
+    @pytest.mark.parametrize("name", ["llama", "mixtral"])
+    def test_inputs_without_gradients(self, name: str) -> None:
+        """As behind frozen embeddings. Leaf modules of DeepSpeed fail there, so layers without experts are none to it."""
+        given = {"alpha": 0.5, "resident_layers": 0, "tile_tokens": 512}
+        got = []
+        for memo in ({}, given):
+            engine = start(name, **memo)
+            embeddings = engine.module.get_input_embeddings()
+            embeddings.requires_grad_(name == "mixtral")
+            got.append(train(engine, [LONG] * 3))
+            assert not memo or engine.memo.report()["tiles"]["layers"] == [0, 1]
+        assert got[1] == pytest.approx(got[0], rel=1e-5)
 
 
-class ByName(Toy):
-    """Its blocks get hidden states by name."""
+class TestNotTiled(DistributedTest):
+    world_size = 1
 
-    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
-        x = inputs_embeds
-        for block in self.blocks:
-            x = block(hidden_states=x)
-        return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+    def test_leaf_modules_inside(self) -> None:
+        """DeepSpeed marks blocks of experts."""
+        engine = start("mixtral", device_memory_gib=PLENTY)
+        train(engine, [LONG])
+        (why,) = engine.memo.report()["profile"]["not_tiled"].values()
+        assert "is a leaf module of ZeRO-3" in why
 
-
-class Named(Block):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states)
-
-
-@pytest.mark.parametrize("name, frozen", everyday([("llama", 0), ("llama", 2), ("by name", 0), ("by name", 2)], [("by name", 2)]))
-def test_hidden_states_that_need_no_gradient(name: str, frozen: int) -> None:
-    """The first layer's, and those behind frozen layers: DeepSpeed would reduce a layer's gradients before its backward."""
-
-    def engine(**memo: Any) -> Any:
-        torch.manual_seed(0)
-        model = build("llama") if name == "llama" else ByName(Named)
-        for layer in layers_of(model)[:frozen]:
-            layer.requires_grad_(False)
-        return start(ds_config(3, **memo), model=model)
-
-    want = train(engine())
-    tiled = engine(memo=TILES)
-    assert train(tiled) == pytest.approx(want, rel=1e-6)
-    assert_was_tiled(tiled.memo.report(), 4)
-    tiled.memo.detach()
+    def test_a_finished_engine(self) -> None:
+        engine = start()
+        handle = ds_memo.attach(engine.module, {"device_memory_gib": PLENTY, "plan": {"enabled": False}})
+        train(engine, [LONG])
+        (why,) = handle.report()["profile"]["not_tiled"].values()
+        assert "ds_memo.initialize" in why
+        handle.detach()

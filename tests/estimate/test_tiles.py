@@ -109,6 +109,12 @@ def test_what_a_layer_takes_on_cuda(stored: bool, found: dict[str, tuple[float, 
         assert [formula[part].nbytes(cut) / (cut.tokens * 8192) for cut in cuts] == pytest.approx(units, rel=0.001), part
 
 
+def test_attentions_backward_under_ulysses() -> None:
+    """In a rehearsal of eight ranks 14.0 units stand on the device, with the kernel's output and log-sum-exp from its frame."""
+    part = parts(LLAMA, Layout(8, sp=8), 1)["attention_backward"]
+    assert part.of_token / 8192 + 1.016 == pytest.approx(14.03, rel=0.01)
+
+
 def test_groups_of_heads_take_less() -> None:
     one, eight = (parts(LLAMA, Layout(1), groups)["attention_backward"] for groups in (1, 8))
     assert eight.of_token < 0.8 * one.of_token
