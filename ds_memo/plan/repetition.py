@@ -51,7 +51,7 @@ class Shortened:
 
     trace: Trace
     counterpart: Column
-    """Of each tensor of the longer trace, the index of its tensor's id in `trace`, which is a number in decimal."""
+    """For each tensor of the longer trace, the id in `trace` of the tensor that stands for it, as a number."""
     block: Column
     """Which of the counterpart's blocks the tensor has."""
     copies: int

@@ -77,7 +77,7 @@ class TileCosts:
     """True if attention's result is not its kernel's output (Ulysses): that is kept, in one frame, and the backward makes the
     result of it again, which is in its seconds."""
     working_whole: Working = Working()
-    """Of the layer without recompute, which runs whole."""
+    """Peak bytes of the layer without recompute, which runs whole."""
 
     def stored(self, alpha: float) -> int:
         """Return the number of tiles that are stored."""
