@@ -128,8 +128,9 @@ class SwapEngine:
             if source.untyped_storage()._cdata != storage:
                 continue
             unsent = self._unsent is not None and self._unsent[2] is source
-            if not frame.resident and not unsent:  # its copy is under way
-                self.streams.wait(COMPUTE, self.streams.mark(D2H))
+            if not frame.resident and not unsent:  # its copy is under way: next time, wait for this copy alone
+                frame.layout.changed_early.add(index)
+                self.streams.wait(COMPUTE, frame.copied.get(index) or self.streams.mark(D2H))
                 del frame.device[index]
                 continue
             aside = frame.device[index] = source.clone()
@@ -158,7 +159,8 @@ class SwapEngine:
     def abort(self, frame: Frame) -> None:
         """Drop a frame once its copies are over: its layer raised, or it has no backward."""
         self._unsent = None
-        self.streams.wait(COMPUTE, self.streams.mark(D2H))
+        if frame.rows:
+            self.streams.wait(COMPUTE, self.streams.mark(D2H))
         frame.device.clear()
         self._free_block(frame)
         frame.move("done")
@@ -257,6 +259,8 @@ class SwapEngine:
         rows = frame.rows[kept.index] = kept.rows_in(frame.block)  # type: ignore[arg-type]  # None where no byte is stored
         for there, here in kept.pairs(rows, source):
             self.streams.copy(D2H, there, here)
+        if kept.index in frame.layout.changed_early:
+            frame.copied[kept.index] = self.streams.mark(D2H)
         self.traffic.bytes_to_host += kept.stored_bytes
 
     def _let_go(self, frame: Frame | None) -> None:

@@ -84,6 +84,8 @@ class Layout:
     """Size of the host block: stored rows, aligned."""
     buffer_bytes: int = 0
     """Size of the reload buffer: full tensors, aligned."""
+    changed_early: set[int] = field(default_factory=set)
+    """Indices of tensors that some call changed, or returned to its caller, while they were copied to the host."""
 
     @property
     def stored_bytes(self) -> int:
@@ -147,6 +149,8 @@ class Frame:
         """Kept tensors in the reload buffer, at full shape, by index. Only their stored rows hold values."""
         self.sent: Any = None
         """Event behind the last copy to the host."""
+        self.copied: dict[int, Any] = {}
+        """Events behind the copies of tensors that may change before that, by index."""
         self.back: Any = None
         """Event behind the last copy from the host."""
         self.ahead = not placement.kind.recomputes_attention

@@ -17,7 +17,7 @@ from tests.swap.rig import attached
 from tests.swap.schedules import Setup
 
 SHOWS_IN_GRADIENTS = {
-    "about_to_change: self.streams.wait(COMPUTE, self.streams.mark(D2H))": scenarios.change_in_place,
+    "about_to_change: self.streams.wait(COMPUTE, frame.copied.get(index) or self.streams.mark(D2H))": scenarios.change_in_place,
     "bring_back: self.streams.wait(COMPUTE, frame.back)": scenarios.train,
     "_let_go: self.streams.wait(COMPUTE, frame.sent)": scenarios.train,
 }
