@@ -123,6 +123,7 @@ class VirtualLayout(NamedTuple):
     kept: list[VirtualKept]
     host_bytes: float
     buffer_bytes: float = 0.0
+    changed_early: frozenset[int] = frozenset()
 
 
 class VirtualSlab:

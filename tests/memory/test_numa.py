@@ -92,6 +92,11 @@ def test_only_this_thread_moves_and_only_for_a_while():
         assert os.sched_getaffinity(0) == set(CPUS)
 
 
+def test_cpus_that_the_container_lacks_change_nothing():
+    with on(Node(1, frozenset({1023}))):
+        assert os.sched_getaffinity(0) == set(CPUS)
+
+
 @needs_two_cpus
 def test_blocks_are_pinned_from_there(monkeypatch):
     where = []
