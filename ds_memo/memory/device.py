@@ -15,6 +15,8 @@ from ds_memo.units import GIB
 UNSEEN = 0.50
 """Headroom of the first step, as a share, before head, loss and optimizer are measured: logits can be larger than all kept
 outputs."""
+DRIVER_BYTES = GIB
+"""Free device memory that no budget takes, unless the user gives one; twice that with NCCL."""
 LOSES_MORE = 1.25
 """Bytes that torch's allocator loses between blocks in later passes, relative to the first step."""
 
@@ -88,7 +90,8 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
             activations may take.
         to_come: bytes of gradients and optimizer states that do not exist yet.
         headroom: share of the free memory that stays free: HEADROOM, UNSEEN, or 0.
-        lost: see `lost_bytes`. LOSES_MORE × lost stays free if that is more than a headroom above 0.
+        lost: see `lost_bytes`. LOSES_MORE × lost stays free if that is more than a headroom above 0. DRIVER_BYTES stay free
+            with any headroom.
     """
     left = device_free(device)
     if left is None:
@@ -98,7 +101,15 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
     if device_memory_gib is not None:
         left = min(left, int(device_memory_gib * GIB) - torch.cuda.memory_allocated(device))
     alone = max(left * headroom, LOSES_MORE * lost) if headroom else 0
+    if device_memory_gib is None:
+        alone = max(alone, _drivers_bytes())
     return max(0, int(left - alone) - to_come)
+
+
+def _drivers_bytes() -> int:
+    """Return bytes that kernels, cuDNN's plans and NCCL's buffers take outside of torch's allocator once they are used."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return DRIVER_BYTES * (2 if distributed and torch.distributed.get_backend() == "nccl" else 1)
 
 
 def lost_bytes(device: torch.device) -> int:

@@ -40,10 +40,11 @@ def host(monkeypatch):
     ("configured", "to_come", "headroom", "expected_gib"),
     [
         (None, 0, HEADROOM, 58 * (1 - HEADROOM)),  # free, and what the caching allocator holds unused
-        (None, 0, 0.0, 58),
+        (None, 0, 0.0, 57),  # for what the driver loads late
         (None, 0, UNSEEN, 58 * (1 - UNSEEN)),
         (None, 10 * GIB, UNSEEN, 58 * (1 - UNSEEN) - 10),
         (None, 90 * GIB, UNSEEN, 0),
+        (40.0, 0, 0.0, 28),
         (40.0, 0, HEADROOM, 28 * (1 - HEADROOM)),  # of the whole device, less what is in use
         (75.0, 0, HEADROOM, 58 * (1 - HEADROOM)),  # more than there is
         (12.0, 0, HEADROOM, 0),
@@ -54,6 +55,12 @@ def test_a_card(card, configured, to_come, headroom, expected_gib):
     assert device_budget(CUDA, configured, to_come, headroom) == pytest.approx(expected_gib * GIB, abs=1)
 
 
+def test_nccl_takes_more(card, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    assert device_budget(CUDA, None, 0, 0.0) == 56 * GIB
+
+
 def test_what_the_allocator_lost_is_left_alone(card, monkeypatch):
     peaks = {"reserved_bytes.all.peak": 30 * GIB, "requested_bytes.all.peak": 22 * GIB}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: peaks)
@@ -61,7 +68,7 @@ def test_what_the_allocator_lost_is_left_alone(card, monkeypatch):
     assert (lost_bytes(CUDA), lost_bytes(CPU)) == (8 * GIB, 0)
     assert device_budget(CUDA, None, 0, HEADROOM, lost_bytes(CUDA)) == 48 * GIB  # 58 that are free, less 8 and a quarter
     assert device_budget(CUDA, None, GIB, HEADROOM, GIB) == int(58 * GIB * (1 - HEADROOM)) - GIB
-    assert device_budget(CUDA, None, 0, 0.0, 8 * GIB) == 58 * GIB  # what could be had at most
+    assert device_budget(CUDA, None, 0, 0.0, 8 * GIB) == 57 * GIB  # what could be had at most
 
 
 def test_segments_that_expand_lose_nothing(monkeypatch):
