@@ -16,7 +16,7 @@ UNSEEN = 0.50
 """Headroom of the first step, as a share, before head, loss and optimizer are measured: logits can be larger than all kept
 outputs."""
 DRIVER_BYTES = GIB
-"""Free device memory that no budget takes, unless the user gives one; twice that with NCCL."""
+"""Free device memory that not even a budget without headroom takes, unless the user gives one; twice that with NCCL."""
 LOSES_MORE = 1.25
 """Bytes that torch's allocator loses between blocks in later passes, relative to the first step."""
 
@@ -90,8 +90,8 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
             activations may take.
         to_come: bytes of gradients and optimizer states that do not exist yet.
         headroom: share of the free memory that stays free: HEADROOM, UNSEEN, or 0.
-        lost: see `lost_bytes`. LOSES_MORE × lost stays free if that is more than a headroom above 0. DRIVER_BYTES stay free
-            with any headroom.
+        lost: see `lost_bytes`. LOSES_MORE × lost stays free if that is more than a headroom above 0. Without headroom
+            DRIVER_BYTES stay free.
     """
     left = device_free(device)
     if left is None:
@@ -100,9 +100,11 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
         return max(0, int(available_bytes() * (1 - headroom)) // ranks_on_node() - to_come)
     if device_memory_gib is not None:
         left = min(left, int(device_memory_gib * GIB) - torch.cuda.memory_allocated(device))
-    alone = max(left * headroom, LOSES_MORE * lost) if headroom else 0
-    if device_memory_gib is None:
-        alone = max(alone, _drivers_bytes())
+    alone = 0.0
+    if headroom:
+        alone = max(left * headroom, LOSES_MORE * lost)
+    elif device_memory_gib is None:
+        alone = _drivers_bytes()
     return max(0, int(left - alone) - to_come)
 
 

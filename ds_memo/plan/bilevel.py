@@ -31,7 +31,7 @@ from ds_memo.plan.trace import UNIT, Tensor, Trace, rounded, varying_phases
 
 _MANY = 10_000
 """Requests. A trace of more is looked through for requests that it repeats."""
-_WASTE = 0.02
+_WASTE = 0.005
 """Share of the lower bound that a plan of one copy may take more, before all copies are planned one by one."""
 
 
