@@ -229,7 +229,7 @@ class _Attention:
                 f'attn_implementation="{self._name}" knows from its mask alone, and Ulysses drops that. Use "flash_attention_2".'
             )
         positions = kwargs.get("position_ids")
-        if isinstance(positions, torch.Tensor) and positions not in self._within and is_shortened(positions):
+        if isinstance(positions, torch.Tensor) and is_shortened(positions) and positions not in self._within:
             self._find_documents(positions, positions.expand(len(query), -1))
         rows, within = self._within.get(positions, (0, None)) if isinstance(positions, torch.Tensor) else (0, None)
         if self._name == "flex_attention" and mask is None:
