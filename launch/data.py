@@ -1,7 +1,7 @@
 """Long documents from files, as packed token windows.
 
 Documents are tokenised, each ended by the end-of-sequence token, joined and cut into windows of `seq_length`. A window
-may hold several documents; attention crosses their borders (no mask: at long lengths a 4-D mask cannot exist).
+may hold several documents, or a part of one. Attention and loss cross their borders, unless the windows keep them apart.
 Everything that is random follows from the seed alone, so a run that resumes reads on exactly where it stopped.
 Every rank tokenises everything and holds it in memory, 4 bytes a token.
 """
@@ -128,6 +128,8 @@ class Windows:
     tokens: np.ndarray
     seq_length: int
     seed: int
+    starts: np.ndarray | None = None
+    """The first token of each document, where documents are kept apart."""
     _order: tuple[int, np.ndarray] = (-1, np.empty(0))  # the last epoch asked for and its order of windows
 
     def __len__(self) -> int:
@@ -137,26 +139,39 @@ class Windows:
         """Samples `first` to `first + rows` of an endless sequence of epochs, each in its own order.
 
         Returns:
-            `input_ids` and `labels`, int64 (rows, seq_length); labels[i] is the token after input_ids[i].
+            `input_ids` and `labels`, int64 (rows, seq_length); labels[i] is the token after input_ids[i]. Where documents are
+            kept apart, also `position_ids`, which start again with each, and the label across a border is -100.
         """
         windows = [self._window(sample, shuffle) for sample in range(first, first + rows)]
-        both = torch.from_numpy(np.stack(windows)).long()
-        return {"input_ids": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous()}
+        return {name: torch.cat([window[name] for window in windows]) for name in windows[0]}
 
-    def _window(self, sample: int, shuffle: bool) -> np.ndarray:
+    def _window(self, sample: int, shuffle: bool) -> dict[str, torch.Tensor]:
         epoch, index = divmod(sample, len(self))
         if shuffle:
             if self._order[0] != epoch:
                 self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self))
             index = self._order[1][index]
         start = int(index) * self.seq_length
-        return self.tokens[start : start + self.seq_length + 1]
+        window = self.tokens[start : start + self.seq_length + 1]
+        if self.starts is None:
+            both = torch.from_numpy(window).long()[None]
+            return {"input_ids": both[:, :-1], "labels": both[:, 1:]}
+        from transformers import DataCollatorWithFlattening
+
+        first, last = np.searchsorted(self.starts, [start + 1, start + len(window)])
+        documents = np.split(window, self.starts[first:last] - start)
+        packed = DataCollatorWithFlattening()([{"input_ids": document} for document in documents])
+        labels = packed.pop("labels")[:, 1:]  # -100 at each document's first token
+        return {"labels": labels} | {name: value[:, :-1] for name, value in packed.items()}
 
 
 def load_windows(
-    documents: Iterator[str] | list[str], tokenizer: Tokenizer, seq_length: int, seed: int
+    documents: Iterator[str] | list[str], tokenizer: Tokenizer, seq_length: int, seed: int, apart: bool = False
 ) -> tuple[Windows, Windows]:
     """Tokenise, split by document into training and validation, and pack.
+
+    Args:
+        apart: Keep the documents of a window apart.
 
     Raises:
         DataError: Where there are fewer than two documents, or either part does not fill one window.
@@ -169,7 +184,9 @@ def load_windows(
     parts = {"validation": order[:held_out], "training": order[held_out:]}
     windows = {}
     for name, indices in parts.items():
-        windows[name] = Windows(np.concatenate([encoded[i] for i in indices]), seq_length, seed)
+        part = [encoded[i] for i in indices]
+        starts = np.cumsum([0, *map(len, part)])[:-1] if apart else None
+        windows[name] = Windows(np.concatenate(part), seq_length, seed, starts)
         if not len(windows[name]):
             raise DataError(
                 f"data too small: the {name} part has {len(windows[name].tokens)} tokens, "

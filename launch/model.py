@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import torch
@@ -10,6 +11,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+KEEP_DOCUMENTS_APART = {"full_attention", "sliding_attention"}
+"""Types of layers that position_ids keep inside documents. Chunks, convolutions and recurrent states go on across borders."""
 
 
 class ModelError(ValueError):
@@ -55,3 +59,18 @@ def build(path: Path, config: PreTrainedConfig, ds_config: dict, dtype: torch.dt
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"cannot build {path}: {str(error).splitlines()[0]}") from error
+
+
+def check_packing(model: nn.Module) -> None:
+    """Refuse a model that is not known to keep packed documents apart by their position_ids.
+
+    Raises:
+        ModelError: With the reason.
+    """
+    config = model.config.get_text_config()
+    types = {*(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())}
+    reason = ", ".join(sorted(types - KEEP_DOCUMENTS_APART))
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        reason = "no position_ids"
+    if reason:
+        raise ModelError(f"--pack: {type(model).__name__} is not known to keep documents apart ({reason})")

@@ -55,6 +55,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the split and the order of the data")
     parser.add_argument("--attn-implementation", default="sdpa")
     parser.add_argument("--data", type=Path, nargs="+", metavar="PATH", help="text or JSONL files, or folders of them")
+    pack = "keep documents of a sequence apart: attention and loss stop at their borders (without: both go on across them)"
+    parser.add_argument("--pack", action="store_true", help=pack)
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="Hugging Face tokenizer; default: bytes")
     parser.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="validate so often; 0: at the end only")
     parser.add_argument("--eval-batches", type=int, default=4, help="micro batches per rank and validation")
@@ -165,7 +167,9 @@ class Run:
         )
         if self.sp > 1:
             positions = torch.arange(self.args.seq_length).expand(rows, -1)
-            return ulysses.split((batch | {"position_ids": positions} for batch in own), self.engine.device)
+            return ulysses.split(({"position_ids": positions} | batch for batch in own), self.engine.device)
+        if self.args.pack and "flash" in self.args.attn_implementation:  # Transformers finds documents in a single row only
+            own = ({name: value.view(1, -1) for name, value in batch.items()} for batch in own)
         return ({name: value.to(self.engine.device) for name, value in batch.items()} for batch in own)
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -173,7 +177,7 @@ class Run:
         return ulysses.mean_over_ranks(loss, batch["labels"], self.engine) if self.sp > 1 else loss
 
     def mean(self, losses: list[torch.Tensor]) -> float:
-        """Mean over this rank's losses and all ranks; every loss covers equally many tokens."""
+        """Mean over this rank's losses and all ranks; every micro batch weighs the same."""
         total = torch.stack(losses).mean()
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
@@ -245,14 +249,16 @@ def start(args: argparse.Namespace) -> Run:
     if tokenizer.vocab_size > vocab:
         raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {vocab}")
     documents = long_data.read_documents(args.data or [long_data.standard_library()])
-    training, validation = long_data.load_windows(documents, tokenizer, args.seq_length, args.seed)
+    training, validation = long_data.load_windows(documents, tokenizer, args.seq_length, args.seed, args.pack)
     check_outputs(args)  # last: what is refused leaves no folders behind
 
     init_distributed()
     torch.manual_seed(args.seed)  # the same weights on every rank
     model = hf.build(args.model, config, ds_config, dtype_of(ds_config), args.attn_implementation)
+    if args.pack:
+        hf.check_packing(model)
     use_tiled_loss(model)
-    flops = model_flops(model, args.seq_length)
+    flops = None if args.pack else model_flops(model, args.seq_length)  # attention's depend on the documents
     engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
     return Run(args, engine, training, validation, flops, sp)
 

@@ -76,6 +76,12 @@ def document_lengths(position_ids: torch.Tensor) -> Lengths:
     return [_between([0, *((row != 1).nonzero().flatten() + 1).tolist(), position_ids.shape[1]]) for row in steps]
 
 
+def without_gaps(position_ids: torch.Tensor) -> torch.Tensor:
+    """Number on from the token before wherever positions (b, s) rise by more than one, as where ranks' parts lost their ends."""
+    gaps = (position_ids.diff(dim=1) - 1).clamp(min=0).cumsum(dim=1)
+    return torch.cat([position_ids[:, :1], position_ids[:, 1:] - gaps], dim=1)
+
+
 def block_mask(lengths: Lengths, device: torch.device) -> BlockMask:
     """Make FlexAttention's mask, causal within each document.
 

@@ -23,9 +23,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ds_memo.deepspeed.documents import Attention, attention_within
+from ds_memo.deepspeed.documents import Attention, attention_within, without_gaps
 from ds_memo.errors import MemoConfigError, MemoError
 from ds_memo.hf.attention import wrap_attention
+from ds_memo.profile.call import is_shortened
 from ds_memo.units import round_up
 
 FIELD = "sequence_parallel_size"
@@ -228,6 +229,8 @@ class _Attention:
                 f'attn_implementation="{self._name}" knows from its mask alone, and Ulysses drops that. Use "flash_attention_2".'
             )
         positions = kwargs.get("position_ids")
+        if isinstance(positions, torch.Tensor) and is_shortened(positions) and positions not in self._within:
+            self._find_documents(positions, positions.expand(len(query), -1))
         rows, within = self._within.get(positions, (0, None)) if isinstance(positions, torch.Tensor) else (0, None)
         if self._name == "flex_attention" and mask is None:
             within = self._core  # not causal, or there would be one
@@ -263,10 +266,20 @@ class _Attention:
                 "Leave it out: position_ids that start again with each document say the same."
             )
         own = positions.clone(memory_format=torch.contiguous_format)  # the caller may write to theirs before a replay looks
-        parts = [torch.empty_like(own) for _ in range(self._ranks)]
-        dist.all_gather(parts, own, group=self._group)
-        self._within[own] = len(own), attention_within(self._name, self._core, torch.cat(parts, dim=1))
+        self._find_documents(own, own)
         return args, {**kwargs, "position_ids": own}
+
+    def _find_documents(self, key: torch.Tensor, positions: torch.Tensor) -> None:
+        """Find the documents of whole sequences, for layers that are given `key`.
+
+        Args:
+            positions: of this rank's part (b, s / ranks). A profile cuts the end of each part off: documents go on behind it.
+        """
+        parts = [torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(self._ranks)]
+        dist.all_gather(parts, positions.contiguous(), group=self._group)
+        whole = torch.cat(parts, dim=1)
+        whole = without_gaps(whole) if is_shortened(key) else whole
+        self._within[key] = len(whole), attention_within(self._name, self._core, whole)
 
     def _attend(self, module: nn.Module, query: torch.Tensor, *args: Any, within: Attention | None, **kwargs: Any) -> Any:
         """Run between the all-to-alls: query (b, heads / ranks, s, head size), position_ids of whole sequences (b, s)."""

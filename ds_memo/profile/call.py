@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_memo.errors import MemoError
 from ds_memo.profile.gathered_params import gathered
@@ -22,6 +23,13 @@ from ds_memo.shapes import HiddenShape
 _INTEGERS = (torch.int32, torch.int64)
 _STATISTICS = 1 << 20
 """Bytes. A larger buffer is a table or a quantised weight: no forward changes it, and a copy may not fit."""
+_shortened = WeakTensorKeyDictionary()
+"""Integer arguments, such as position_ids, of calls cut to a shorter length."""
+
+
+def is_shortened(tensor: torch.Tensor) -> bool:
+    """Return True for an integer argument that :meth:`LayerCall.at` has cut along the sequence."""
+    return tensor in _shortened
 
 
 class LayerCall:
@@ -95,16 +103,26 @@ class LayerCall:
         return any(x.requires_grad for x in (self.hidden, *self._other_tensors(), *self.layer.parameters))
 
     def can_shorten(self) -> bool:
-        """Return True if the call can be cut to a shorter length: length and batch differ, and no argument holds the ends of
-        documents."""
-        return self.length != self.batch and not any(map(self._ends_documents, tree_leaves((self._args, self._kwargs))))
+        """Return True if the call can be cut: length and batch differ, and documents end where whole rows do."""
+        return self.length != self.batch and all(int(ends[-1]) % self.length == 0 for ends in self._document_ends())
 
-    def _ends_documents(self, value: Any) -> bool:
-        """Return True for a tensor like flash-attention's cu_seqlens, by which kernels would read past the cut."""
-        if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.numel() < 2 or value.dtype not in _INTEGERS:
-            return False
-        first, last = value[[0, -1]].tolist()
-        return first == 0 and last >= self.length
+    @property
+    def packed(self) -> bool:
+        """True if an argument holds the ends of documents."""
+        return any(True for _ in self._document_ends())
+
+    def _document_ends(self) -> Iterator[torch.Tensor]:
+        """Yield arguments like flash-attention's cu_seqlens, by which kernels would read past a cut."""
+        for tensor in self._other_tensors():
+            if tensor.dim() == 1 and tensor.numel() > 1 and tensor.dtype in _INTEGERS:
+                first, last = tensor[[0, -1]].tolist()
+                if first == 0 and last >= self.length:
+                    yield tensor
+
+    def _ends_at(self, ends: torch.Tensor, length: int) -> torch.Tensor:
+        """Return the ends of documents, rows laid end to end, once each row is cut to `length`."""
+        row = ends.div(self.length, rounding_mode="floor")
+        return torch.unique_consecutive(row * length + (ends % self.length).clamp(max=length))
 
     def _dims_to_cut(self, tensor: torch.Tensor) -> list[int]:
         """Return the dimensions of a tensor that are the call's length. The width of hidden states never counts."""
@@ -115,10 +133,14 @@ class LayerCall:
     def at(self, length: int) -> tuple[Callable[..., Any], tuple, list[torch.Tensor]]:
         """Return the call with every tensor cut to `length` and detached, and its inputs that require a gradient.
 
+        Documents keep their ends up to the cut, and a keyword "max_…" (max_length_q, max_seqlen) is at most the longest of them.
+
         Returns:
             The function, its arguments, and the inputs that require a gradient, hidden states first.
         """
-        made: dict[int, torch.Tensor] = {}
+        length = min(length, self.length)
+        made = {id(ends): self._ends_at(ends, length) for ends in self._document_ends()}
+        longest = max((int(ends.diff().max()) for ends in made.values()), default=None)
 
         def cut(value: Any) -> Any:
             if _is_block_mask(value):
@@ -128,16 +150,27 @@ class LayerCall:
             if id(value) not in made:
                 short = value.detach()
                 for dim in self._dims_to_cut(value):
-                    short = short.narrow(dim, 0, min(length, self.length))
+                    short = short.narrow(dim, 0, length)
                 short = short.contiguous()
                 made[id(value)] = short.clone() if short.data_ptr() == value.data_ptr() else short
                 made[id(value)].requires_grad_(value.requires_grad)
+                if value.dtype in _INTEGERS and short.shape != value.shape:
+                    _shortened[made[id(value)]] = True
             return made[id(value)]
 
         args, kwargs = tree_map(cut, (self._args, self._kwargs), is_leaf=_is_block_mask)
+        if longest is not None:
+            kwargs = {name: _at_most(longest, value) if name.startswith("max_") else value for name, value in kwargs.items()}
         hidden = made[id(self.hidden)].requires_grad_()
         others = [tensor for tensor in made.values() if tensor.requires_grad and tensor is not hidden]
         return (partial(self._fn, **kwargs) if kwargs else self._fn), args, [hidden, *others]
+
+
+def _at_most(longest: int, value: Any) -> Any:
+    """Return a number, or a tensor of one, that is not above `longest`; anything else as it is."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value.clamp(max=longest)
+    return min(longest, value) if type(value) is int else value
 
 
 def _is_block_mask(value: Any) -> bool:

@@ -116,6 +116,7 @@ class Asked:
             "hidden": [*call.hidden.shape[2:]],
             "dtype": str(call.hidden.dtype),
             "others": call.others(),
+            "packed": call.packed,
             "lengths": list(self.lengths[kind]),
         }
 

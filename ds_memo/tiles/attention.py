@@ -19,6 +19,7 @@ from ds_memo.placement import GEMMS_RECOMPUTED, Placement
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, storage_of, tensor_leaves
 from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
+from ds_memo.remat.functions import FunctionCall
 from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.swap.frame import Frame
@@ -183,6 +184,8 @@ class TiledAttention:
         assert call is not None
         if observed.softmax and not observed.ops:
             raise CannotTile("its attention makes a matrix of tokens × tokens")
+        if any(isinstance(getattr(op, "func", None), FunctionCall) for op in observed.ops):
+            raise CannotTile("its attention is a keep_whole function")
         observed.note_hidden_writes()
         observed.close_over_inputs(all_rows_kept=True)
         output, differs = None, True

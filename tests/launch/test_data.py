@@ -41,12 +41,26 @@ def test_batches_do_not_depend_on_what_was_read_before():
     assert (make(seed=4).batch(0, 20)["input_ids"] != whole[:20]).any()
 
 
+def test_documents_that_are_kept_apart():
+    """Positions start again with a window and with each document; the label across a border does not count."""
+    windows = Windows(np.arange(23, dtype=np.int32), seq_length=5, seed=0, starts=np.array([0, 2, 3, 10, 18]))
+    batch = windows.batch(0, 4, shuffle=False)
+    joined = Windows(windows.tokens, 5, 0).batch(0, 4, shuffle=False)
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 0, 1], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 0, 1]]
+    assert (batch["input_ids"] == joined["input_ids"]).all()
+    assert (batch["labels"] != joined["labels"]).nonzero().tolist() == [[0, 1], [0, 2], [1, 4], [3, 2]]
+    assert batch["labels"][batch["labels"] != joined["labels"]].unique().tolist() == [-100]
+
+
 def test_documents_end_with_eos_and_the_split_shares_none():
     documents = [chr(97 + i % 26) * 50 for i in range(26)]
     training, validation = load_windows(documents, ByteTokenizer(), seq_length=10, seed=1)
     assert (training.tokens == EOS).sum() == 25 and (validation.tokens == EOS).sum() == 1
     assert training.tokens[-1] == validation.tokens[-1] == EOS
     assert not (set(training.tokens) & set(validation.tokens)) - {EOS}
+    assert training.starts is None
+    packed, _ = load_windows(documents, ByteTokenizer(), seq_length=10, seed=1, apart=True)
+    assert (packed.starts == np.arange(25) * 51).all() and (packed.tokens == training.tokens).all()
     again, _ = load_windows(documents, ByteTokenizer(), seq_length=10, seed=1)
     other, _ = load_windows(documents, ByteTokenizer(), seq_length=10, seed=2)
     assert (again.tokens == training.tokens).all() and (other.tokens != training.tokens).any()

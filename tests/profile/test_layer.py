@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -95,11 +96,31 @@ def test_a_length_that_is_the_hidden_size(batch: int) -> None:
     assert fn.keywords["position_ids"].shape == (1, 20) and torch.equal(hidden, states[:, :20])
 
 
-@pytest.mark.parametrize("ends, packed", [([0, 20, LENGTH], True), ([0, 7], False), (list(range(LENGTH)), False)])
-def test_where_documents_end_nothing_is_cut(ends: list[int], packed: bool) -> None:
-    """Hugging Face passes flash-attention's cu_seqlens this way; kernels would read past the cut."""
-    states, ends = torch.randn(BATCH, LENGTH, HIDDEN), torch.tensor(ends, dtype=torch.int32)
-    assert LayerCall(Layer(0, "blocks.0", None), Block(), (states,), {"cu_seq_lens_q": ends}).can_shorten() is not packed
+@pytest.mark.parametrize(
+    "ends, at_20",
+    [
+        ([0, 7, 30, LENGTH], [0, 7, 20]),
+        ([0, LENGTH, 60, 60, BATCH * LENGTH], [0, 20, 30, 40]),
+        ([0, BATCH * LENGTH], [0, 40]),
+        ([0, 60, 2 * LENGTH + 1], None),
+        ([0, 7], [0, 7]),
+        (list(range(LENGTH)), list(range(20))),
+    ],
+    ids=["one row", "rows end to end", "one document over all rows", "of other tokens", "no ends", "positions"],
+)
+def test_documents_end_where_they_are_cut(ends: list[int], at_20: list[int] | None) -> None:
+    """Hugging Face passes flash-attention's cu_seqlens this way; kernels would read past a cut that left them as they are."""
+    told = {"cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32), "max_length_q": 2 * LENGTH, "max_length_k": torch.tensor(9)}
+    one = LayerCall(Layer(0, "blocks.0", None), Block(), (torch.randn(BATCH, LENGTH, HIDDEN),), told)
+    assert one.can_shorten() == (at_20 is not None)
+    assert one.packed == (ends[-1] >= LENGTH)
+    if at_20 is None:
+        return
+    short = one.at(20)[0].keywords
+    assert short["cu_seq_lens_q"].tolist() == at_20 and short["cu_seq_lens_q"].dtype == torch.int32
+    longest = max(end - start for start, end in itertools.pairwise(at_20))
+    assert (short["max_length_q"], short["max_length_k"]) == ((longest, 9) if one.packed else (2 * LENGTH, 9))
+    assert one.at(LENGTH)[0].keywords["cu_seq_lens_q"].unique().tolist() == sorted({*ends})
 
 
 def test_hooks_of_others_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,6 +277,16 @@ def test_running_statistics(block: type[nn.Module]) -> None:
         assert_refused(handle, "writes to a buffer")
 
 
+def test_attention_by_a_function_that_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay supplies its outputs and cannot build its graph again, which the backward of a tile would need."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", ds_memo.keep_whole(F.scaled_dot_product_attention))
+    whole, tiled = build("llama"), build("llama")
+    with attached(whole, tile=0), attached(tiled, quiet=True) as handle:
+        for _ in range(2):
+            assert_step(step(tiled, BATCH), step(whole, BATCH))
+        assert_refused(handle, "keep_whole", layers=4)
+
+
 def assert_refused(handle: Any, why: str, layers: int = LAYERS) -> None:
     report = handle.report()
     assert report["tiles"]["layers"] == []
