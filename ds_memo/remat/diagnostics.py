@@ -42,7 +42,8 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
     if not any(isinstance(op, Gemm) for op in recipe.ops):
         compiled = "; it is compiled, and what happens inside a compiled region cannot be seen: leave layers uncompiled"
         why = compiled if module is not None and has_compiled(module) else ""
-        yield f"no GEMM was seen in it, so all of it is recomputed, attention too{why}"
+        but = "all of it but attention" if recipe.attention_ops else "all of it, attention too,"
+        yield f"no GEMM was seen in it, so each backward runs {but} again{why}"
     elif not recipe.attention_ops:
         seen = f"{recipe.softmax} was (attention that materialises its scores)" if recipe.softmax else "nor a softmax"
         yield (

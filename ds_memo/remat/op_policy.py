@@ -119,7 +119,12 @@ def _classify(func: OpOverload) -> OpKind:
         return OpKind.ATTENTION
     if func in CHOICE:
         return OpKind.CHOICE
-    return OpKind.MUTATES if func._schema.is_mutable or _is_collective_in_place(func) else OpKind.PLAIN
+    return OpKind.MUTATES if is_mutating(func) else OpKind.PLAIN
+
+
+def is_mutating(func: Any) -> bool:
+    """Return True if the op writes to an argument in place."""
+    return not _is_higher_order(func) and (func._schema.is_mutable or _is_collective_in_place(func))
 
 
 def _is_higher_order(func: Any) -> bool:

@@ -82,6 +82,10 @@ class Unkept:
     """FLOPs of batched products with weights, which are not kept."""
     batched_flops_recomputed: int = 0
     """The part before the last saved tensor, where the replay ends: it is recomputed."""
+    function_flops: int = field(default=0, compare=False)
+    """FLOPs of GEMMs that autograd.Functions run again in their own backward. Known after the first backward."""
+    replays: int = field(default=0, compare=False)
+    """Replays so far by a recipe with this work."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ class Replay(Mode):
         recipe, unkept, work = self.call.recipe, self.call.recipe.unkept, self.call.work
         work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
         work.attention_ops_recomputed += unkept.attention_ops
-        work.gemm_flops_recomputed += unkept.gemm_flops + unkept.batched_flops_recomputed
+        work.gemm_flops_recomputed += unkept.gemm_flops + unkept.batched_flops_recomputed + unkept.function_flops
+        unkept.replays += 1
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:

@@ -1,0 +1,148 @@
+"""The share of recomputed GEMM FLOPs beside a count of every product in a backward, with memo and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import ds_memo
+from ds_memo.remat import checkpoint
+from tests.models import HIDDEN, VOCAB, Block
+from tests.remat.situations import BATCH, Lines, toy
+
+pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
+ON_DEVICE, SWAPPED = {"alpha": 1.0, "resident_layers": 4}, {"alpha": 0.5, "resident_layers": 0}
+
+
+class Tiled(Block):
+    """An MLP in DeepSpeed's tiles, whose backward runs its forward again."""
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+        return TiledMLP.apply(lambda self, x: Block.feed(self, x), self, x, 3, list(self.parameters()))
+
+
+class _Again(torch.autograd.Function):
+    """A product whose backward, written by hand, computes it once more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.gelu(x @ weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        grad = torch.ops.aten.gelu_backward(grad, x @ weight)
+        return grad @ weight.T, x.flatten(0, 1).T @ grad.flatten(0, 1)
+
+
+class _Once(torch.autograd.Function):
+    """A product with the usual two of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.flatten(0, 1).T @ grad.flatten(0, 1)
+
+
+def calls(function: type[torch.autograd.Function]) -> type[nn.Module]:
+    class Calls(Lines):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(torch.tanh(function.apply(self.a(self.norm(x)), self.c.weight)))
+
+    return Calls
+
+
+class Checkpoints(Lines):
+    """A Function under a checkpoint inside the layer. What that one recomputes is not counted twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.utils.checkpoint.checkpoint(
+            lambda x: torch.tanh(_Again.apply(self.a(self.norm(x)), self.c.weight)), x, use_reentrant=False
+        )
+        return x + self.b(y)
+
+
+class Flops(TorchDispatchMode):
+    """Count the FLOPs of all products, by torch's formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm.out):
+            self.total += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def counted(block: Any, config: dict) -> tuple[float, float, float]:
+    """Return the reported share, and the FLOPs beyond gradients' in memo's and in stock's backward, over those of the layers."""
+    model = toy(block)
+    head = 2 * BATCH.labels.numel() * HIDDEN * VOCAB
+    shares = []
+    for section in (None, config):
+        handle = ds_memo.attach(model, section) if section else None
+        for _ in range(3):  # analysed, then followed
+            with Flops() as forward:
+                loss = model(BATCH.embeds, BATCH.labels).loss
+            with Flops() as backward:
+                loss.backward()
+        in_layers = forward.total - head
+        shares.append((backward.total - 2 * forward.total) / in_layers)
+    share = handle.report()["gemm_flops_recomputed_fraction"]
+    handle.detach()
+    stock, memo = shares
+    return share, memo, stock
+
+
+@pytest.mark.parametrize("config", [ON_DEVICE, SWAPPED], ids=["on_device", "swapped"])
+@pytest.mark.parametrize("block, again", [(Tiled, True), (calls(_Again), True), (calls(_Once), False), (Block, False)])
+def test_what_functions_run_again_is_counted(block: Any, again: bool, config: dict) -> None:
+    share, memo, stock = counted(block, config)
+    assert share == pytest.approx(memo, abs=0.02)  # rows are whole
+    assert (stock > 0.2) == again
+    assert again or config is SWAPPED or share == 0
+
+
+def test_a_checkpoint_inside_is_not_counted_twice() -> None:
+    share, memo, _ = counted(Checkpoints, ON_DEVICE)
+    assert share == pytest.approx(memo)
+
+
+def test_without_the_hooks_the_share_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    monkeypatch.setattr(checkpoint, "count_in_functions", lambda *arguments: None)
+    share, memo, stock = counted(Tiled, ON_DEVICE)
+    assert share == 0 and memo == pytest.approx(stock) and stock > 0.2
+
+
+def test_calls_in_flight_and_second_backwards_are_counted_once_each() -> None:
+    """Two forwards before the first backward, and one graph whose backward runs twice."""
+    model = toy(Tiled)
+    handle = ds_memo.attach(model, ON_DEVICE)
+    shares = []
+    for turn in range(2):
+        first, second = (model(BATCH.embeds, BATCH.labels).loss for _ in range(2))
+        for loss in (second, first):  # at first, the analysed call's backward comes last
+            loss.backward(retain_graph=turn == 1)
+        shares.append(handle.report()["gemm_flops_recomputed_fraction"])
+    first.backward()
+    of_one = shares[0]
+    assert shares[1] == of_one > 0.2
+    assert handle.report()["gemm_flops_recomputed_fraction"] == pytest.approx(of_one * 5 / 4)
+    handle.detach()
