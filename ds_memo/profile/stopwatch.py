@@ -38,7 +38,7 @@ class Stopwatch(ObservesFunctions):
         self._start: Any = None
         self._end: Any = None
         self.attention_flops = 0
-        self.gemm_s = self.attention_s = self.attention_backward_s = 0.0
+        self.attention_s = self.attention_backward_s = 0.0
         self.seconds: list[float] = []
         """Seconds of each op that a recipe lists, in order."""
         self.born: list[float] = []
@@ -60,7 +60,6 @@ class Stopwatch(ObservesFunctions):
             seconds = seconds_between(begin, end)
             self.seconds.append(seconds)
             self.born.append(min(1.0, seconds_between(self._start, end) / forward_s) if forward_s else 1.0)
-            self.gemm_s += seconds if kind is op_policy.OpKind.GEMM else 0.0
             self.attention_s += seconds if kind is op_policy.OpKind.ATTENTION else 0.0
         self.attention_backward_s = sum(seconds_between(*times) for times in self._backward)
 

@@ -27,12 +27,6 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
             f"{unkept.gemm_flops / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {unkept.attention_ops} attention calls. "
             "Leave that checkpoint out: ds_memo sees to what is computed again"
         )
-    if unkept.batched_flops_recomputed:
-        yield (
-            f"{unkept.batched_flops_recomputed / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights "
-            "(bmm, or an einsum over experts), which are not kept: they run again in each backward. torch._grouped_mm is kept, "
-            "and a product of two dimensions for each expert"
-        )
     if recipe.mem_efficient_tokens > MEM_EFFICIENT_TOKENS:
         yield (
             f"PyTorch took its memory-efficient attention, whose results past {MEM_EFFICIENT_TOKENS:,} tokens are wrong where "

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 
 GEMM = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}
-"""2-D products: output row i depends only on row i of the left operand, so any rows can be computed separately."""
+"""Products: output row i depends only on row i of the left operand, so any rows can be computed separately."""
 
 BATCHED = {aten.bmm.default, aten.baddbmm.default}
-"""Batched products are not kept. Those with a weight as an operand (experts by einsum) count as recomputed GEMMs; the others may
-be attention written by hand."""
+"""Batched products. Those with a weight as an operand (experts by einsum) are GEMMs, whose rows are those of all matrices in
+order. The others may be attention written by hand: they are recomputed and not counted."""
 
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
@@ -92,6 +92,7 @@ VIEWS = {aten.view.default, aten._unsafe_view.default, aten.detach.default, aten
 
 class OpKind(enum.Enum):
     GEMM = enum.auto()
+    BATCHED = enum.auto()
     ATTENTION = enum.auto()
     CHOICE = enum.auto()
     MUTATES = enum.auto()
@@ -115,6 +116,8 @@ def _classify(func: OpOverload) -> OpKind:
         return OpKind.PLAIN
     if func in GEMM:
         return OpKind.GEMM
+    if func in BATCHED:
+        return OpKind.BATCHED
     if func in ATTENTION or func.name() in ATTENTION_NAMES:
         return OpKind.ATTENTION
     if func in CHOICE:
@@ -196,12 +199,17 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> bool:
-    """Return True for dense operands and a dense 2-D output whose rows are those of the left operand."""
-    if type(out) is not torch.Tensor or out.dim() != 2 or not out.numel() or not out.is_contiguous():
+    """Return True for dense operands and a dense output whose rows are those of the left operand."""
+    if type(out) is not torch.Tensor or not out.numel() or not out.is_contiguous():
         return False
     if not are_dense(args):  # a sparse operand has no rows
         return False
     return func is not aten._grouped_mm.default or (args[0].dim() == 2 and args[1].dim() == 3)
+
+
+def as_rows(product: torch.Tensor) -> torch.Tensor:
+    """Return a product as (rows, n): that of a batch has the rows of all its matrices, in order."""
+    return product if product.dim() == 2 else product.flatten(0, -2)
 
 
 def are_dense(args: Sequence[Any]) -> bool:
@@ -226,17 +234,24 @@ def adds_bias_to(func: OpOverload, args: Sequence[Any], product: torch.Tensor) -
 
 def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:
     """Return the FLOPs of a product: 2 m n k, times the batch."""
-    left = args[1] if func in (aten.addmm.default, aten.baddbmm.default) else args[0]
-    return 2 * out.numel() * left.shape[-1]
+    return 2 * out.numel() * _left(func, args).shape[-1]
 
 
 def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...]) -> torch.Tensor:
     """Return uninitialised memory in place of a product that is never read."""
-    return args[0].new_empty(shape) if func is not aten.addmm.default else args[1].new_empty(shape)
+    return _left(func, args).new_empty(shape)
+
+
+def _left(func: OpOverload, args: Sequence[Any]) -> torch.Tensor:
+    """Return the left operand of a product; before it stands what is added."""
+    return args[1] if func in (aten.addmm.default, aten.baddbmm.default) else args[0]
 
 
 def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], first: int, out: torch.Tensor) -> None:
     """Compute rows `first:` of a GEMM into the same rows of `out` (m, n). Leave the rows before them alone."""
+    if func in BATCHED:
+        _compute_batched_rows(func, args, kwargs, first, out)
+        return
     rest = out[first:]
     if func is aten.mm.default:
         left, right = args
@@ -249,3 +264,15 @@ def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
         # Rows are sorted by expert, and `offs` are the group ends: groups that end before `first` become empty.
         left, right, offs, *others = args
         rest.copy_(func(left[first:], right, (offs - first).clamp(min=0), *others, **kwargs))
+
+
+def _compute_batched_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], first: int, out: torch.Tensor) -> None:
+    """Do the same for a batched product: the rest of the matrix that row `first` lies in, then the whole ones behind it."""
+    *added, left, right = args
+    out = out.view(*left.shape[:2], -1)
+    added = [bias.expand_as(out) for bias in added]
+    matrix, row = divmod(first, left.shape[1])
+    for matrices, rows in ((slice(matrix, matrix + 1), slice(row, None)), (slice(matrix + 1, None), slice(None))):
+        if left[matrices].shape[0]:
+            parts = [*(bias[matrices, rows] for bias in added), left[matrices, rows], right[matrices]]
+            func.overloadpacket.out(*parts, out=out[matrices, rows], **kwargs)

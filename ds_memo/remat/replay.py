@@ -33,7 +33,7 @@ class Replay(Mode):
         recipe, unkept, work = self.call.recipe, self.call.recipe.unkept, self.call.work
         work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
         work.attention_ops_recomputed += unkept.attention_ops
-        work.gemm_flops_recomputed += unkept.gemm_flops + unkept.batched_flops_recomputed + unkept.function_flops
+        work.gemm_flops_recomputed += unkept.gemm_flops + unkept.function_flops
         unkept.replays += 1
         return super().__enter__()
 
@@ -54,7 +54,10 @@ class Replay(Mode):
             return self._gemm(op, args, kwargs or {})
         if op is None or op.kept is None:
             self.call.work.attention_ops_recomputed += kind is OpKind.ATTENTION
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
+            if kind is OpKind.GEMM:  # behind the point where the forward left its recipe
+                self.call.work.gemm_flops_recomputed += op_policy.gemm_flops(func, args, out)
+            return out
         outputs = self._supplied(index, op)
         return outputs if len(func._schema.returns) > 1 else outputs[0]
 
@@ -84,7 +87,7 @@ class Replay(Mode):
     def _gemm(self, op: Gemm, args: tuple, kwargs: dict) -> torch.Tensor:
         if not op.wanted:
             return op_policy.empty_output(op.func, args, op.shape)
-        m, rows = op.shape[0], op.rows
+        m, rows = op.m, op.rows
         if m:
             self.call.work.gemm_flops_recomputed += op.flops * (m - rows) // m
         if op.kept is None:
@@ -94,7 +97,7 @@ class Replay(Mode):
             op_policy.compute_rows(op.func, args, kwargs, rows, out)
         if op.biased:
             self._awaits_bias = (out.detach(), rows)
-        return out
+        return out.view(op.shape)
 
     def _add_bias(self, func: Any, args: tuple) -> torch.Tensor:
         """Add the in-place bias of the GEMM before to its computed rows. Stored rows have it already."""

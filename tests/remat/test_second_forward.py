@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 import ds_memo
 from ds_memo.remat import checkpoint
 from tests.models import HIDDEN, VOCAB, Block
+from tests.remat.products import Flops, compare_counts
 from tests.remat.situations import BATCH, Lines, toy
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
@@ -76,58 +75,24 @@ class Checkpoints(Lines):
         return x + self.b(y)
 
 
-class Flops(TorchDispatchMode):
-    """Count the FLOPs of all products, by torch's formulas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm.out):
-            self.total += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
-        return out
-
-
-def counted(block: Any, config: dict) -> tuple[float, float, float]:
-    """Return the reported share, and the FLOPs beyond gradients' in memo's and in stock's backward, over those of the layers."""
-    model = toy(block)
-    head = 2 * BATCH.labels.numel() * HIDDEN * VOCAB
-    shares = []
-    for section in (None, config):
-        handle = ds_memo.attach(model, section) if section else None
-        for _ in range(3):  # analysed, then followed
-            with Flops() as forward:
-                loss = model(BATCH.embeds, BATCH.labels).loss
-            with Flops() as backward:
-                loss.backward()
-        in_layers = forward.total - head
-        shares.append((backward.total - 2 * forward.total) / in_layers)
-    share = handle.report()["gemm_flops_recomputed_fraction"]
-    handle.detach()
-    stock, memo = shares
-    return share, memo, stock
-
-
 @pytest.mark.parametrize("config", [ON_DEVICE, SWAPPED], ids=["on_device", "swapped"])
 @pytest.mark.parametrize("block, again", [(Tiled, True), (calls(_Again), True), (calls(_Once), False), (Block, False)])
 def test_what_functions_run_again_is_counted(block: Any, again: bool, config: dict) -> None:
-    share, memo, stock = counted(block, config)
+    share, memo, stock = compare_counts(toy(block), config)
     assert share == pytest.approx(memo, abs=0.02)  # rows are whole
     assert (stock > 0.2) == again
     assert again or config is SWAPPED or share == 0
 
 
 def test_a_checkpoint_inside_is_not_counted_twice() -> None:
-    share, memo, _ = counted(Checkpoints, ON_DEVICE)
+    share, memo, _ = compare_counts(toy(Checkpoints), ON_DEVICE)
     assert share == pytest.approx(memo)
 
 
 def test_without_the_hooks_the_share_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     monkeypatch.setattr(checkpoint, "count_in_functions", lambda *arguments: None)
-    share, memo, stock = counted(Tiled, ON_DEVICE)
+    share, memo, stock = compare_counts(toy(Tiled), ON_DEVICE)
     assert share == 0 and memo == pytest.approx(stock) and stock > 0.2
 
 
@@ -146,3 +111,25 @@ def test_calls_in_flight_and_second_backwards_are_counted_once_each() -> None:
     assert shares[1] == of_one > 0.2
     assert handle.report()["gemm_flops_recomputed_fraction"] == pytest.approx(of_one * 5 / 4)
     handle.detach()
+
+
+def test_gemms_behind_a_departure_are_counted() -> None:
+    """Every other call leaves the recipe at its second product."""
+
+    class Turns(Lines):
+        def forward(self, x: torch.Tensor, other: bool) -> torch.Tensor:
+            y = torch.tanh(self.a(self.norm(x)))
+            return x + torch.tanh(self.b(torch.tanh(y @ self.c.weight[:, :32] @ self.b.weight[:32] if other else self.c(y))))
+
+    model, forward, backward = toy(Turns), 0, 0
+    handle = ds_memo.attach(model, ON_DEVICE)
+    for number in range(6):
+        with Flops() as mode:
+            loss = model(BATCH.embeds, BATCH.labels, other=number % 2 == 1).loss
+        forward += mode.total - 2 * BATCH.labels.numel() * HIDDEN * VOCAB
+        with Flops() as mode:
+            loss.backward()
+        backward += mode.total - 4 * BATCH.labels.numel() * HIDDEN * VOCAB
+    share = handle.report()["gemm_flops_recomputed_fraction"]
+    handle.detach()
+    assert share == pytest.approx((backward - 2 * forward) / forward) and share > 0
