@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_memo.remat import op_policy
-from ds_memo.remat.functions import ObservesFunctions, tensors_in
+from ds_memo.remat.functions import ObservesFunctions, has_inner_tensors, tensors_in
 
 
 def now(device: torch.device) -> Any:
@@ -64,6 +64,8 @@ class Stopwatch(ObservesFunctions):
         self.attention_backward_s = sum(seconds_between(*times) for times in self._backward)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if has_inner_tensors(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if self._in_forward:
             kind = op_policy.kind_of(func)

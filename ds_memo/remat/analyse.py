@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, as_tuple, detached, needs_right_operands, noticing_draws, storage_of, tensor_leaves
-from ds_memo.remat.functions import refused
+from ds_memo.remat.functions import has_inner_tensors, refused
 from ds_memo.remat.modes import NotingMode, under_a_checkpoint
 from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Observed, ObservedGemm, ObservedSavedOp, fingerprint
@@ -106,6 +106,8 @@ class Analyse(NotingMode):
                     self.observed.wanted |= self._made_of(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if has_inner_tensors(types):
+            return NotImplemented
         kwargs = kwargs or {}
         kind = kind_of(func)
         sources = self._made_of_all(args, kwargs)

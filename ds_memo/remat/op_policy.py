@@ -11,11 +11,21 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 
-GEMM = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}
+
+def _present(*names: str) -> set[OpOverload]:
+    """Return the aten ops of these names that the installed torch has."""
+    return {getattr(aten, name).default for name in names if hasattr(aten, name)}
+
+
+GROUPED = _present("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+SCALED = _present("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+"""Products in fp8. Their third operand has the left operand's scales."""
+
+GEMM = {aten.mm.default, aten.addmm.default} | GROUPED | SCALED
 """Products: output row i depends only on row i of the left operand, so any rows can be computed separately."""
 
 BATCHED = {aten.bmm.default, aten.baddbmm.default}
@@ -204,7 +214,14 @@ def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> 
         return False
     if not are_dense(args):  # a sparse operand has no rows
         return False
-    return func is not aten._grouped_mm.default or (args[0].dim() == 2 and args[1].dim() == 3)
+    if func in GROUPED and (args[0].dim() != 2 or args[1].dim() != 3):
+        return False
+    return func not in SCALED or all(_splits(scale, out.shape[0]) for scale in tree_leaves(args[2]))
+
+
+def _splits(scale: torch.Tensor, rows: int) -> bool:
+    """Return True for one scale, or one or more for each row. Scales of blocks of rows, and swizzled ones, do not split."""
+    return scale.numel() == 1 or (scale.dtype is torch.float32 and scale.dim() <= 2 and scale.shape[0] == rows)
 
 
 def as_rows(product: torch.Tensor) -> torch.Tensor:
@@ -237,9 +254,9 @@ def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:
     return 2 * out.numel() * _left(func, args).shape[-1]
 
 
-def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...]) -> torch.Tensor:
+def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return uninitialised memory in place of a product that is never read."""
-    return _left(func, args).new_empty(shape)
+    return _left(func, args).new_empty(shape, dtype=dtype)
 
 
 def _left(func: OpOverload, args: Sequence[Any]) -> torch.Tensor:
@@ -261,9 +278,24 @@ def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
         per_row = bias.dim() == 2 and bias.shape[0] == out.shape[0] and bias.shape[0] > 1
         aten.addmm.out(bias[first:] if per_row else bias, left[first:], right, out=rest, **kwargs)
     else:
-        # Rows are sorted by expert, and `offs` are the group ends: groups that end before `first` become empty.
-        left, right, offs, *others = args
-        rest.copy_(func(left[first:], right, (offs - first).clamp(min=0), *others, **kwargs))
+        left, *others = args
+        if func in SCALED:
+            others[1] = tree_map(lambda scale: _rest_of(scale, first), others[1])
+        if func in GROUPED:
+            # Rows are sorted by expert, and `offs` are the group ends: groups that end before `first` become empty.
+            offs = [argument.name for argument in func._schema.arguments].index("offs") - 1
+            others[offs] = (others[offs] - first).clamp(min=0)
+            rest.copy_(func(left[first:], *others, **kwargs))
+        else:
+            func.overloadpacket.out(left[first:], *others, out=rest, **kwargs)
+
+
+def _rest_of(scale: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the scales of rows `first:`, dense in the order of the whole. One scale of all rows stays."""
+    if scale.numel() == 1:
+        return scale
+    by_column = scale.dim() == 2 and scale.stride(0) == 1
+    return scale[first:].t().contiguous().t() if by_column else scale[first:]
 
 
 def _compute_batched_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], first: int, out: torch.Tensor) -> None:

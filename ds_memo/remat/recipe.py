@@ -24,6 +24,7 @@ class Gemm:
 
     func: OpOverload
     shape: tuple[int, ...]
+    dtype: torch.dtype
     flops: int
     kept: Kept | None = None
     """Its stored rows; None: no row is stored."""
@@ -34,7 +35,7 @@ class Gemm:
 
     def matches(self, out: torch.Tensor) -> bool:
         """Return True if an output has the shape, stride and dtype of the recipe."""
-        return self.shape == out.shape and (self.kept is None or (self.kept.dtype == out.dtype and out.is_contiguous()))
+        return self.shape == out.shape and self.dtype == out.dtype and (self.kept is None or out.is_contiguous())
 
     @property
     def m(self) -> int:
@@ -267,7 +268,7 @@ def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Ke
         m = op.out.shape[0]
         rows = m if op.chosen_from else int(alpha * m)
         kept = store(op.out, rows) if wanted and op.splits and rows else None
-        ops.append(Gemm(op.func, op.shape, op.flops, kept, wanted, op.biased))
+        ops.append(Gemm(op.func, op.shape, op.out.dtype, op.flops, kept, wanted, op.biased))
     recipe = Recipe(
         ops=ops,
         inputs=inputs,
@@ -287,7 +288,7 @@ def _is_attention(func: OpOverload | FunctionCall) -> bool:
 def _unkept(op: ObservedGemm | ObservedSavedOp) -> Gemm | SavedOp:
     if isinstance(op, ObservedSavedOp):
         return SavedOp(op.func, None)
-    return Gemm(op.func, op.shape, op.flops, wanted=False)
+    return Gemm(op.func, op.shape, op.out.dtype, op.flops, wanted=False)
 
 
 def fingerprint(outputs: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, as_tuple, needs_right_operands, noticing_draws, storage_of, tensor_leaves
+from ds_memo.remat.functions import has_inner_tensors
 from ds_memo.remat.modes import NotingMode
 from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Gemm, SavedOp
@@ -52,6 +53,8 @@ class Record(NotingMode):
             self._leave()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if types and has_inner_tensors(types):
+            return NotImplemented
         kind = kind_of(func)
         if self._left_out and self._following:
             return self._watch_left_out(kind, func, args, kwargs or {})

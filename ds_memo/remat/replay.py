@@ -10,7 +10,7 @@ import torch
 from ds_memo.errors import MemoError
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, cloned, detached, generator_of
-from ds_memo.remat.functions import FunctionCall, name_of, shapes_of, tensors_in
+from ds_memo.remat.functions import FunctionCall, has_inner_tensors, name_of, shapes_of, tensors_in
 from ds_memo.remat.modes import Mode
 from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Gemm, SavedOp
@@ -42,6 +42,8 @@ class Replay(Mode):
         self.call.engine.replayed(self.call.frame)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if types and has_inner_tensors(types):
+            return NotImplemented
         kind = kind_of(func)
         if kind is OpKind.MUTATES and self._awaits_bias is not None:
             return self._add_bias(func, args)
@@ -86,7 +88,7 @@ class Replay(Mode):
 
     def _gemm(self, op: Gemm, args: tuple, kwargs: dict) -> torch.Tensor:
         if not op.wanted:
-            return op_policy.empty_output(op.func, args, op.shape)
+            return op_policy.empty_output(op.func, args, op.shape, op.dtype)
         m, rows = op.m, op.rows
         if m:
             self.call.work.gemm_flops_recomputed += op.flops * (m - rows) // m

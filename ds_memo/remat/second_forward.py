@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, storage_of, tensor_leaves
-from ds_memo.remat.functions import SkipsCompiled
+from ds_memo.remat.functions import SkipsCompiled, has_inner_tensors
 from ds_memo.remat.modes import under_torch_checkpoint
 
 
@@ -76,6 +76,8 @@ class _CountsAgain(SkipsCompiled):
         self._add(gradients)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if has_inner_tensors(types):
+            return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if under_torch_checkpoint():  # a replay, which counts itself; or a checkpoint in the layer, counted in the forward

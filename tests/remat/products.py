@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import ds_memo
+from ds_memo.remat.recipe import Gemm, Recipe
 from tests.models import HIDDEN, VOCAB
 from tests.remat.situations import BATCH
 
-NAMES = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2")
-PRODUCTS = [getattr(torch.ops.aten, name) for name in NAMES if hasattr(torch.ops.aten, name)]
+PRODUCTS = [getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")]
 
 
 class Flops(TorchDispatchMode):
@@ -52,3 +52,9 @@ def compare_counts(model: nn.Module, config: dict) -> tuple[float, float, float]
             share = handle.report()["gemm_flops_recomputed_fraction"]
             handle.detach()
     return share, *beyond
+
+
+def predicted_share(recipe: Recipe) -> float:
+    """Return the share of a layer's GEMM FLOPs that its recipe says to compute again."""
+    gemms = [op for op in recipe.ops if isinstance(op, Gemm)]
+    return sum(op.flops * (1 - op.rows / op.m) for op in gemms if op.wanted) / recipe.gemm_flops

@@ -14,7 +14,7 @@ from ds_memo.remat import op_policy
 from ds_memo.remat.recipe import Gemm
 from tests.everyday import everyday
 from tests.models import HIDDEN, Batch, Block, Different, _decoder, compare_with_stock, step
-from tests.remat.products import compare_counts
+from tests.remat.products import compare_counts, predicted_share
 from tests.remat.situations import BATCH, Lines, drive, toy
 
 aten = torch.ops.aten
@@ -97,13 +97,8 @@ def test_the_rows_are_those_of_all_experts() -> None:
     assert wide.shape == (3, tokens, 2 * HIDDEN) and (wide.m, wide.rows, wide.biased) == (3 * tokens, 3 * tokens // 2, True)
     assert wide.kept.stored_bytes == wide.rows * 2 * HIDDEN * 4
     assert (square.func, square.rows) == (aten.baddbmm.default, 3 * tokens // 2)
-    assert handle.report()["gemm_flops_recomputed_fraction"] == pytest.approx(_predicted(recipe))
+    assert handle.report()["gemm_flops_recomputed_fraction"] == pytest.approx(predicted_share(recipe))
     handle.detach()
-
-
-def _predicted(recipe) -> float:
-    gemms = [op for op in recipe.ops if isinstance(op, Gemm)]
-    return sum(op.flops * (1 - op.rows / op.m) for op in gemms if op.wanted) / recipe.gemm_flops
 
 
 @pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
