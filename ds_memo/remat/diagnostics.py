@@ -33,6 +33,11 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
             "there is a mask or dropout. Leave the mask out (join documents in place of padding), or set memo.attention to "
             '"flash" or "cudnn", which then say if they cannot serve'
         )
+    if module is not None and any(type(part).__module__.startswith("transformer_engine.") for part in module.modules()):
+        yield (
+            "it has modules of TransformerEngine, whose kernels PyTorch does not show, so what they compute runs again in each "
+            "backward and is not counted. torchao's fp8 linears are kept and counted"
+        )
     if not any(isinstance(op, Gemm) for op in recipe.ops):
         compiled = "; it is compiled, and what happens inside a compiled region cannot be seen: leave layers uncompiled"
         why = compiled if module is not None and has_compiled(module) else ""
