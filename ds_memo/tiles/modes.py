@@ -148,7 +148,7 @@ HEAD_DIMS = {
 
 def may_split_heads(call: Call) -> bool:
     """Return True if every op of an attention call can run backward for a group of heads."""
-    ops = call.recipe.ops
+    ops = [op for op in call.recipe.ops if not (isinstance(op, SavedOp) and op.func in op_policy.BATCHED)]
     return bool(ops) and all(_splits_heads(op) for op in ops)
 
 
