@@ -37,7 +37,7 @@ def mib(count: int) -> str:
 
 def table(memo: dict, plain: dict) -> str:
     """Return the closing table of a quickstart; bytes are those of rank 0."""
-    report = memo["report"]
+    report, share = memo["report"], memo["report"]["gemm_flops_recomputed_fraction"]
     lines = [f"{'step':>20}{'loss with memo':>20}{'loss without':>20}{'difference':>14}"]
     for a, b, difference in zip(memo["steps"], plain["steps"], differences(memo, plain), strict=True):
         lines.append(f"{a['step']:>20}{a['loss']:>20.6f}{b['loss']:>20.6f}{difference:>14.1e}")
@@ -46,7 +46,7 @@ def table(memo: dict, plain: dict) -> str:
     rows = [
         ("peak live activation bytes", mib(peaks[0]), f"without memo {mib(peaks[1])}: {peaks[0] / peaks[1]:.0%} of it"),
         ("bytes to the host", mib(report["bytes_to_host"]), f"over all steps; {solution}"),
-        ("GEMM FLOPs recomputed", f"{report['gemm_flops_recomputed_fraction']:.1%}", "of the forward's"),
+        ("GEMM FLOPs recomputed", "unknown" if share is None else f"{share:.1%}", "of the forward's"),
         ("attention recomputed", str(report["attention_recomputed"]), "times"),
     ]
     if plan := report["plan"]:

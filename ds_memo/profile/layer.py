@@ -58,7 +58,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
             forward_bytes, working_bytes = bench.held(ON_DEVICE)
             forward_bytes_at_0, working_bytes_at_0 = bench.held(GEMMS_RECOMPUTED)
             _, without_attention = bench.held(FULL_RECOMPUTE)
-            outputs, gemm_s = _outputs(full, none, watch)
+            outputs, gemm_s, all_gemms_s = _outputs(full, none, watch)
             return LayerSample(
                 batch=call.batch,
                 length=length,
@@ -68,7 +68,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
                 attention_backward_s=min(backward_s, watch.attention_backward_s),
                 replay_s=replay_s,
                 gemm_s=min(forward_s, gemm_s),
-                all_gemms_s=watch.gemm_s,
+                all_gemms_s=all_gemms_s,
                 gemm_flops=full.gemm_flops,
                 attention_flops=watch.attention_flops,
                 no_recompute_bytes=bench.saved_bytes(),
@@ -271,17 +271,18 @@ class Bench:
         return time.perf_counter()
 
 
-def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output, ...], float]:
-    """Return the kept outputs, in the order of birth, and the seconds of the GEMMs that alpha splits."""
+def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output, ...], float, float]:
+    """Return the kept outputs, in the order of birth, the seconds of the GEMMs that alpha splits, and those of all GEMMs."""
     outputs = [Output("input", 1, kept.stored_bytes, 0.0) for kept in full.inputs if kept]
     kind: OutputKind
-    gemm_s = 0.0
+    gemm_s = all_gemms_s = 0.0
     for index, (op, at_zero) in enumerate(zip(full.ops, none.ops, strict=True)):
         timed = index < len(watch.seconds)
         born = watch.born[index] if timed else 1.0
         if isinstance(op, Gemm):
             split = op.kept is not None and at_zero.kept is None
             for_others = isinstance(at_zero, Gemm) and at_zero.wanted and not op.wanted  # at alpha 0 others are computed from it
+            all_gemms_s += watch.seconds[index] if timed else 0.0
             gemm_s += watch.seconds[index] if timed and (split or for_others) else 0.0
             if op.kept is not None:
                 rows = op.kept.rows
@@ -289,4 +290,4 @@ def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output
         else:
             kind = "attention" if op.is_attention else "choice"
             outputs += [Output(kind, 1, kept.stored_bytes, born) for kept in op.kept or () if kept]
-    return tuple(outputs), gemm_s
+    return tuple(outputs), gemm_s, all_gemms_s

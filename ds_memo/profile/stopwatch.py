@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_memo.remat import op_policy
-from ds_memo.remat.functions import ObservesFunctions, tensors_in
+from ds_memo.remat.functions import ObservesFunctions, has_inner_tensors, tensors_in
 
 
 def now(device: torch.device) -> Any:
@@ -38,7 +38,7 @@ class Stopwatch(ObservesFunctions):
         self._start: Any = None
         self._end: Any = None
         self.attention_flops = 0
-        self.gemm_s = self.attention_s = self.attention_backward_s = 0.0
+        self.attention_s = self.attention_backward_s = 0.0
         self.seconds: list[float] = []
         """Seconds of each op that a recipe lists, in order."""
         self.born: list[float] = []
@@ -60,11 +60,12 @@ class Stopwatch(ObservesFunctions):
             seconds = seconds_between(begin, end)
             self.seconds.append(seconds)
             self.born.append(min(1.0, seconds_between(self._start, end) / forward_s) if forward_s else 1.0)
-            self.gemm_s += seconds if kind is op_policy.OpKind.GEMM else 0.0
             self.attention_s += seconds if kind is op_policy.OpKind.ATTENTION else 0.0
         self.attention_backward_s = sum(seconds_between(*times) for times in self._backward)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if has_inner_tensors(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if self._in_forward:
             kind = op_policy.kind_of(func)

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, as_tuple, detached, needs_right_operands, noticing_draws, storage_of, tensor_leaves
-from ds_memo.remat.functions import refused
+from ds_memo.remat.functions import has_inner_tensors, refused
 from ds_memo.remat.modes import NotingMode, under_a_checkpoint
 from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Observed, ObservedGemm, ObservedSavedOp, fingerprint
@@ -92,7 +92,6 @@ class Analyse(NotingMode):
 
     def _note(self, tensor: torch.Tensor) -> None:
         self.observed.packs += 1
-        self.observed.unkept.batched_flops_recomputed = self.observed.unkept.batched_flops
         self.observed.wanted |= self._made_of(tensor)
 
     def _note_what_is_left_behind(self, module: nn.Module) -> None:
@@ -107,6 +106,8 @@ class Analyse(NotingMode):
                     self.observed.wanted |= self._made_of(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if has_inner_tensors(types):
+            return NotImplemented
         kwargs = kwargs or {}
         kind = kind_of(func)
         sources = self._made_of_all(args, kwargs)
@@ -121,15 +122,17 @@ class Analyse(NotingMode):
         if func in op_policy.SOFTMAX:
             self.observed.softmax = str(func)
         out = func(*args, **kwargs)
-        self._follow_weights(func, args, out)
+        has_weight = self._follow_weights(kind, args, out)
         if fresh is not None and fresh.biased:
             fresh.fingerprint = fingerprint(fresh.out)
-        if kind is OpKind.GEMM:
+        if kind is OpKind.GEMM or has_weight:
             self._saw_gemm(func, args, out, sources)
         elif func in op_policy.BLANK:
             self._made_blank(func, out)
         else:
             self._made(out, sources)
+            if kind is OpKind.BATCHED:
+                self.observed.ops.append(ObservedSavedOp(func, (), sources, fingerprint(()), recomputed=True))
         if kind is OpKind.MUTATES and self._filled:
             self._have_written(op_policy.written_tensors(func, args, kwargs), sources)
         return out
@@ -158,8 +161,6 @@ class Analyse(NotingMode):
             self.call.rng_after[len(self.observed.ops)] = state
         self.observed.unkept.attention_ops += under_a_checkpoint()
         self.observed.packs += len(call.saved)
-        if call.saved:
-            self.observed.unkept.batched_flops_recomputed = self.observed.unkept.batched_flops
         self.observed.wanted |= self._made_of_all(ran.saved_arguments)
         outputs = tuple(detached(value) for value in ran.made)
         # If it is recomputed (the last resort), it may read more than its arguments: what it closes over.
@@ -170,7 +171,9 @@ class Analyse(NotingMode):
     def _saw_gemm(self, func: Any, args: tuple, out: torch.Tensor, sources: int) -> None:
         product, flops = out.detach(), op_policy.gemm_flops(func, args, out)
         self.observed.unkept.gemm_flops += flops if under_a_checkpoint() else 0
-        gemm = ObservedGemm(func, product, flops, sources, op_policy.splits_by_rows(func, args, out), fingerprint(product))
+        splits = op_policy.splits_by_rows(func, args, out)
+        product = op_policy.as_rows(product) if splits else product
+        gemm = ObservedGemm(func, tuple(out.shape), product, flops, sources, splits, fingerprint(product))
         self.observed.ops.append(gemm)
         if not op_policy.are_dense(args):  # never left out: an empty output like its operands would be sparse
             self.observed.wanted |= 1 << 2 * len(self._gemms)
@@ -200,15 +203,15 @@ class Analyse(NotingMode):
         for bit, gemm in enumerate(self._gemms):
             gemm.chosen_from |= bool(sources >> 2 * bit + 1 & 1)
 
-    def _follow_weights(self, func: Any, args: tuple, out: Any) -> None:
-        """Count batched products with weights. A tensor computed from weights alone counts as a weight."""
+    def _follow_weights(self, kind: OpKind, args: tuple, out: Any) -> bool:
+        """Return True for a batched product with a weight. A tensor computed from weights alone counts as a weight."""
         storages = [storage_of(tensor) for tensor in tensor_leaves(args)]
-        if func in op_policy.BATCHED:
-            if any(storage in self._weights or self._holds_a_parameter(storage) for storage in storages):
-                self.observed.unkept.batched_flops += op_policy.gemm_flops(func, args, out)
-        elif storages and self._weights.issuperset(storages) and isinstance(out, torch.Tensor):
+        if kind is OpKind.BATCHED:
+            return any(storage in self._weights or self._holds_a_parameter(storage) for storage in storages)
+        if storages and self._weights.issuperset(storages) and isinstance(out, torch.Tensor):
             self._weights.add(storage_of(out))
             self._alive.append(StorageWeakRef(out.untyped_storage()))
+        return False
 
     def _made_of(self, tensor: torch.Tensor) -> int:
         storage = storage_of(tensor)

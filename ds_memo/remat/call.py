@@ -19,11 +19,12 @@ from ds_memo.swap.frame import Frame, Kept
 
 @dataclass
 class Work:
-    """Work of all forwards so far, and the part that replays recomputed."""
+    """Work of all forwards so far, and the part that ran again in backwards."""
 
     gemm_flops: int = 0
     """FLOPs of all recorded forwards."""
     gemm_flops_recomputed: int = 0
+    """FLOPs of GEMMs that ran again in a backward: in replays, under checkpoints inside layers, in autograd.Functions."""
     attention_ops_recomputed: int = 0
     """Attention calls that ran twice: no kernel's output could be kept, the call had left its recipe, or the layer has a
     checkpoint of its own."""
@@ -96,6 +97,15 @@ class Call:
                 )
                 if any(id(value) in set_aside for value in self.loose[index]):
                     self.altered.add(index)
+
+    def count_again(self, flops: int) -> None:
+        """Count GEMM FLOPs that an autograd.Function ran again, in this call and in all others of its kind.
+
+        Replays that came before missed them; this call's own may be among these or still to come.
+        """
+        unkept = self.recipe.unkept
+        unkept.function_flops += flops
+        self.work.gemm_flops_recomputed += flops * unkept.replays
 
     def begin_replay(self) -> None:
         """Notify the observers, and make the frame ready."""

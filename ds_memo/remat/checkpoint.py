@@ -26,6 +26,7 @@ from ds_memo.remat.random_states import from_current_states
 from ds_memo.remat.recipe import Observed, Recipe, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
+from ds_memo.remat.second_forward import count_in_functions
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
@@ -239,6 +240,7 @@ class Remat:
         else:
             layer.latest = recipe
             mode, pack = Record(call, givens, functools.partial(self._forget, layer)), recording_pack(call)
+        since = torch.autograd._get_sequence_nr()
         try:
             if recipe is not None:
                 self.engine.adopt(frame, recipe.layout)
@@ -247,6 +249,7 @@ class Remat:
                 out = _checkpoint(lifted, preserve_rng_state, lambda: (mode, Replay(call)))
             if recipe is None:
                 self._settle(layer, key, call, observed)
+                count_in_functions(call, out, since, layer.parameters)
             if mode.packs:
                 self.work.gemm_flops += call.recipe.gemm_flops
                 self.engine.end(frame)

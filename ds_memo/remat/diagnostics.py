@@ -27,22 +27,22 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
             f"{unkept.gemm_flops / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {unkept.attention_ops} attention calls. "
             "Leave that checkpoint out: ds_memo sees to what is computed again"
         )
-    if unkept.batched_flops_recomputed:
-        yield (
-            f"{unkept.batched_flops_recomputed / recipe.gemm_flops:.0%} of its GEMM FLOPs are batched products with weights "
-            "(bmm, or an einsum over experts), which are not kept: they run again in each backward. torch._grouped_mm is kept, "
-            "and a product of two dimensions for each expert"
-        )
     if recipe.mem_efficient_tokens > MEM_EFFICIENT_TOKENS:
         yield (
             f"PyTorch took its memory-efficient attention, whose results past {MEM_EFFICIENT_TOKENS:,} tokens are wrong where "
             "there is a mask or dropout. Leave the mask out (join documents in place of padding), or set memo.attention to "
             '"flash" or "cudnn", which then say if they cannot serve'
         )
+    if module is not None and any(type(part).__module__.startswith("transformer_engine.") for part in module.modules()):
+        yield (
+            "it has modules of TransformerEngine, whose kernels PyTorch does not show, so what they compute runs again in each "
+            "backward and is not counted. torchao's fp8 linears are kept and counted"
+        )
     if not any(isinstance(op, Gemm) for op in recipe.ops):
         compiled = "; it is compiled, and what happens inside a compiled region cannot be seen: leave layers uncompiled"
         why = compiled if module is not None and has_compiled(module) else ""
-        yield f"no GEMM was seen in it, so all of it is recomputed, attention too{why}"
+        but = "all of it but attention" if recipe.attention_ops else "all of it, attention too,"
+        yield f"no GEMM was seen in it, so each backward runs {but} again{why}"
     elif not recipe.attention_ops:
         seen = f"{recipe.softmax} was (attention that materialises its scores)" if recipe.softmax else "nor a softmax"
         yield (

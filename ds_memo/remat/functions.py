@@ -51,6 +51,14 @@ def keep_whole(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def has_inner_tensors(types: Sequence[type]) -> bool:
+    """Return True if an op of these operands runs other ops on tensors inside them, as torchao's fp8 tensors do.
+
+    A mode answers NotImplemented, and then sees the ops inside. Not a DTensor's, whose first call runs more ops than later ones.
+    """
+    return any(hasattr(kind, "__tensor_flatten__") and kind.__name__ != "DTensor" for kind in types)
+
+
 class SkipsCompiled(TorchDispatchMode):
     """A mode that leaves compiled functions compiled, and sees none of their ops. By default they would run op by op."""
 

@@ -36,6 +36,14 @@ def under_a_checkpoint() -> bool:
     return False
 
 
+def under_torch_checkpoint() -> bool:
+    """Return True if the current op runs under any torch.utils.checkpoint, a layer's replay included."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
+
+
 def inside_a_checkpoint() -> bool:
     """Return True if this code runs under a torch.utils.checkpoint, in its forward or its recomputation.
 
@@ -46,7 +54,7 @@ def inside_a_checkpoint() -> bool:
     return within or torch._C._current_graph_task_id() != -1
 
 
-IN_LAYERS = ("analyse", "call", "modes", "op_policy", "recipe", "record", "replay")
+IN_LAYERS = ("analyse", "call", "modes", "op_policy", "recipe", "record", "replay", "second_forward")
 """Files of this folder whose code runs inside layers."""
 
 

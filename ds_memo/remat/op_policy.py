@@ -11,16 +11,26 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 
-GEMM = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}
-"""2-D products: output row i depends only on row i of the left operand, so any rows can be computed separately."""
+
+def _present(*names: str) -> set[OpOverload]:
+    """Return the aten ops of these names that the installed torch has."""
+    return {getattr(aten, name).default for name in names if hasattr(aten, name)}
+
+
+GROUPED = _present("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+SCALED = _present("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+"""Products in fp8. Their third operand has the left operand's scales."""
+
+GEMM = {aten.mm.default, aten.addmm.default} | GROUPED | SCALED
+"""Products: output row i depends only on row i of the left operand, so any rows can be computed separately."""
 
 BATCHED = {aten.bmm.default, aten.baddbmm.default}
-"""Batched products are not kept. Those with a weight as an operand (experts by einsum) count as recomputed GEMMs; the others may
-be attention written by hand."""
+"""Batched products. Those with a weight as an operand (experts by einsum) are GEMMs, whose rows are those of all matrices in
+order. The others may be attention written by hand: they are recomputed and not counted."""
 
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
@@ -92,6 +102,7 @@ VIEWS = {aten.view.default, aten._unsafe_view.default, aten.detach.default, aten
 
 class OpKind(enum.Enum):
     GEMM = enum.auto()
+    BATCHED = enum.auto()
     ATTENTION = enum.auto()
     CHOICE = enum.auto()
     MUTATES = enum.auto()
@@ -115,11 +126,18 @@ def _classify(func: OpOverload) -> OpKind:
         return OpKind.PLAIN
     if func in GEMM:
         return OpKind.GEMM
+    if func in BATCHED:
+        return OpKind.BATCHED
     if func in ATTENTION or func.name() in ATTENTION_NAMES:
         return OpKind.ATTENTION
     if func in CHOICE:
         return OpKind.CHOICE
-    return OpKind.MUTATES if func._schema.is_mutable or _is_collective_in_place(func) else OpKind.PLAIN
+    return OpKind.MUTATES if is_mutating(func) else OpKind.PLAIN
+
+
+def is_mutating(func: Any) -> bool:
+    """Return True if the op writes to an argument in place."""
+    return not _is_higher_order(func) and (func._schema.is_mutable or _is_collective_in_place(func))
 
 
 def _is_higher_order(func: Any) -> bool:
@@ -191,12 +209,24 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> bool:
-    """Return True for dense operands and a dense 2-D output whose rows are those of the left operand."""
-    if type(out) is not torch.Tensor or out.dim() != 2 or not out.numel() or not out.is_contiguous():
+    """Return True for dense operands and a dense output whose rows are those of the left operand."""
+    if type(out) is not torch.Tensor or not out.numel() or not out.is_contiguous():
         return False
     if not are_dense(args):  # a sparse operand has no rows
         return False
-    return func is not aten._grouped_mm.default or (args[0].dim() == 2 and args[1].dim() == 3)
+    if func in GROUPED and (args[0].dim() != 2 or args[1].dim() != 3):
+        return False
+    return func not in SCALED or all(_splits(scale, out.shape[0]) for scale in tree_leaves(args[2]))
+
+
+def _splits(scale: torch.Tensor, rows: int) -> bool:
+    """Return True for one scale, or one or more for each row. Scales of blocks of rows, and swizzled ones, do not split."""
+    return scale.numel() == 1 or (scale.dtype is torch.float32 and scale.dim() <= 2 and scale.shape[0] == rows)
+
+
+def as_rows(product: torch.Tensor) -> torch.Tensor:
+    """Return a product as (rows, n): that of a batch has the rows of all its matrices, in order."""
+    return product if product.dim() == 2 else product.flatten(0, -2)
 
 
 def are_dense(args: Sequence[Any]) -> bool:
@@ -221,17 +251,24 @@ def adds_bias_to(func: OpOverload, args: Sequence[Any], product: torch.Tensor) -
 
 def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:
     """Return the FLOPs of a product: 2 m n k, times the batch."""
-    left = args[1] if func in (aten.addmm.default, aten.baddbmm.default) else args[0]
-    return 2 * out.numel() * left.shape[-1]
+    return 2 * out.numel() * _left(func, args).shape[-1]
 
 
-def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...]) -> torch.Tensor:
+def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return uninitialised memory in place of a product that is never read."""
-    return args[0].new_empty(shape) if func is not aten.addmm.default else args[1].new_empty(shape)
+    return _left(func, args).new_empty(shape, dtype=dtype)
+
+
+def _left(func: OpOverload, args: Sequence[Any]) -> torch.Tensor:
+    """Return the left operand of a product; before it stands what is added."""
+    return args[1] if func in (aten.addmm.default, aten.baddbmm.default) else args[0]
 
 
 def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], first: int, out: torch.Tensor) -> None:
     """Compute rows `first:` of a GEMM into the same rows of `out` (m, n). Leave the rows before them alone."""
+    if func in BATCHED:
+        _compute_batched_rows(func, args, kwargs, first, out)
+        return
     rest = out[first:]
     if func is aten.mm.default:
         left, right = args
@@ -241,6 +278,33 @@ def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
         per_row = bias.dim() == 2 and bias.shape[0] == out.shape[0] and bias.shape[0] > 1
         aten.addmm.out(bias[first:] if per_row else bias, left[first:], right, out=rest, **kwargs)
     else:
-        # Rows are sorted by expert, and `offs` are the group ends: groups that end before `first` become empty.
-        left, right, offs, *others = args
-        rest.copy_(func(left[first:], right, (offs - first).clamp(min=0), *others, **kwargs))
+        left, *others = args
+        if func in SCALED:
+            others[1] = tree_map(lambda scale: _rest_of(scale, first), others[1])
+        if func in GROUPED:
+            # Rows are sorted by expert, and `offs` are the group ends: groups that end before `first` become empty.
+            offs = [argument.name for argument in func._schema.arguments].index("offs") - 1
+            others[offs] = (others[offs] - first).clamp(min=0)
+            rest.copy_(func(left[first:], *others, **kwargs))
+        else:
+            func.overloadpacket.out(left[first:], *others, out=rest, **kwargs)
+
+
+def _rest_of(scale: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the scales of rows `first:`, dense in the order of the whole. One scale of all rows stays."""
+    if scale.numel() == 1:
+        return scale
+    by_column = scale.dim() == 2 and scale.stride(0) == 1
+    return scale[first:].t().contiguous().t() if by_column else scale[first:]
+
+
+def _compute_batched_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], first: int, out: torch.Tensor) -> None:
+    """Do the same for a batched product: the rest of the matrix that row `first` lies in, then the whole ones behind it."""
+    *added, left, right = args
+    out = out.view(*left.shape[:2], -1)
+    added = [bias.expand_as(out) for bias in added]
+    matrix, row = divmod(first, left.shape[1])
+    for matrices, rows in ((slice(matrix, matrix + 1), slice(row, None)), (slice(matrix + 1, None), slice(None))):
+        if left[matrices].shape[0]:
+            parts = [*(bias[matrices, rows] for bias in added), left[matrices, rows], right[matrices]]
+            func.overloadpacket.out(*parts, out=out[matrices, rows], **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ class Gemm:
 
     func: OpOverload
     shape: tuple[int, ...]
+    dtype: torch.dtype
     flops: int
     kept: Kept | None = None
     """Its stored rows; None: no row is stored."""
@@ -33,8 +35,12 @@ class Gemm:
 
     def matches(self, out: torch.Tensor) -> bool:
         """Return True if an output has the shape, stride and dtype of the recipe."""
-        kept = self.kept
-        return self.shape == out.shape and (kept is None or (kept.dtype == out.dtype and kept.stride == out.stride()))
+        return self.shape == out.shape and self.dtype == out.dtype and (self.kept is None or out.is_contiguous())
+
+    @property
+    def m(self) -> int:
+        """Number of rows, those of all matrices of a batch."""
+        return math.prod(self.shape[:-1])
 
     @property
     def rows(self) -> int:
@@ -43,12 +49,15 @@ class Gemm:
     @property
     def recomputed(self) -> bool:
         """True if the replay computes it, or some of its rows."""
-        return self.wanted and self.rows < self.shape[0]
+        return self.wanted and self.rows < self.m
 
 
 @dataclass(frozen=True)
 class SavedOp:
-    """An op whose outputs the replay supplies: attention, a router's choice, a `keep_whole` function."""
+    """An op whose outputs the replay supplies: attention, a router's choice, a `keep_whole` function.
+
+    Batched products without weights are listed too, and recomputed: only the analysis can tell them from those with weights.
+    """
 
     func: OpOverload | FunctionCall
     kept: tuple[Kept | None, ...] | None
@@ -78,10 +87,10 @@ class Unkept:
     """Attention calls under a torch.utils.checkpoint inside the layer, which recomputes them whatever is kept."""
     gemm_flops: int = 0
     """FLOPs of GEMMs under such a checkpoint."""
-    batched_flops: int = 0
-    """FLOPs of batched products with weights, which are not kept."""
-    batched_flops_recomputed: int = 0
-    """The part before the last saved tensor, where the replay ends: it is recomputed."""
+    function_flops: int = field(default=0, compare=False)
+    """FLOPs of GEMMs that autograd.Functions run again in their own backward. Known after the first backward."""
+    replays: int = field(default=0, compare=False)
+    """Replays so far by a recipe with this work."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class Recipe:
 
     @cached_property
     def gemm_flops(self) -> int:
-        return self.unkept.batched_flops + sum(op.flops for op in self.ops if isinstance(op, Gemm))
+        return sum(op.flops for op in self.ops if isinstance(op, Gemm))
 
     @cached_property
     def attention_ops(self) -> int:
@@ -125,7 +134,9 @@ class Recipe:
 @dataclass
 class ObservedGemm:
     func: OpOverload
+    shape: tuple[int, ...]
     out: torch.Tensor
+    """The product, as rows if a part of them can be stored."""
     flops: int
     sources: int
     """The GEMMs that its operands depend on, two bits each: see ds_memo.remat.analyse."""
@@ -257,7 +268,7 @@ def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Ke
         m = op.out.shape[0]
         rows = m if op.chosen_from else int(alpha * m)
         kept = store(op.out, rows) if wanted and op.splits and rows else None
-        ops.append(Gemm(op.func, tuple(op.out.shape), op.flops, kept, wanted, op.biased))
+        ops.append(Gemm(op.func, op.shape, op.out.dtype, op.flops, kept, wanted, op.biased))
     recipe = Recipe(
         ops=ops,
         inputs=inputs,
@@ -277,7 +288,7 @@ def _is_attention(func: OpOverload | FunctionCall) -> bool:
 def _unkept(op: ObservedGemm | ObservedSavedOp) -> Gemm | SavedOp:
     if isinstance(op, ObservedSavedOp):
         return SavedOp(op.func, None)
-    return Gemm(op.func, tuple(op.out.shape), op.flops, wanted=False)
+    return Gemm(op.func, op.shape, op.out.dtype, op.flops, wanted=False)
 
 
 def fingerprint(outputs: Any) -> torch.Tensor:

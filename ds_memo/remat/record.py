@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, as_tuple, needs_right_operands, noticing_draws, storage_of, tensor_leaves
+from ds_memo.remat.functions import has_inner_tensors
 from ds_memo.remat.modes import NotingMode
 from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Gemm, SavedOp
@@ -52,6 +53,8 @@ class Record(NotingMode):
             self._leave()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if types and has_inner_tensors(types):
+            return NotImplemented
         kind = kind_of(func)
         if self._left_out and self._following:
             return self._watch_left_out(kind, func, args, kwargs or {})
@@ -70,6 +73,8 @@ class Record(NotingMode):
             del self._left_out[storage_of(args[0])]  # a dropout mask: empty_like(left-out product).bernoulli_()
             return self._dispatch(kind, func, args, kwargs)
         listed = kind is not OpKind.PLAIN and kind is not OpKind.MUTATES  # in the recipe: its output no longer depends on these
+        if kind is OpKind.BATCHED and isinstance(self._next_op(), SavedOp):
+            listed = False  # a product without weights: it is in the recipe to be told from others
         if needs_right_operands(kind, func, args, kwargs, self._storages_before) or (listed and self._computes_next()):
             self._leave()
         out = self._dispatch(kind, func, args, kwargs)
@@ -90,8 +95,12 @@ class Record(NotingMode):
 
     def _computes_next(self) -> bool:
         """Return True if the replay will compute the recipe's next op, or a part of it."""
+        op = self._next_op()
+        return op is not None and op.recomputed
+
+    def _next_op(self) -> Gemm | SavedOp | None:
         ops = self.call.recipe.ops
-        return self._next < len(ops) and ops[self._next].recomputed
+        return ops[self._next] if self._next < len(ops) else None
 
     def _storages_before(self) -> set[int]:
         """Return the storages that existed before the call."""
@@ -110,24 +119,39 @@ class Record(NotingMode):
         if kind is OpKind.PLAIN or not self._following:
             if self._awaits_bias is not None and func not in op_policy.VIEWS:
                 self._leave()  # the product is read before its bias comes
-            return func(*args, **kwargs)
-        if kind is OpKind.GEMM:
             out = func(*args, **kwargs)
-            op = self._expect(func, out)
-            if op is not None and not op.wanted:
-                self._leave_out(out)
-            if op is not None and op.kept is not None:
-                if op.biased:
-                    self._awaits_bias = (op, out)
-                else:
-                    self.call.engine.keep(self.call.frame, op.kept, out)
+            if kind is OpKind.GEMM:
+                self._count_unlisted(func, args, out)
             return out
+        if kind is OpKind.GEMM or kind is OpKind.BATCHED:
+            return self._multiply(kind, func, args, kwargs)
         out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
         outputs = as_tuple(out)
         op = self._expect(func, outputs)
         if op is not None and op.kept is not None:
             self._keep_outputs(op, outputs, state)
         return out
+
+    def _multiply(self, kind: OpKind, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        out = func(*args, **kwargs)
+        op = self._expect(func, out)
+        if op is None:
+            if kind is OpKind.GEMM:
+                self._count_unlisted(func, args, out)
+        elif isinstance(op, Gemm):
+            if not op.wanted:
+                self._leave_out(out)
+            if op.kept is not None:
+                product = op_policy.as_rows(out)
+                if op.biased:
+                    self._awaits_bias = (op, product)
+                else:
+                    self.call.engine.keep(self.call.frame, op.kept, product)
+        return out
+
+    def _count_unlisted(self, func: Any, args: tuple, out: torch.Tensor) -> None:
+        """Count a GEMM behind the point where the call left its recipe. The replay runs it again, and counts it too."""
+        self.call.work.gemm_flops += op_policy.gemm_flops(func, args, out)
 
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a function given to `keep_whole`. It is a saved op, like attention."""
@@ -166,8 +190,7 @@ class Record(NotingMode):
 
     def _expect(self, func: Any, out: Any) -> Any:
         """Return the recipe's next op, a Gemm or SavedOp, if this call does the same; else leave the recipe, return None."""
-        ops = self.call.recipe.ops
-        op = ops[self._next] if self._next < len(ops) else None
+        op = self._next_op()
         matches = op is not None and op.func == func and op.matches(out)
         if not matches or self._awaits_bias is not None:
             self._leave()

@@ -10,7 +10,7 @@ import torch
 from ds_memo.errors import MemoError
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, cloned, detached, generator_of
-from ds_memo.remat.functions import FunctionCall, name_of, shapes_of, tensors_in
+from ds_memo.remat.functions import FunctionCall, has_inner_tensors, name_of, shapes_of, tensors_in
 from ds_memo.remat.modes import Mode
 from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Gemm, SavedOp
@@ -33,7 +33,8 @@ class Replay(Mode):
         recipe, unkept, work = self.call.recipe, self.call.recipe.unkept, self.call.work
         work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
         work.attention_ops_recomputed += unkept.attention_ops
-        work.gemm_flops_recomputed += unkept.gemm_flops + unkept.batched_flops_recomputed
+        work.gemm_flops_recomputed += unkept.gemm_flops + unkept.function_flops
+        unkept.replays += 1
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -41,6 +42,8 @@ class Replay(Mode):
         self.call.engine.replayed(self.call.frame)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if types and has_inner_tensors(types):
+            return NotImplemented
         kind = kind_of(func)
         if kind is OpKind.MUTATES and self._awaits_bias is not None:
             return self._add_bias(func, args)
@@ -53,7 +56,10 @@ class Replay(Mode):
             return self._gemm(op, args, kwargs or {})
         if op is None or op.kept is None:
             self.call.work.attention_ops_recomputed += kind is OpKind.ATTENTION
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
+            if kind is OpKind.GEMM:  # behind the point where the forward left its recipe
+                self.call.work.gemm_flops_recomputed += op_policy.gemm_flops(func, args, out)
+            return out
         outputs = self._supplied(index, op)
         return outputs if len(func._schema.returns) > 1 else outputs[0]
 
@@ -82,8 +88,8 @@ class Replay(Mode):
 
     def _gemm(self, op: Gemm, args: tuple, kwargs: dict) -> torch.Tensor:
         if not op.wanted:
-            return op_policy.empty_output(op.func, args, op.shape)
-        m, rows = op.shape[0], op.rows
+            return op_policy.empty_output(op.func, args, op.shape, op.dtype)
+        m, rows = op.m, op.rows
         if m:
             self.call.work.gemm_flops_recomputed += op.flops * (m - rows) // m
         if op.kept is None:
@@ -93,7 +99,7 @@ class Replay(Mode):
             op_policy.compute_rows(op.func, args, kwargs, rows, out)
         if op.biased:
             self._awaits_bias = (out.detach(), rows)
-        return out
+        return out.view(op.shape)
 
     def _add_bias(self, func: Any, args: tuple) -> torch.Tensor:
         """Add the in-place bias of the GEMM before to its computed rows. Stored rows have it already."""

@@ -39,7 +39,7 @@ def report(
         stored_bytes_per_layer=[
             0 if policy.is_without_recompute(layer) or not layer.latest else layer.latest.layout.stored_bytes for layer in layers
         ],
-        gemm_flops_recomputed_fraction=work.gemm_flops_recomputed / work.gemm_flops if work.gemm_flops else 0.0,
+        gemm_flops_recomputed_fraction=_recomputed(work, traffic.frames),
         attention_recomputed=work.attention_ops_recomputed,
         host={
             "budget": slab.share,
@@ -51,6 +51,13 @@ def report(
         predicted=policy.pass_solution.predicted() if policy.pass_solution else None,
         **others,
     )
+
+
+def _recomputed(work: Work, frames: int) -> float | None:
+    """Return the share of the layers' GEMM FLOPs that ran again; None: layers ran, and no GEMM was seen in them."""
+    if work.gemm_flops:
+        return work.gemm_flops_recomputed / work.gemm_flops
+    return None if frames else 0.0
 
 
 def events(report: Report, samples: int) -> list[tuple[str, float, int]]:

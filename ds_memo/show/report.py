@@ -126,7 +126,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _layers(report)
     yield "over the link", f"{size(report['bytes_to_host'])} to the host, {size(report['bytes_from_host'])} back"
     share = report["gemm_flops_recomputed_fraction"]
-    yield "recomputed", f"{share:.1%} of the forward's GEMM FLOPs; attention {report['attention_recomputed']} times"
+    gemms = "GEMMs unknown, for none was seen" if share is None else f"{share:.1%} of the forward's GEMM FLOPs"
+    yield "recomputed", f"{gemms}; attention {report['attention_recomputed']} times"
     host = report["host"]
     yield "host memory", f"{size(host['slab'])} held, {size(host['peak_used'])} used at most, of {size(host['budget'])}"
     yield "stalls", ", ".join(f"{seconds:.3g} s for {stream}" for stream, seconds in report["stall_s"].items())

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from ds_memo.remat import op_policy
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call
+from ds_memo.remat.functions import has_inner_tensors
 from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Gemm, Observed, ObservedGemm, SavedOp
 from ds_memo.remat.record import Record
@@ -40,7 +41,7 @@ class AnalyseTile(Analyse):
             self._made(tensor, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.head is not None:
+        if self.head is not None and not has_inner_tensors(types):
             self._tail_reads |= self._made_of_all(args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -94,6 +95,8 @@ class RecordTail(Record):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not self._following or self._next >= len(self._head):
             return super().__torch_dispatch__(func, types, args, kwargs)
+        if types and has_inner_tensors(types):
+            return NotImplemented
         kind = kind_of(func)
         if kind is OpKind.PLAIN or kind is OpKind.MUTATES:
             return func(*args, **(kwargs or {}))
@@ -104,7 +107,7 @@ class RecordTail(Record):
             return func(*args, **(kwargs or {}))
         self._next += 1
         if isinstance(op, Gemm) and not self._head[index]:
-            return op_policy.empty_output(func, args, op.shape)
+            return op_policy.empty_output(func, args, op.shape, op.dtype)
         if isinstance(op, Gemm) or op.kept is None:
             return func(*args, **(kwargs or {}))
         outputs = tuple(
@@ -145,7 +148,7 @@ HEAD_DIMS = {
 
 def may_split_heads(call: Call) -> bool:
     """Return True if every op of an attention call can run backward for a group of heads."""
-    ops = call.recipe.ops
+    ops = [op for op in call.recipe.ops if not (isinstance(op, SavedOp) and op.func in op_policy.BATCHED)]
     return bool(ops) and all(_splits_heads(op) for op in ops)
 
 

@@ -156,6 +156,8 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
             for index, parameter in zip(indices, parameters, strict=True):
                 parameter.register_hook(lambda _, index=index: arrived.append(index))
             _compare(shapes.output.tensor(expected), found, leaves, cuts[1:-1], router.chose)
+            if any(parameter.grad is not None for parameter in parameters):  # these gradients would be lost with the alias
+                raise CannotTile("a backward inside its own adds to its parameters' gradients, as DeepSpeed's TiledMLP does")
     return replace(shapes, arrivals=tuple(dict.fromkeys(arrived)))
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
-from tests.models import Outcome, compare_with_stock, every_config, step
+from tests.models import HIDDEN, Outcome, compare_with_stock, every_config, step
 from tests.remat.situations import BATCH, Lines, drive, toy
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
@@ -139,3 +139,38 @@ def test_a_write_out_of_sight_is_named() -> None:
     with pytest.warns(ds_memo.MemoWarning, match=r"layer blocks\.0: outputs of aten\.(add)?mm\.default were changed in place"):
         step(model, BATCH)
     handle.detach()
+
+
+class _NumPyProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.from_numpy(x.detach().numpy() @ weight.detach().numpy())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.flatten(0, 1).T @ grad.flatten(0, 1)
+
+
+class Unseen(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _NumPyProduct.apply(x, self.weight) + self.bias
+
+
+@pytest.mark.parametrize("package", ["transformer_engine.pytorch", "of_ours"])
+def test_modules_of_transformer_engine_are_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product by NumPy stands in for TransformerEngine's, beside one that is seen. The control: modules of another package."""
+    monkeypatch.setattr(Unseen, "__module__", f"{package}.module.linear")
+
+    class Mixed(Lines):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unseen = Unseen(HIDDEN, HIDDEN)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(torch.tanh(self.unseen(torch.tanh(self.a(self.norm(x))))))
+
+    report = compare_with_stock(toy(Mixed), drive, {"alpha": 0.5, "resident_layers": 0})
+    named = ["modules of TransformerEngine" in warning for warning in report["warnings"]]
+    assert named.count(True) == (package == "transformer_engine.pytorch")

@@ -180,12 +180,19 @@ class NoGemm(nn.Module):
         return x + torch.sin(x * self.scale)
 
 
+class AttentionAlone(NoGemm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x * self.scale).unsqueeze(1)
+        return x + F.scaled_dot_product_attention(y, y, y, is_causal=True).squeeze(1)
+
+
 @pytest.mark.parametrize(
     "block, seen",
     [
         (NoAttention, r"layer blocks\.0: no attention kernel was seen"),
         (MathAttention, r"layer blocks\.0: no attention kernel was seen.*aten\._softmax\.default"),
-        (NoGemm, r"layer blocks\.0: no GEMM was seen"),
+        (NoGemm, r"layer blocks\.0: no GEMM was seen in it, so each backward runs all of it, attention too, again"),
+        (AttentionAlone, r"layer blocks\.0: no GEMM was seen in it, so each backward runs all of it but attention again"),
     ],
 )
 def test_layers_that_cost_more_than_they_should(block: type, seen: str) -> None:
@@ -195,7 +202,11 @@ def test_layers_that_cost_more_than_they_should(block: type, seen: str) -> None:
     with pytest.warns(ds_memo.MemoWarning, match=seen):
         got = step(model, BATCH)
     assert_same(got, step(stock, BATCH))
-    assert len(handle.report()["warnings"]) == 1
+    report = handle.report()
+    assert len(report["warnings"]) == 1
+    unknown = issubclass(block, NoGemm)
+    assert (report["gemm_flops_recomputed_fraction"] is None) == unknown == ("GEMMs unknown" in str(report))
+    assert report["attention_recomputed"] == (LAYERS if block is MathAttention else 0)
     handle.detach()
 
 

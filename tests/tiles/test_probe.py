@@ -232,6 +232,15 @@ class ScalesQueriesByLength(Block):
         return self.o(out.transpose(1, 2).flatten(2))
 
 
+class TilesItsMLP(Block):
+    """DeepSpeed's TiledMLP, whose backward runs another one that adds to parameters' gradients."""
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+        return TiledMLP.apply(lambda self, x: Block.feed(self, x), self, x, 3, list(self.parameters()))
+
+
 REFUSED = {
     Convolves: "mixes its tokens",
     ConvolvesKeys: "mixes its tokens",
@@ -251,6 +260,7 @@ REFUSED = {
     BranchesOnLength: "mixes its tokens",
     ScalesByLength: "in a tile of",
     ScalesQueriesByLength: "mixes its tokens",
+    TilesItsMLP: "adds to its parameters' gradients",
 }
 
 
