@@ -225,6 +225,12 @@ def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:
     return 2 * out.numel() * left.shape[-1]
 
 
+def product_shape(func: OpOverload, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the shape of a product."""
+    left, right = args[1:3] if func is aten.addmm.default else args[:2]
+    return (*left.shape[:-1], right.shape[-1])
+
+
 def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...]) -> torch.Tensor:
     """Return uninitialised memory in place of a product that is never read."""
     return args[0].new_empty(shape) if func is not aten.addmm.default else args[1].new_empty(shape)

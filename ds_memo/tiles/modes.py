@@ -2,6 +2,9 @@
 
 A tile's recipe lists the ops of a whole run: those before attention (the head), then those behind it (the tail). The forward runs
 the head once up to attention, and once more, dead, on the way to the tail.
+
+A mode doubles the host time of each op. So it is on the stack only where it supplies, keeps or leaves out something.
+The dead head is always compared with the recipe, and so is the head in its own backward.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ds_memo.remat import op_policy
 from ds_memo.remat.analyse import Analyse
@@ -30,6 +34,8 @@ class AnalyseTile(Analyse):
         super().__init__(call, observed, module, givens)
         self.head: int | None = None
         """Number of ops before attention; None before it is reached."""
+        self.head_writes = self.tail_writes = False
+        """True if an op there writes in place."""
         self._tail_reads = 0
 
     def attention_reached(self, reads: Iterable[torch.Tensor], supplied: Iterable[torch.Tensor]) -> None:
@@ -40,8 +46,12 @@ class AnalyseTile(Analyse):
             self._made(tensor, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        writes = kind_of(func) is OpKind.MUTATES
         if self.head is not None:
             self._tail_reads |= self._made_of_all(args, kwargs or {})
+            self.tail_writes |= writes
+        else:
+            self.head_writes |= writes
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _choose_from(self, sources: int) -> None:
@@ -78,30 +88,62 @@ class RecordHead(Record):
         super().__exit__(*exception)
 
 
+class LeftRecipe(BaseException):
+    """Ends a tile's run where its dead head departs from the recipe. No `except Exception` of the layer takes it."""
+
+
 class RecordTail(Record):
     """Run a tile behind attention, by its recipe. Of the head's ops it supplies what was chosen and computes what is needed.
 
     Args:
         head: for each op of the recipe's head, whether the tail needs it.
-        followed: whether the run of the head followed the recipe.
+        records: False if nothing of the tail is kept. Behind attention, only what autograd saves is then counted.
+
+    Raises:
+        LeftRecipe: the head, which may have read what was left out, does something else than the recipe says.
     """
 
-    def __init__(self, call: Call, head: list[bool], followed: bool) -> None:
+    def __init__(self, call: Call, head: list[bool], records: bool) -> None:
         super().__init__(call, lambda: (), lambda: None)
         self._head = head
-        self._following = followed
+        self._records = records
+        self._in_head = True
+        self._off = False
+
+    def __enter__(self) -> RecordTail:
+        self._depth = len(_get_current_dispatch_mode_stack())
+        return super().__enter__()
+
+    def attention_reached(self) -> None:
+        if self._next != len(self._head):
+            self._leave()
+        self._in_head = False
+        if not self._records:
+            self._take_off()
+            self._off = True
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._off:
+            self._put_back(self._depth)
+            if self.packs == self.call.recipe.packs:
+                self._following = False  # it did as the recipe says to the end
+        super().__exit__(*exception)
+
+    def _leave(self) -> None:
+        super()._leave()
+        if self._in_head:
+            raise LeftRecipe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if not self._following or self._next >= len(self._head):
+        if not self._in_head:
             return super().__torch_dispatch__(func, types, args, kwargs)
         kind = kind_of(func)
         if kind is OpKind.PLAIN or kind is OpKind.MUTATES:
             return func(*args, **(kwargs or {}))
         index = self._next
-        op: Any = self.call.recipe.ops[index]
-        if op.func is not func:
+        op: Any = self.call.recipe.ops[index] if index < len(self._head) else None
+        if op is None or op.func is not func or (isinstance(op, Gemm) and op.shape != op_policy.product_shape(func, args)):
             self._leave()
-            return func(*args, **(kwargs or {}))
         self._next += 1
         if isinstance(op, Gemm) and not self._head[index]:
             return op_policy.empty_output(func, args, op.shape)
@@ -112,6 +154,38 @@ class RecordTail(Record):
             for kept, value in zip(op.kept, self.call.loose[index], strict=True)
         )
         return outputs if len(func._schema.returns) > 1 else outputs[0]
+
+
+class ReplayBehind(Replay):
+    """Replay a tile whose head is computed as without a mode: be on the stack from attention on.
+
+    Args:
+        head: number of ops of the recipe's head.
+        flops: of the products among them.
+    """
+
+    def __init__(self, call: Call, head: int, flops: int) -> None:
+        super().__init__(call)
+        self._head = head
+        self._flops = flops
+
+    def __enter__(self) -> ReplayBehind:
+        self._depth = len(_get_current_dispatch_mode_stack())
+        super().__enter__()
+        self._take_off()
+        self._off = True
+        return self
+
+    def attention_reached(self) -> None:
+        self._put_back(self._depth)
+        self._off = False
+        self._next = self._head
+        self.call.work.gemm_flops_recomputed += self._flops
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._off:  # attention was not reached
+            self._put_back(self._depth)
+        super().__exit__(*exception)
 
 
 class SupplyHeads(Replay):
