@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ds_memo.remat.functions import ObservesFunctions, Ran, described, tensors_in, versions_of
 
@@ -65,20 +65,6 @@ class Mode(ObservesFunctions):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
-
-    def _take_off(self) -> None:
-        """Take this mode off the stack, and leave those above it there: ops then cost no Python."""
-        above: list[TorchDispatchMode] = []
-        while (mode := _pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
-
-    def _put_back(self, depth: int) -> None:
-        """Put this mode back as number `depth` of the stack, below those that were entered since."""
-        above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()[depth:]]
-        for mode in (self, *reversed(above)):
-            _push_mode(mode)
 
 
 class NotingMode(Mode):

@@ -31,7 +31,6 @@ from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.inputs import DeviceInput
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Recipe, SavedOp
-from ds_memo.remat.replay import Replay
 from ds_memo.spans import Span
 from ds_memo.swap.frame import Frame, Kept, Layout
 from ds_memo.tiles.around import (
@@ -45,7 +44,7 @@ from ds_memo.tiles.around import (
 from ds_memo.tiles.attention import AttentionRecipe, TiledAttention, lie_alike, remember
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.gradient_owner import is_owned
-from ds_memo.tiles.modes import LeftRecipe, RecordHead, RecordTail, ReplayBehind
+from ds_memo.tiles.modes import LeftRecipe, On, RecordHead, RecordTail, ReplayTile
 from ds_memo.tiles.probe import Shapes, by_arrival
 from ds_memo.tiles.recipes import SizeRecipes, TileRecipe, analyse
 from ds_memo.tiles.slices import Arguments, fill, hidden_states, new_whole, part
@@ -64,6 +63,11 @@ class Tile:
     """Seed of the tile's random numbers; None: it draws none."""
     followed: bool = False
     """True if the head did what the recipe says, as far as is known. The run behind attention compares it once more."""
+
+    @property
+    def head_on(self) -> On:
+        """Where the mode of a replay is on up to attention."""
+        return self.recipe.head_on if self.followed else On.EVERYWHERE
 
     def hidden(self) -> torch.Tensor:
         """Return its hidden states from its frame, as a leaf."""
@@ -327,7 +331,7 @@ class TiledCall:
             self._engine.keep(tile.call.frame, kept, _in_order_of(kept, own))
         given = self._shapes.result.of(own.requires_grad_())
         if tile.followed:
-            mode = RecordTail(tile.call, tile.recipe.needed_behind, tile.recipe.records_tail)
+            mode = RecordTail(tile.call, tile.recipe.needed_behind, tile.recipe.head_on, tile.recipe.records_tail)
 
             def supply(reached: AttentionCall) -> Any:
                 mode.attention_reached()
@@ -400,7 +404,7 @@ class TiledCall:
             self._engine.bring_back(tile.call.frame, then=below[number], again=True)
             tile.call.frame.first_only = False
             args, kwargs, wholes = self._arguments.tile(tile.hidden(), tile.span)
-            with torch.enable_grad(), dropping(), self._seeded(tile.seed), Replay(tile.again_to_attention):
+            with torch.enable_grad(), dropping(), self._seeded(tile.seed), ReplayTile(tile.again_to_attention, tile.head_on):
                 reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
             gathered.add(tile.span, reached, wholes)
 
@@ -448,8 +452,7 @@ class TiledCall:
         def supply(reached: AttentionCall) -> Any:
             if self._keeps_result:
                 gathered.add(tile.span, reached, wholes)
-            if isinstance(mode, ReplayBehind):
-                mode.attention_reached()
+            mode.attention_reached()
             return self._shapes.result.of(own)
 
         mode = self._tail_replay(tile)
@@ -457,11 +460,14 @@ class TiledCall:
             output = self._shapes.output.tensor(run_with_attention(self._forward, args, kwargs, supply, self._shapes.sdpa))
         return sums.backward([output], [d_output], [x, own, *self._arguments.inputs(args, kwargs)])
 
-    def _tail_replay(self, tile: Tile) -> Replay:
-        if not self._keeps_result:
-            return Replay(tile.behind_attention)
-        flops = tile.recipe.head_flops if tile.followed else None
-        return Replay(tile.call) if flops is None else ReplayBehind(tile.call, len(tile.recipe.head), flops)
+    def _tail_replay(self, tile: Tile) -> ReplayTile:
+        recipe = tile.recipe
+        call = tile.call if self._keeps_result else tile.behind_attention
+        if not tile.followed:
+            return ReplayTile(call, On.EVERYWHERE)
+        if not self._keeps_result or recipe.head_flops is None:
+            return ReplayTile(call, recipe.head_on, recipe.tail_on)
+        return ReplayTile(call, On.NOWHERE, recipe.tail_on, len(recipe.head), recipe.head_flops)
 
     def _heads_backward(
         self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]
@@ -480,7 +486,7 @@ class TiledCall:
         """Return the gradients of a tile's hidden states and of other inputs, by what comes before attention."""
         x, shapes = tile.hidden(), self._shapes
         args, kwargs, _ = self._arguments.tile(x, tile.span)
-        with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.up_to_attention):
+        with torch.enable_grad(), self._seeded(tile.seed), ReplayTile(tile.up_to_attention, tile.head_on):
             reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
         indices = [index for index in shapes.differentiable if shapes.arguments[index] is not None]
         gradients = [part(gathered.leaves[index], tile.span, shapes.arguments[index]) for index in indices]

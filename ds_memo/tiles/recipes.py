@@ -17,7 +17,7 @@ from ds_memo.remat.recipe import Gemm, Observed, Recipe, SavedOp, make_recipe
 from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
-from ds_memo.tiles.modes import AnalyseTile
+from ds_memo.tiles.modes import AnalyseTile, On, Outside
 from ds_memo.tiles.probe import Shapes
 from ds_memo.tiles.slices import hidden_states
 
@@ -32,10 +32,8 @@ class TileRecipe:
     """For each GEMM up to attention, whether a backward from attention needs its output."""
     needed_behind: list[bool]
     """For each op up to attention, whether what follows attention needs it."""
-    head_writes: bool
-    """True if an op up to attention writes in place."""
-    tail_writes: bool
-    """True if an op behind attention does."""
+    head_outside: Outside
+    tail_outside: Outside
 
     @property
     def host_bytes(self) -> int:
@@ -49,12 +47,22 @@ class TileRecipe:
     @cached_property
     def records_head(self) -> bool:
         """True if the forward keeps an output of the head, or what the head overwrites."""
-        return self.head_writes or any(op.kept is not None for op in self.head)
+        return self.head_outside.writes or any(op.kept is not None for op in self.head)
 
     @cached_property
     def records_tail(self) -> bool:
         """True if the forward keeps an output of the tail, or what the tail overwrites."""
-        return self.tail_writes or any(op.kept is not None for op in self.whole.ops[len(self.head) :])
+        return self.tail_outside.writes or any(op.kept is not None for op in self.whole.ops[len(self.head) :])
+
+    @cached_property
+    def head_on(self) -> On:
+        """Where the mode of a run that leaves out products of the head is on up to attention."""
+        return _on(self.head_outside)
+
+    @cached_property
+    def tail_on(self) -> On:
+        """Where the mode of a replay is on behind attention."""
+        return _on(self.tail_outside)
 
     @cached_property
     def head_flops(self) -> int | None:
@@ -81,6 +89,10 @@ class TileRecipe:
             for op, needed in zip(self.head, self.needed_behind, strict=True)
         ]
         return replace(self.whole, ops=[*head, *self.whole.ops[len(head) :]])
+
+
+def _on(outside: Outside) -> On:
+    return On.EVERYWHERE if outside.listed or outside.writes else On.IN_LINEAR
 
 
 class Keeps(NamedTuple):
@@ -142,7 +154,7 @@ def analyse(
 
         def keeps(inputs: list[torch.Tensor]) -> Keeps:
             recomputed, stored = (
-                TileRecipe(recipe, to_attention, head, mode.head_writes, mode.tail_writes) for recipe in _recipes(whole, inputs)
+                TileRecipe(recipe, to_attention, head, mode.head_outside, mode.tail_outside) for recipe in _recipes(whole, inputs)
             )
             return Keeps(recomputed, stored)
 
