@@ -29,6 +29,7 @@ from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, UNDECIDED, Place
 from ds_memo.remat.call import Call, storage_of
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.inputs import DeviceInput
+from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Recipe, SavedOp
 from ds_memo.spans import Span
@@ -201,7 +202,7 @@ class TiledCall:
             recipes = self._recipes(hidden)
         self._place(hidden, recipes)
         try:
-            with own_linear(), torch.enable_grad(), dropping(), aliased(self._tiled.module, self._parameters):
+            with running_tiles(), own_linear(), torch.enable_grad(), dropping(), aliased(self._tiled.module, self._parameters):
                 if not self._recomputes:  # the first frame: the backward of the layer above goes on with the last tile's
                     self._attention.begin(self._placement)
                 gathered = self._heads(hidden, recipes)
@@ -365,7 +366,8 @@ class TiledCall:
             self._attention.release()
 
     def _backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
-        with own_linear(), autocast_again(self._autocast), aliased(self._tiled.module, self._parameters) as aliases:
+        aliases_of = aliased(self._tiled.module, self._parameters)
+        with running_tiles(), own_linear(), autocast_again(self._autocast), aliases_of as aliases:
             sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             self._remat.part_begins("tails_backward")
             gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)

@@ -66,7 +66,7 @@ class Arguments:
         self._inputs: list[int] = []
         """Leaves that tiles get as leaves of their graphs."""
         self._tiles: dict[Any, tuple[tuple, dict[str, Any], dict[int, torch.Tensor]]] | None = None
-        """Arguments of tiles but their hidden states, cut once for all passes. None: a tile may change a list or dict among them."""
+        """Arguments of tiles, cut once for all passes. None: lists or dicts are among them, which a tile may change."""
         if all(tree_is_leaf(value) or _is_tuple_of_leaves(value) for value in (*args, *kwargs.values())):
             self._tiles = {}
 
