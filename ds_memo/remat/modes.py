@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +20,26 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ds_memo.remat.functions import ObservesFunctions, Ran, described, tensors_in, versions_of
 
 
+class _Thread(threading.local):
+    in_tiles = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def running_tiles() -> Iterator[None]:
+    """Have :func:`inside_a_layer` return True inside the block, where modes are not on the stack all the time."""
+    before, _thread.in_tiles = _thread.in_tiles, True
+    try:
+        yield
+    finally:
+        _thread.in_tiles = before
+
+
 def inside_a_layer() -> bool:
     """Return True if this thread is running a layer under one of the modes. A checkpoint inside is then a direct call."""
-    return any(isinstance(mode, Mode) for mode in _get_current_dispatch_mode_stack())
+    return _thread.in_tiles or any(isinstance(mode, Mode) for mode in _get_current_dispatch_mode_stack())
 
 
 def under_a_checkpoint() -> bool:

@@ -32,6 +32,9 @@ BATCHED = {aten.bmm.default, aten.baddbmm.default}
 """Batched products. Those with a weight as an operand (experts by einsum) are GEMMs, whose rows are those of all matrices in
 order. The others may be attention written by hand: they are recomputed and not counted."""
 
+_ADDS = {aten.addmm.default, aten.baddbmm.default}
+"""Products whose first operand is added."""
+
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -254,6 +257,12 @@ def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:
     return 2 * out.numel() * _left(func, args).shape[-1]
 
 
+def product_shape(func: OpOverload, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the shape of a product."""
+    left, right = args[1:3] if func in _ADDS else args[:2]
+    return (*left.shape[:-1], right.shape[-1])
+
+
 def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return uninitialised memory in place of a product that is never read."""
     return _left(func, args).new_empty(shape, dtype=dtype)
@@ -261,7 +270,7 @@ def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...], 
 
 def _left(func: OpOverload, args: Sequence[Any]) -> torch.Tensor:
     """Return the left operand of a product; before it stands what is added."""
-    return args[1] if func in (aten.addmm.default, aten.baddbmm.default) else args[0]
+    return args[1] if func in _ADDS else args[0]
 
 
 def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], first: int, out: torch.Tensor) -> None:

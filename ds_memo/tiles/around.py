@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +38,40 @@ def aliased(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[l
             table[name] = parameter
 
 
+class InLinear(Protocol):
+    """A mode that is on the stack only while F.linear runs."""
+
+    def linear_begins(self) -> None: ...
+
+    def linear_ends(self) -> None: ...
+
+
+class _Thread(threading.local):
+    in_linear: InLinear | None = None
+
+
+thread = _Thread()
+
+
+def _linear(*args: Any, **kwargs: Any) -> torch.Tensor:
+    if torch.compiler.is_compiling() or (mode := thread.in_linear) is None:
+        return torch._C._nn.linear(*args, **kwargs)
+    thread.in_linear = None
+    mode.linear_begins()
+    try:
+        return torch._C._nn.linear(*args, **kwargs)
+    finally:
+        mode.linear_ends()
+        thread.in_linear = mode
+
+
 @contextmanager
 def own_linear() -> Iterator[None]:
-    """Have F.linear be PyTorch's own inside the block. ZeRO-3 puts one in its place whose weight gradients are not seen."""
-    linear, F.linear = F.linear, torch._C._nn.linear
+    """Have F.linear be PyTorch's own inside the block, and tell `thread.in_linear` of its calls.
+
+    ZeRO-3 puts one in its place whose weight gradients are not seen.
+    """
+    linear, F.linear = F.linear, _linear
     try:
         yield
     finally:

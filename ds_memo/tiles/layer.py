@@ -18,7 +18,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,9 +30,9 @@ from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, UNDECIDED, Place
 from ds_memo.remat.call import Call, storage_of
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.inputs import DeviceInput
+from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Recipe, SavedOp
-from ds_memo.remat.replay import Replay
 from ds_memo.spans import Span
 from ds_memo.swap.frame import Frame, Kept, Layout
 from ds_memo.tiles.around import (
@@ -46,9 +46,9 @@ from ds_memo.tiles.around import (
 from ds_memo.tiles.attention import AttentionRecipe, TiledAttention, lie_alike, remember
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.gradient_owner import is_owned
-from ds_memo.tiles.modes import RecordHead, RecordTail
+from ds_memo.tiles.modes import LeftRecipe, On, RecordHead, RecordTail, ReplayTile
 from ds_memo.tiles.probe import Shapes, by_arrival
-from ds_memo.tiles.recipes import TileRecipe, analyse
+from ds_memo.tiles.recipes import SizeRecipes, TileRecipe, analyse
 from ds_memo.tiles.slices import Arguments, fill, hidden_states, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
 
@@ -60,10 +60,16 @@ class Tile:
     span: Span
     call: Call
     recipe: TileRecipe
+    stored: bool
     seed: int | None
     """Seed of the tile's random numbers; None: it draws none."""
     followed: bool = False
-    """True if the head did what the recipe says."""
+    """True if the head did what the recipe says, as far as is known. The run behind attention compares it once more."""
+
+    @property
+    def head_on(self) -> On:
+        """Where the mode of a replay is on up to attention."""
+        return self.recipe.head_on if self.followed else On.EVERYWHERE
 
     def hidden(self) -> torch.Tensor:
         """Return its hidden states from its frame, as a leaf."""
@@ -72,18 +78,18 @@ class Tile:
     @functools.cached_property
     def up_to_attention(self) -> Call:
         """A call like the tile's that ends at attention, for the backward from there. Its forward must be over."""
-        return self._like(self.recipe.up_to_attention(self.call.recipe) if self.followed else self._without_ops)
+        return self._like(self.recipe.up_to_attention if self.followed else self._without_ops)
 
     @functools.cached_property
     def again_to_attention(self) -> Call:
         """The same, but it computes what attention reads."""
-        ops = self.call.recipe.ops[: len(self.recipe.head)]
-        return self._like(replace(self.call.recipe, ops=ops) if self.followed else self._without_ops)
+        return self._like(self.recipe.again_to_attention if self.followed else self._without_ops)
 
     @functools.cached_property
     def behind_attention(self) -> Call:
         """A call like the tile's that leaves out what only attention reads."""
-        return self._like(self.recipe.behind_attention(self.call.recipe)) if self.followed else self.call
+        followed_to_the_end = self.call.recipe is self.recipe.whole
+        return self._like(self.recipe.behind_attention) if followed_to_the_end else self.call
 
     @property
     def _without_ops(self) -> Recipe:
@@ -110,7 +116,7 @@ class TiledLayer:
     def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes) -> None:
         self.layer = layer
         self.shapes = shapes
-        self.recipes: dict[Any, TileRecipe] = {}
+        self.recipes: dict[Any, SizeRecipes] = {}
         self.attention_recipes: dict[Any, AttentionRecipe] = {}
         self.alphas: dict[Any, float] = {}
         """By key of the call: alpha where the policy leaves it open until sizes are known."""
@@ -198,7 +204,7 @@ class TiledCall:
             recipes = self._recipes(hidden)
         self._place(hidden, recipes)
         try:
-            with own_linear(), torch.enable_grad(), dropping(), aliased(self._tiled.module, self._parameters):
+            with running_tiles(), own_linear(), torch.enable_grad(), dropping(), aliased(self._tiled.module, self._parameters):
                 if not self._recomputes:  # the first frame: the backward of the layer above goes on with the last tile's
                     self._attention.begin(self._placement)
                 gathered = self._heads(hidden, recipes)
@@ -219,7 +225,7 @@ class TiledCall:
             raise
         return output
 
-    def _recipes(self, hidden: torch.Tensor) -> dict[tuple[int, int], TileRecipe]:
+    def _recipes(self, hidden: torch.Tensor) -> dict[tuple[int, int], SizeRecipes]:
         """Return the recipes by the tiles' sizes, after analysing sizes that are new."""
         module, found = self._tiled.module, {}
         trained = tuple(parameter.requires_grad for parameter in module.parameters())
@@ -234,25 +240,25 @@ class TiledCall:
             found[span.size] = recipe
         return found
 
-    def _analysed(self, hidden: torch.Tensor, span: Span) -> TileRecipe:
+    def _analysed(self, hidden: torch.Tensor, span: Span) -> SizeRecipes:
         with self._remat.aside():
             x = part(hidden.detach(), span, 1).clone().requires_grad_()
             args, kwargs, _ = self._arguments.tile(x, span)
             call = Call(self._tiled.layer.index, (), self._engine, None, None, self._remat.work)
             return analyse(call, self._tiled.module, self._forward, (args, kwargs), span, self._shapes)
 
-    def _place(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], TileRecipe]) -> None:
+    def _place(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], SizeRecipes]) -> None:
         """Settle the share of tiles that are stored, and stay on the device if the host has no room."""
         of_tiles = [recipes[span.size].kept(self._keeps_result) for span in self._spans]
-        whole = sum(recipe.recomputed.layout.host_bytes for recipe in of_tiles) + self._attention_bytes(hidden)
+        whole = sum(recipe.recomputed.host_bytes for recipe in of_tiles) + self._attention_bytes(hidden)
         if self._placement.alpha is UNDECIDED:
             key = hidden.shape, self._placement
             if key not in self._tiled.alphas:
-                split = sum(recipe.stored.layout.host_bytes - recipe.recomputed.layout.host_bytes for recipe in of_tiles)
+                split = sum(recipe.stored.host_bytes - recipe.recomputed.host_bytes for recipe in of_tiles)
                 remember(self._tiled.alphas, key, self._remat.policy.alpha(self._tiled.layer, whole, split))
             self._placement = replace(self._placement, alpha=self._tiled.alphas[key])
         stored = stored_tiles(len(of_tiles), self._placement.decided_alpha)
-        needs = whole + sum(of_tiles[i].stored.layout.host_bytes - of_tiles[i].recomputed.layout.host_bytes for i in stored)
+        needs = whole + sum(of_tiles[i].stored.host_bytes - of_tiles[i].recomputed.host_bytes for i in stored)
         if not (self._placement.kind.on_device or self._remat.policy.has_room(needs)):
             on_device = FULL_RECOMPUTE if self._recomputes else GEMMS_RECOMPUTED
             self._placement = replace(on_device, tiles=self._placement.tiles)
@@ -280,26 +286,27 @@ class TiledCall:
         of_attention = self._attention.frame
         return [*(tile.call.frame for tile in self._tiles), *([] if of_attention is None else [of_attention])]
 
-    def _heads(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], TileRecipe]) -> Gathered:
+    def _heads(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], SizeRecipes]) -> Gathered:
         self._remat.part_begins("heads")
         gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
         all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
         for number, span in enumerate(self._spans):
-            of_size = recipes[span.size]
-            kept = of_size.kept(self._keeps_result)
-            recipe = kept.stored if number in all_stored else kept.recomputed
+            keeps, stored = recipes[span.size].kept(self._keeps_result), number in all_stored
+            of_tile = keeps.stored if stored else keeps.recomputed
+            recipe = of_tile.whole
             frame = self._engine.begin(f"{self._tiled.layer.name}, tile {number}", self._placement)
             frame.ahead = True
             call = Call(self._tiled.layer.index, (), self._engine, frame, recipe, self._remat.work)
-            tile = Tile(span, call, of_size, None if self._seed is None else self._seed + number)
+            tile = Tile(span, call, of_tile, stored, None if self._seed is None else self._seed + number)
             self._tiles.append(tile)
             self._engine.adopt(frame, recipe.layout)
             x = part(hidden, span, 1).detach()
             self._engine.keep(frame, recipe.inputs[0], x)
             args, kwargs, wholes = self._arguments.tile(x.requires_grad_(), span)
-            with self._seeded(tile.seed), RecordHead(call, len(of_size.head)) as mode:
+            mode = RecordHead(call, len(of_tile.head)) if of_tile.records_head else None
+            with self._seeded(tile.seed), mode or nullcontext():
                 reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
-            tile.followed = mode.followed
+            tile.followed = mode is None or mode.followed
             gathered.add(span, reached, wholes)
             self._remat.work.gemm_flops += recipe.gemm_flops
         return gathered
@@ -313,7 +320,7 @@ class TiledCall:
                 output = new_whole(of_tile, self._arguments.batch, self._arguments.length, 1)
             part(output, tile.span, 1).copy_(of_tile)
             self._engine.end(tile.call.frame)
-            if tile.call.recipe is not tile.recipe.kept(self._keeps_result).recomputed:
+            if tile.stored:
                 self._engine.let_go_but(2)
         assert output is not None
         return output
@@ -326,8 +333,21 @@ class TiledCall:
             kept = tile.call.recipe.inputs[1]
             self._engine.keep(tile.call.frame, kept, _in_order_of(kept, own))
         given = self._shapes.result.of(own.requires_grad_())
-        with self._seeded(tile.seed), RecordTail(tile.call, tile.recipe.head, tile.followed):
-            returned = run_with_attention(self._forward, args, kwargs, lambda reached: given, self._shapes.sdpa)
+        if tile.followed:
+            mode = RecordTail(tile.call, tile.recipe.needed_behind, tile.recipe.head_on, tile.recipe.records_tail)
+
+            def supply(reached: AttentionCall) -> Any:
+                mode.attention_reached()
+                return given
+
+            try:
+                with self._seeded(tile.seed), mode:
+                    returned = run_with_attention(self._forward, args, kwargs, supply, self._shapes.sdpa)
+            except LeftRecipe:
+                tile.followed = False
+        if not tile.followed:
+            with self._seeded(tile.seed):
+                returned = run_with_attention(self._forward, args, kwargs, lambda reached: given, self._shapes.sdpa)
         return self._shapes.output.tensor(returned).detach()
 
     # ---- backward
@@ -348,7 +368,8 @@ class TiledCall:
             self._attention.release()
 
     def _backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
-        with own_linear(), autocast_again(self._autocast), aliased(self._tiled.module, self._parameters) as aliases:
+        aliases_of = aliased(self._tiled.module, self._parameters)
+        with running_tiles(), own_linear(), autocast_again(self._autocast), aliases_of as aliases:
             sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             self._remat.part_begins("tails_backward")
             gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
@@ -387,7 +408,7 @@ class TiledCall:
             self._engine.bring_back(tile.call.frame, then=below[number], again=True)
             tile.call.frame.first_only = False
             args, kwargs, wholes = self._arguments.tile(tile.hidden(), tile.span)
-            with torch.enable_grad(), dropping(), self._seeded(tile.seed), Replay(tile.again_to_attention):
+            with torch.enable_grad(), dropping(), self._seeded(tile.seed), ReplayTile(tile.again_to_attention, tile.head_on):
                 reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
             gathered.add(tile.span, reached, wholes)
 
@@ -435,12 +456,22 @@ class TiledCall:
         def supply(reached: AttentionCall) -> Any:
             if self._keeps_result:
                 gathered.add(tile.span, reached, wholes)
+            mode.attention_reached()
             return self._shapes.result.of(own)
 
-        replayed = tile.call if self._keeps_result else tile.behind_attention
-        with torch.enable_grad(), self._seeded(tile.seed), Replay(replayed):
+        mode = self._tail_replay(tile)
+        with torch.enable_grad(), self._seeded(tile.seed), mode:
             output = self._shapes.output.tensor(run_with_attention(self._forward, args, kwargs, supply, self._shapes.sdpa))
         return sums.backward([output], [d_output], [x, own, *self._arguments.inputs(args, kwargs)])
+
+    def _tail_replay(self, tile: Tile) -> ReplayTile:
+        recipe = tile.recipe
+        call = tile.call if self._keeps_result else tile.behind_attention
+        if not tile.followed:
+            return ReplayTile(call, On.EVERYWHERE)
+        if not self._keeps_result or recipe.head_flops is None:
+            return ReplayTile(call, recipe.head_on, recipe.tail_on)
+        return ReplayTile(call, On.NOWHERE, recipe.tail_on, len(recipe.head), recipe.head_flops)
 
     def _heads_backward(
         self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]
@@ -459,7 +490,7 @@ class TiledCall:
         """Return the gradients of a tile's hidden states and of other inputs, by what comes before attention."""
         x, shapes = tile.hidden(), self._shapes
         args, kwargs, _ = self._arguments.tile(x, tile.span)
-        with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.up_to_attention):
+        with torch.enable_grad(), self._seeded(tile.seed), ReplayTile(tile.up_to_attention, tile.head_on):
             reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
         indices = [index for index in shapes.differentiable if shapes.arguments[index] is not None]
         gradients = [part(gathered.leaves[index], tile.span, shapes.arguments[index]) for index in indices]

@@ -2,26 +2,45 @@
 
 A tile's recipe lists the ops of a whole run: those before attention (the head), then those behind it (the tail). The forward runs
 the head once up to attention, and once more, dead, on the way to the tail.
+
+A mode doubles the host time of each op. So it is on the stack only where it supplies, keeps or leaves out something, and only
+while F.linear runs if all that it handles happens there. The dead head is always compared with the recipe, and so is the head
+in its own backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from ds_memo.remat import op_policy
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call
 from ds_memo.remat.functions import has_inner_tensors
+from ds_memo.remat.modes import Mode
 from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Gemm, Observed, ObservedGemm, SavedOp
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
+from ds_memo.tiles.around import thread
 from ds_memo.tiles.heads import Heads
+
+
+@dataclass
+class Outside:
+    """What a part of a tile's run, the head or the tail, does outside F.linear."""
+
+    listed: bool = False
+    """True if ops that recipes list are there."""
+    writes: bool = False
+    """True if ops that write in place are there."""
 
 
 class AnalyseTile(Analyse):
@@ -31,6 +50,8 @@ class AnalyseTile(Analyse):
         super().__init__(call, observed, module, givens)
         self.head: int | None = None
         """Number of ops before attention; None before it is reached."""
+        self.head_outside, self.tail_outside = Outside(), Outside()
+        self._in_linear = False
         self._tail_reads = 0
 
     def attention_reached(self, reads: Iterable[torch.Tensor], supplied: Iterable[torch.Tensor]) -> None:
@@ -43,7 +64,33 @@ class AnalyseTile(Analyse):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if self.head is not None and not has_inner_tensors(types):
             self._tail_reads |= self._made_of_all(args, kwargs or {})
+        kind = kind_of(func)
+        if kind is not OpKind.PLAIN and not self._in_linear:
+            self._outside.writes |= kind is OpKind.MUTATES
+            self._outside.listed |= kind is not OpKind.MUTATES
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._outside.listed = True
+        return super().run_function(fn, args, kwargs)
+
+    @property
+    def _outside(self) -> Outside:
+        return self.head_outside if self.head is None else self.tail_outside
+
+    def __enter__(self) -> AnalyseTile:
+        thread.in_linear = self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        thread.in_linear = None
+        super().__exit__(*exception)
+
+    def linear_begins(self) -> None:
+        self._in_linear = True
+
+    def linear_ends(self) -> None:
+        self._in_linear = False
 
     def _choose_from(self, sources: int) -> None:
         self._tail_reads |= sources  # values that steer Python, in the head's second run too
@@ -79,21 +126,98 @@ class RecordHead(Record):
         super().__exit__(*exception)
 
 
-class RecordTail(Record):
+class On(Enum):
+    """Where a mode is on the stack."""
+
+    EVERYWHERE = 1
+    IN_LINEAR = 2
+    NOWHERE = 3
+
+
+class SometimesOn(Mode):
+    """A mode that is not always on the stack. Modes that the layer itself enters stay where they are.
+
+    Args:
+        on: until attention is reached.
+    """
+
+    on: On
+
+    def __enter__(self) -> Any:
+        self._depth = len(_get_current_dispatch_mode_stack())
+        super().__enter__()
+        self._is_on = True
+        self._be(self.on)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._be(On.EVERYWHERE)
+        super().__exit__(*exception)
+
+    def _be(self, on: On) -> None:
+        if on is On.EVERYWHERE and not self._is_on:
+            self.linear_begins()
+        if on is not On.EVERYWHERE and self._is_on:
+            self.linear_ends()
+        self._is_on = on is On.EVERYWHERE
+        thread.in_linear = self if on is On.IN_LINEAR else None
+
+    def linear_begins(self) -> None:
+        above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()[self._depth :]]
+        for mode in (self, *reversed(above)):
+            _push_mode(mode)
+
+    def linear_ends(self) -> None:
+        above: list[TorchDispatchMode] = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+
+class LeftRecipe(BaseException):
+    """Ends a tile's run that departs from the recipe where products are left out. No `except Exception` of a layer takes it."""
+
+
+class RecordTail(SometimesOn, Record):
     """Run a tile behind attention, by its recipe. Of the head's ops it supplies what was chosen and computes what is needed.
 
     Args:
         head: for each op of the recipe's head, whether the tail needs it.
-        followed: whether the run of the head followed the recipe.
+        on: up to attention.
+        records: False if nothing of the tail is kept. Then only what autograd saves is counted there.
+
+    Raises:
+        LeftRecipe: the run must be repeated without this mode.
     """
 
-    def __init__(self, call: Call, head: list[bool], followed: bool) -> None:
+    def __init__(self, call: Call, head: list[bool], on: On, records: bool) -> None:
         super().__init__(call, lambda: (), lambda: None)
+        self.on = on
         self._head = head
-        self._following = followed
+        self._records = records
+        self._in_head = True
+
+    def attention_reached(self) -> None:
+        if self._next != len(self._head):
+            self._leave()
+        self._in_head = False
+        self._be(On.EVERYWHERE if self._records else On.NOWHERE)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._following &= self._records
+        super().__exit__(*exception)
+        if exception[0] is None and not self._records and self.packs != self.call.recipe.packs:
+            super()._leave()
+            raise LeftRecipe
+
+    def _leave(self) -> None:
+        super()._leave()
+        if self._in_head:
+            raise LeftRecipe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if not self._following or self._next >= len(self._head):
+        if not self._in_head:
             return super().__torch_dispatch__(func, types, args, kwargs)
         if types and has_inner_tensors(types):
             return NotImplemented
@@ -101,10 +225,9 @@ class RecordTail(Record):
         if kind is OpKind.PLAIN or kind is OpKind.MUTATES:
             return func(*args, **(kwargs or {}))
         index = self._next
-        op: Any = self.call.recipe.ops[index]
-        if op.func is not func:
+        op: Any = self.call.recipe.ops[index] if index < len(self._head) else None
+        if op is None or op.func is not func or (isinstance(op, Gemm) and op.shape != op_policy.product_shape(func, args)):
             self._leave()
-            return func(*args, **(kwargs or {}))
         self._next += 1
         if isinstance(op, Gemm) and not self._head[index]:
             return op_policy.empty_output(func, args, op.shape, op.dtype)
@@ -115,6 +238,30 @@ class RecordTail(Record):
             for kept, value in zip(op.kept, self.call.loose[index], strict=True)
         )
         return outputs if len(func._schema.returns) > 1 else outputs[0]
+
+
+class ReplayTile(SometimesOn, Replay):
+    """Replay a tile, or its head alone.
+
+    Args:
+        on: up to attention. NOWHERE if the head is computed as without a mode.
+        on_behind: behind attention.
+        head: number of ops of the recipe's head.
+        head_flops: of the products among them, where no mode counts them.
+    """
+
+    def __init__(self, call: Call, on: On, on_behind: On = On.EVERYWHERE, head: int = 0, head_flops: int = 0) -> None:
+        super().__init__(call)
+        self.on = on
+        self._on_behind = on_behind
+        self._head = head
+        self._head_flops = head_flops
+
+    def attention_reached(self) -> None:
+        if self.on is On.NOWHERE:
+            self._next = self._head
+            self.call.work.gemm_flops_recomputed += self._head_flops
+        self._be(self._on_behind)
 
 
 class SupplyHeads(Replay):

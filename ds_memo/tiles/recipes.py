@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -12,53 +13,107 @@ from torch import nn
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, tensor_leaves
 from ds_memo.remat.random_states import forked
-from ds_memo.remat.recipe import Gemm, Observed, Recipe, make_recipe
+from ds_memo.remat.recipe import Gemm, Observed, Recipe, SavedOp, make_recipe
 from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
-from ds_memo.tiles.modes import AnalyseTile
+from ds_memo.tiles.modes import AnalyseTile, On, Outside
 from ds_memo.tiles.probe import Shapes
 from ds_memo.tiles.slices import hidden_states
 
 
-class Keeps(NamedTuple):
-    """Recipes of a whole run."""
+@dataclass(frozen=True)
+class TileRecipe:
+    """What tiles of one length keep, and what follows for each of their passes."""
 
-    recomputed: Recipe
+    whole: Recipe
+    """Of a whole run."""
+    to_attention: list[bool]
+    """For each GEMM up to attention, whether a backward from attention needs its output."""
+    needed_behind: list[bool]
+    """For each op up to attention, whether what follows attention needs it."""
+    head_outside: Outside
+    tail_outside: Outside
+
+    @property
+    def host_bytes(self) -> int:
+        return self.whole.layout.host_bytes
+
+    @cached_property
+    def head(self) -> list[Gemm | SavedOp]:
+        """Ops up to attention."""
+        return self.whole.ops[: len(self.needed_behind)]
+
+    @cached_property
+    def records_head(self) -> bool:
+        """True if the forward keeps an output of the head, or what the head overwrites."""
+        return self.head_outside.writes or any(op.kept is not None for op in self.head)
+
+    @cached_property
+    def records_tail(self) -> bool:
+        """True if the forward keeps an output of the tail, or what the tail overwrites."""
+        return self.tail_outside.writes or any(op.kept is not None for op in self.whole.ops[len(self.head) :])
+
+    @cached_property
+    def head_on(self) -> On:
+        """Where the mode of a run that leaves out products of the head is on up to attention."""
+        return _on(self.head_outside)
+
+    @cached_property
+    def tail_on(self) -> On:
+        """Where the mode of a replay is on behind attention."""
+        return _on(self.tail_outside)
+
+    @cached_property
+    def head_flops(self) -> int | None:
+        """FLOPs of the head's products, if a whole replay computes all ops of the head; else None."""
+        computed = [op.flops for op in self.head if isinstance(op, Gemm) and op.wanted and op.kept is None]
+        return sum(computed) if len(computed) == len(self.head) else None
+
+    @cached_property
+    def up_to_attention(self) -> Recipe:
+        """Recipe of a run that ends at attention, for the backward of that part."""
+        wanted = iter(self.to_attention)
+        return replace(self.whole, ops=[replace(op, wanted=next(wanted)) if isinstance(op, Gemm) else op for op in self.head])
+
+    @cached_property
+    def again_to_attention(self) -> Recipe:
+        """Recipe of a run that ends at attention, and computes what attention reads."""
+        return replace(self.whole, ops=self.head)
+
+    @cached_property
+    def behind_attention(self) -> Recipe:
+        """Recipe of a whole run whose attention is supplied: of the head's products, it computes those that the tail needs."""
+        head = [
+            replace(op, wanted=op.wanted and needed) if isinstance(op, Gemm) else op
+            for op, needed in zip(self.head, self.needed_behind, strict=True)
+        ]
+        return replace(self.whole, ops=[*head, *self.whole.ops[len(head) :]])
+
+
+def _on(outside: Outside) -> On:
+    return On.EVERYWHERE if outside.listed or outside.writes else On.IN_LINEAR
+
+
+class Keeps(NamedTuple):
+    """Recipes of tiles of one length."""
+
+    recomputed: TileRecipe
     """Only the hidden states, attention's result and what routers chose are kept."""
-    stored: Recipe
+    stored: TileRecipe
     """All GEMM outputs are kept, too."""
 
 
-@dataclass(frozen=True)
-class TileRecipe:
-    """Recipes of all tiles of one length."""
+class SizeRecipes(NamedTuple):
+    """All recipes of tiles of one length."""
 
     with_result: Keeps
     without_result: Keeps
     """Attention's result is not kept."""
-    to_attention: list[bool]
-    """For each GEMM up to attention, whether a backward from attention needs its output."""
-    head: list[bool]
-    """For each op up to attention, whether what follows attention needs it."""
 
     def kept(self, result: bool) -> Keeps:
         """Return the recipes by whether attention's result is kept."""
         return self.with_result if result else self.without_result
-
-    def behind_attention(self, recipe: Recipe) -> Recipe:
-        """Return the recipe of a run whose attention is supplied: of the head's products, those that the tail needs."""
-        head = [
-            replace(op, wanted=op.wanted and needed) if isinstance(op, Gemm) else op
-            for op, needed in zip(recipe.ops, self.head, strict=False)
-        ]
-        return replace(recipe, ops=[*head, *recipe.ops[len(head) :]])
-
-    def up_to_attention(self, recipe: Recipe) -> Recipe:
-        """Return the recipe of a run that ends at attention, for the backward of that part."""
-        wanted = iter(self.to_attention)
-        ops = [replace(op, wanted=next(wanted)) if isinstance(op, Gemm) else op for op in recipe.ops[: len(self.head)]]
-        return replace(recipe, ops=ops)
 
 
 def analyse(
@@ -68,7 +123,7 @@ def analyse(
     arguments: tuple[tuple, dict[str, Any]],
     span: Span,
     shapes: Shapes,
-) -> TileRecipe:
+) -> SizeRecipes:
     """Run a tile twice to make its recipes. Nothing is kept, generators are put back.
 
     Args:
@@ -95,15 +150,22 @@ def analyse(
         whole.note_hidden_writes()
         whole.softmax = None  # a router's: attention is not in it
         x = hidden_states(args, kwargs)
-        recipe = TileRecipe(
-            _keeps(whole, [x, result]), _keeps(whole, [x]), [part.is_wanted(i) for i in range(len(part.gemms()))], head
-        )
+        to_attention = [part.is_wanted(i) for i in range(len(part.gemms()))]
+
+        def keeps(inputs: list[torch.Tensor]) -> Keeps:
+            recomputed, stored = (
+                TileRecipe(recipe, to_attention, head, mode.head_outside, mode.tail_outside) for recipe in _recipes(whole, inputs)
+            )
+            return Keeps(recomputed, stored)
+
+        found = SizeRecipes(keeps([x, result]), keeps([x]))
         whole.forget()
         part.forget()
-    return recipe
+    return found
 
 
-def _keeps(observed: Observed, inputs: list[torch.Tensor]) -> Keeps:
+def _recipes(observed: Observed, inputs: list[torch.Tensor]) -> list[Recipe]:
+    """Return the recipes of a tile that is recomputed, and of one that is stored."""
     observed.inputs = inputs
     wanted = observed.wanted
     recipes = []
@@ -111,4 +173,4 @@ def _keeps(observed: Observed, inputs: list[torch.Tensor]) -> Keeps:
         observed.close_over_inputs(all_rows_kept=all_stored)
         recipes.append(make_recipe(observed, float(all_stored))[0])
         observed.wanted = wanted
-    return Keeps(*recipes)
+    return recipes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_leaves, tree_unflatten
 
 from ds_memo.spans import Span
 
@@ -65,6 +65,10 @@ class Arguments:
         self._places: list[Place | None] = like._places if like else [self._place(leaf) for leaf in self._leaves]
         self._inputs: list[int] = []
         """Leaves that tiles get as leaves of their graphs."""
+        self._tiles: dict[Any, tuple[tuple, dict[str, Any], dict[int, torch.Tensor]]] | None = None
+        """Arguments of tiles, cut once for all passes. None: lists or dicts are among them, which a tile may change."""
+        if all(tree_is_leaf(value) or _is_tuple_of_leaves(value) for value in (*args, *kwargs.values())):
+            self._tiles = {}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -108,6 +112,16 @@ class Arguments:
         Args:
             hidden: the tile's hidden states.
         """
+        key = span.rows.start, span.tokens.start, span.size
+        if self._tiles is None or self._inputs:
+            args, kwargs, wholes = self._cut(span)
+        elif (known := self._tiles.get(key)) is not None:
+            args, kwargs, wholes = known
+        else:
+            args, kwargs, wholes = self._tiles[key] = self._cut(span)
+        return *self._with_hidden(hidden, args, kwargs), wholes
+
+    def _cut(self, span: Span) -> tuple[tuple, dict[str, Any], dict[int, torch.Tensor]]:
         leaves, wholes = list(self._leaves), {}
         for index, (whole, place) in enumerate(zip(self._leaves, self._places, strict=True)):
             if place is not None:
@@ -116,10 +130,12 @@ class Arguments:
                     leaves[index] = tile.detach().requires_grad_()
                 else:
                     wholes[id(tile)] = whole
-        return *self._with_hidden(hidden, leaves), wholes
+        return *tree_unflatten(leaves, self._spec), wholes
 
     def inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return the tensors of a tile's arguments that need a gradient, but for the hidden states."""
+        if not self._inputs:
+            return []
         leaves = tree_leaves(_others(args, kwargs))
         return [leaves[index] for index in self._inputs]
 
@@ -141,11 +157,11 @@ class Arguments:
             mask = value[..., :tokens, :tokens]
             return mask[:rows] if mask.dim() > 2 and mask.shape[0] == self.batch else mask
 
-        return self._with_hidden(hidden, [cut(*pair) for pair in zip(self._leaves, self._places, strict=True)])
+        leaves = [cut(*pair) for pair in zip(self._leaves, self._places, strict=True)]
+        return self._with_hidden(hidden, *tree_unflatten(leaves, self._spec))
 
-    def _with_hidden(self, hidden: torch.Tensor, leaves: list[Any]) -> tuple[tuple, dict[str, Any]]:
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        return ((hidden, *args), kwargs) if self._hidden_first else (args, {"hidden_states": hidden, **kwargs})
+    def _with_hidden(self, hidden: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return ((hidden, *args), dict(kwargs)) if self._hidden_first else (args, {"hidden_states": hidden, **kwargs})
 
     def _place(self, value: Any) -> Place | None:
         """Return where the tokens of an argument lie; None: it has none, or two for each value (a mask): tiles get the whole."""
@@ -161,6 +177,10 @@ class Arguments:
             if len(shape) > dim and shape[dim] == self.length and shape[dim - 1] in of_sequences:
                 return Place(dim, dim - 1 if shape[dim - 1] > 1 else None)
         return Place(0, None) if shape[:1] == (self.length,) else None
+
+
+def _is_tuple_of_leaves(value: Any) -> bool:
+    return type(value) is tuple and all(map(tree_is_leaf, value))
 
 
 def _others(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

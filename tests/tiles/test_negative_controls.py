@@ -114,14 +114,14 @@ def wrong_group_of_heads(patch: Patch) -> None:
 
 def leave_out_a_product_of_the_head(patch: Patch) -> None:
     """A recipe that says the first product is not needed for attention's arguments."""
-    right = recipes.TileRecipe.up_to_attention
+    right = recipes.TileRecipe.up_to_attention.func
 
-    def wrong(self: Any, recipe: Any) -> Any:
-        found = right(self, recipe)
+    def wrong(self: Any) -> Any:
+        found = right(self)
         op = replace(found.ops[0], wanted=False)
         return replace(found, ops=[op, *found.ops[1:]])
 
-    patch.setattr(recipes.TileRecipe, "up_to_attention", wrong)
+    patch.setattr(recipes.TileRecipe, "up_to_attention", property(wrong))
 
 
 def last_tile_left_out(patch: Patch) -> None:

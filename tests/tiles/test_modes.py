@@ -1,0 +1,168 @@
+"""Where the modes of tiles are on the stack, and layers that do something else in another call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_memo.remat.call import Work
+from ds_memo.remat.modes import inside_a_layer
+from ds_memo.tiles import layer, recipes
+from ds_memo.tiles.modes import On, RecordHead, RecordTail, ReplayTile
+from tests.models import HIDDEN, Batch, Block, Different, Outcome, step
+from tests.tiles.rig import BATCH, assert_was_tiled, attached, compare, small, toy
+
+Patch = pytest.MonkeyPatch
+
+
+class Changes(Block):
+    """Does one thing more in every second step."""
+
+    extra = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(HIDDEN, HIDDEN) / 8)
+
+
+class ReadsItsQueries(Changes):
+    """What follows attention reads a product of the head that recipes leave out there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = torch.tanh(self.qkv(self.norm1(x))[..., :HIDDEN]) if self.extra else 0
+        return super().forward(x) + gate
+
+
+class ProductBeforeAttention(Changes):
+    """Another product comes before attention, outside F.linear, and what follows attention reads it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.qkv(self.norm1(x))[..., :HIDDEN] @ self.gate if self.extra else 0
+        return super().forward(x) + gate
+
+
+class LinearBeforeAttention(Changes):
+    """F.linear runs once more before attention."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + nn.functional.linear(x, self.gate) if self.extra else x)
+
+
+class SavesTheLastProduct(Changes):
+    """Autograd saves the layer's last product, which recipes leave out."""
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().feed(x)
+        return out * torch.tanh(out) if self.extra else out
+
+
+class ProductBehindAttention(Changes):
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        return super().feed(x @ self.gate if self.extra else x)
+
+
+CHANGES = [ReadsItsQueries, ProductBeforeAttention, LinearBeforeAttention, SavesTheLastProduct, ProductBehindAttention]
+
+
+def drive_changing(model: nn.Module, number: int) -> Outcome:
+    Changes.extra = number % 2 == 1
+    try:
+        return step(model, Batch.random(2, 23, seed=number))
+    finally:
+        Changes.extra = False
+
+
+@pytest.mark.parametrize("block", CHANGES)
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_a_call_that_does_more_than_the_recipe(block: type[Block], alpha: float) -> None:
+    report = compare(toy(block), drive_changing, steps=3, alpha=alpha)
+    assert report["tiles"]["not_tiled"] == {}
+
+
+def test_a_departure_that_is_not_noticed(monkeypatch: Patch) -> None:
+    """What autograd saves is not counted."""
+    monkeypatch.setattr(
+        RecordTail, "packs", property(lambda self: self.call.recipe.packs, lambda self, value: None), raising=False
+    )
+    with pytest.raises(Different):
+        compare(toy(SavesTheLastProduct), drive_changing, steps=3, alpha=0.0)
+
+
+# ---- the same work as under modes that see all ops
+
+
+def work_and_ops(name: str, patch: Patch, alpha: float) -> tuple[Work, int]:
+    """Return the work of two steps, and the number of ops that modes of tiles saw in the second."""
+    seen = 0
+
+    def counting(right: Any) -> Any:
+        def dispatch(*args: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            return right(*args)
+
+        return dispatch
+
+    for mode in (RecordHead, RecordTail, ReplayTile):
+        patch.setattr(mode, "__torch_dispatch__", counting(mode.__torch_dispatch__))
+    works: list[Work] = []
+    begin = layer.TiledCall.forward
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        works.append(self._remat.work)
+        return begin(self, hidden)
+
+    patch.setattr(layer.TiledCall, "forward", forward)
+    model = small(name)
+    with attached(model, alpha=alpha) as handle:
+        step(model, Batch.random(1, 35, seed=0))
+        seen = 0
+        step(model, Batch.random(1, 35, seed=1))
+        assert_was_tiled(handle.report())
+    return works[0], seen
+
+
+@pytest.mark.parametrize("name, share", [("llama", 0.35), ("neox", 0.35), ("mixtral", 1.0)])
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_modes_that_see_fewer_ops_count_the_same_work(name: str, share: float, alpha: float, monkeypatch: Patch) -> None:
+    with monkeypatch.context() as patch:
+        found, few = work_and_ops(name, patch, alpha)
+    with monkeypatch.context() as patch:
+        patch.setattr(recipes, "_on", lambda outside: On.EVERYWHERE)
+        for name_, value in (("records_head", True), ("records_tail", True), ("head_flops", None)):
+            patch.setattr(recipes.TileRecipe, name_, value)
+        want, all_ops = work_and_ops(name, patch, alpha)
+    assert found == want and found.gemm_flops_recomputed > 0
+    assert few <= (share if alpha == 0.0 else 1.0) * all_ops
+
+
+# ---- checkpoints inside a layer
+
+
+class Asks(Block):
+    """Notes whether a checkpoint inside it would be a direct call."""
+
+    inside: list[bool]
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        self.inside.append(inside_a_layer())
+        return super().attend(x)
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        self.inside.append(inside_a_layer())
+        return super().feed(x)
+
+
+def test_a_checkpoint_inside_a_layer_is_a_direct_call(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Asks, "inside", [], raising=False)
+    model = toy(Asks)
+    with attached(model, alpha=0.0) as handle:
+        step(model, BATCH)
+        Asks.inside.clear()
+        step(model, BATCH)
+        assert_was_tiled(handle.report())
+    runs = 4 + 2  # for each tile of each layer: the head four times, the tail twice
+    assert Asks.inside == [True] * runs * 4 * 2
