@@ -69,6 +69,15 @@ def test_states_that_the_host_cannot_hold() -> None:
     assert estimate(replace(ONE, offload="none")).status == OOM
 
 
+def test_alsts_published_lengths_fit_with_its_offload() -> None:
+    """500,000 tokens on an H100; 1,200,000 in 136.15 GB on an H200: the recipes of snowflakedb/ArcticTraining."""
+    h100 = replace(ONE, method="alst", offload="all", seq_length=500_000)
+    h200 = replace(h100, hardware=hardware.load("h200"), seq_length=1_200_000)
+    assert estimate(h100).status == estimate(h200).status == OK
+    assert estimate(h200).device_total == pytest.approx(136.15e9, rel=0.02)
+    assert {estimate(replace(question, offload="none")).status for question in (h100, h200)} == {OOM}
+
+
 def test_a_short_step_pays_for_cpu_adam_and_a_long_one_hides_the_copies() -> None:
     on_device = replace(ONE, hardware=replace(hardware.load("h200"), device_memory=1000 * GIB), seq_length=8 << 10, method="none")
     short = [estimate(replace(on_device, offload=where)) for where in offload.OFFLOADS]
