@@ -14,6 +14,7 @@ from ds_memo.errors import brief, quoted
 from ds_memo.estimate import answers, hardware, model
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.estimate import estimate
+from ds_memo.estimate.offload import OFFLOADS
 from ds_memo.estimate.question import METHODS, OK, Estimate, Question
 from ds_memo.files import write_output
 from ds_memo.units import GIB, short
@@ -31,8 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--method", choices=METHODS, default="memo", help="default: memo, this project; paper: MEMO as published")
     how.add_argument("--zero", type=int, choices=range(4), metavar="0-3", help="ZeRO stage (default: 3; --tp, --cp, paper: 1)")
+    how.add_argument(
+        "--offload",
+        choices=OFFLOADS,
+        default="none",
+        help="model states on the host, as DeepSpeed's offload_optimizer, and with all its offload_param (default: none)",
+    )
     how.add_argument("--sp", type=count, metavar="N", help="Ulysses sequence parallelism (default: the fastest that fits)")
-    how.add_argument("--tp", type=count, metavar="N", help="tensor parallelism")
+    how.add_argument("--tp", type=count, metavar="N", help="tensor parallelism (--cp: the fastest that fits)")
     how.add_argument("--cp", type=count, metavar="N", help="context parallelism (ring attention)")
     how.add_argument("--alpha", type=_alpha, metavar="X", help="0 to 1 (default: solved)")
     how.add_argument(
@@ -47,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--device-memory-gib", type=gib, metavar="X", help="of a GPU, without its context: states and activations (default: all)"
     )
-    how.add_argument("--host-memory-gib", type=gib, metavar="X", help="of a node, for activations (default: from --hardware)")
+    how.add_argument(
+        "--host-memory-gib", type=gib, metavar="X", help="of a node, for activations and --offload (default: from --hardware)"
+    )
     how.add_argument(
         "--fused-kernels",
         action="store_true",
@@ -146,6 +155,7 @@ def _question(args: argparse.Namespace) -> Question:
         cp=args.cp,
         sp=args.sp,
         zero=args.zero,
+        offload=args.offload,
         alpha=args.alpha,
         tile_tokens=args.tile_tokens,
         plan=args.plan,
@@ -191,6 +201,9 @@ def _print(answer: Estimate) -> None:
         print(f"             {nbytes / GIB:8.1f} {name}")
     if answer.host_bytes:
         print(f"  host       {answer.host_bytes / GIB:,.0f} of {q.host_bytes / GIB:,.0f} GiB of a node")
+    if answer.host_state_bytes:
+        print(f"             {answer.host_state_bytes / GIB:8.1f} model states")
+        print(f"             {answer.host_activation_bytes / GIB:8.1f} activations")
     for note in answer.notes:
         print(f"  note       {quoted(note, 400)}")
 

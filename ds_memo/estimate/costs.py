@@ -11,6 +11,7 @@ A rank has T = s / ranks tokens. Bytes are bf16 unless stated otherwise.
     context par. keys and values around the ring, hidden behind attention as far as it goes
     ZeRO-3       each layer's parameters gathered for forward and backward and its gradients reduced, hidden as far as it goes
     ZeRO 0 to 2  gradients reduced, and parameters gathered, with the optimizer's step; nothing hides it
+    offload      model states on the link and CPU Adam: offload.py
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ds_memo.estimate import requests
+from ds_memo.estimate import offload, requests
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
@@ -71,7 +72,10 @@ class Costs:
         self._memory_rate = hardware.device_bandwidth * hardware.device_bandwidth_efficiency
         self.hidden_bytes = 2 * self.tokens * model.hidden
         """Bytes of one tensor as wide as the hidden states: the paper's unit."""
+        self.states_s = offload.layer_link_s(model, hardware, layout)
         self.layer = self._layer_seconds()
+        self.h2d = hardware.h2d * offload.activations_share(self.states_s.backward_h2d, self.layer.backward)
+        """Bandwidth of reloads: offloaded model states come over the same link."""
 
     # ---- seconds
 
@@ -104,7 +108,8 @@ class Costs:
         forward = self.gemm_s(model.active_layer_parameters) + self._elementwise(0) + attention + exchange
         backward = 2 * self.gemm_s(model.active_layer_parameters) + self._elementwise(1) + attention_back
         backward += 6 * hidden_gather + ulysses
-        forward, backward = max(forward, self.gather_s), max(backward, 2 * self.gather_s)
+        forward = max(forward, self.gather_s, self.states_s.forward_h2d)
+        backward = max(backward, 2 * self.gather_s, self.states_s.backward_h2d, self.states_s.backward_d2h)
         return Seconds(
             forward=forward,
             backward=backward,
@@ -156,6 +161,8 @@ class Costs:
         """
         mine = self.model.parameters / self.layout.tp / (self.layout.sharded if self.layout.zero else 1)
         sent_s = self.sent_bytes(sequences) / self.hardware.bandwidth(self.layout.gpus)
+        if self.layout.offload != "none":
+            return offload.step_s(self.model, self.hardware, self.layout, sequences) + sent_s
         return _OPTIMIZER_MOVED * mine / self._memory_rate + sent_s
 
     @property
@@ -265,7 +272,7 @@ class Costs:
             outputs=(),
             forward_s=seconds.forward + joined_s + wide / self.hardware.d2h,
             backward_s=seconds.backward + again_s + sums_s,
-            replay_s=max(replay_s, self.gather_s) + wide / self.hardware.h2d,
+            replay_s=max(replay_s, self.gather_s) + wide / self.h2d,
             gemm_s=0.0,
             attention_s=seconds.attention,
             no_recompute_bytes=0,

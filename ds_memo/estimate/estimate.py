@@ -10,9 +10,10 @@ from ds_memo.estimate.alst import alst
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.memo import memo
+from ds_memo.estimate.offload import host_state_bytes
 from ds_memo.estimate.published import published
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question, check
-from ds_memo.units import round_up
+from ds_memo.units import GIB, round_up
 
 
 def estimate(question: Question) -> Estimate:
@@ -28,12 +29,17 @@ def estimate(question: Question) -> Estimate:
 
 def candidates(question: Question) -> Iterable[Layout]:
     q = question
-    zero = q.zero if q.zero is not None else 1 if q.megatron else 3
+    zero = q.zero if q.zero is not None else 1 if q.megatron and q.offload != "all" else 3
+    found: Iterable[Layout]
     if (q.tp, q.cp, q.sp) == (None, None, None):
         if q.megatron:
-            return layouts.megatron(q.model, q.hardware, q.gpus, zero, q.batch)
-        return layouts.ulysses(q.model, q.gpus, zero, q.batch)
-    return [layouts.check(Layout(q.gpus, q.tp or 1, q.cp or 1, q.sp or 1, zero), q.model)]
+            found = layouts.megatron(q.model, q.hardware, q.gpus, zero, q.batch)
+        else:
+            found = layouts.ulysses(q.model, q.gpus, zero, q.batch)
+    else:
+        one = layouts.check(Layout(q.gpus, q.tp or 1, q.cp or 1, q.sp or 1, zero), q.model)
+        found = [one] if q.tp is None or q.cp is not None else layouts.every_cp(one, q.batch)
+    return [replace(layout, offload=q.offload) for layout in found]
 
 
 def _on(question: Question, layout: Layout) -> Estimate:
@@ -51,5 +57,13 @@ def _on(question: Question, layout: Layout) -> Estimate:
     if question.seq_length % layout.ranks:
         padded = round_up(question.seq_length, layout.ranks)
         notes.append(f"{question.seq_length} tokens do not split into {layout.ranks} equal parts: pad them to {padded}")
-    answer = {"memo": memo, "alst": alst}.get(question.method, published)(question, costs)
-    return replace(answer, notes=tuple(notes))
+    states = host_state_bytes(model, layout) * question.ranks_on_node
+    left = question.host_bytes - states
+    if left < 0:
+        why = f"host memory: the model's states alone take {states / GIB:.4g} of {question.host_bytes / GIB:.4g} GiB of the node"
+        answer = Estimate(question, layout, OOHM, f"{why}. What helps: more GPUs on as many more nodes.", {}, 0.0)
+    else:
+        asked = replace(question, host_memory=left)
+        answer = {"memo": memo, "alst": alst}.get(question.method, published)(asked, costs)
+    host_bytes = answer.host_bytes + states
+    return replace(answer, question=question, notes=tuple(notes), host_bytes=host_bytes, host_state_bytes=states)

@@ -1,6 +1,7 @@
 """Machines as data: hardware_data/*.json, or the user's own file with the same keys.
 
-Each number is {"value", "unit", "source"}. Bandwidths are those of one GPU in one direction while all GPUs of its node copy.
+Each number is {"value", "unit", "source"}. Bandwidths of links are those of one GPU in one
+direction while all GPUs of its node copy.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ _UNITS: dict[str, dict[str, float]] = {
     "intra_node": _BYTES_PER_S,
     "inter_node": _BYTES_PER_S,
     "host_memory": _BYTES,
+    "host_bandwidth": _BYTES_PER_S,
 }
 _SHARES = {
     "device_bandwidth_efficiency",
     "gemm_efficiency",
     "attention_forward_efficiency",
     "attention_backward_efficiency",
+    "host_bandwidth_efficiency",
 }
 _MAY_BE_ZERO = {"stall", "device_reserve"}
 
@@ -67,6 +70,10 @@ class Hardware:
     gpus_per_node: float
     host_memory: float
     """Bytes of a node."""
+    host_bandwidth: float
+    """Of all memory channels of a node."""
+    host_bandwidth_efficiency: float
+    """Share that CPU Adam reaches."""
     fragmentation: float
     """Bytes that the caching allocator takes per byte of activations without a plan."""
     stall: float

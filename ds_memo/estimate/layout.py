@@ -9,7 +9,7 @@ dp   data parallel: each replica takes its own sequences
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.hardware import Hardware
@@ -23,6 +23,8 @@ class Layout:
     cp: int = 1
     sp: int = 1
     zero: int = 3
+    offload: str = "none"
+    """Model states on the host: one of offload.OFFLOADS."""
 
     @property
     def ranks(self) -> int:
@@ -42,7 +44,7 @@ class Layout:
         split = [
             f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("sp", self.sp), ("dp", self.dp)) if size > 1
         ]
-        return ", ".join([*split, f"ZeRO {self.zero}"])
+        return ", ".join([*split, f"ZeRO {self.zero}", *([] if self.offload == "none" else [f"offload {self.offload}"])])
 
 
 def check(layout: Layout, model: Model) -> Layout:
@@ -82,10 +84,18 @@ def megatron(model: Model, hardware: Hardware, gpus: int, zero: int, batch: int)
     """Yield layouts as in the paper's runs: tp 4 or 8, inside a node; any cp; replicas on the remaining GPUs."""
     splits = [tp for tp in _divisors(gpus) if tp <= hardware.gpus_per_node and model.heads % tp == 0]
     sizes = [tp for tp in splits if tp in (4, 8)] or splits[-1:]
-    found = [Layout(gpus, tp=tp, cp=cp, zero=zero) for tp in sizes for cp in _divisors(gpus // tp)]
-    busy = [layout for layout in found if layout.dp <= batch]
+    yield from _busy([Layout(gpus, tp=tp, cp=cp, zero=zero) for tp in sizes for cp in _divisors(gpus // tp)], batch)
+
+
+def every_cp(layout: Layout, batch: int) -> list[Layout]:
+    """Return this layout with the cp at which every replica has a sequence, and larger ones."""
+    return _busy([replace(layout, cp=cp) for cp in _divisors(layout.dp)], batch)
+
+
+def _busy(found: list[Layout], batch: int) -> list[Layout]:
+    """Return the layouts whose replicas all have a sequence; if there is none, those with the fewest replicas."""
     least = min(layout.dp for layout in found)
-    yield from busy or [layout for layout in found if layout.dp == least]
+    return [layout for layout in found if layout.dp <= max(batch, least)]
 
 
 def _ulysses_sizes(model: Model, gpus: int) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.offload import LEAST_ZERO
 from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS, by_part, gathered_bytes, state_bytes, timed
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question
 from ds_memo.estimate.tiles import tiled_layer, tilings
@@ -94,7 +95,7 @@ def _run(question: Question, costs: Costs, device_budget: int, working: float, t
     return RunCosts(
         layers=layers,
         d2h_bytes_per_s=hardware.d2h,
-        h2d_bytes_per_s=hardware.h2d,
+        h2d_bytes_per_s=costs.h2d,
         host_budget=int(question.host_bytes / question.ranks_on_node),
         device_budget=device_budget,
         working_bytes=int(working),
@@ -132,6 +133,9 @@ def _too_large(question: Question, layout: Layout, states: dict[str, float]) -> 
     """Return the message where no placement of activations helps."""
     total, usable = sum(states.values()) / GIB, question.hardware.usable_device_bytes / GIB
     helps = "more GPUs" if layout.zero == 3 else "a higher ZeRO stage, more GPUs"
+    further = {"none": "--offload optimizer", "optimizer": "--offload all"}.get(layout.offload)
+    if further and layout.zero >= LEAST_ZERO[further.split()[1]]:
+        helps = f"{further}, {helps}"
     return f"device memory: the model's states alone take {total:.4g} of {usable:.4g} GiB. What helps: {helps}, a smaller model."
 
 
@@ -148,14 +152,17 @@ def _sizes(profile: Profile, costs: Costs) -> list[tuple[int, int]]:
 
 
 def _measured(profile: Profile, costs: Costs, tiles: Tiles | None) -> RunCosts:
-    """Return the layers as measured, at this length and layout. Exchanges between ranks are measured, or added by formula."""
+    """Return the layers as measured, at this length and layout. Exchanges between ranks are measured, or added by formula.
+    No layer is faster than its offloaded model states on the link."""
     run = profile.costs(_sizes(profile, costs), 0, 0, ranks_per_sequence=costs.layout.ranks, tiles=tiles)
-    if profile.ranks_per_sequence > 1:
-        return run
     there, again = costs.layer.exchange, costs.layer.exchange_replay
+    if profile.ranks_per_sequence > 1:
+        there = again = 0.0
+    states = costs.states_s
 
     def longer(layer: LayerCosts) -> LayerCosts:
-        forward_s, backward_s, replay_s = layer.forward_s + there, layer.backward_s + there, layer.replay_s + again
-        return replace(layer, forward_s=forward_s, backward_s=backward_s, replay_s=replay_s)
+        forward_s = max(layer.forward_s + there, states.forward_h2d)
+        backward_s = max(layer.backward_s + there, states.backward_h2d, states.backward_d2h)
+        return replace(layer, forward_s=forward_s, backward_s=backward_s, replay_s=layer.replay_s + again)
 
     return run.each(longer)

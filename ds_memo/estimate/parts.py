@@ -20,13 +20,13 @@ between 64 Ki and 128 Ki tokens, which is between 9 and 19 times."""
 
 
 def state_bytes(costs: Costs) -> dict[str, float]:
-    """Return the bytes of bf16 parameters, of gradients, and of fp32 weights with two moments."""
+    """Return the device bytes of bf16 parameters, of gradients, and of fp32 weights with two moments."""
     layout, mine = costs.layout, costs.model.parameters / costs.layout.tp
-    shards, zero = layout.sharded, layout.zero
+    shards, zero, offloaded = layout.sharded, layout.zero, layout.offload != "none"
     return {
-        "parameters": 2 * mine / (shards if zero >= 3 else 1),
-        "gradients": costs.gradient_bytes * mine / (shards if zero >= 2 else 1),
-        "optimizer states": 12 * mine / (shards if zero >= 1 else 1),
+        "parameters": 0.0 if layout.offload == "all" else 2 * mine / (shards if zero >= 3 else 1),
+        "gradients": 0.0 if offloaded and zero >= 2 else costs.gradient_bytes * mine / (shards if zero >= 2 else 1),
+        "optimizer states": 0.0 if offloaded else 12 * mine / (shards if zero >= 1 else 1),
     }
 
 
@@ -53,7 +53,7 @@ def device_use(question: Question, parts: dict[str, float]) -> str:
 
 def without_budgets(costs: Costs, layers: tuple[LayerCosts, ...]) -> RunCosts:
     """Return the simulator's input where nothing is solved for."""
-    return RunCosts(layers, costs.hardware.d2h, costs.hardware.h2d, host_budget=0, device_budget=0, head_s=costs.head_s)
+    return RunCosts(layers, costs.hardware.d2h, costs.h2d, host_budget=0, device_budget=0, head_s=costs.head_s)
 
 
 def timed(answer: Estimate, costs: Costs) -> Estimate:

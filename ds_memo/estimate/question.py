@@ -20,6 +20,7 @@ from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
+from ds_memo.estimate.offload import LEAST_ZERO
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.memory.host import HOST_HEADROOM
 from ds_memo.placement import Placement, PlacementKind, Tiles
@@ -52,12 +53,14 @@ class Question:
     cp: int | None = None
     sp: int | None = None
     zero: int | None = None
+    offload: str = "none"
+    """Model states on the host: one of offload.OFFLOADS."""
     alpha: float | None = None
     tile_tokens: int | None = None
     """0: layers run whole."""
     plan: bool | None = None
     host_memory: float | None = None
-    """Bytes of a node."""
+    """Bytes of a node, for activations and offloaded model states."""
     profile: Profile | None = None
     """Profile of a real run on as many ranks per sequence: under memo its layers replace the formulas."""
 
@@ -67,7 +70,7 @@ class Question:
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of a node that activations may take."""
+        """Bytes of a node that activations and offloaded model states may take."""
         return self.hardware.host_memory * (1 - HOST_HEADROOM) if self.host_memory is None else self.host_memory
 
     @property
@@ -90,10 +93,12 @@ class Estimate:
     binding: str
     device_bytes: dict[str, float]
     host_bytes: float
+    """With those of offloaded model states."""
     step_s: float | None = None
     alpha: float | None = None
     resident_layers: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    host_state_bytes: float = 0.0
     run: RunCosts | None = field(default=None, repr=False)
     placements: tuple[Placement, ...] = ()
     notes: tuple[str, ...] = ()
@@ -120,6 +125,10 @@ class Estimate:
     @property
     def device_total(self) -> float:
         return sum(self.device_bytes.values())
+
+    @property
+    def host_activation_bytes(self) -> float:
+        return self.host_bytes - self.host_state_bytes
 
     @property
     def tiles(self) -> Tiles | None:
@@ -159,6 +168,7 @@ class Estimate:
             "host_gib": self.host_bytes / GIB,
             "parts": {
                 "device_gib": {name: nbytes / GIB for name, nbytes in self.device_bytes.items()},
+                "host_gib": {"model states": self.host_state_bytes / GIB, "activations": self.host_activation_bytes / GIB},
                 "step_s": self.seconds,
             },
             "method": self.question.method,
@@ -167,6 +177,7 @@ class Estimate:
             "gpus": self.question.gpus,
             "sequences": self.sequences,
             "layout": {"tp": layout.tp, "cp": layout.cp, "sp": layout.sp, "dp": layout.dp, "zero": layout.zero},
+            "offload": layout.offload,
             "notes": list(self.notes),
         }
 
@@ -178,6 +189,13 @@ def check(question: Question) -> None:
     model = question.model
     if model.layers * requests.saved_bytes(model, question.seq_length) > _MOST_BYTES:
         raise EstimateError(f"{model.name} at {question.seq_length} tokens needs more bytes than 64 bits can count")
+    least = LEAST_ZERO.get(question.offload)
+    if least is None:
+        raise EstimateError(f"offload is {question.offload!r}, expected one of {', '.join(LEAST_ZERO)}")
+    if question.zero is not None and question.zero < least:
+        raise EstimateError(
+            f"--offload {question.offload} with --zero {question.zero}: DeepSpeed offloads so from ZeRO {least} on"
+        )
     if question.method not in METHODS:
         raise EstimateError(f"method is {question.method!r}, expected one of {', '.join(METHODS)}")
     if question.alpha is not None:

@@ -56,8 +56,9 @@ def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "alone take 972.3 of 129.3 GiB. What helps: more GPUs, a smaller model."),
-        (("--zero", "1"), "What helps: a higher ZeRO stage, more GPUs"),
+        ((), "alone take 972.3 of 129.3 GiB. What helps: --offload optimizer, more GPUs, a smaller model."),
+        (("--zero", "0"), "What helps: a higher ZeRO stage, more GPUs"),
+        (("--zero", "1", "--offload", "optimizer"), "What helps: a higher ZeRO stage, more GPUs"),
     ],
 )
 def test_a_model_whose_states_do_not_fit(capsys, words, says):
