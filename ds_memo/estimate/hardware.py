@@ -71,7 +71,7 @@ class Hardware:
     host_memory: float
     """Bytes of a node."""
     host_bandwidth: float
-    """Of all memory channels of a node."""
+    """Bytes per second of all memory channels of a node."""
     host_bandwidth_efficiency: float
     """Share that CPU Adam reaches."""
     fragmentation: float

@@ -17,6 +17,10 @@ from ds_memo.remat.call import Call, storage_of, tensor_leaves
 from ds_memo.remat.functions import SkipsCompiled, has_inner_tensors
 from ds_memo.remat.modes import under_torch_checkpoint
 
+_ZEROS_LINEAR = "LinearFunctionForZeroStage3Backward"
+"""The node of ZeRO-3's F.linear, which runs nothing again. A node with hooks frees its gradients later, so that the first pass
+would not do for a plan of addresses."""
+
 
 def count_in_functions(call: Call, out: Any, since: int, parameters: Sequence[torch.Tensor]) -> None:
     """Have the backward of each autograd.Function in an analysed call count the GEMMs that it runs again.
@@ -35,7 +39,7 @@ def _functions(out: Any, since: int) -> Iterator[Any]:
     seen = set(pending)
     while pending:
         node = pending.pop()
-        if isinstance(node, BackwardCFunction):
+        if isinstance(node, BackwardCFunction) and node.name() != _ZEROS_LINEAR:
             yield node
         for before, _ in node.next_functions:
             if before is not None and before not in seen and before._sequence_nr() >= since:

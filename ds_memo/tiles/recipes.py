@@ -27,7 +27,7 @@ class TileRecipe:
     """What tiles of one length keep, and what follows for each of their passes."""
 
     whole: Recipe
-    """Of a whole run."""
+    """The recipe of a whole run."""
     to_attention: list[bool]
     """For each GEMM up to attention, whether a backward from attention needs its output."""
     needed_behind: list[bool]
