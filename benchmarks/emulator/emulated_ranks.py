@@ -32,6 +32,8 @@ class Alike(dist.ProcessGroup):
         self._rank, self._size, self._name, self._clock = rank, size, name, clock
         self._stream = torch.cuda.Stream()
 
+    _device_types = (torch.device("cpu"), torch.device("cuda"))
+
     def size(self) -> int:
         return self._size
 

@@ -175,14 +175,14 @@ class Tuner:
                 nothing_fits = error
         no_recompute = _digest(solution)
         mine = (shapes is None, no_recompute, -no_recompute, nothing_fits is not None, _in_tiles(solution))
-        one_must_probe, most, minus_least, fails, in_tiles = greatest(mine, self._device)
+        one_must_probe, most, minus_least, fails, in_tiles = greatest(mine)
         if shapes is None or one_must_probe:
             return self._solve_together(training_pass, self._probed(training_pass))
         if fails:
             self._refuse_together(nothing_fits)
         if most != -minus_least:
             solution = self._solved(shapes, False)
-            (in_tiles,) = greatest((_in_tiles(solution),), self._device)
+            (in_tiles,) = greatest((_in_tiles(solution),))
         self._gather_for_tiles(in_tiles)
         return solution
 

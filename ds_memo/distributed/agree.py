@@ -46,16 +46,34 @@ def from_all_ranks(mine: Any) -> list[Any]:
     if world_size() == 1:
         return [mine]
     gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, mine)
+    dist.all_gather_object(gathered, mine, group=_of_hosts())
     return gathered
 
 
-def greatest(mine: Sequence[int], device: torch.device) -> list[int]:
+def greatest(mine: Sequence[int]) -> list[int]:
     """Return the greatest of each number over all ranks; all ranks must call this together. Cheap enough for every pass."""
-    numbers = torch.tensor(mine, dtype=torch.int32, device=device)
+    numbers = torch.tensor(mine, dtype=torch.int32)
     if world_size() > 1:
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=_of_hosts())
     return numbers.tolist()
+
+
+_hosts: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+"""The default group, and the one made for its ranks' host memory."""
+
+
+def _of_hosts() -> dist.ProcessGroup:
+    """Return a group of all ranks that moves host memory. NCCL's does not: then all ranks make one of gloo, once.
+
+    What NCCL moves, the host must wait for: it would wait for all that the device has to do.
+    """
+    global _hosts
+    default = dist.group.WORLD
+    if torch.device("cpu") in default._device_types:
+        return default
+    if _hosts is None or _hosts[0] is not default:
+        _hosts = default, dist.new_group(backend="gloo")
+    return _hosts[1]
 
 
 class Do(Protocol):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import types
 import warnings
 from typing import Any
 
@@ -155,6 +156,18 @@ class TestTwoRanks(DistributedTest):
             together(lambda: _raise(ValueError("no")))
         key = f"ds_memo/{next(agree._meetings) - 3}/{me}"
         assert not agree._get_default_store().check([key])  # entries that were read are deleted
+
+    def test_ranks_whose_group_moves_no_host_memory(self, monkeypatch) -> None:
+        """As NCCL's. They talk over one group of gloo, so none waits for its device."""
+        made, new_group = [], dist.new_group
+        only_device = types.SimpleNamespace(_device_types=[torch.device("cuda")])
+        monkeypatch.setattr(agree.dist, "group", types.SimpleNamespace(WORLD=only_device))
+        monkeypatch.setattr(agree.dist, "new_group", lambda **how: made.append(new_group(**how)) or made[-1])
+        me = dist.get_rank()
+        with _Collectives() as seen:
+            assert agree.greatest([me, -me]) == [1, 0]
+        assert agree.from_all_ranks({"rank": me}) == [{"rank": 0}, {"rank": 1}]
+        assert len(made) == 1 and dist.get_backend(made[0]) == "gloo" and seen.names == ["c10d::allreduce_"]
 
     def test_different_configurations_name_the_ranks(self, tmp_path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)
