@@ -17,6 +17,8 @@ UNSEEN = 0.50
 outputs."""
 DRIVER_BYTES = GIB
 """Free device memory that not even a budget without headroom takes, unless the user gives one; twice that with NCCL."""
+DRIVER_SHARE = 0.05
+"""Most of the free memory for that. A budget with headroom must not be larger."""
 LOSES_MORE = 1.25
 """Bytes that torch's allocator loses between blocks in later passes, relative to the first step."""
 
@@ -104,7 +106,7 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
     if headroom:
         alone = max(left * headroom, LOSES_MORE * lost)
     elif device_memory_gib is None:
-        alone = _drivers_bytes()
+        alone = min(_drivers_bytes(), DRIVER_SHARE * left)
     return max(0, int(left - alone) - to_come)
 
 

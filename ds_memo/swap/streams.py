@@ -6,6 +6,7 @@ is the calling thread and the other two are real threads, so that tests can prov
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import threading
@@ -160,6 +161,15 @@ class _CudaEvent(torch.cuda.Event):
     stream: str
 
 
+@functools.cache
+def _copy_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
+    """Return a device's copy streams, the same for all models and profiles of a process.
+
+    CUDA has 32 pooled streams for each device, and hands them out in turns: one that is made late may be NCCL's.
+    """
+    return {D2H: torch.cuda.Stream(device), H2D: torch.cuda.Stream(device)}
+
+
 class CudaStreams:
     """Streams of CUDA: compute is the stream that is current at the call; `d2h` and `h2d` are two streams of our own."""
 
@@ -167,7 +177,8 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copy_streams = {D2H: torch.cuda.Stream(device), H2D: torch.cuda.Stream(device)}
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._copy_streams = _copy_streams(torch.device("cuda", index))
         self._stall = {D2H: 0.0, H2D: 0.0}
         self._waits: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 

@@ -135,7 +135,9 @@ def test_without_a_context_nothing_is_split_and_none_is_made(settings, monkeypat
 
 def test_a_process_that_is_limited_to_a_part_of_the_card(card, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.25)
-    assert device_budget(CUDA, None, 0, 0.0) == 7 * GIB  # 20 of 80, less what is in use and what the driver loads late
+    assert device_budget(CUDA, None, 0, 0.0) == int(
+        8 * 0.95 * GIB
+    )  # 20 of 80, less what is in use, and for what the driver loads late
 
 
 def test_a_cards_usage_for_reports(card):
