@@ -135,7 +135,7 @@ def use_fused_norms(model: nn.Module, which: str, undo: ExitStack) -> None:
         apex = APEX_NORM.load(setting)
         layer_norm, rms_norm, norms = apex.fused_layer_norm_affine, apex.fused_rms_norm_affine, "LayerNorm or RMSNorm"
     runs = [(module, run) for module in model.modules() if (run := _fused_norm(layer_norm, rms_norm, module)) is not None]
-    if not runs:
+    if not runs and not (which == "torch" and any(isinstance(module, nn.LayerNorm) for module in model.modules())):
         raise MemoError(f"{setting}: {type(model).__name__} has no {norms} with a weight that it can run")
     for module, run in runs:
         undo.callback(_restore_forward, weakref.ref(module), module.__dict__.get("forward"))

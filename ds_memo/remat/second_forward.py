@@ -17,9 +17,9 @@ from ds_memo.remat.call import Call, storage_of, tensor_leaves
 from ds_memo.remat.functions import SkipsCompiled, has_inner_tensors
 from ds_memo.remat.modes import under_torch_checkpoint
 
-_ZEROS_LINEAR = "LinearFunctionForZeroStage3Backward"
-"""The node of ZeRO-3's F.linear, which runs nothing again. A node with hooks frees its gradients later, so that the first pass
-would not do for a plan of addresses."""
+_ZEROS = "deepspeed.runtime.zero."
+"""Modules of ZeRO-3's own Functions: F.linear, and hooks that gather. They run nothing again. A node with hooks frees its
+gradients later, so that the first pass would not do for a plan of addresses."""
 
 
 def count_in_functions(call: Call, out: Any, since: int, parameters: Sequence[torch.Tensor]) -> None:
@@ -39,7 +39,7 @@ def _functions(out: Any, since: int) -> Iterator[Any]:
     seen = set(pending)
     while pending:
         node = pending.pop()
-        if isinstance(node, BackwardCFunction) and node.name() != _ZEROS_LINEAR:
+        if isinstance(node, BackwardCFunction) and not node._forward_cls.__module__.startswith(_ZEROS):
             yield node
         for before, _ in node.next_functions:
             if before is not None and before not in seen and before._sequence_nr() >= since:
