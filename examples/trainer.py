@@ -47,3 +47,4 @@ trainer = Trainer(model=model, args=args, train_dataset=windows)
 trainer.train()
 if torch.distributed.get_rank() == 0:
     print(ds_memo.report(trainer.model_wrapped))
+torch.distributed.destroy_process_group()  # or gloo's threads may outlive the interpreter
