@@ -7,6 +7,7 @@ run        all layers, both bandwidths, both budgets
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -172,6 +173,19 @@ class LayerCosts:
 
 
 @dataclass(frozen=True)
+class NvmeCosts:
+    """This rank's share of the node's drives, behind its host memory."""
+
+    budget: int
+    """Bytes that may be in files."""
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    """Bandwidths while all ranks of the node write or read at once, beside their copies."""
+    most_written_per_s: float = math.inf
+    """Bytes per second that may be written on average over a step: what the drives are rated for."""
+
+
+@dataclass(frozen=True)
 class RunCosts:
     """A whole run at one length."""
 
@@ -196,6 +210,8 @@ class RunCosts:
     """Seconds of head and loss, between the last layer's forward and its backward."""
     tiles: Tiles | None = None
     """How its layers run in tiles; None: they run whole."""
+    nvme: NvmeCosts | None = None
+    """None: host blocks stay in host memory."""
 
     @cached_property
     def distinct(self) -> tuple[list[LayerCosts], np.ndarray]:

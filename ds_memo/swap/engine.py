@@ -201,7 +201,7 @@ class SwapEngine:
                 self._reload(frame)
             self.streams.wait(COMPUTE, frame.back)
             frame.move("ready")
-        if below is not None and not below.resident and below.ahead and below.state in ("away", "done"):
+        if below is not None and self._may_go_ahead(below):
             self.traffic.frames_prefetched += 1
             self._reload(below)
             self._ahead = weakref.ref(below)
@@ -306,6 +306,10 @@ class SwapEngine:
             self.streams.wait(COMPUTE, frame.back)
             frame.slots.clear()
             frame.move("away")
+
+    def _may_go_ahead(self, frame: Frame) -> bool:
+        """Return True if a frame can be reloaded ahead of its replay."""
+        return not frame.resident and frame.ahead and frame.state in ("away", "done")
 
     def _next_below(self, frame: Frame) -> Frame | None:
         """Return the youngest older frame that backward has reached as often as this one, if any."""

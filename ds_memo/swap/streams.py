@@ -97,6 +97,9 @@ class ThreadStreams:
             stream, failure = self._failures[0]
             raise MemoError(f"a copy on the {stream} stream failed: {failure!r}") from failure
 
+    def done(self, event: _ThreadEvent) -> bool:
+        return event.done.is_set()
+
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         if not self._stop.alive:
             raise MemoError(f"a copy was issued {_CLOSED}")
@@ -208,6 +211,9 @@ class CudaStreams:
         while self._waits and self._waits[0][2].query():
             stream, before, after = self._waits.popleft()
             self._stall[stream] += before.elapsed_time(after) * 1e-3
+
+    def done(self, event: _CudaEvent) -> bool:
+        return event.query()
 
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         with torch.cuda.stream(self._copy_streams[stream]):
