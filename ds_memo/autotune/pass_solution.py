@@ -61,10 +61,10 @@ class PassSolution:
         return tuple(stored)
 
     def host_bytes(self, first: int, end: int) -> int:
-        """Bytes of the host blocks of every layer's calls from `first` to before `end`."""
+        """Bytes of the host blocks of every layer's calls from `first` to before `end`, but for those that go on to files."""
         calls = slice(first * len(self.solved), end * len(self.solved))
         placed = zip(self.run.layers[calls], self.solution.placements[calls], strict=True)
-        return sum(layer.host_bytes(placement) for layer, placement in placed)
+        return sum(layer.host_bytes(placement) for layer, placement in placed if not placement.nvme)
 
     def predicted(self) -> dict[str, Any]:
         """What the solver expects of a pass; bytes and seconds of this rank."""

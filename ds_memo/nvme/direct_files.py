@@ -7,6 +7,7 @@ once. Threads sleep in the system's calls, which hold no interpreter lock. docs/
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import queue
 import threading
@@ -17,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from ds_memo.errors import MemoError
-from ds_memo.nvme.directory import Directory, grow, private_file
+from ds_memo.nvme.directory import Directory, buffers_silently, grow, private_file
 from ds_memo.nvme.extents import Space
 from ds_memo.nvme.file_protocol import Extent
 from ds_memo.swap.host_slab import Block
@@ -69,7 +70,7 @@ class DirectFiles:
         self._space = Space()
         self._files: list[_File] = []
         self._under_way: list[DirectTransfer] = []
-        self.meters = {True: _Meter(), False: _Meter()}
+        self.meters = {True: Meter(), False: Meter()}
         """Of writes (True) and reads."""
         self._stop = weakref.finalize(self, _stop, self._files)
         try:
@@ -80,6 +81,15 @@ class DirectFiles:
         except BaseException:
             self._stop()
             raise
+
+    @property
+    def directories(self) -> list[Directory]:
+        return [file.directory for file in self._files]
+
+    def buffer_silently(self) -> list[bool]:
+        """Return of each file whether its file system keeps it in the page cache all the same. Overwrites its first bytes."""
+        memory = memoryview(mmap.mmap(-1, PAGE))
+        return [buffers_silently(file.handle, memory) for file in self._files]
 
     def extent(self, nbytes: int, wanted_by: str) -> Extent:
         nbytes = round_up(nbytes, PAGE)
@@ -173,7 +183,7 @@ class DirectFiles:
             raise MemoError("files for activations are closed, or this process was forked from the one that opened them")
 
 
-class _Meter:
+class Meter:
     """Bytes moved in one direction, and the time in which any were."""
 
     def __init__(self) -> None:
@@ -196,15 +206,15 @@ class _Meter:
             if not self._calls:
                 self.busy_s += time.perf_counter() - self._since
 
-    @property
-    def bytes_per_s(self) -> float:
-        return self.nbytes / self.busy_s if self.busy_s else 0.0
+    def zero(self) -> None:
+        """Begin anew. Nothing may be under way."""
+        self.nbytes, self.busy_s = 0, 0.0
 
 
 class _File:
     """One file, its queue and its threads. They refer to it, not to its owner; the descriptor is closed with the last of them."""
 
-    def __init__(self, directory: Directory, meters: dict[bool, _Meter], streams: Streams) -> None:
+    def __init__(self, directory: Directory, meters: dict[bool, Meter], streams: Streams) -> None:
         self.directory = directory
         self.handle = private_file(directory)
         weakref.finalize(self, os.close, self.handle)
@@ -228,13 +238,13 @@ class _File:
         for thread in self._threads:
             thread.join()
 
-    def _work(self, meters: dict[bool, _Meter], streams: Streams) -> None:
+    def _work(self, meters: dict[bool, Meter], streams: Streams) -> None:
         while (part := self.queue.get()) is not None:
             transfer, memory, at = part
             self._move(transfer, memory, at, meters[transfer.writes], streams)
             del part, transfer, memory  # an idle thread must not keep memory alive
 
-    def _move(self, transfer: DirectTransfer, memory: memoryview, at: int, meter: _Meter, streams: Streams) -> None:
+    def _move(self, transfer: DirectTransfer, memory: memoryview, at: int, meter: Meter, streams: Streams) -> None:
         try:
             for event in transfer.after:
                 while not streams.done(event):

@@ -17,8 +17,6 @@ IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
 OVER_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs", "afs")
 HEADROOM = 0.1
 """Share of a file system's free bytes that is left alone if memo.nvme.gib is absent."""
-_PROBE = 1 << 20
-"""Bytes that are written to find out if a file system buffers silently."""
 
 
 @dataclass(frozen=True)

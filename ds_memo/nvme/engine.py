@@ -1,7 +1,8 @@
 """The schedule of frames whose host blocks go on to files.
 
     forward    behind a frame's last copy to the host (`sent`), its block is written to its extent. The host is a cache over the
-               files: a written block stays until its memory is wanted, those of the oldest frames go first.
+               files: a written block stays until its memory is wanted, those of the oldest frames go first. If these are not
+               enough (more forwards before a backward than were foreseen), others are written then.
     backward   blocks are read in the order of the backward, as far ahead as host memory has room, behind all copies issued so far:
                they may still use that memory. A frame's reload is issued once its block is read.
 
@@ -70,6 +71,7 @@ class NvmeEngine(SwapEngine):
         self.files = files
         self._warn = warn
         self._writing: deque[weakref.ref[Frame]] = deque()  # oldest first
+        self._in_host = _ByAge()  # and in no file
         self._in_both = _ByAge()
         self._in_file = _ByAge()
         self._abandoned: deque[Filed] = deque()  # of dead frames
@@ -79,11 +81,8 @@ class NvmeEngine(SwapEngine):
 
     def end(self, frame: Frame) -> None:
         super().end(frame)
-        if not frame.placement.nvme or frame.block is None:
-            return
-        extent = self.files.extent(frame.block.nbytes, f"frame {frame.name}")
-        frame.filed = Filed(extent, self.files.write(frame.block, extent, (frame.sent,)), tuple(frame.rows))
-        self._writing.append(weakref.ref(frame))
+        if frame.block is not None and not (frame.placement.nvme and self._write(frame)):
+            self._in_host.add(frame)
 
     # ---- backward
 
@@ -137,7 +136,8 @@ class NvmeEngine(SwapEngine):
     # ---- host memory
 
     def _make_room(self, enough: Callable[[], bool]) -> None:
-        """Free host memory of written blocks, the oldest frames' first, until it is enough or none is left."""
+        """Free host memory until it is enough: of written blocks, the oldest frames' first, then of those that are being written,
+        then of others, which are written now."""
         self._note_written()
         while not enough():
             if (frame := self._in_both.oldest(_IDLE)) is not None:
@@ -147,8 +147,20 @@ class NvmeEngine(SwapEngine):
                 self._in_file.add(frame)
             elif self._writing:
                 self._wait_for_oldest_write()
-            else:
+            elif (frame := self._in_host.oldest(_IDLE)) is None or not self._write(frame):
                 return
+
+    def _write(self, frame: Frame) -> bool:
+        """Begin to write a frame's block; return False, after a warning, if the files have no space for it."""
+        try:
+            extent = self.files.extent(frame.block.nbytes, f"frame {frame.name}")
+        except MemoError as refusal:
+            self._warn(f"{refusal}. It stays in host memory")
+            return False
+        self._in_host.discard(frame)
+        frame.filed = Filed(extent, self.files.write(frame.block, extent, (frame.sent,)), tuple(frame.rows))
+        self._writing.append(weakref.ref(frame))
+        return True
 
     def _note_written(self) -> None:
         """Note the writes that are over, without waiting."""
