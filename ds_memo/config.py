@@ -196,7 +196,12 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def _model_at(path: list[str]) -> type[_Section]:
-    sections: dict[str, type[_Section]] = {"nvme": NvmeConfig, "plan": PlanConfig, "profile": ProfileConfig, "kernels": KernelsConfig}
+    sections: dict[str, type[_Section]] = {
+        "nvme": NvmeConfig,
+        "plan": PlanConfig,
+        "profile": ProfileConfig,
+        "kernels": KernelsConfig,
+    }
     return sections[path[0]] if path else MemoConfig
 
 

@@ -121,13 +121,14 @@ class Drives:
             return None
         if self._max_tb_per_day is None:
             return (
-                f"this node writes {tb:.3g} TB a day to memo.nvme.path; drives are rated for some, and memo.nvme.max_tb_per_day is what "
-                "the solver may write"
+                f"this node writes {tb:.3g} TB a day to memo.nvme.path; compare that with what its drives are rated for. "
+                "memo.nvme.max_tb_per_day bounds what the solver writes"
             )
         if tb > self._max_tb_per_day * (1 + _TOLERATED):
             return (
-                f"this node writes {tb:.3g} TB a day to memo.nvme.path, more than memo.nvme.max_tb_per_day ({self._max_tb_per_day:g}): "
-                "alpha is configured, or steps are shorter than predicted. Lower memo.alpha, or leave it out"
+                f"this node writes {tb:.3g} TB a day to memo.nvme.path, more than memo.nvme.max_tb_per_day "
+                f"({self._max_tb_per_day:g}): alpha is configured, or steps are shorter than predicted. Lower memo.alpha, or leave "
+                "it out"
             )
         return None
 

@@ -64,9 +64,7 @@ class NvmeEngine(SwapEngine):
         warn: says something once and shows it in the report.
     """
 
-    def __init__(
-        self, streams: Streams, slab: HostSlab, device: torch.device, files: Files, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, streams: Streams, slab: HostSlab, device: torch.device, files: Files, warn: Callable[[str], None]) -> None:
         super().__init__(streams, slab, device)
         self.files = files
         self._warn = warn
