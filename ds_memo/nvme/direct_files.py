@@ -251,12 +251,10 @@ class _File:
                     time.sleep(_POLLS)
             if transfer.failure is None:
                 meter.begin()
-                moved = 0
                 try:
-                    for moved in _moved(self.handle, memory, at, transfer.writes):
-                        pass
+                    _move_all(self.handle, memory, at, transfer.writes)
                 finally:
-                    meter.end(moved)
+                    meter.end(len(memory))
         except BaseException as failure:  # raised where the transfer is waited for, by the thread that can act on it
             what = "write" if transfer.writes else "read"
             rank = os.environ.get("RANK", "0")
@@ -271,16 +269,13 @@ _COUNTS = threading.Lock()
 """Guards the counts of parts: threads of several files have parts of one transfer."""
 
 
-def _moved(handle: int, memory: memoryview, at: int, writes: bool) -> Iterator[int]:
-    """Move all of this memory to or from a file; yield the bytes so far after each call of the system."""
-    done = 0
-    while done < len(memory):
-        rest = [memory[done:]]
-        moved = os.pwritev(handle, rest, at + done) if writes else os.preadv(handle, rest, at + done)
+def _move_all(handle: int, memory: memoryview, at: int, writes: bool) -> None:
+    """Move all of this memory to or from a file, in as many calls of the system as it takes."""
+    while memory:
+        moved = os.pwritev(handle, [memory], at) if writes else os.preadv(handle, [memory], at)
         if moved <= 0 or moved % PAGE:
-            raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: {moved} of {len(rest[0])} bytes were moved")
-        done += moved
-        yield done
+            raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: {moved} of {len(memory)} bytes were moved")
+        memory, at = memory[moved:], at + moved
 
 
 def _stop(files: list[_File]) -> None:

@@ -3,8 +3,8 @@
     forward    behind a frame's last copy to the host (`sent`), its block is written to its extent. The host is a cache over the
                files: a written block stays until its memory is wanted, those of the oldest frames go first. If these are not
                enough (more forwards before a backward than were foreseen), others are written then.
-    backward   blocks are read in the order of the backward, as far ahead as host memory has room, behind all copies issued so far:
-               they may still use that memory. A frame's reload is issued once its block is read.
+    backward   blocks are read in the order of the backward, as far ahead as host memory has room, behind all copies issued so
+               far: they may still use that memory. A frame's reload is issued once its block is read.
 
     writing ─► in_both ─► in_file ─► reading ─► in_both …        (`reading` to `in_file` if that failed)
 
@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme.file_protocol import Extent, Files, Transfer

@@ -45,13 +45,13 @@ class Files(Protocol):
     def read(self, extent: Extent, block: Block, after: tuple[Any, ...]) -> Transfer:
         """Read a block once these events of streams are over."""
 
-    def done(self, transfer: Transfer) -> bool:
+    def done(self, transfer: Any) -> bool:
         """Return True if a transfer is over, or has failed."""
 
-    def wait(self, transfer: Transfer, compute: Any) -> None:
+    def wait(self, transfer: Any, compute: Any) -> None:
         """Wait until a transfer is over or has failed. What lies behind `compute`, an event, counts as a stall."""
 
-    def wait_beside(self, transfer: Transfer, compute: Any) -> bool:
+    def wait_beside(self, transfer: Any, compute: Any) -> bool:
         """Wait until a transfer is over or has failed, no longer than until `compute`, an event; return True if it is."""
 
     def finish(self) -> None:

@@ -59,13 +59,13 @@ def _opened(config: NvmeConfig, device: torch.device, streams: Streams, warn: Ca
     if not files.budget:
         files.close()
         raise MemoError(
-            f"memo.nvme: {budget / GIB:.3g} GiB for each of {ranks} ranks in {', '.join(str(d.path) for d in directories)}, too little "
-            "for one stripe; free some, or raise memo.nvme.gib"
+            f"memo.nvme: {budget / GIB:.3g} GiB for each of {ranks} ranks in {', '.join(str(d.path) for d in directories)}, "
+            "too little for one stripe; free some, or raise memo.nvme.gib"
         )
     if any(files.buffer_silently()):
         warn(
-            f"memo.nvme.path: {', '.join(sorted({d.kind for d in directories}))} keeps in the page cache what was to bypass it; host "
-            "memory is what is short. Name a directory on ext4 or xfs"
+            f"memo.nvme.path: {', '.join(sorted({d.kind for d in directories}))} keeps in the page cache what was to bypass it, and "
+            "host memory is what is short. Name a directory on ext4 or xfs"
         )
     return files
 
