@@ -127,8 +127,8 @@ class Drives:
         if tb > self._max_tb_per_day * (1 + _TOLERATED):
             return (
                 f"this node writes {tb:.3g} TB a day to memo.nvme.path, more than memo.nvme.max_tb_per_day "
-                f"({self._max_tb_per_day:g}): alpha is configured, or steps are shorter than predicted. Lower memo.alpha, or leave "
-                "it out"
+                f"({self._max_tb_per_day:g}): alpha is configured, or steps are shorter than predicted. Lower memo.alpha, "
+                "or leave it out"
             )
         return None
 

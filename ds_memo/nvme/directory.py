@@ -115,8 +115,8 @@ def grow(handle: int, directory: Directory, size: int, more: int) -> None:
         with suppress(OSError):
             os.ftruncate(handle, size)  # what was allocated before the refusal
         raise MemoError(
-            f"files for activations: {directory.path} has no room for {more / GIB:.3g} GiB more beside this rank's {size / GIB:.3g} "
-            f"GiB; {directory.free / GIB:.3g} GiB are free ({error.strerror}). Free some, or lower memo.nvme.gib "
+            f"files for activations: {directory.path} has no room for {more / GIB:.3g} GiB more beside this rank's "
+            f"{size / GIB:.3g} GiB; {directory.free / GIB:.3g} GiB are free ({error.strerror}). Free some, or lower memo.nvme.gib "
             "or memo.alpha"
         ) from error
 

@@ -64,8 +64,8 @@ def _opened(config: NvmeConfig, device: torch.device, streams: Streams, warn: Ca
         )
     if any(files.buffer_silently()):
         warn(
-            f"memo.nvme.path: {', '.join(sorted({d.kind for d in directories}))} keeps in the page cache what was to bypass it, and "
-            "host memory is what is short. Name a directory on ext4 or xfs"
+            f"memo.nvme.path: {', '.join(sorted({d.kind for d in directories}))} keeps in the page cache what was to bypass it, "
+            "and host memory is what is short. Name a directory on ext4 or xfs"
         )
     return files
 
