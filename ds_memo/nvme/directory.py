@@ -116,8 +116,8 @@ def grow(handle: int, directory: Directory, size: int, more: int) -> None:
             os.ftruncate(handle, size)  # what was allocated before the refusal
         raise MemoError(
             f"files for activations: {directory.path} has no room for {more / GIB:.3g} GiB more beside this rank's "
-            f"{size / GIB:.3g} GiB; {directory.free / GIB:.3g} GiB are free ({error.strerror}). Free some, or lower memo.nvme.gib "
-            "or memo.alpha"
+            f"{size / GIB:.3g} GiB; {directory.free / GIB:.3g} GiB are free ({error.strerror}). Free some, or lower "
+            "memo.nvme.gib or memo.alpha"
         ) from error
 
 
