@@ -280,7 +280,8 @@ def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
 
 
 def _fail(message: str) -> None:
-    raise AssertionError(message)  # of a failed write: virtual ones do not fail
+    """Raise what the engine only warns about: a block that files have no room for."""
+    raise MemoError(message)
 
 
 @dataclass

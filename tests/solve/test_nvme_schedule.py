@@ -96,10 +96,14 @@ def test_the_host_holds_the_rest_to_the_byte() -> None:
     assert files > 0 and sum(blocks[files:]) <= costs.host_budget < sum(blocks[files - 1 :])
     exact = replace(costs, host_budget=sum(blocks[files:]))
     simulate(exact, with_files(kinds, 0.7, files))
-    with pytest.raises(MemoError, match="host memory"):
-        simulate(replace(exact, host_budget=exact.host_budget - 1), with_files(kinds, 0.7, files))
     assert NvmeSchedule(replace(exact, host_budget=exact.host_budget - 1), kinds).files(0.7) > files
-    assert NvmeSchedule(replace(exact, host_budget=max(blocks) - 1), kinds).files(0.7) is None
+    smallest = replace(costs, host_budget=max(blocks))
+    files = NvmeSchedule(smallest, kinds).files(0.7)
+    simulate(smallest, with_files(kinds, 0.7, files))
+    smaller = replace(costs, host_budget=max(blocks) - 1)
+    assert NvmeSchedule(smaller, kinds).files(0.7) is None
+    with pytest.raises(MemoError, match="host memory"):
+        simulate(smaller, with_files(kinds, 0.7, files))
 
 
 def test_files_hold_no_more_than_their_budget() -> None:
