@@ -73,6 +73,8 @@ class PassSolution:
             "layers_s": solution.step_s,
             "d2h_stall_s": solution.d2h_stall_s,
             "h2d_stall_s": solution.h2d_stall_s,
+            "nvme_stall_s": solution.nvme_stall_s,
+            "nvme_bytes": solution.nvme_bytes,
             "host_bytes": solution.host_bytes,
             "device_bytes": solution.device_bytes,
             "device_bytes_by_part": dict(solution.device_bytes_by_part),
