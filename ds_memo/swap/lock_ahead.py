@@ -69,8 +69,8 @@ def lock(nbytes: int, node: Node | None) -> Locked:
 class LockAhead:
     """A thread that locks segments of these sizes.
 
-    It ends early if the system refuses one: whoever needs the memory then asks for it, and raises the error. It refers neither to
-    the pool nor to this object, and is no daemon: CUDA must not go while it locks.
+    It ends early if the system refuses one: the frame that needs the memory then asks for it, and raises the error. It refers
+    neither to the pool nor to this object, and is no daemon: CUDA must not go while it locks.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device, node: Node | None) -> None:
