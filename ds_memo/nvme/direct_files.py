@@ -1,7 +1,8 @@
 """Files that bypass the page cache, read and written by threads: one file in each directory, blocks striped over them.
 
 Each file has a few threads and a queue. A transfer is cut where stripes end; its parts are done in the order of issue, several at
-once. Threads sleep in the system's calls, which hold no interpreter lock. docs/nvme.md compares this with DeepSpeed's AsyncIO.
+once. One more thread begins transfers: it alone watches events, so that the others cost no interpreter time. They sleep in the
+system's calls, which hold no interpreter lock. docs/nvme.md compares this with DeepSpeed's AsyncIO.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,7 @@ from ds_memo.nvme.file_protocol import Extent
 from ds_memo.swap.host_slab import Block
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.stream_protocol import Streams
+from ds_memo.swap.streams import finish_first
 from ds_memo.units import GIB, round_up
 
 STRIPE = 1 << 23
@@ -34,18 +36,20 @@ _GROWS_BY = 1 << 30
 """Bytes by which files without a given size grow at least."""
 _LOOKS = 1e-3
 """Seconds between two looks at compute, while the host waits."""
-_POLLS = 1e-4
+_POLLS = 2e-4
 """Seconds between two looks at the events that a transfer waits for."""
 
 
 class DirectTransfer:
     """One block on its way; see :class:`ds_memo.nvme.file_protocol.Transfer`."""
 
-    def __init__(self, writes: bool, after: tuple[Any, ...], parts: int) -> None:
+    def __init__(self, writes: bool, after: tuple[Any, ...], parts: list[tuple[_File, memoryview, int]]) -> None:
         self.writes = writes
         self.after = after
-        self.parts = parts
-        """Not done yet."""
+        self.parts: list[tuple[_File, memoryview, int]] = parts
+        """(file, memory, offset in the file); empty once it has begun."""
+        self.left = len(parts)
+        """Parts that are not done yet."""
         self.failure: BaseException | None = None
         self.over = threading.Event()
 
@@ -64,7 +68,8 @@ class DirectFiles:
     """
 
     def __init__(self, directories: Sequence[Directory], budget: int, streams: Streams, preallocate: bool) -> None:
-        self.budget = budget // (STRIPE * len(directories)) * (STRIPE * len(directories))
+        self._row = STRIPE * len(directories)
+        self.limit(budget)
         self.stall_s = 0.0
         self._streams = streams
         self._space = Space()
@@ -72,19 +77,31 @@ class DirectFiles:
         self._under_way: list[DirectTransfer] = []
         self.meters = {True: Meter(), False: Meter()}
         """Of writes (True) and reads."""
-        self._stop = weakref.finalize(self, _stop, self._files)
+        self._issued: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         try:
             for directory in directories:
-                self._files.append(_File(directory, self.meters, streams))
-            if preallocate:
+                self._files.append(_File(directory))
+            if preallocate and self.budget:
                 self._grow(self.budget)
+            # The threads refer to the files and queues only, so they end even if this object is never closed.
+            self._stop = weakref.finalize(self, _stop, self._issued, self._threads)
+            self._start(_begin_transfers, self._issued, list(self._files), streams)
+            for file in self._files:
+                for _ in range(THREADS):
+                    self._start(_move_parts, file, self.meters)
         except BaseException:
-            self._stop()
+            self._files.clear()
+            self._issued.put(None)
             raise
 
     @property
     def directories(self) -> list[Directory]:
         return [file.directory for file in self._files]
+
+    def limit(self, budget: int) -> None:
+        """Let the files take so many bytes at most, in whole rows of stripes."""
+        self.budget = budget // self._row * self._row
 
     def buffer_silently(self) -> list[bool]:
         """Return of each file whether its file system keeps it in the page cache all the same. Overwrites its first bytes."""
@@ -145,17 +162,20 @@ class DirectFiles:
             with suppress(MemoError):  # in a forked child
                 self.finish()
             self._stop()
-            for file in self._files:
-                file.join()
+            for thread in self._threads:
+                thread.join()
+            self._files.clear()  # this closes them, which frees their space
 
     def _transfer(self, writes: bool, block: Block, extent: Extent, after: tuple[Any, ...]) -> DirectTransfer:
         self._check_threads()
-        parts = list(self._parts(block, extent))
-        transfer = DirectTransfer(writes, after, len(parts))
+        transfer = DirectTransfer(writes, after, list(self._parts(block, extent)))
         self._under_way = [other for other in self._under_way if not other.over.is_set()]
-        self._under_way.append(transfer)
-        for file, memory, at in parts:
-            file.queue.put((transfer, memory, at))
+        try:
+            self._under_way.append(transfer)
+            self._issued.put(transfer)
+        except BaseException:  # Ctrl-C, before or after: what is issued twice begins once
+            self._issued.put(transfer)
+            raise
         return transfer
 
     def _parts(self, block: Block, extent: Extent) -> Iterator[tuple[_File, memoryview, int]]:
@@ -172,14 +192,18 @@ class DirectFiles:
 
     def _grow(self, nbytes: int) -> None:
         """Make the space larger by at least this, in whole rows of stripes."""
-        row = STRIPE * len(self._files)
-        nbytes = min(round_up(nbytes, row), self.budget - self._space.size)
+        nbytes = min(round_up(nbytes, self._row), self.budget - self._space.size)
         for file in self._files:
             grow(file.handle, file.directory, self._space.size // len(self._files), nbytes // len(self._files))
         self._space.grow(nbytes)
 
+    def _start(self, work: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=work, args=args, name=f"ds_memo-files-{len(self._threads)}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
     def _check_threads(self) -> None:
-        if not self._stop.alive or not all(file.is_alive for file in self._files):
+        if not self._stop.alive or not all(thread.is_alive() for thread in self._threads):
             raise MemoError("files for activations are closed, or this process was forked from the one that opened them")
 
 
@@ -212,57 +236,56 @@ class Meter:
 
 
 class _File:
-    """One file, its queue and its threads. They refer to it, not to its owner; the descriptor is closed with the last of them."""
+    """One file and its queue. The descriptor is closed with the last reference: the owner's, or a thread's."""
 
-    def __init__(self, directory: Directory, meters: dict[bool, Meter], streams: Streams) -> None:
+    def __init__(self, directory: Directory) -> None:
         self.directory = directory
         self.handle = private_file(directory)
-        weakref.finalize(self, os.close, self.handle)
+        # Not at exit: threads may still be at work, and another file could get the number.
+        weakref.finalize(self, os.close, self.handle).atexit = False
         self.queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, args=(meters, streams), name=f"ds_memo-file-{number}", daemon=True)
-            for number in range(THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
 
-    @property
-    def is_alive(self) -> bool:
-        return all(thread.is_alive() for thread in self._threads)
 
-    def stop(self) -> None:
-        for _ in self._threads:
-            self.queue.put(None)
-
-    def join(self) -> None:
-        for thread in self._threads:
-            thread.join()
-
-    def _work(self, meters: dict[bool, Meter], streams: Streams) -> None:
-        while (part := self.queue.get()) is not None:
-            transfer, memory, at = part
-            self._move(transfer, memory, at, meters[transfer.writes], streams)
-            del part, transfer, memory  # an idle thread must not keep memory alive
-
-    def _move(self, transfer: DirectTransfer, memory: memoryview, at: int, meter: Meter, streams: Streams) -> None:
+def _begin_transfers(issued: queue.SimpleQueue, files: list[_File], streams: Streams) -> None:
+    """Hand the parts of transfers over to the files' threads, each behind its events, in the order of issue."""
+    while (transfer := issued.get()) is not None:
         try:
             for event in transfer.after:
                 while not streams.done(event):
                     time.sleep(_POLLS)
+        except BaseException as failure:
+            transfer.failure = failure
+        parts, transfer.parts = transfer.parts, []
+        for file, memory, at in parts:
+            file.queue.put((transfer, memory, at))
+        parts = file = memory = transfer = None  # an idle thread must not keep memory alive
+    for file in files:
+        for _ in range(THREADS):
+            file.queue.put(None)
+
+
+def _move_parts(file: _File, meters: dict[bool, Meter]) -> None:
+    """Do the parts of transfers that lie in one file."""
+    while (part := file.queue.get()) is not None:
+        transfer, memory, at = part
+        try:
             if transfer.failure is None:
-                meter.begin()
+                meters[transfer.writes].begin()
                 try:
-                    _move_all(self.handle, memory, at, transfer.writes)
+                    _move_all(file.handle, memory, at, transfer.writes)
                 finally:
-                    meter.end(len(memory))
+                    meters[transfer.writes].end(len(memory))
         except BaseException as failure:  # raised where the transfer is waited for, by the thread that can act on it
             what = "write" if transfer.writes else "read"
             rank = os.environ.get("RANK", "0")
-            transfer.failure = MemoError(f"rank {rank} could not {what} its file in {self.directory.path}: {failure}")
+            transfer.failure = MemoError(f"rank {rank} could not {what} its file in {file.directory.path}: {failure}")
         with _COUNTS:
-            transfer.parts -= 1
-            if not transfer.parts:
-                transfer.over.set()
+            transfer.left -= 1
+            over = not transfer.left
+        del part, memory  # an idle thread must not keep memory alive, nor one that is told
+        if over:
+            transfer.over.set()
+        del transfer
 
 
 _COUNTS = threading.Lock()
@@ -278,6 +301,6 @@ def _move_all(handle: int, memory: memoryview, at: int, writes: bool) -> None:
         memory, at = memory[moved:], at + moved
 
 
-def _stop(files: list[_File]) -> None:
-    for file in files:
-        file.stop()
+def _stop(issued: queue.SimpleQueue, threads: list[threading.Thread]) -> None:
+    finish_first(threads)
+    issued.put(None)

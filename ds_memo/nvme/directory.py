@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -94,13 +95,12 @@ def private_file(directory: Directory) -> int:
             raise _refused(directory, error) from error
     name = directory.path / f".ds_memo-{secrets.token_hex(8)}"
     try:
-        handle = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        with suppress(OSError):  # where O_DIRECT is refused it has been made
-            os.unlink(name)
         raise _refused(directory, error) from error
-    os.unlink(name)
-    return handle
+    finally:  # where O_DIRECT is refused, and at Ctrl-C, it has been made, too
+        with suppress(OSError):
+            os.unlink(name)
 
 
 def grow(handle: int, directory: Directory, size: int, more: int) -> None:
@@ -114,6 +114,8 @@ def grow(handle: int, directory: Directory, size: int, more: int) -> None:
     except OSError as error:
         with suppress(OSError):
             os.ftruncate(handle, size)  # what was allocated before the refusal
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise _refused(directory, error) from error
         raise MemoError(
             f"files for activations: {directory.path} has no room for {more / GIB:.3g} GiB more beside this rank's "
             f"{size / GIB:.3g} GiB; {directory.free / GIB:.3g} GiB are free ({error.strerror}). Free some, or lower "
@@ -148,10 +150,10 @@ def _file_system(path: Path, device: int, root: Path) -> str:
     """Return the kind of the file system of a path, from the mount whose mount point is nearest above it."""
     number, best, kind = f"{os.major(device)}:{os.minor(device)}", -1, "unknown"
     with suppress(OSError):
-        for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        for line in os.fsdecode((root / "proc/self/mountinfo").read_bytes()).splitlines():
             fields, _, rest = line.partition(" - ")
             _, _, its_number, _, mount_point, *_ = fields.split()
-            mount_point = mount_point.encode().decode("unicode_escape")
+            mount_point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount_point)
             if path.is_relative_to(mount_point) and len(mount_point) + (its_number == number) * 4096 > best:
                 best, kind = len(mount_point) + (its_number == number) * 4096, rest.split()[0]
     return kind

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme.file_protocol import Extent, Files, Transfer
-from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.engine import PendingFree, SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 
@@ -42,8 +42,8 @@ class Filed:
     """The file's side of a frame."""
 
     extent: Extent
-    transfer: Transfer
-    """The latest."""
+    transfer: Transfer | None
+    """The latest; None: one is being issued, or Ctrl-C came meanwhile."""
     indices: tuple[int, ...]
     """Of the kept tensors that the block holds."""
     state: str = "writing"
@@ -72,7 +72,8 @@ class NvmeEngine(SwapEngine):
         self._in_host = _ByAge()  # and in no file
         self._in_both = _ByAge()
         self._in_file = _ByAge()
-        self._abandoned: deque[Filed] = deque()  # of dead frames
+        self._reading = _ByAge()
+        self._refused = False  # extents, so far
         slab.make_room = weakref.WeakMethod(self._make_room)
 
     # ---- forward
@@ -93,10 +94,14 @@ class NvmeEngine(SwapEngine):
         return super()._may_go_ahead(frame) and self._is_read(frame)
 
     def _reload(self, frame: Frame) -> None:
-        if frame.filed is not None and frame.filed.state in ("in_file", "reading"):
-            if frame.filed.state == "in_file":
+        filed = frame.filed
+        if filed is not None and filed.state in ("in_file", "reading"):
+            if filed.state == "reading" and filed.transfer is None:
+                self._wait(filed)
+                self._drop_block(frame)
+            if filed.state == "in_file":
                 self._read(frame)
-            self._wait(frame.filed.transfer)
+            self._wait(filed)
             self._have_read(frame)
         super()._reload(frame)
 
@@ -105,7 +110,10 @@ class NvmeEngine(SwapEngine):
         filed = frame.filed
         if filed is None or filed.state in ("writing", "in_both"):
             return True
-        return filed.state == "reading" and self.files.wait_beside(filed.transfer, self.streams.mark(COMPUTE))
+        if filed.state == "in_file" or filed.transfer is None:
+            return False
+        over = self.files.wait_beside(filed.transfer, self.streams.mark(COMPUTE))
+        return over and filed.transfer.failure is None  # a failure is told to the backward of this frame
 
     def _read_ahead(self, age: int) -> None:
         """Read blocks of frames below, the next of the backward first, while host memory has room."""
@@ -116,6 +124,8 @@ class NvmeEngine(SwapEngine):
         filed = frame.filed
         frame.block = self.slab.allocate(filed.extent.nbytes, f"frame {frame.name}, to be read from its file,")
         self._in_file.discard(frame)
+        self._reading.add(frame)
+        filed.transfer = None
         filed.move("reading")
         filed.transfer = self.files.read(filed.extent, frame.block, (self.streams.mark(H2D), self.streams.mark(D2H)))
 
@@ -123,28 +133,35 @@ class NvmeEngine(SwapEngine):
         """Use what was read. Raise MemoError if that failed; the block can be read again."""
         filed = frame.filed
         if (failure := filed.transfer.failure) is not None:
-            self._free_block(frame)
-            filed.move("in_file")
-            self._in_file.add(frame)
+            self._drop_block(frame)
             raise MemoError(f"frame {frame.name} could not be read back, and this backward is lost: {failure}") from failure
         filed.move("in_both")
+        self._reading.discard(frame)
         self._in_both.add(frame)
         frame.rows = {index: frame.layout.kept[index].rows_in(frame.block) for index in filed.indices}
+
+    def _drop_block(self, frame: Frame) -> None:
+        """Free a block that is in a file, too. No transfer may use it any more."""
+        frame.filed.move("in_file")
+        self._in_file.add(frame)
+        self._in_both.discard(frame)
+        self._reading.discard(frame)
+        self._free_block(frame)
 
     # ---- host memory
 
     def _make_room(self, enough: Callable[[], bool]) -> None:
         """Free host memory until it is enough: of written blocks, the oldest frames' first, then of those that are being written,
-        then of others, which are written now."""
+        of those that are read ahead, and of others, which are written now."""
         self._note_written()
         while not enough():
             if (frame := self._in_both.oldest(_IDLE)) is not None:
-                self._in_both.discard(frame)
-                self._free_block(frame)
-                frame.filed.move("in_file")
-                self._in_file.add(frame)
+                self._drop_block(frame)
             elif self._writing:
                 self._wait_for_oldest_write()
+            elif (frame := self._reading.oldest(_IDLE)) is not None:
+                self._wait(frame.filed)
+                self._drop_block(frame)
             elif (frame := self._in_host.oldest(_IDLE)) is None or not self._write(frame):
                 return
 
@@ -153,7 +170,9 @@ class NvmeEngine(SwapEngine):
         try:
             extent = self.files.extent(frame.block.nbytes, f"frame {frame.name}")
         except MemoError as refusal:
-            self._warn(f"{refusal}. It stays in host memory")
+            if not self._refused:  # once: frames differ, and what is left
+                self._warn(f"{refusal}. It stays in host memory")
+            self._refused = True
             return False
         self._in_host.discard(frame)
         frame.filed = Filed(extent, self.files.write(frame.block, extent, (frame.sent,)), tuple(frame.rows))
@@ -164,7 +183,7 @@ class NvmeEngine(SwapEngine):
         """Note the writes that are over, without waiting."""
         while self._writing:
             frame = self._writing[0]()
-            if frame is not None and frame.filed is not None:
+            if frame is not None and frame.filed is not None and frame.filed.state == "writing":
                 if not self.files.done(frame.filed.transfer):
                     return
                 self._have_written(frame)
@@ -173,7 +192,7 @@ class NvmeEngine(SwapEngine):
     def _wait_for_oldest_write(self) -> None:
         frame = self._writing[0]()
         if frame is not None and frame.filed is not None:
-            self._wait(frame.filed.transfer)
+            self._wait(frame.filed)
         self._note_written()
 
     def _have_written(self, frame: Frame) -> None:
@@ -186,8 +205,12 @@ class NvmeEngine(SwapEngine):
         self.files.free(filed.extent)
         self._warn(f"a frame could not be written and stays in host memory: {failure}")
 
-    def _wait(self, transfer: Transfer) -> None:
-        self.files.wait(transfer, self.streams.mark(COMPUTE))
+    def _wait(self, filed: Filed) -> None:
+        """Wait until no transfer uses a frame's block."""
+        if filed.transfer is None:
+            self.files.finish()
+        else:
+            self.files.wait(filed.transfer, self.streams.mark(COMPUTE))
 
     # ---- the end of frames
 
@@ -195,38 +218,27 @@ class NvmeEngine(SwapEngine):
         if self._closed:
             return
         try:
-            for frame in self._alive():
-                if frame.filed is not None:
-                    self._wait(frame.filed.transfer)
-            super().close()
-        finally:
             self.files.close()
-
-    def _defer(self, frame: Frame) -> None:
-        if frame.filed is not None and not self._closed:
-            self._abandoned.append(frame.filed)  # before its block, which a transfer may still use
-        super()._defer(frame)
+        finally:  # Ctrl-C came: wait again, for no block may be freed under a transfer
+            self.files.close()
+            super().close()
 
     def _defer_lost(self) -> None:
-        held = {filed.extent for filed in list(self._abandoned)}
+        held = {pending.filed.extent for pending in list(self._pending) if pending.filed is not None}
         held |= {frame.filed.extent for frame in self._alive() if frame.filed is not None}
         lost = [extent for extent in self.files.extents() if extent not in held]
-        if lost:
-            self.files.finish()  # a transfer may still use their blocks
+        before = self.traffic.blocks_lost
         super()._defer_lost()
+        if lost or self.traffic.blocks_lost > before:
+            self.files.finish()  # transfers may still use them
         for extent in lost:
             self.files.free(extent)
 
-    def _drain(self) -> None:
-        while self._abandoned:
-            filed = self._abandoned.popleft()
-            try:
-                self._wait(filed.transfer)
-            except BaseException:
-                self._abandoned.appendleft(filed)
-                raise
-            self.files.free(filed.extent)
-        super()._drain()
+    def _finish(self, pending: PendingFree) -> None:
+        super()._finish(pending)
+        if pending.filed is not None:
+            self._wait(pending.filed)
+            self.files.free(pending.filed.extent)
 
     def _alive(self) -> Iterator[Frame]:
         return (frame for ref in self._stack if (frame := ref()) is not None)
@@ -240,8 +252,8 @@ class _ByAge:
         self._frames: dict[int, weakref.ref[Frame]] = {}
 
     def add(self, frame: Frame) -> None:
-        insort(self._ages, frame.age)
         self._frames[frame.age] = weakref.ref(frame)
+        insort(self._ages, frame.age)
 
     def discard(self, frame: Frame) -> None:
         if self._frames.pop(frame.age, None) is not None:
@@ -263,8 +275,8 @@ class _ByAge:
 
     def _at(self, age: int) -> Frame | None:
         """Return a frame. One that is dead is forgotten."""
-        frame = self._frames[age]()
+        frame = ref() if (ref := self._frames.get(age)) else None  # none: Ctrl-C came between two lines of this class
         if frame is None:
-            del self._frames[age]
+            self._frames.pop(age, None)
             self._ages.remove(age)
         return frame

@@ -42,6 +42,8 @@ class Space:
         return None
 
     def free(self, extent: Extent) -> None:
+        if extent not in self._extents:  # Ctrl-C came between this and its frame's letting go of it
+            return
         del self._extents[extent]
         self._give(extent.begin, extent.begin + extent.nbytes)
 

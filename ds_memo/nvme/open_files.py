@@ -34,14 +34,14 @@ def open_files(
     """
     try:
         files = _opened(config, device, streams, warn)
-    except MemoError:
+    except Exception:
         agree(0)  # the others hear of it here, not in their first collective, where they would wait
         raise
     agreed = agree(files.budget)
     if not agreed:
         files.close()
         raise MemoError("another rank could not open its files for activations; its error says why")
-    files.budget = agreed
+    files.limit(agreed)
     return files
 
 
@@ -62,7 +62,12 @@ def _opened(config: NvmeConfig, device: torch.device, streams: Streams, warn: Ca
             f"memo.nvme: {budget / GIB:.3g} GiB for each of {ranks} ranks in {', '.join(str(d.path) for d in directories)}, "
             "too little for one stripe; free some, or raise memo.nvme.gib"
         )
-    if any(files.buffer_silently()):
+    try:
+        silently = any(files.buffer_silently())
+    except OSError as error:
+        files.close()
+        raise MemoError(f"memo.nvme.path: the first write to a file failed: {error}; name a directory on another drive") from error
+    if silently:
         warn(
             f"memo.nvme.path: {', '.join(sorted({d.kind for d in directories}))} keeps in the page cache what was to bypass it, "
             "and host memory is what is short. Name a directory on ext4 or xfs"

@@ -47,7 +47,7 @@ class Traffic:
     """Host blocks still allocated after their frame was gone, because its destructor was interrupted."""
 
 
-class _PendingFree(NamedTuple):
+class PendingFree(NamedTuple):
     """Memory of a dead frame, to be freed once its copies are over."""
 
     block: Block | None
@@ -57,6 +57,8 @@ class _PendingFree(NamedTuple):
     """Events behind the copies out and back; None if the frame was interrupted before them."""
     memory: tuple[Any, ...] = ()
     """Device tensors that copies may still read or write."""
+    filed: Any = None
+    """The frame's side in files, which may still read or write the block."""
 
 
 class SwapEngine:
@@ -77,7 +79,7 @@ class SwapEngine:
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not freed yet
         self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None  # kept, but its copy is not issued yet
         self._ahead: Callable[[], Frame | None] = lambda: None  # weak: the frame that was reloaded ahead
-        self._pending: deque[_PendingFree] = deque()
+        self._pending: deque[PendingFree] = deque()
         self._closed = False
         slab.drain = weakref.WeakMethod(self._drain)
 
@@ -335,8 +337,9 @@ class SwapEngine:
 
         It must not wait, since it may run on a copy thread. `_drain` waits, on the compute stream.
         """
-        if not self._closed and (frame.block is not None or frame.state == "returning"):
-            self._pending.append(_PendingFree(frame.block, frame.state, frame.sent, frame.back, (frame.device, frame.slots)))
+        if not self._closed and (frame.block is not None or frame.filed is not None or frame.state == "returning"):
+            memory = frame.device, frame.slots
+            self._pending.append(PendingFree(frame.block, frame.state, frame.sent, frame.back, memory, frame.filed))
 
     def _defer_lost(self) -> None:
         """Defer blocks of frames that died without `_defer`: Ctrl-C inside a destructor, whose exceptions Python ignores."""
@@ -346,20 +349,24 @@ class SwapEngine:
         for block in self.slab.blocks:
             if block not in deferred:
                 self.traffic.blocks_lost += 1
-                self._pending.append(_PendingFree(None, "returning"))  # copies of both directions may be under way
-                self._pending.append(_PendingFree(block, "recording"))
+                self._pending.append(PendingFree(None, "returning"))  # copies of both directions may be under way
+                self._pending.append(PendingFree(block, "recording"))
 
     def _drain(self) -> None:
         """Free the memory of dead frames whose copies are over, after making compute wait for them."""
         while self._pending:
             pending = self._pending.popleft()
             try:
-                if pending.state in ("recording", "swapping"):
-                    self.streams.wait(COMPUTE, pending.sent or self.streams.mark(D2H))
-                elif pending.state == "returning":
-                    self.streams.wait(COMPUTE, pending.back or self.streams.mark(H2D))
+                self._finish(pending)
             except BaseException:
                 self._pending.appendleft(pending)
                 raise
             if pending.block is not None:
                 self.slab.free(pending.block)
+
+    def _finish(self, pending: PendingFree) -> None:
+        """Make compute wait for the copies of a dead frame."""
+        if pending.state in ("recording", "swapping"):
+            self.streams.wait(COMPUTE, pending.sent or self.streams.mark(D2H))
+        elif pending.state == "returning":
+            self.streams.wait(COMPUTE, pending.back or self.streams.mark(H2D))

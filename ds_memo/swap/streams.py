@@ -138,7 +138,12 @@ def _copy_all(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 _ending: list[threading.Thread] = []
-"""Threads of streams that were closed or garbage-collected. They may still have copies to do."""
+"""Threads of streams and files that were closed or garbage-collected. They may still have copies to do."""
+
+
+def finish_first(threads: list[threading.Thread]) -> None:
+    """Have `finish_abandoned` wait for threads that are told to end."""
+    _ending[:] = [*filter(threading.Thread.is_alive, _ending), *threads]
 
 
 def _stop(
@@ -146,14 +151,14 @@ def _stop(
     copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]],
     threads: list[threading.Thread],
 ) -> None:
-    _ending[:] = [*filter(threading.Thread.is_alive, _ending), *threads]
+    finish_first(threads)
     for stream, work in queues.items():
         work.put((_copy_all, copies[stream]))
         work.put(None)
 
 
 def finish_abandoned(device: torch.device) -> None:
-    """Wait for the copies of streams that were never closed, from and to a device."""
+    """Wait for the copies of streams, and the transfers of files, that were never closed."""
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.synchronize(device)
     while _ending:
