@@ -34,7 +34,7 @@ class _Blocks:
     """Position."""
     count: int
     nbytes: float
-    """Of each."""
+    """Bytes of each."""
     in_file: int = 0
     """How many of the first are in their file alone."""
     first_written: float = math.inf

@@ -111,5 +111,5 @@ def test_files_hold_no_more_than_their_budget() -> None:
     schedule = NvmeSchedule(costs, kinds)
     written = sum(schedule.blocks(0.7)[: schedule.files(0.7)])
     simulate(replace(costs, nvme=replace(costs.nvme, budget=written)), with_files(kinds, 0.7, schedule.files(0.7)))
-    with pytest.raises(MemoError, match="NVMe"):
+    with pytest.raises(MemoError, match="files"):
         simulate(replace(costs, nvme=replace(costs.nvme, budget=written - 1)), with_files(kinds, 0.7, schedule.files(0.7)))
