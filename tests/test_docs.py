@@ -23,6 +23,7 @@ PAGES = sorted(
 INTERNAL = {
     "frame … cannot go from '…' to '…'": "a defect of ds_memo: the swap engine took a wrong step",
     "frame … was read while '…'; only a 'ready' frame can be read": "likewise",
+    "the simulated machine lacks …": "a defect of ds_memo: the solver's placements do not fit",
     "the host slab was closed while … bytes of it were allocated": "likewise",
 }
 """Messages that no user can cause. They are for a bug report, and docs/troubleshooting.md leaves them out."""

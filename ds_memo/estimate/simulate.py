@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme import file_protocol
@@ -20,7 +20,6 @@ from ds_memo.solve.costs import LayerCosts, NvmeCosts, Output, RunCosts, TileCos
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
-from ds_memo.units import GIB
 
 WRITE, READ = "nvme write", "nvme read"
 """The two directions of the drives, as streams of a timeline."""
@@ -161,7 +160,7 @@ class VirtualSlab:
         if nbytes > self.left and (make_room := self.make_room()) is not None:
             make_room(lambda: nbytes <= self.left)
         if nbytes > self.left:
-            raise MemoError(f"host memory: {wanted_by} needs {nbytes / GIB:.3g} GiB, {self.left / GIB:.3g} are left")
+            _no_room(f"host memory for {wanted_by}")
         self.left -= nbytes
         return VirtualBlock(nbytes)
 
@@ -189,7 +188,7 @@ class VirtualFiles:
 
     def extent(self, nbytes: int, wanted_by: str) -> file_protocol.Extent:
         if sum(extent.nbytes for extent in self._names) + nbytes > self.costs.budget:
-            raise MemoError(f"NVMe: {wanted_by} needs {nbytes / GIB:.3g} GiB of {self.costs.budget / GIB:.3g} GiB")
+            _no_room(f"files for {wanted_by}")
         extent = file_protocol.Extent(0, nbytes)
         self._names[extent] = wanted_by
         return extent
@@ -261,7 +260,7 @@ def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
     if run.nvme is not None and any(placement.nvme for placement in placements):
         files = VirtualFiles(run.nvme, streams)
         limited: Any = VirtualSlab(run.host_budget)
-        engine = VirtualNvmeEngine(streams, limited, None, files, _fail)  # type: ignore[arg-type]
+        engine = VirtualNvmeEngine(streams, limited, None, files, _no_room)  # type: ignore[arg-type]
     else:
         slab: Any = VirtualSlab()
         engine = VirtualEngine(streams, slab, device=None)  # type: ignore[arg-type]
@@ -279,9 +278,8 @@ def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
     return Simulated(seconds, stalls[D2H], stalls[H2D], spans, nvme_stall_s)
 
 
-def _fail(message: str) -> None:
-    """Raise what the engine only warns about: a block that files have no room for."""
-    raise MemoError(message)
+def _no_room(what: str) -> NoReturn:
+    raise MemoError(f"the simulated machine lacks {what}")
 
 
 @dataclass

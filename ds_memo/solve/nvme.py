@@ -180,5 +180,7 @@ def why_not(run: RunCosts, schedule: NvmeSchedule, step: Step, files: int) -> st
     per_s = written / step.seconds if step.seconds else 0.0
     if per_s > nvme.most_written_per_s:
         rated = nvme.most_written_per_s / 1e9
-        return f"alpha {step.alpha:.4g} writes {per_s / 1e9:.3g} GB/s on average, the drives are rated for {rated:.3g}"
+        return (
+            f"alpha {step.alpha:.4g} writes {per_s / 1e9:.3g} GB/s on average, rated writes are {rated:.3g} GB/s (a rank's share)"
+        )
     return None

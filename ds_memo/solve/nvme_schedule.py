@@ -34,7 +34,7 @@ class _Blocks:
     """Position."""
     count: int
     nbytes: float
-    """Of each."""
+    """Bytes of each."""
     in_file: int = 0
     """How many of the first are in their file alone."""
     first_written: float = math.inf
@@ -113,6 +113,8 @@ class _Pass:
         self.at = 0
         """Number in order: the forward drops what is below, the backward has read what is above."""
         self.d2h_stall = self.h2d_stall = self.nvme_stall = 0.0
+        self.first_passes: dict[Leg, tuple[list[float], list[float], float]] = {}
+        """Seconds to compute and to reload each tile, and of all if no read is late."""
 
     def _blocks(self, layer: LayerCosts, kind: PlacementKind, index: int) -> list[_Blocks]:
         """Return a layer's blocks in the order of writes: attention's, if it has a frame of its own, and tiles'."""
@@ -231,12 +233,15 @@ class _Pass:
         self._read_ahead(index)
         *apart, tiles = self.blocks[index]
         if tiles.reads and tiles.reads[-1][-1] > self.now:
-            first_pass = leg.first_pass(self.alpha)
-            ahead, _ = _tile_by_tile(self.now, [0.0] * tiles.count, *first_pass)
-            end, waited = _tile_by_tile(self.now, tiles.read_at(), *first_pass)
-            self.now += end - ahead
+            if leg not in self.first_passes:
+                first_pass = leg.first_pass(self.alpha)
+                self.first_passes[leg] = *first_pass, _tile_by_tile(0.0, [0.0] * tiles.count, *first_pass)[0]
+            computes, reloads, at_best_s = self.first_passes[leg]
+            end, waited = _tile_by_tile(self.now, tiles.read_at(), computes, reloads)
+            later = end - self.now - at_best_s
+            self.now += later
             self.nvme_stall += waited
-            self.h2d_stall += end - ahead - waited
+            self.h2d_stall += later - waited
         for attention in apart:  # wanted behind the first pass
             if attention.reads:
                 self.nvme_stall += self._wait(attention.reads[-1][-1] - (leg.heads_again_s or 0.0))
@@ -289,11 +294,12 @@ def _tile_by_tile(now: float, read_at: list[float], computes: list[float], reloa
     waited, back, ahead = 0.0, now, False
     for number in range(len(read_at) - 1, -1, -1):
         if not ahead:
-            waited += max(0.0, read_at[number] - now)
-            now = max(now, read_at[number])
-            back = max(back, now) + reloads[number]
-        now = max(now, back)
+            if (late := read_at[number] - now) > 0:
+                waited, now = waited + late, now + late
+            back = (now if now > back else back) + reloads[number]
+        if back > now:
+            now = back
         if ahead := number > 0 and read_at[number - 1] <= now:
-            back = max(back, now) + reloads[number - 1]
+            back = now + reloads[number - 1]
         now += computes[number]
     return now, waited

@@ -66,8 +66,13 @@ def files_too_small(refusal: NothingFits, why: str) -> NothingFits:
     Args:
         refusal: the error without drives.
     """
-    text = f"{refusal} Those of memo.nvme are not enough: {why}."
-    return NothingFits(text, refusal.where, refusal.needed, refusal.budget, refusal.device_needed)
+    return NothingFits(
+        f"{refusal} Those of memo.nvme are not enough: {why}.",
+        refusal.where,
+        refusal.needed,
+        refusal.budget,
+        refusal.device_needed,
+    )
 
 
 def host_too_small(who: str, need: float, alpha: float, budget: int, most: float) -> str:

@@ -31,6 +31,7 @@ from ds_memo.solve.refusals import (
     NothingFits,
     files_too_small,
     host_use,
+    host_words,
     nothing_fits,
     of_budget,
     too_little_device_memory,
@@ -232,7 +233,7 @@ def _checkpointed(run: RunCosts, resident_layers: int | None) -> Solution:
     kinds = last_resort(run, resident_layers)
     if kinds is None:
         raise nothing_fits(run, resident_layers or 0)
-    return _with_rows(run, kinds, "last resort" if count(kinds, RECOMPUTES_ATTENTION) else "host memory")
+    return _with_rows(run, kinds, "last resort" if count(kinds, RECOMPUTES_ATTENTION) else host_words(run))
 
 
 def _with_fewer_copies(run: RunCosts, resident_layers: int | None, solution: Solution) -> Solution:
@@ -306,7 +307,7 @@ def _with_rows(run: RunCosts, kinds: Kinds, because: str) -> Solution:
     attention, gemms = count(kinds, RECOMPUTES_ATTENTION), count(kinds, WITHOUT_GEMMS)
     again = f"{attention} of {n} layers recompute attention; " if attention else ""
     without = f"{gemms} of {n} layers stay on the device without GEMM outputs; " if gemms else ""
-    on_host = f"{of_budget(swapped_bytes(run, kinds, alpha), run.host_budget)} GiB of host memory at alpha {alpha:.4g}"
+    on_host = f"{of_budget(swapped_bytes(run, kinds, alpha), run.host_budget)} GiB of {host_words(run)} at alpha {alpha:.4g}"
     on_device = f"{of_budget(device_bytes(run, kinds, alpha), run.device_budget)} GiB of device memory"
     return judged(run, alpha, kinds, f"{because}: {again}{without}{on_host}, {on_device}")
 

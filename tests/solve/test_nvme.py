@@ -132,7 +132,7 @@ def test_rated_writes_bind() -> None:
     rated = 0.5 * free.nvme_bytes / free.step_s
     solution = with_nvme(most_written_per_s=rated)
     assert 0.8 * rated < solution.nvme_bytes / solution.step_s <= rated
-    assert solution.binding.startswith("NVMe: writes") and "the drives are rated for" in solution.binding
+    assert solution.binding.startswith("NVMe: writes") and "rated writes are" in solution.binding
     assert free.step_s < solution.step_s < solve(SMALL).step_s
     assert with_nvme(most_written_per_s=1.0) == solve(SMALL)
     assert with_nvme(most_written_per_s=math.nextafter(free.nvme_bytes / free.step_s, math.inf)) == free
@@ -145,7 +145,7 @@ def test_refusals_say_what_the_drives_lack() -> None:
     with pytest.raises(NothingFits, match=r"host memory and NVMe: .* more room on drives \(memo\.nvme\.gib\)") as small:
         with_nvme(tight, budget=need - 1)
     assert small.value.needed == small.value.budget + 1
-    with pytest.raises(NothingFits, match=r"Those of memo\.nvme are not enough: .* rated for 0\.01"):
+    with pytest.raises(NothingFits, match=r"Those of memo\.nvme are not enough: .* rated writes are 0\.01"):
         with_nvme(tight, most_written_per_s=1e7)
     with pytest.raises(NothingFits, match=r"one layer's host blocks of 0\.5 GiB are larger"):
         with_nvme(replace(tight, host_budget=ONE.nbytes("input") - 1))

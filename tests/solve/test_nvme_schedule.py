@@ -111,5 +111,14 @@ def test_files_hold_no_more_than_their_budget() -> None:
     schedule = NvmeSchedule(costs, kinds)
     written = sum(schedule.blocks(0.7)[: schedule.files(0.7)])
     simulate(replace(costs, nvme=replace(costs.nvme, budget=written)), with_files(kinds, 0.7, schedule.files(0.7)))
-    with pytest.raises(MemoError, match="NVMe"):
+    with pytest.raises(MemoError, match="files"):
         simulate(replace(costs, nvme=replace(costs.nvme, budget=written - 1)), with_files(kinds, 0.7, schedule.files(0.7)))
+
+
+@pytest.mark.parametrize("rate", ("write_bytes_per_s", "read_bytes_per_s"))
+def test_a_wrong_bandwidth_shows(rate: str) -> None:
+    """The comparison, to 1e-9, can fail."""
+    costs, kinds = whole(7)
+    wrong = replace(costs, nvme=replace(costs.nvme, **{rate: 1.1 * getattr(costs.nvme, rate)}))
+    solved, engine = NvmeSchedule(wrong, kinds), both(costs, kinds, 0.7)[1]
+    assert abs(solved.at(0.7, solved.files(0.7)).seconds / engine.seconds - 1) > 1e-3
