@@ -70,6 +70,11 @@ class Clock {
     ++host_waits_;
     host_ = std::max(host_, until);
   }
+  // For something that is none of the device's.
+  void host_waits_for_other(double until) {
+    std::lock_guard<std::mutex> l(mutex_);
+    host_ = std::max(host_, until);
+  }
   void host_waits_for_all() {
     double last = 0;
     {
