@@ -6,6 +6,7 @@ import errno
 import gc
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from unittest import mock
 
@@ -237,6 +238,40 @@ def test_reads_come_behind_copies_to_the_host(mutant, make):
     rig.files.__dict__.pop("read", None)
 
 
+class FreesUnderTransfers(NvmeEngine):
+    def _finish(self, pending) -> None:
+        super()._finish(pending._replace(filed=None))
+
+
+class ClosesUnderTransfers(NvmeEngine):
+    def close(self) -> None:
+        files, self.files.close = self.files.close, lambda: None
+        try:
+            super().close()
+        finally:
+            files()
+
+
+@pytest.mark.parametrize(
+    ("engine", "way"),
+    [(NvmeEngine, "dies"), (FreesUnderTransfers, "dies"), (NvmeEngine, "closes"), (ClosesUnderTransfers, "closes")],
+)
+def test_no_block_is_freed_under_a_transfer(engine, way, tmp_path):
+    """With the wait taken out, the checker objects."""
+    checker = OrderedStreams()
+    with checker, late_files(0, delays_s=(5e-3,)):
+        rig = NvmeRig(tmp_path, 4, streams=checker)
+        rig.engine = engine(checker, rig.slab, CPU, rig.files, rig.warnings.append)
+        frames = [rig.page(1.0)]
+        with suppress(OrderError, AssertionError):
+            if way == "dies":
+                frames.clear()
+                rig.engine._drain()
+            rig.engine.close()
+        rig.files.close()
+    assert bool(checker.violations) == (engine is not NvmeEngine)
+
+
 # ---- refusals
 
 
@@ -403,7 +438,7 @@ def test_closing_waits_for_transfers_also_at_ctrl_c(make):
 def test_two_models_that_share_a_pool_make_room_for_each_other(tmp_path):
     pool = HostPool(CPU)
     rigs = []
-    for number in range(2):
+    for _ in range(2):
         rig = NvmeRig(tmp_path, 4, streams=ThreadStreams())
         rig.slab.leave()
         rig.slab = HostSlab(4 * PAGE, pool)
