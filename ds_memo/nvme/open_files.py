@@ -66,9 +66,7 @@ def _opened(config: NvmeConfig, device: torch.device, streams: Streams, warn: Ca
         silently = any(files.buffer_silently())
     except OSError as error:
         files.close()
-        raise MemoError(
-            f"memo.nvme.path: the first write to a file failed: {error}; name a directory on another drive"
-        ) from error
+        raise MemoError(f"memo.nvme.path: the first write failed: {error}; name a directory on another drive") from error
     if silently:
         warn(
             f"memo.nvme.path: {', '.join(sorted({d.kind for d in directories}))} keeps in the page cache what was to bypass it, "
