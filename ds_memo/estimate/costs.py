@@ -127,7 +127,7 @@ class Costs:
     def _ring(self) -> float:
         layout = self.layout
         around = 4 * self.seq_length / layout.sp * self.model.kv_width / layout.tp * (layout.cp - 1) / layout.cp
-        return around / self.hardware.bandwidth(layout.tp * layout.cp)
+        return around / self.hardware.link(layout.tp * layout.cp)
 
     def _ulysses(self) -> float:
         """Return the seconds of one pass's all-to-alls. Traffic in and between nodes overlaps; the slower part counts."""
@@ -144,7 +144,12 @@ class Costs:
             return 0.0
         shards = self.layout.sharded
         nbytes = 2 * self.model.layer_parameters / self.layout.tp * (shards - 1) / shards
-        return nbytes / self.hardware.bandwidth(self.layout.gpus)
+        return nbytes / self._replicas_bandwidth
+
+    @property
+    def _replicas_bandwidth(self) -> float:
+        """Bus bandwidth of collectives among the ranks that share the shards of a tensor-parallel rank's parameters."""
+        return self.hardware.bandwidth(self.layout.sharded, self.layout.tp)
 
     @property
     def head_s(self) -> float:
@@ -160,7 +165,7 @@ class Costs:
             sequences: sequences of this replica in a step.
         """
         mine = self.model.parameters / self.layout.tp / (self.layout.sharded if self.layout.zero else 1)
-        sent_s = self.sent_bytes(sequences) / self.hardware.bandwidth(self.layout.gpus)
+        sent_s = self.sent_bytes(sequences) / self._replicas_bandwidth
         if self.layout.offload != "none":
             return offload.step_s(self.model, self.hardware, self.layout, sequences) + sent_s
         return _OPTIMIZER_MOVED * mine / self._memory_rate + sent_s

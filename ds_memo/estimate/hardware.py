@@ -68,6 +68,7 @@ class Hardware:
     """Bus bandwidth of collectives inside a node."""
     inter_node: float
     gpus_per_node: float
+    """Bandwidth of one GPU's network adapter."""
     host_memory: float
     """Bytes of a node."""
     host_bandwidth: float
@@ -87,8 +88,18 @@ class Hardware:
         """Return the hardware with this much usable memory on each GPU, as memo.device_memory_gib limits a run."""
         return replace(self, device_memory=nbytes, device_reserve=0.0)
 
-    def bandwidth(self, ranks: int) -> float:
-        """Return the bus bandwidth of collectives among this many neighbouring ranks."""
+    def bandwidth(self, ranks: int, apart: int = 1) -> float:
+        """Return the bus bandwidth of collectives among ranks that are this many GPUs apart.
+
+        Beyond a node, NCCL aggregates the network adapters of the group's GPUs: each of its rings leaves a node at another GPU
+        (NVIDIA/nccl, issues 412 and 652).
+        """
+        if ranks * apart <= self.gpus_per_node:
+            return self.intra_node
+        return min(self.intra_node, self.inter_node * max(1, self.gpus_per_node // apart))
+
+    def link(self, ranks: int) -> float:
+        """Return the bandwidth from each of this many neighbouring GPUs to the next."""
         return self.intra_node if ranks <= self.gpus_per_node else self.inter_node
 
 
