@@ -65,6 +65,7 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     from ds_memo.deepspeed import documents
     from ds_memo.memory import device as device_memory
     from ds_memo.memory import host as host_memory
+    from ds_memo.profile import run as profile_run
     from ds_memo.remat import recipe
     from ds_memo.swap import pinned_segments
     from ds_memo.tiles import probe
@@ -74,6 +75,7 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     probe._compare = probe._refuse_others = lambda *_: None
     probe.is_by_token = lambda *_: True
     pinned_segments.touch = lambda segment: None
+    profile_run.WAKING_S = 0.0
     for module in (device_memory, host_memory):
         module.available_bytes = lambda *_, **__: int(host_gib * GIB)
     for optimizer in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):

@@ -113,7 +113,7 @@ void emulated_op() { timing().op(); }
 void emulated_work(cudaStream_t s, double seconds) { timing().work(s, seconds); }
 double emulated_now() { return timing().host(); }
 size_t emulated_host_waits() { return timing().host_waits(); }
-// Allocations, copies, events recorded and waited for, and host memory that was locked, since the last time: lines of a call, an
+// Allocations, copies, events recorded, waited for and seen to be done, and host memory that was locked, since the last time: lines of a call, an
 // event or block, and a stream or bytes.
 const char* emulated_calls() {
   static std::string taken;
@@ -343,7 +343,10 @@ cudaError_t cudaStreamGetPriority(cudaStream_t, int* p) { return *p = 0, cudaSuc
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return make(e); }
 cudaError_t cudaEventCreate(cudaEvent_t* e) { return make(e); }
 cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventQuery(cudaEvent_t e) { return timing().at(e) <= timing().host() ? cudaSuccess : cudaErrorNotReady; }
+cudaError_t cudaEventQuery(cudaEvent_t e) {
+  if (timing().at(e) > timing().host()) return cudaErrorNotReady;
+  return log("done", e), cudaSuccess;
+}
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
   return *ms = (float)std::max(1e-3, 1e3 * (timing().at(to) - timing().at(from))), cudaSuccess;
 }

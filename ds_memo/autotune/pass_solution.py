@@ -60,11 +60,14 @@ class PassSolution:
             stored[self.number(call)] = layer.stored_bytes(placement)
         return tuple(stored)
 
+    @cached_property
+    def host_blocks(self) -> tuple[int, ...]:
+        """Bytes of each call's host block, of the calls that were solved for."""
+        return tuple(layer.host_bytes(p) for layer, p in zip(self.run.layers, self.solution.placements, strict=True))
+
     def host_bytes(self, first: int, end: int) -> int:
         """Bytes of the host blocks of every layer's calls from `first` to before `end`."""
-        calls = slice(first * len(self.solved), end * len(self.solved))
-        placed = zip(self.run.layers[calls], self.solution.placements[calls], strict=True)
-        return sum(layer.host_bytes(placement) for layer, placement in placed)
+        return sum(self.host_blocks[first * len(self.solved) : end * len(self.solved)])
 
     def predicted(self) -> dict[str, Any]:
         """What the solver expects of a pass; bytes and seconds of this rank."""

@@ -24,7 +24,7 @@ from ds_memo.distributed.agree import Do, Failed, from_all_ranks, together, worl
 from ds_memo.errors import MemoError
 from ds_memo.memory.device import device_budget, device_usage
 from ds_memo.memory.host import host_usage, ranks_on_node
-from ds_memo.profile.bandwidth import CopyBench
+from ds_memo.profile.bandwidth import SPAN, CopyBench
 from ds_memo.profile.call import LayerCall
 from ds_memo.profile.gathered_params import gathered, gathered_bytes
 from ds_memo.profile.kinds import layer_in_words, settings_digest
@@ -45,7 +45,7 @@ WIDTHS = 4
 layer's peak (7B, measured at 4 to 16 Ki tokens); the longest two samples must be beyond that."""
 SHORTEST = 1 << 11
 """Tokens of the shortest check; a shorter fit would measure only overhead, so `direct` is used."""
-WAKING_S = 0.3
+WAKING_S = 2.0
 """Seconds of work before the first measurement on a GPU."""
 
 
@@ -137,6 +137,7 @@ class Asked:
             "method": self.method,
             "attention": self.attention,
             "in_tiles": self.in_tiles,
+            "conditions": {"waking_s": WAKING_S, "host_span": SPAN} if device.type == "cuda" else {},
         }
 
 
@@ -194,10 +195,11 @@ def measure_kinds(
 
 
 def _wake(device: torch.device) -> None:
-    """Keep the GPU busy for WAKING_S. An idle GPU runs at a sixth of its clock, and the cache would keep such times."""
+    """Keep the GPU busy for WAKING_S: until it has left its idle clock, a sixth of the full one, and then its boost clock, which
+    it cannot keep up in training. Random data takes the power that training takes, ones do not."""
     if device.type != "cuda":
         return
-    x = torch.ones(2048, 2048, dtype=torch.bfloat16, device=device)
+    x = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device, generator=torch.Generator(device))
     until = time.perf_counter() + WAKING_S
     while time.perf_counter() < until:
         for _ in range(50):

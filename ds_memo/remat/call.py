@@ -155,6 +155,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):  # a layer's usual output; torch's pytree takes long
+        return [tree]
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

@@ -45,6 +45,7 @@ def report(
             "budget": slab.share,
             "slab": slab.size,
             "peak_used": slab.peak_used,
+            "locked_bytes_per_s": slab.pool.locked_bytes / slab.pool.locking_s if slab.pool.locking_s else None,
             "numa_node": slab.pool.node.number if slab.pool.node else None,
         },
         stall_s=engine.streams.stall_s(),

@@ -210,7 +210,10 @@ class Session:
             if self.tuner.profile is None and not self.tuner.gave_up:
                 self.addresses.profile_begins()
             training_pass = TrainingPass(shapes_of(args, kwargs), model, args, kwargs)
-            self.policy.follow(self.tuner.solve(training_pass, self.layers, calls.most, calls.earlier))
+            solution = self.tuner.solve(training_pass, self.layers, calls.most, calls.earlier)
+            self.policy.follow(solution)
+            if solution is not None:
+                self.slab.pool.lock_ahead(solution.host_blocks)
         if self.policy.tiles is not None and not self._norms_in_tiles:
             self._norms_in_tiles = True
             for norm in norms_beside(model, [layer.name for layer in self.layers]):

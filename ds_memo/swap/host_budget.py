@@ -205,6 +205,8 @@ def shared_pool(host_memory_gib: float | None, device: torch.device) -> HostPool
 def promised_bytes(beside: HostPool) -> int:
     """Bytes that models of this process with other pools than `beside` may still take from the system."""
     others = [pool for pool in _pools.values() if pool is not beside]
+    for pool in _pools.values():
+        pool.finish_locking()  # else what it has of the system's memory so far is no one's
     if others:
         gc.collect()  # a model that was dropped without detach() keeps its slab in reference cycles
     return sum(max(0, pool.limit - pool.size) for pool in others)

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.memory.numa import node_of, on
+from ds_memo.memory.numa import node_of
 from ds_memo.swap import pinned_segments
+from ds_memo.swap.lock_ahead import LockAhead, lock, segments_for
 from ds_memo.swap.pinned_segments import Segment
 from ds_memo.swap.streams import finish_abandoned
 from ds_memo.units import GIB
@@ -57,7 +58,7 @@ class Range:
 
 
 class HostPool:
-    """Allocates ranges. It never holds more bytes than the most that were allocated at once.
+    """Allocates ranges. It never holds more bytes than the most that were allocated at once, or that `lock_ahead` was told of.
 
     Args:
         device: copies from and to the memory. For a CUDA device the memory is locked (cudaHostRegister).
@@ -76,6 +77,9 @@ class HostPool:
         """The budgets that share the pool and are not closed."""
         self.forward_in: Thread | None = None
         """The thread in which a client's training forward runs. It stays set if that was interrupted."""
+        self.locked_bytes, self.locking_s = 0, 0.0
+        """Bytes that were locked so far, and the seconds that this took, on whatever thread."""
+        self._ahead: LockAhead | None = None
         self._free_ranges: list[Range] = []
         self.lost: deque[Mapping[Any, Sequence[Range]]] = deque()
         """Ranges of slabs that were garbage-collected, with their models, before they freed them."""
@@ -98,12 +102,26 @@ class HostPool:
         if not self._freed_on <= {stream}:  # other streams' copies may still use it, and no event orders them
             torch.cuda.synchronize(self.device)
             self._freed_on.clear()
+        self._take_locked(nbytes)
         if (beyond := self.size - self.limit) > 0:
             self._shrink(beyond)
         if (missing := self.used + nbytes - self.size) > 0:
             self._grow(missing, wanted_by)
         self.used += nbytes
         return self._cut(nbytes, stream)
+
+    def lock_ahead(self, blocks: Sequence[int]) -> None:
+        """Begin to lock memory for blocks of these bytes, whole pages, on a thread. `allocate` waits for it."""
+        if not self.pinned or sum(blocks) <= self.size:
+            return
+        self._take_locked(0)
+        if self._ahead is None and (sizes := segments_for(blocks, self.size, self.limit - self.size)):
+            self._ahead = LockAhead(sizes, self.device, self.node)
+            weakref.finalize(self, self._ahead.stopped.set)
+
+    def finish_locking(self) -> None:
+        """Wait for what is being locked on a thread, so that `size` is all that the pool holds of the system's memory."""
+        self._take_locked(None)
 
     def free(self, pieces: Sequence[Range]) -> None:
         """Free these ranges. The stream that they were allocated on must already wait for all copies from and to them."""
@@ -127,6 +145,9 @@ class HostPool:
 
     def release(self) -> None:
         """Release all idle segments to the system."""
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
         self.free_lost()
         self._release(self._idle())
 
@@ -144,19 +165,32 @@ class HostPool:
             nbytes -= piece.nbytes
         return pieces
 
+    def _take_locked(self, nbytes: int | None) -> None:
+        """Take over segments that a thread has locked. Wait for as many as a block of `nbytes` needs; None: for all."""
+        while (ahead := self._ahead) is not None:
+            locked = ahead.take(wait=nbytes is None or not any(free.nbytes >= nbytes for free in self._free_ranges))
+            if locked is not None:
+                self._add(*locked)
+            elif ahead.is_over:
+                self._ahead = None
+            else:
+                return
+
     def _grow(self, missing: int, wanted_by: str) -> None:
         held = self.size
         nbytes = missing + self._swallow(missing)
         try:
-            segment = pinned_segments.map_pages(nbytes)
-            if self.pinned:
-                with on(self.node):
-                    pinned_segments.touch(segment)
-                    pinned_segments.pin(segment)
+            segment, seconds = lock(nbytes, self.node) if self.pinned else (pinned_segments.map_pages(nbytes), 0.0)
         except MemoError as error:
             raise Refused(f"host memory: {wanted_by} needs {missing / GIB:.3g} GiB more; {error}", held) from error
-        self.size += nbytes
-        self._free_ranges.append(Range(segment, 0, nbytes))
+        self._add(segment, seconds)
+
+    def _add(self, segment: Segment, seconds: float) -> None:
+        self.size += segment.nbytes
+        if self.pinned:
+            self.locked_bytes += segment.nbytes
+            self.locking_s += seconds
+        self._free_ranges.append(Range(segment, 0, segment.nbytes))
 
     def _swallow(self, nbytes: int) -> int:
         """Release the idle segments that a new segment, larger by their bytes, will replace. Return their bytes.

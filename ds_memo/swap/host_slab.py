@@ -30,6 +30,9 @@ class Block:
 
         They are cut on multiples of a page from the block's begin, so what is aligned in the block is aligned in them.
         """
+        if len(self.pieces) == 1 and nbytes:  # nearly always, and for each kept tensor of a layer
+            (piece,) = self.pieces
+            return [piece.segment.memory.narrow(0, piece.begin + begin, nbytes)]
         found, at = [], 0
         for piece in self.pieces:
             first, last = max(begin, at), min(begin + nbytes, at + piece.nbytes)

@@ -157,7 +157,9 @@ def finish_abandoned(device: torch.device) -> None:
         _ending.pop().join()
 
 
-class _CudaEvent(torch.cuda.Event):
+class _CudaEvent(torch.Event):
+    """PyTorch's event in C++: a torch.cuda.Event takes twice as long to make and record."""
+
     stream: str
 
 
@@ -171,34 +173,47 @@ def _copy_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
 
 
 class CudaStreams:
-    """Streams of CUDA: compute is the stream that is current at the call; `d2h` and `h2d` are two streams of our own."""
+    """Streams of CUDA: compute is the stream that is current at the call; `d2h` and `h2d` are two streams of our own.
+
+    Every layer calls these methods a few dozen times. What takes torch long (its current stream, its stream context in Python) is
+    kept or left out.
+    """
 
     _MEASURED_AT_ONCE = 256
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         index = torch.cuda.current_device() if device.index is None else device.index
-        self._copy_streams = _copy_streams(torch.device("cuda", index))
+        self._device = torch.device("cuda", index)
+        # Objects of this model alone: a stream keeps, while it is entered, what to return to, and models may train in threads.
+        self._copy_streams = {name: _same_stream(shared) for name, shared in _copy_streams(self._device).items()}
+        self._compute_streams: dict[int, torch.cuda.Stream] = {}
+        """Those that were current so far, by their CUDA handle."""
         self._stall = {D2H: 0.0, H2D: 0.0}
-        self._waits: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._waits: deque[tuple[str, torch.Event, torch.Event]] = deque()
 
-    def _stream(self, name: str) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device) if name == COMPUTE else self._copy_streams[name]
+    def _compute(self) -> torch.cuda.Stream:
+        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
+        stream = self._compute_streams.get(handle)
+        if stream is None:
+            stream = self._compute_streams[handle] = torch.cuda.current_stream(self._device)
+        return stream
 
     def mark(self, stream: str) -> _CudaEvent:
-        event = _CudaEvent()
+        event = _CudaEvent(self._device)
         event.stream = stream
-        event.record(self._stream(stream))
+        event.record(self._compute() if stream == COMPUTE else self._copy_streams[stream])
         return event
 
     def wait(self, stream: str, event: _CudaEvent) -> None:
         if stream != COMPUTE:
-            self._copy_streams[stream].wait_event(event)
+            event.wait(self._copy_streams[stream])
             return
-        compute = self._stream(COMPUTE)
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if event.query():  # all that is issued from now on comes after it anyway
+            return
+        compute = self._compute()
+        before, after = torch.Event(self._device, enable_timing=True), torch.Event(self._device, enable_timing=True)
         before.record(compute)
-        compute.wait_event(event)
+        event.wait(compute)
         after.record(compute)
         self._waits.append((event.stream, before, after))
         if len(self._waits) >= self._MEASURED_AT_ONCE:
@@ -210,7 +225,7 @@ class CudaStreams:
             self._stall[stream] += before.elapsed_time(after) * 1e-3
 
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
-        with torch.cuda.stream(self._copy_streams[stream]):
+        with self._copy_streams[stream]:
             dst.copy_(src, non_blocking=True)
 
     def stall_s(self) -> dict[str, float]:
@@ -220,3 +235,8 @@ class CudaStreams:
     def close(self) -> None:
         for stream in self._copy_streams.values():
             stream.synchronize()
+
+
+def _same_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Return another object for the same stream of CUDA."""
+    return torch.cuda.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)

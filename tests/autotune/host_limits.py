@@ -10,6 +10,7 @@ import ctypes
 import os
 import re
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,14 @@ def be_bound_by_limits() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
+locked_in: list[str] = []
+"""The thread of each call of mlock that was granted."""
+
+
 def mlock(segment: pinned_segments.Segment) -> None:
     if libc.mlock(ctypes.c_void_p(segment.memory.data_ptr()), ctypes.c_size_t(segment.nbytes)):
         raise ds_memo.MemoError(f"mlock refused {segment.nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+    locked_in.append(threading.current_thread().name)
 
 
 def locked_by_kernel() -> int:
@@ -61,7 +67,7 @@ def lock_as_cuda_would(look: bool) -> None:
         self.pinned = True
 
     pool.HostPool.__init__ = locked
-    torch.cuda.current_stream = lambda *args: None
+    torch.cuda.current_stream = torch.cuda.set_device = lambda *args: None
     budget = host_memory.budget_bytes
     sessions.budget_bytes = lambda gib, ranks, _, *rest: budget(gib, ranks, look and pinned_segments.memlock_binds(), *rest)
 
@@ -94,7 +100,7 @@ def memlock(nbytes: int, look: bool) -> dict[str, Any]:
     be_bound_by_limits()
     lock_as_cuda_would(look)
     train(LITTLE, 0.022, said)
-    return said | {"locked": locked_by_kernel()}
+    return said | {"locked": locked_by_kernel(), "locked_in": locked_in}
 
 
 def cgroup(folder: Path) -> dict[str, Any]:

@@ -45,6 +45,22 @@ def test_the_block_fits_the_budget(budget, chunk, expected):
         bench.close()
 
 
+@pytest.mark.parametrize("budget, chunks", [(1 << 30, 16), (1 << 22, 4), (1 << 20, 1), (5 << 19, 2)])
+def test_copies_go_round_over_a_span_of_the_host(budget, chunks):
+    """A block that is copied over and over lies in the CPU's cache."""
+    bench = CopyBench(CPU, budget=budget, chunk=1 << 20, span=1 << 24)
+    copied = {D2H: [], H2D: []}
+    real = bench._streams.copy
+    bench._streams.copy = lambda stream, dst, src: copied[stream].append((dst, src)) or real(stream, dst, src)
+    bench.rate(D2H), bench.rate(H2D)
+    bench.close()
+    written, read = ({pair[side].data_ptr() for pair in copied[stream]} for side, stream in enumerate((D2H, H2D)))
+    assert len(copied[D2H]) > 16 and written == read and len(written) == chunks
+    assert max(written) - min(written) == (chunks - 1) << 20 == bench._slab.budget - (1 << 20)
+    for stream, (first, second) in {name: pairs[:2] for name, pairs in copied.items()}.items():
+        assert chunks == 1 or first[stream == H2D].data_ptr() != second[stream == H2D].data_ptr()
+
+
 def test_it_lies_where_the_slab_of_training_does(monkeypatch):
     """On another NUMA node a copy would cross the link between the sockets."""
     nodes = []

@@ -10,11 +10,22 @@ from ds_memo.memory import device as device_memory
 from ds_memo.memory.device import join_split_blocks, keep_blocks_whole
 from ds_memo.placement import SWAPPED
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.swap.frame import Layout
+from ds_memo.swap.frame import Frame, Layout
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams
-from tests.ops.cuda_scenarios.rig import DEVICE, MIB, expandable, holds, is_standin, scenario, standin_calls, write
+from tests.ops.cuda_scenarios.rig import (
+    DEVICE,
+    MIB,
+    expandable,
+    holds,
+    is_standin,
+    scenario,
+    slow_links,
+    standin,
+    standin_calls,
+    write,
+)
 
 
 @scenario
@@ -43,36 +54,53 @@ def split_blocks_are_joined() -> None:
         keep_blocks_whole(DEVICE, False)
 
 
-@scenario
-def a_frame_goes_to_the_host_and_back() -> None:
-    """Every copy waits for an event of the stream that made or freed its memory, and uses locked host memory."""
-    slab, streams = HostSlab(64 * MIB, HostPool(DEVICE)), CudaStreams(DEVICE)
-    engine = SwapEngine(streams, slab, DEVICE)
+def _orders(streams: CudaStreams) -> list[tuple[str, ...]]:
+    """Return the stand-in's waits, successful queries and copies: what, where, and the stream of the event."""
+    names = {streams._copy_streams[name].cuda_stream: name for name in (D2H, H2D)}
+    made, seen = {}, []  # event → the stream that it was recorded on
+    for call, what, stream in standin_calls():
+        where = names.get(stream, COMPUTE)
+        if call == "record":
+            made[what] = where
+        elif call == "copy":
+            seen.append((call, where))
+        elif call in ("wait", "done"):
+            seen.append((call, where, made[what]))
+    return seen
+
+
+def _two_tensors_go(engine: SwapEngine, layout: Layout) -> Frame:
+    """Swap a frame of two tensors, the second in part, and have it come back."""
     tensors = [write(torch.empty(4, MIB, dtype=torch.uint8, device=DEVICE), value) for value in (3, 5)]
-    layout = Layout()
     kept = [layout.add(tensor, rows) for tensor, rows in zip(tensors, (4, 2), strict=True)]
     frame = engine.begin("layer 0", SWAPPED)
     engine.adopt(frame, layout)
     if is_standin():
-        assert [(call, size) for call, _, size in standin_calls() if call == "register"] == [("register", layout.host_bytes)]
+        assert [size for call, _, size in standin_calls() if call == "register"] == [layout.host_bytes]
+    if not is_standin():
+        torch.cuda._sleep(100_000_000)  # else copies may be over before compute would wait for them
     for place, tensor in zip(kept, tensors, strict=True):
         engine.keep(frame, place, tensor)
     engine.end(frame)
     tensors.clear()
     del tensor
     engine.bring_back(frame)
+    return frame
+
+
+@scenario
+def a_frame_goes_to_the_host_and_back() -> None:
+    """Every copy waits for an event of the stream that made or freed its memory, and uses locked host memory."""
+    slab, streams = HostSlab(64 * MIB, HostPool(DEVICE)), CudaStreams(DEVICE)
+    engine = SwapEngine(streams, slab, DEVICE)
+    layout = Layout()
+    with slow_links():
+        frame = _two_tensors_go(engine, layout)
     if is_standin():
-        names = {streams._copy_streams[D2H].cuda_stream: D2H, streams._copy_streams[H2D].cuda_stream: H2D}
-        made, seen = {}, []  # event → the stream that it was recorded on
-        for call, what, stream in standin_calls():
-            where = names.get(stream, COMPUTE)
-            if call == "record":
-                made[what] = where
-            elif call in ("wait", "copy"):
-                seen.append((call, where, made[what]) if call == "wait" else (call, where))
         away = [("wait", D2H, COMPUTE), ("copy", D2H)] * 2 + [("wait", COMPUTE, D2H)]
+        seen = _orders(streams)
         assert seen == [*away, ("wait", H2D, COMPUTE), *[("copy", H2D)] * 2, ("wait", COMPUTE, H2D)], seen
-    first, second = (frame.tensor(place) for place in kept)
+    first, second = (frame.tensor(place) for place in layout.kept)
     assert holds(first, 3) and holds(second[:2], 5)
     assert streams.stall_s()[D2H] > 0 and streams.stall_s()[H2D] > 0
     engine.replayed(frame)
@@ -82,3 +110,18 @@ def a_frame_goes_to_the_host_and_back() -> None:
     if is_standin():
         gc.collect()
         assert "unregister" in [call for call, _, _ in standin_calls()]
+
+
+@standin
+def compute_waits_for_no_copy_that_is_over() -> None:
+    """A query has seen its event complete. Copies wait for compute as ever, and nothing is counted as a stall."""
+    slab, streams = HostSlab(64 * MIB, HostPool(DEVICE)), CudaStreams(DEVICE)
+    engine = SwapEngine(streams, slab, DEVICE)
+    frame = _two_tensors_go(engine, Layout())
+    away = [("wait", D2H, COMPUTE), ("copy", D2H)] * 2 + [("done", COMPUTE, D2H)]
+    seen = _orders(streams)
+    assert seen == [*away, ("wait", H2D, COMPUTE), *[("copy", H2D)] * 2, ("done", COMPUTE, H2D)], seen
+    assert streams.stall_s() == {D2H: 0.0, H2D: 0.0}
+    engine.replayed(frame)
+    del frame
+    engine.close()
