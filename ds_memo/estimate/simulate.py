@@ -319,6 +319,6 @@ def _driver(layer: LayerCosts, placement: Placement) -> type[_Whole]:
 
 
 def _stored(output: Output, placement: Placement) -> float:
-    if output.kind == "gemm":
+    if output.kind == "gemm":  # seconds are affine in alpha, as in the solver: whole rows count in bytes alone
         return placement.decided_alpha * output.nbytes
     return 0.0 if placement.kind.recomputes_attention and output.kind == "attention" else output.nbytes
