@@ -3,7 +3,7 @@
 scenarios        on CUDA: the op with all other users of device memory (tests/ops/cuda_scenarios), with torch's
                  segments and with expandable ones
 pairs            nanoseconds of a planned request (benchmarks/allocator.py)
-fixed_length     memory that training holds (benchmarks/allocator_gpu.py); likewise three_lengths, which take turns
+training         memory that training holds (benchmarks/allocator_gpu.py): with one length, and with three that take turns
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def measure(
         result["scenarios"][segments] = passed
         result["failures"] += [f"allocator, {segments}: {failure}" for failure in failures]
     lengths = [tokens, tokens // 2, tokens * 3 // 4]
-    parts: dict[str, Callable[[], Any]] = {
-        "pairs": lambda: allocator.measure(10, device),
-        "fixed_length": lambda: allocator_gpu.measure(device, hidden, layers, lengths[:1], 5, left),
-        "three_lengths": lambda: allocator_gpu.measure(device, hidden, layers, lengths, 6, left),
-    }
-    for name, part in parts.items():
-        result[name] = attempt(f"allocator, {name}", part, left)
-        if name != "pairs":  # counts and bytes; nanoseconds depend on what else runs
-            result["failures"] += result[name]["failures"]
+    result["pairs"] = attempt("allocator, pairs", lambda: allocator.measure(10, device), left)
+    trainings = attempt(
+        "allocator, training", lambda: allocator_gpu.measure(device, hidden, layers, [lengths[:1], lengths], 6, left), left
+    )
+    if isinstance(trainings, dict):  # it raised or would begin too late
+        result["failures"] += trainings["failures"]
+        return result
+    result["fixed_length"], result["three_lengths"] = trainings
+    result["failures"] += [failure for training in trainings for failure in training["failures"]]
     return result
 
 
