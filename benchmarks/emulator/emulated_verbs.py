@@ -41,9 +41,9 @@ def emulation(emulated: bool) -> Iterator[Clock | None]:
 
 
 class Times:
-    """Seconds of the parts of `check` on a GPU, without one: by the emulator's clock, plus imports of the processes they start.
+    """Seconds of a part of `check` on a GPU, without one: the emulator's clock, plus imports of the processes it starts.
 
-    The clock knows launches and kernels, and no Python: parts of tiny models take as long as Python does, `host_s` on this machine.
+    The clock knows launches and kernels, and no Python. A part of tiny models takes as long as Python: `host_s` on this machine.
     Ways to allocate, which are processes of their own, run in this one: a child has no clock.
     """
 
@@ -74,8 +74,8 @@ class Times:
 
 
 def line(name: str, row: dict[str, float]) -> str:
-    clock, sums = f"{row['clock_s']:6.1f} s by the clock", f"{row['sum_s']:6.1f} s"
-    return f"    {name:27s} {clock} + {row['processes']} x imports = {sums}; Python, compilers and children here {row['host_s']:6.1f} s"
+    sums = f"{row['clock_s']:6.1f} s by the clock + {row['processes']} x imports = {row['sum_s']:6.1f} s"
+    return f"    {name:27s} {sums}; Python, compilers and children here {row['host_s']:6.1f} s"
 
 
 def _imports_s() -> float:

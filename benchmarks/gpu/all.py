@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from benchmarks import results
-from benchmarks.check import APART
 
 LIMIT_S = 480
 
@@ -43,7 +42,7 @@ def run(command: list[str], seconds: float) -> int:
 def commands(device: torch.device, folder: Path, budget_s: float) -> dict[str, list[str]]:
     """Return module and arguments by name. The parts of `check` that take long have commands of their own."""
     found = {"check": ["benchmarks.check", "--out", str(folder / f"check-{device.type}.json")]}
-    for part in APART:
+    for part in results.APART:
         if device.type == "cuda" or part != "flex":
             out = folder / f"check_{part}-{device.type}.json"
             found[f"check {part}"] = ["benchmarks.check", "--parts", part, "--out", str(out)]
