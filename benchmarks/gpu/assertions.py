@@ -58,7 +58,7 @@ class Assertion:
     """One line of `gpu.sh first`."""
 
     point: int
-    """Of the list in first.py."""
+    """Number in the list of first.py."""
     name: str
     bar: str
     cure: str

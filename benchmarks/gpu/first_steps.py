@@ -227,7 +227,7 @@ SANITIZED = [
         only_cuda=True,
     ),
 ]
-"""Of point 9. It takes what time is left, so it comes last."""
+"""A part of point 9. It takes what time is left, so it comes last."""
 POINT_10 = [
     Assertion(
         10,
