@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -24,6 +25,11 @@ def compiled(folder: Path, headers: Path) -> Path:
     command = [*compiler(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{headers}", str(HERE / "emulator.cpp")]
     subprocess.run([*command, "-o", str(library)], check=True)
     return library
+
+
+def is_emulated() -> bool:
+    """Return True if CUDA is the stand-in in this process."""
+    return hasattr(ctypes.CDLL(None), "emulated_calls")
 
 
 def environment(folder: Path, headers: Path, device_gib: float) -> dict[str, str]:

@@ -319,9 +319,9 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* b) {
 cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* handle, cudaEvent_t) {
   return std::memset(handle, 0, sizeof *handle), cudaSuccess;
 }
-cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void*) {
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
   *a = {};
-  a->type = cudaMemoryTypeUnregistered;
+  a->type = locked(p) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return make(s); }
