@@ -85,7 +85,7 @@ def test_calls_of_a_layer(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_layer_that_returns_its_routers_choice_waits_for_that_copy_alone(capfd: pytest.CaptureFixture[str]) -> None:
     found, queue = (control(capfd, case) for case in ("routed", "routed, waiting for the queue"))
     assert sum(made_by(found, "ds_memo", WAIT_OF_COMPUTE).values()) <= 3 * LAYERS
-    assert found["compute_held_ms"] < 0.5 * queue["compute_held_ms"]
+    assert found["compute_held_ms"] < queue["compute_held_ms"] - 10
 
 
 # ---- what is ordered
