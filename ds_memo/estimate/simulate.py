@@ -80,6 +80,11 @@ class VirtualStreams:
         if seconds > 0:
             self.spans.append(Span(COMPUTE, name, kind, layer, begin, self.now[COMPUTE]))
 
+    def current(self) -> None:
+        return None
+
+    def record(self, tensor: Extent, stream: Any) -> None: ...
+
     def stall_s(self) -> dict[str, float]:
         return dict(self.stalls)
 
