@@ -19,7 +19,9 @@ import torch
 from benchmarks.environment import environment
 
 FOLDER = Path(__file__).parent / "results"
-VERBS = ("check", "speed", "capacity", "planner")
+VERBS = ("first", "check", "speed", "capacity", "planner")
+APART = ("allocator", "flex")
+"""Parts of `check` that run where --parts names them: their processes import everything, or wait for a compiler."""
 NO_TIME = "no time left"
 ARCHIVE_MOST = 12 << 20
 """Bytes of details: transfers from the machine are limited."""
@@ -64,12 +66,17 @@ def write(path: Path, found: dict[str, Any], unfinished: bool) -> None:
 
 class Run:
     """One run of a verb. Its file exists from the beginning, marked "unfinished", and is updated after every part.
-    So a run that is ended from outside leaves its parts."""
+    So a run that is ended from outside leaves its parts.
+
+    Args:
+        out: the file, if it ends in .json; else its folder.
+    """
 
     def __init__(self, verb: str, device: torch.device, out: str | None, settings: dict[str, Any] | None = None) -> None:
         here = environment(device)
         stamp = here["time"].replace(":", "").replace("-", "")[:15]
-        self.path = folder(out) / f"{verb}-{device.type}-{stamp}.json"
+        given = out is not None and out.endswith(".json")
+        self.path = Path(out) if given else folder(out) / f"{verb}-{device.type}-{stamp}.json"
         self.failures: list[str] = []
         self.found: dict[str, Any] = {"verb": verb, "environment": here, "settings": settings, "failures": self.failures}
         self._begin = time.perf_counter()

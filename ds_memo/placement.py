@@ -7,8 +7,15 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+from ds_memo.units import round_up
+
 UNDECIDED = None
 """The alpha of a swapped call until its sizes are known: then remat asks the policy for it."""
+
+EVEN_ROWS = 128
+"""The recomputed rows of a GEMM are a multiple of it: the height of the tiles that GEMM kernels compute."""
+_MANY_ROWS = 1_024
+"""GEMMs with fewer rows are split exactly as alpha says."""
 
 
 class PlacementKind(IntEnum):
@@ -57,7 +64,8 @@ class Placement:
 
     kind: PlacementKind
     alpha: float | None = UNDECIDED
-    """The share of each GEMM output's rows that is stored. On the device the kind sets it and the argument is ignored."""
+    """The share of each GEMM output's rows that is stored, as `stored_rows` counts them. On the device the kind sets it and the
+    argument is ignored."""
     empty_frame: bool = False
     """True if a call without recompute gets an empty frame, so that the engine moves swapped frames while it runs and the host
     keeps the run-ahead limit (ds_memo.deepspeed.run_ahead_limit)."""
@@ -82,6 +90,15 @@ GEMMS_RECOMPUTED = Placement(PlacementKind.GEMMS_RECOMPUTED)
 FULL_RECOMPUTE = Placement(PlacementKind.FULL_RECOMPUTE)
 ON_DEVICE = Placement(PlacementKind.ON_DEVICE)
 NO_RECOMPUTE = Placement(PlacementKind.NO_RECOMPUTE)
+
+
+def stored_rows(alpha: float, rows: int) -> int:
+    """Return the number of a GEMM output's rows that are stored at `alpha`: at most that share, and fewer by less than EVEN_ROWS.
+
+    Fewer rows than the whole may get another kernel, whose results differ in the last bit. Whole tiles make that less likely.
+    """
+    stored = int(alpha * rows)
+    return stored if rows < _MANY_ROWS else max(0, rows - round_up(rows - stored, EVEN_ROWS))
 
 
 @lru_cache(maxsize=1 << 12)

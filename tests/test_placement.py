@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ds_memo.placement import UNDECIDED, Placement, PlacementKind
+from ds_memo.placement import EVEN_ROWS, UNDECIDED, Placement, PlacementKind, stored_rows
 
 SHARE = {
     PlacementKind.GEMMS_RECOMPUTED: 0.0,
@@ -36,3 +36,17 @@ def test_a_copy_with_another_alpha_stays_what_it_is() -> None:
     swapped, resident = Placement(PlacementKind.SWAPPED, 0.2), Placement(PlacementKind.ON_DEVICE)
     assert dataclasses.replace(swapped, alpha=0.5) == Placement(PlacementKind.SWAPPED, 0.5)
     assert dataclasses.replace(resident, empty_frame=False) == resident
+
+
+@pytest.mark.parametrize("rows", [1, 128, 1_000, 1_023, 1_024, 1_100, 4_096, 65_537])
+def test_rows_are_stored_by_alpha(rows: int) -> None:
+    """Never more than alpha says, all or none at the ends, more at a larger alpha: the solver bisects."""
+    alphas = [step / 997 for step in range(998)]
+    stored = [stored_rows(alpha, rows) for alpha in alphas]
+    assert (stored[0], stored[-1]) == (0, rows) and stored == sorted(stored)
+    for alpha, number in zip(alphas, stored, strict=True):
+        if rows < 1_024:
+            assert number == int(alpha * rows)
+        else:
+            assert alpha * rows - EVEN_ROWS < number <= alpha * rows
+            assert number == 0 or (rows - number) % EVEN_ROWS == 0

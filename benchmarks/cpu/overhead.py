@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import ds_memo
-from benchmarks.workloads import small_models
+from benchmarks.workloads import dtype_of, small_models
 
 LAYERS = 8
 GOAL_MS = 1.0
@@ -89,7 +89,7 @@ def measure_all(device: torch.device, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     result: dict[str, Any] = {"goal_ms": GOAL_MS, "goal_tile": GOAL_TILE, "unit": "ms per layer and pass", "models": {}}
     for name, model in small_models(128, LAYERS, hidden=64, heads=4, kv_heads=2, llama_ffn=128).items():
-        samples = measure(model.to(device).train(), device, rounds)
+        samples = measure(model.to(device, dtype_of(device)).train(), device, rounds)
         medians = {
             variant: [statistics.median(pair[side] for pair in pairs) * 1e3 for side in (0, 1)]
             for variant, pairs in samples.items()

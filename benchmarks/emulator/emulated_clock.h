@@ -53,9 +53,12 @@ class Clock {
     std::lock_guard<std::mutex> l(mutex_);
     events_[e] = begins(s);
   }
-  void wait(cudaStream_t s, cudaEvent_t e) {
+  // Returns the seconds that the stream, with nothing else to do, waits for the event.
+  double wait(cudaStream_t s, cudaEvent_t e) {
     std::lock_guard<std::mutex> l(mutex_);
+    const double before = begins(s);
     streams_[s].at = std::max(streams_[s].at, events_[e]);
+    return std::max(0.0, streams_[s].at - before);
   }
   double at(cudaEvent_t e) {
     std::lock_guard<std::mutex> l(mutex_);
@@ -65,10 +68,13 @@ class Clock {
     std::lock_guard<std::mutex> l(mutex_);
     return streams_[s].at;
   }
-  void host_waits(double until) {
+  // Returns the seconds that the host waits.
+  double host_waits(double until) {
     std::lock_guard<std::mutex> l(mutex_);
     ++host_waits_;
-    host_ = std::max(host_, until);
+    const double waited = std::max(0.0, until - host_);
+    host_ += waited;
+    return waited;
   }
   // For something that is none of the device's.
   void host_waits_for_other(double until) {
@@ -87,6 +93,14 @@ class Clock {
     std::lock_guard<std::mutex> l(mutex_);
     return host_waits_;
   }
+  // Seconds of the host to lock and unlock a byte of its memory, and to make or free a block of the device's.
+  void driver(double lock, double unlock, double block) {
+    std::lock_guard<std::mutex> l(mutex_);
+    lock_ = lock, unlock_ = unlock, block_ = block;
+  }
+  void lock(size_t n) { host_takes(n * lock_); }
+  void unlock(size_t n) { host_takes(n * unlock_); }
+  void block() { host_takes(block_); }
   void links(double d2h, double h2d) {
     std::lock_guard<std::mutex> l(mutex_);
     per_byte_[true] = 1 / d2h, per_byte_[false] = 1 / h2d;
@@ -100,6 +114,10 @@ class Clock {
     std::deque<double> queue;
     size_t kernels = 0;  // of the op that runs
   };
+  void host_takes(double seconds) {
+    std::lock_guard<std::mutex> l(mutex_);
+    host_ += seconds;
+  }
   void start(cudaStream_t s) {
     host_ += kLaunch;
     enqueue(s, begins(s) + floor_);
@@ -116,6 +134,7 @@ class Clock {
     }
   }
   std::mutex mutex_;
+  double lock_ = 0, unlock_ = 0, block_ = 0;
   double host_ = 0, floor_ = 0, per_byte_[2] = {0, 0}, engines_[2] = {0, 0};
   size_t host_waits_ = 0;
   std::map<cudaStream_t, Stream> streams_;

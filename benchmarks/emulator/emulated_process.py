@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -26,6 +27,11 @@ def compiled(folder: Path, headers: Path) -> Path:
     return library
 
 
+def is_emulated() -> bool:
+    """Return True if CUDA is the stand-in in this process."""
+    return hasattr(ctypes.CDLL(None), "emulated_calls")
+
+
 def environment(folder: Path, headers: Path, device_gib: float) -> dict[str, str]:
     """Return the environment of a process whose CUDA is the stand-in."""
     return {
@@ -37,8 +43,12 @@ def environment(folder: Path, headers: Path, device_gib: float) -> dict[str, str
     }
 
 
-def run_emulated(module: str, arguments: list[str], device_gib: float) -> int:
-    """Run a module in a process whose CUDA is the stand-in; print why and return 2 if there can be none."""
+def run_emulated(module: str, arguments: list[str], device_gib: float, lock_gib: float | None = None) -> int:
+    """Run a module in a process whose CUDA is the stand-in; print why and return 2 if there can be none.
+
+    Args:
+        lock_gib: host memory that can be locked; None: any.
+    """
     python, headers = os.environ.get("DS_MEMO_CUDA_TORCH"), cuda_headers()
     if python is None or headers is None:
         torch = "DS_MEMO_CUDA_TORCH is not set; it names a Python with a CUDA build of torch"
@@ -47,6 +57,8 @@ def run_emulated(module: str, arguments: list[str], device_gib: float) -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         given = environment(Path(folder), headers, device_gib)
+        if lock_gib is not None:
+            given["EMULATED_LOCK_GIB"] = str(lock_gib)
         given["XDG_CACHE_HOME"] = folder  # never the user's: no profile made here is of a GPU
         given["PYTHONPATH"] = f"{REPO}:{os.environ.get('PYTHONPATH', '')}"
         return subprocess.run([python, "-m", module, *arguments], env=os.environ | given, cwd=REPO, check=False).returncode

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ds_memo.estimate import hardware
 from ds_memo.remat.functions import SkipsCompiled
+from ds_memo.units import GIB
 
 aten = torch.ops.aten
 _FORWARD = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention}
@@ -38,7 +39,7 @@ _PRODUCTS = {
 }
 """GEMMs, and which argument their left operand is. What comes before it is added to the product. (PyTorch's own count of FLOPs
 lacks in-place ones, and those with an `out_dtype`.)"""
-_FREE = {
+FREE = {
     aten.empty,
     aten.empty_like,
     aten.empty_strided,
@@ -49,6 +50,7 @@ _FREE = {
     aten.set_,
     aten._unsafe_view,
 }
+"""Ops that touch no memory of a tensor."""
 _ROWS = {aten.index, aten.index_select, aten.gather, aten.embedding}
 """Ops that read no more than they write."""
 _TO_ROWS = {aten.index_copy_, aten.index_put_, aten._index_put_impl_, aten.scatter_, aten.index_add_}
@@ -56,6 +58,12 @@ _TO_ROWS = {aten.index_copy_, aten.index_put_, aten._index_put_impl_, aten.scatt
 LAUNCH_FLOOR_S = 3e-6
 """Least seconds of a kernel on its stream: from the start of one to the start of the next, as profilers show small kernels behind
 each other. Assumed, and the same for all rivals."""
+
+
+LOCK_S_PER_GIB, UNLOCK_S_PER_GIB = 0.25, 0.05
+"""Seconds in which the driver locks and unlocks a GiB of host memory whose pages exist. Assumed: 4 and 20 GiB a second."""
+BLOCK_S = 3e-4
+"""Seconds in which it makes or frees a block of device memory. Assumed. A cudaFree waits for the device, too."""
 
 
 class Clock:
@@ -72,7 +80,9 @@ class Clock:
         self._emulator.emulated_at.restype = ctypes.c_double
         self._emulator.emulated_host_waits_until.argtypes = [ctypes.c_double]
         self._emulator.emulated_host_waits.restype = ctypes.c_size_t
+        self._emulator.emulated_driver.argtypes = [ctypes.c_double] * 3
         self._emulator.emulated_floor(LAUNCH_FLOOR_S)
+        self._emulator.emulated_driver(LOCK_S_PER_GIB / GIB, UNLOCK_S_PER_GIB / GIB, BLOCK_S)
         self.link_share(1.0)
 
     def link_share(self, share: float) -> None:
@@ -123,7 +133,7 @@ class Costs(SkipsCompiled):
 def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, machine: hardware.Hardware) -> float:
     """Return the seconds of one op's kernels; the emulator itself times copies over the link."""
     packet = func._overloadpacket
-    if func.is_view or packet in _FREE:
+    if func.is_view or packet in FREE:
         return 0.0
     taken = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
     tensors = {id(x): x for x in (*taken, *(x for x in tree_leaves(result) if torch.is_tensor(x)))}.values()
@@ -155,7 +165,7 @@ def _summed_bytes(added: tuple[torch.Tensor, ...], kwargs: dict[str, Any], resul
 def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that an elementwise op moves through the device's memory."""
     packet = func._overloadpacket
-    if func.is_view or packet in _FREE:
+    if func.is_view or packet in FREE:
         return 0
     taken = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
     if packet in _ROWS:

@@ -9,7 +9,7 @@
 // stream is always done.
 //
 // It goes before a CUDA build of torch with LD_PRELOAD, and once more, as libcuda.so.1, in a folder of LD_LIBRARY_PATH.
-// EMULATED_GIB: of device memory; 139.8 without it.
+// EMULATED_GIB: of device memory; 139.8 without it. EMULATED_LOCK_GIB: of host memory that may be locked; without it, any.
 #include "emulated_clock.h"
 
 #include <cuda_runtime_api.h>
@@ -71,6 +71,13 @@ void log(const char* call, const void* a, const void* b = nullptr) {
   calls += line;
 }
 
+using Watcher = void (*)(const char* call, const void* what, const void* from, size_t n, const void* stream);
+std::atomic<Watcher> watcher{nullptr};
+// Never under `mutex`: the watcher is Python code, and waits for the interpreter's lock.
+void tell(const char* call, const void* what = nullptr, cudaStream_t s = nullptr, const void* from = nullptr, size_t n = 0) {
+  if (Watcher w = watcher) w(call, what, from, n, s);
+}
+
 Clock& timing() {
   static Clock* c = new Clock;  // never destroyed: torch still makes calls while the process ends
   return *c;
@@ -87,9 +94,23 @@ void lock_range(const void* p, size_t n) {
   std::lock_guard<std::mutex> l(mutex);
   locked_ranges[(const char*)p] = n;
 }
-void unlock_range(const void* p) {
+size_t unlock_range(const void* p) {
   std::lock_guard<std::mutex> l(mutex);
-  locked_ranges.erase((const char*)p);
+  auto range = locked_ranges.find((const char*)p);
+  if (range == locked_ranges.end()) return 0;
+  const size_t n = range->second;
+  return locked_ranges.erase(range), n;
+}
+size_t locked_bytes() {
+  std::lock_guard<std::mutex> l(mutex);
+  size_t n = 0;
+  for (auto& [_, bytes] : locked_ranges) n += bytes;
+  return n;
+}
+size_t lockable() {
+  static const char* gib = getenv("EMULATED_LOCK_GIB");
+  static const size_t most = gib ? size_t(atof(gib) * (1ull << 30)) : SIZE_MAX;
+  return std::max(most, locked_bytes());
 }
 bool locked(const void* p) {
   std::lock_guard<std::mutex> l(mutex);
@@ -109,6 +130,11 @@ extern "C" {
 
 void emulated_links(double d2h, double h2d) { timing().links(d2h, h2d); }  // bytes a second
 void emulated_floor(double seconds) { timing().floor(seconds); }  // of each kernel
+void emulated_driver(double lock, double unlock, double block) { timing().driver(lock, unlock, block); }
+// From now on: called behind each call of CUDA that copies, orders streams, waits, or changes what memory there is.
+void emulated_watch(Watcher w) { watcher = w; }
+// Seconds until a stream is done with what it has.
+double emulated_queued(cudaStream_t s) { return std::max(0.0, timing().at(s) - timing().host()); }
 void emulated_op() { timing().op(); }
 void emulated_work(cudaStream_t s, double seconds) { timing().work(s, seconds); }
 double emulated_now() { return timing().host(); }
@@ -144,15 +170,21 @@ int cuMemCreate(uintptr_t* piece, size_t n, void*, unsigned long long) {
   if (n > deviceBytes() - used) return 2;  // CUDA_ERROR_OUT_OF_MEMORY
   used += n;
   make(piece);
-  std::lock_guard<std::mutex> l(mutex);
-  pieces[*piece] = n;
-  return 0;
+  {
+    std::lock_guard<std::mutex> l(mutex);
+    pieces[*piece] = n;
+  }
+  timing().block();
+  return tell("cuMemCreate", nullptr, nullptr, nullptr, n), 0;
 }
 int cuMemRelease(uintptr_t piece) {
-  std::lock_guard<std::mutex> l(mutex);
-  used -= pieces[piece];
-  pieces.erase(piece);
-  return 0;
+  {
+    std::lock_guard<std::mutex> l(mutex);
+    used -= pieces[piece];
+    pieces.erase(piece);
+  }
+  timing().block();
+  return tell("cuMemRelease"), 0;
 }
 int cuMemMap() { return 0; }
 int cuMemUnmap() { return 0; }
@@ -176,7 +208,7 @@ cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() { return timing().host_waits_for_all(), cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { return timing().host_waits_for_all(), tell("cudaDeviceSynchronize"), cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int* c, int, int) { return *c = 0, cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int* v) { return *v = 13000, cudaSuccess; }
@@ -272,18 +304,23 @@ cudaError_t cudaMalloc(void** b, size_t n) {
   if (!a) return cudaErrorMemoryAllocation;
   used += whole;
   *b = a;
-  return log("malloc", a, (void*)n), cudaSuccess;
+  timing().block();
+  return log("malloc", a, (void*)n), tell("cudaMalloc", a, nullptr, nullptr, n), cudaSuccess;
 }
 cudaError_t cudaFree(void* b) {
   if (!b) return cudaSuccess;
   log("free", b);
-  std::lock_guard<std::mutex> l(mutex);
-  auto f = blocks.find(b);
-  if (f == blocks.end()) return cudaErrorInvalidValue;
-  munmap(b, f->second);
-  used -= f->second;
-  blocks.erase(f);
-  return cudaSuccess;
+  {
+    std::lock_guard<std::mutex> l(mutex);
+    auto f = blocks.find(b);
+    if (f == blocks.end()) return cudaErrorInvalidValue;
+    munmap(b, f->second);
+    used -= f->second;
+    blocks.erase(f);
+  }
+  timing().host_waits_for_all();  // as the driver does before memory goes
+  timing().block();
+  return tell("cudaFree", b), cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(size_t* f, size_t* t) {
   *t = deviceBytes(), *f = deviceBytes() - used;
@@ -293,13 +330,13 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind
   log("copy", to, s);
   if (is_done(n)) std::memcpy(to, from, n);
   timed_copy(to, from, n, s);
-  return cudaSuccess;
+  return tell("cudaMemcpyAsync", to, s, from, n), cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind) {
   if (is_done(n)) std::memcpy(to, from, n);
   timed_copy(to, from, n, nullptr);
   timing().host_waits(timing().at(cudaStream_t{}));
-  return cudaSuccess;
+  return tell("cudaMemcpy", to, nullptr, from, n), cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int v, size_t n, cudaStream_t s) {
   if (is_done(n)) std::memset(to, v, n);
@@ -309,11 +346,20 @@ cudaError_t cudaMemset(void* to, int v, size_t n) { return cudaMemsetAsync(to, v
 cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
   *p = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (*p == MAP_FAILED) return cudaErrorMemoryAllocation;
-  return lock_range(*p, n), cudaSuccess;
+  return lock_range(*p, n), timing().lock(n), tell("cudaHostAlloc", *p, nullptr, nullptr, n), cudaSuccess;
 }
-cudaError_t cudaFreeHost(void* p) { return unlock_range(p), cudaSuccess; }
-cudaError_t cudaHostRegister(void* p, size_t n, unsigned) { return log("register", p, (void*)n), lock_range(p, n), cudaSuccess; }
-cudaError_t cudaHostUnregister(void* p) { return log("unregister", p), unlock_range(p), cudaSuccess; }
+cudaError_t cudaFreeHost(void* p) { return timing().unlock(unlock_range(p)), tell("cudaFreeHost", p), cudaSuccess; }
+cudaError_t cudaHostRegister(void* p, size_t n, unsigned) {
+  log("register", p, (void*)n);
+  timing().lock(n);  // the driver gives up only when it comes to the page that is too many
+  const bool fits = n <= lockable() - locked_bytes();
+  if (fits) lock_range(p, n);
+  return tell("cudaHostRegister", p, nullptr, nullptr, n), fits ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+cudaError_t cudaHostUnregister(void* p) {
+  log("unregister", p);
+  return timing().unlock(unlock_range(p)), tell("cudaHostUnregister", p), cudaSuccess;
+}
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* b) {
   std::memset(handle, 0, sizeof *handle);
   return std::memcpy(handle, &b, sizeof b), cudaSuccess;
@@ -321,9 +367,9 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* b) {
 cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* handle, cudaEvent_t) {
   return std::memset(handle, 0, sizeof *handle), cudaSuccess;
 }
-cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void*) {
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
   *a = {};
-  a->type = cudaMemoryTypeUnregistered;
+  a->type = locked(p) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return make(s); }
@@ -331,8 +377,13 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* l, int* g) {
   *l = 0, *g = -5;
   return cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t s) { return timing().host_waits(timing().at(s)), cudaSuccess; }
-cudaError_t cudaStreamQuery(cudaStream_t s) { return timing().at(s) <= timing().host() ? cudaSuccess : cudaErrorNotReady; }
+cudaError_t cudaStreamSynchronize(cudaStream_t s) {
+  return timing().host_waits(timing().at(s)), tell("cudaStreamSynchronize", nullptr, s), cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t s) {
+  if (timing().at(s) > timing().host()) return cudaErrorNotReady;
+  return tell("cudaStreamQuery", nullptr, s), cudaSuccess;
+}
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s) {
   return *s = cudaStreamCaptureStatusNone, cudaSuccess;
 }
@@ -347,16 +398,22 @@ cudaError_t cudaEventCreate(cudaEvent_t* e) { return make(e); }
 cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventQuery(cudaEvent_t e) {
   if (timing().at(e) > timing().host()) return cudaErrorNotReady;
-  return log("done", e), cudaSuccess;
+  return log("done", e), tell("cudaEventQuery", e), cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
   return *ms = (float)std::max(1e-3, 1e3 * (timing().at(to) - timing().at(from))), cudaSuccess;
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t e) { return timing().host_waits(timing().at(e)), cudaSuccess; }
-cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return log("record", e, s), timing().record(e, s), cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+  const double waited = timing().host_waits(timing().at(e));
+  return tell("cudaEventSynchronize", e, nullptr, nullptr, (size_t)(1e9 * waited)), cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
+  return log("record", e, s), timing().record(e, s), tell("cudaEventRecord", e, s), cudaSuccess;
+}
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return cudaEventRecord(e, s); }
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
-  return log("wait", e, s), timing().wait(s, e), cudaSuccess;
+  log("wait", e, s);
+  return tell("cudaStreamWaitEvent", e, s, nullptr, (size_t)(1e9 * timing().wait(s, e))), cudaSuccess;
 }
 int cublasCreate_v2(void** h) { return make(h); }
 int cublasDestroy_v2() { return 0; }

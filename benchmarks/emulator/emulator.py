@@ -3,12 +3,15 @@
     export DS_MEMO_CUDA_TORCH=/path/to/python
     python -m benchmarks.emulator step [gpt7b|llama8b|ulysses8] [16384] [--memo '{"alpha": 0.5}'] [--models 2] [--zero 3]
     python -m benchmarks.emulator step gpt7b 65536 --zero 3 --ranks 8 --device-gib 24 [--rival checkpoint]
+    python -m benchmarks.emulator syncs gpt7b 32768 --zero 3 --ranks 8 [--rival checkpoint]
+    python -m benchmarks.emulator order gpt7b 16384 [--memo '{"alpha": 0.5}']
     python -m benchmarks.emulator capacity [gpt7b] [--device-gib 16] [--host-gib 32] [--rivals …]
     python -m benchmarks.emulator speed [gpt7b] [65536] [--hardware h200] [--device-gib 20] [--host-gib 32] [--rivals …]
 
 emulator.cpp stands in for CUDA below a real CUDA build of torch: the caching allocator, autograd's thread, streams and events,
 and the allocator op are used as on a GPU, kernels do nothing and take the time that emulated_time.py says. `step` shows what each
-step asked for, reserved and missed; `capacity` runs the search of `gpu.sh capacity` in here, `speed` a point of `gpu.sh speed`.
+step asked for, reserved and missed; `syncs` who makes the host or compute wait in steady steps; `order` which accesses to the
+same bytes nothing orders; `capacity` runs the search of `gpu.sh capacity` in here, `speed` a point of `gpu.sh speed`.
 None of it is a GPU's result, and none of it is written to results/.
 
 DS_MEMO_CUDA_TORCH: the Python of an environment with a CUDA build of torch, DeepSpeed, Transformers and ninja.
@@ -25,6 +28,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,9 @@ import ds_memo
 from benchmarks import point as points
 from benchmarks.capacity import longest, search_here
 from benchmarks.claims import claims
+from benchmarks.emulated_calls import PER_LAYER, SYNCHRONIZING, Calls
 from benchmarks.emulated_files import emulated_drives
+from benchmarks.emulated_order import Unordered
 from benchmarks.emulated_process import HOST_GIB, run_emulated, without_values
 from benchmarks.emulated_ranks import NAME, among
 from benchmarks.emulated_steps import HEADER, Step, line
@@ -49,6 +55,8 @@ from ds_memo.runtime.handle import MemoHandle
 from ds_memo.units import GIB
 
 STEPS = 9
+WATCHED = 3
+"""Last steps that `syncs` and `order` watch."""
 SLOW_AFTER = 7
 """Steps that --slow-link leaves alone; as many as STEPS come after."""
 
@@ -97,6 +105,7 @@ def step(
     zero: int | None = None,
     ranks: int = 1,
     rival: str | None = None,
+    around: Callable[[int], AbstractContextManager[Any]] = nullcontext,
 ) -> list[dict[str, Any]]:
     """Train some steps and return a row for each.
 
@@ -106,6 +115,7 @@ def step(
         zero: the stage, under DeepSpeed; None: without DeepSpeed.
         ranks: under DeepSpeed, that train alike.
         rival: to train with in place of ds_memo.
+        around: given the number of a step, returns a context for it.
     """
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
@@ -126,7 +136,8 @@ def step(
             clock.link_share(slow_link)
         handle, take_step = runs[turn]
         running = Step(clock, handle)
-        take_step()
+        with around(number):
+            take_step()
         rows.append(running.row(number, rival, model=turn))
     stack.close()  # a step that fails ends the process
     for handle, _ in runs:
@@ -176,9 +187,44 @@ def speed(
     return point | {"claims": claims(point)}
 
 
+def syncs(run: Callable[..., Any]) -> dict[str, Any]:
+    """Return the calls that order streams or make the host wait, of one of the last steps.
+
+    Args:
+        run: `step` with all arguments but `around`.
+    """
+    calls = Calls()
+    run(around=lambda number: calls if number > STEPS - WATCHED else nullcontext())
+    return {
+        "calls": [[*what, n / WATCHED] for what, n in calls.counts.most_common()],
+        "compute_held_ms": 1e3 * calls.held_s / WATCHED,
+        "least_queued_ms": 1e3 * calls.least_queued_s,
+    }
+
+
+def show_syncs(found: dict[str, Any], layers: int) -> None:
+    def total(who: str, *names: str) -> float:
+        return sum(n for call, whose, _, n in found["calls"] if call in names and whose == who)
+
+    print(
+        "In a step; the host waits for the device or the driver in", "calls  by           call                      in", sep="\n"
+    )
+    for call, who, where, n in found["calls"]:
+        if call in SYNCHRONIZING:
+            print(f"{n:5.1f}  {who:12s} {call:25s} {where}")
+    print(f"ds_memo: {total('ds_memo', *SYNCHRONIZING):.1f}; compute had {found['least_queued_ms']:.1f} ms of work left at least")
+    print(
+        f"Waits of compute that ds_memo asks for hold it for {found['compute_held_ms']:.2f} ms",
+        "In a layer, for ds_memo:",
+        sep="\n",
+    )
+    for name in PER_LAYER:
+        print(f"{total('ds_memo', name) / layers:7.1f}  {name}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.emulator", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("step", "capacity", "speed"))
+    parser.add_argument("what", choices=("step", "syncs", "order", "capacity", "speed"))
     parser.add_argument("workload", nargs="?", default="gpt7b")
     parser.add_argument("length", nargs="?", type=int, default=16384)
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='the "memo" section; default: all is solved')
@@ -190,17 +236,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--slow-link", type=float, metavar="X", help="share of the link that `step` has after some steps")
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
     parser.add_argument("--host-gib", type=float, default=32.0)
+    parser.add_argument("--lock-gib", type=float, help="host memory that CUDA can lock; default: any")
     parser.add_argument("--rivals", nargs="+", default=["ds_memo, planned", "alst", "checkpoint", "deepspeed", "hf_offload"])
     parser.add_argument("--hardware", default="h200", help="whose rates: a name or file of ds-memo estimate; default: h200")
     parser.add_argument("--nvme-gb-per-s", type=float, metavar="X", help="of emulated drives behind the host, for `step`")
     parser.add_argument("--nvme-gib", type=float, default=15000.0, metavar="X", help="their size; default: 15,000")
-    parser.add_argument("--json", action="store_true", help="print what `step` found as JSON")
+    parser.add_argument("--json", action="store_true", help="print what `step`, `syncs` or `order` found as JSON")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.emulated:
-        whole = options.device_gib if options.what == "step" and options.device_gib else 139.8
+        whole = options.device_gib if options.what in ("step", "syncs", "order") and options.device_gib else 139.8
         asked = [*(sys.argv[1:] if arguments is None else arguments), "--emulated"]
-        return run_emulated("benchmarks.emulator", asked, whole)
+        return run_emulated("benchmarks.emulator", asked, whole, options.lock_gib)
     without_values()
     with keeping_time(hardware.load(options.hardware)) as clock:
         _run(clock, options)
@@ -222,8 +269,21 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
         memo["nvme"] = {"path": "/emulated"}
         drives = emulated_drives(clock, options.nvme_gib, options.nvme_gb_per_s)
     with_what = options.models, options.slow_link, options.zero, options.ranks, options.rival
+    run = functools.partial(step, clock, options.workload, options.length, memo, *with_what)
+    if options.what == "syncs":
+        found = syncs(run)
+        print(json.dumps(found)) if options.json else show_syncs(found, shapes(torch.device("cuda"))[options.workload].layers)
+        return
+    if options.what == "order":
+        unordered = Unordered()
+        run(around=lambda number: unordered if number > STEPS - WATCHED else nullcontext())
+        races = list(unordered.races)
+        print(json.dumps({"checked": unordered.checked, "races": races})) if options.json else print(
+            f"{unordered.checked:,} pairs of accesses on two streams, {len(races)} that nothing orders", *races, sep="\n"
+        )
+        return
     with drives:
-        rows = step(clock, options.workload, options.length, memo, *with_what)
+        rows = run()
     if options.json:
         print(json.dumps(rows))
         return

@@ -1,4 +1,4 @@
-"""check, speed, capacity and planner one after the other, each in a process of its own and ended after eight minutes.
+"""check, its parts allocator and flex, speed, capacity and planner, each in a process of its own and ended after eight minutes.
 
 bash benchmarks/gpu.sh all [--budget-s 420] [--device cuda|cpu] [--out DIR]
 """
@@ -11,6 +11,9 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+
+import torch
 
 from benchmarks import results
 
@@ -36,6 +39,18 @@ def run(command: list[str], seconds: float) -> int:
         verb.wait()
 
 
+def commands(device: torch.device, folder: Path, budget_s: float) -> dict[str, list[str]]:
+    """Return module and arguments by name. The parts of `check` that take long have commands of their own."""
+    found = {"check": ["benchmarks.check", "--out", str(folder / f"check-{device.type}.json")]}
+    for part in results.APART:
+        if device.type == "cuda" or part != "flex":
+            out = folder / f"check_{part}-{device.type}.json"
+            found[f"check {part}"] = ["benchmarks.check", "--parts", part, "--out", str(out)]
+    for verb in ("speed", "capacity", "planner"):
+        found[verb] = [f"benchmarks.{verb}", "--out", str(folder), "--budget-s", str(budget_s)]
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser("gpu.sh all", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
@@ -46,14 +61,10 @@ def main() -> int:
     end_with_children()
     folder = results.folder(options.out)
     status = {}
-    for verb in results.VERBS:
-        results.say(f"==== {verb}")
-        out = folder / f"check-{device.type}.json" if verb == "check" else folder
-        command = [sys.executable, "-m", f"benchmarks.{verb}", "--device", device.type, "--out", str(out)]
-        if verb != "check":
-            command += ["--budget-s", str(options.budget_s)]
-        status[verb] = run(command, LIMIT_S)
-    results.say("\n".join(f"{verb:9s} {'ok' if code == 0 else f'exit {code}'}" for verb, code in status.items()))
+    for name, words in commands(device, folder, options.budget_s).items():
+        results.say(f"==== {name}")
+        status[name] = run([sys.executable, "-m", *words, "--device", device.type], LIMIT_S)
+    results.say("\n".join(f"{name:15s} {'ok' if code == 0 else f'exit {code}'}" for name, code in status.items()))
     return max(map(abs, status.values()))
 
 

@@ -10,7 +10,8 @@ After the warm-up (two profiled iterations and a planned one per length), printe
     step                   median seconds
 
 What is alive is the same in every way, so its peak is taken where PyTorch serves every request: the most bytes asked for at
-once. With several lengths, steps take them in turn. --device cpu tries the harness; there is nothing to count there.
+once. With several lengths, steps take them in turn; each further --lengths is a training of its own in the same processes.
+--device cpu tries the harness; there is nothing to count there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 
 import ds_memo
 from benchmarks import results
-from benchmarks.timing import Memory, seconds, served
+from benchmarks.timing import Memory, clear, seconds, served
 from benchmarks.ways import WAYS, run_apart
 from benchmarks.workloads import batch, build, gpt_shape, loss_of
 from ds_memo.units import GIB
@@ -72,21 +73,41 @@ def train(device: torch.device, planned: bool, hidden: int, layers: int, lengths
 
 
 def measure(
-    device: torch.device, hidden: int, layers: int, lengths: list[int], steps: int, left: Callable[[], float] = lambda: math.inf
-) -> dict[str, Any]:
+    device: torch.device,
+    hidden: int,
+    layers: int,
+    trainings: list[list[int]],
+    steps: int,
+    left: Callable[[], float] = lambda: math.inf,
+) -> list[dict[str, Any]]:
     """Measure every way in a process of its own.
 
     Args:
+        trainings: lengths of each training.
         left: seconds that are left.
+
+    Returns:
+        A result per training.
     """
-    rows: dict[str, dict[str, Any]] = {}
-    arguments = {"hidden": hidden, "layers": layers, "lengths": lengths, "steps": steps}
+    arguments = {"hidden": hidden, "layers": layers, "steps": steps}
+    ways: dict[str, list[dict[str, Any]]] = {}
     for way, (_, planned) in WAYS.items():
-        words = [f"--{name}={value}" for name, value in arguments.items() if name != "lengths"]
-        words += ["--lengths", *map(str, lengths), f"--device={device.type}", "--planned" if planned else "--no-planned"]
-        rows[way] = run_apart("benchmarks.allocator_gpu", words, way, left())
-        if "error" in rows[way]:
-            sys.exit(f"allocator_gpu: {way}: {rows[way]['error']}")
+        words = [f"--{name}={value}" for name, value in arguments.items()]
+        for lengths in trainings:
+            words += ["--lengths", *map(str, lengths)]
+        words += [f"--device={device.type}", "--planned" if planned else "--no-planned"]
+        rows = run_apart("benchmarks.allocator_gpu", words, way, left())
+        if "error" in rows:
+            sys.exit(f"allocator_gpu: {way}: {rows['error']}")
+        ways[way] = rows["trainings"]
+    return [
+        {**arguments, "lengths": lengths, **compared({way: rows[number] for way, rows in ways.items()})}
+        for number, lengths in enumerate(trainings)
+    ]
+
+
+def compared(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Print one training's row of each way, and return the rows with the bars that are missed."""
     alive = rows["native"].get("requested")
     failures = []
     for way, row in rows.items():
@@ -105,25 +126,30 @@ def measure(
             if not row["hits"]:
                 failures.append(f"allocator: {way}: no request got a planned address")
         print()
-    return {**arguments, "ways": rows, "failures": failures}
+    return {"ways": rows, "failures": failures}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.allocator_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[16384])
+    parser.add_argument("--lengths", type=int, nargs="+", action="append", help="of one training; default: 16384")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--planned", action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = results.device_or_exit(options.device, "allocator_gpu")
+    trainings = options.lengths or [[16384]]
     if options.planned is not None:
-        print(json.dumps(train(device, options.planned, options.hidden, options.layers, options.lengths, options.steps)))
+        rows = []
+        for lengths in trainings:
+            rows.append(train(device, options.planned, options.hidden, options.layers, lengths, options.steps))
+            clear(device)
+        print(json.dumps({"trainings": rows}))
         return 0
-    result = measure(device, options.hidden, options.layers, options.lengths, options.steps)
-    return results.end(result, result["failures"], options.json)
+    found = measure(device, options.hidden, options.layers, trainings, options.steps)
+    return results.end(found, [failure for result in found for failure in result["failures"]], options.json)
 
 
 if __name__ == "__main__":

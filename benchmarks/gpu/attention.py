@@ -86,8 +86,12 @@ def picked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """Return the kernel that PyTorch chooses by itself."""
     with Seen() as seen:
         sdpa(q, k, v, HEAD**-0.5)
-    name = (seen.names or ["math"])[0]
-    return next((short for short in ("cudnn", "flash", "efficient") if short in name), name)
+    return short((seen.names or ["math"])[0])
+
+
+def short(name: str) -> str:
+    """Return the word for an attention op of PyTorch; another op's name as it is."""
+    return next((word for word in ("cudnn", "flash", "efficient") if word in name), name)
 
 
 def measure(device: torch.device, lengths: list[int], heads: int = HEADS) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Check ds_memo's results and cost on this machine. Ends with 1 if anything is off.
 
-    bash benchmarks/gpu.sh check [--device cuda|cpu] [--out FILE]
+    bash benchmarks/gpu.sh check [--device cuda|cpu] [--parts gradients,memory,…] [--out FILE]
+    bash benchmarks/gpu.sh check --device emulator [--parts …]      seconds that each part needs on a GPU, and no result
 
 On CUDA in bf16, on a CPU (to try the harness) in fp32:
 
@@ -13,11 +14,14 @@ On CUDA in bf16, on a CPU (to try the harness) in fp32:
     overhead       milliseconds that record and replay add per layer (benchmarks/overhead.py)
     link           copy bandwidth of the host slab in both directions
     step           four layers of 7B width: no checkpointing, torch's checkpoint, ds_memo at alpha 0, 0.5 and 1, and stalls
+
+and, where --parts names them, as their processes import everything or wait for a compiler:
+
     allocator      planned addresses (benchmarks/check_addresses.py)
     flex           gradients with FlexAttention, on CUDA (benchmarks/check_flex.py)
 
-The result goes to benchmarks/results/check-<device>.json with versions and raw samples, after each part: one that breaks or is
-ended from outside takes nothing else with it.
+The result goes to benchmarks/results/check-<device>.json (check_<parts>-<device>.json) with versions and raw samples, after each
+part: one that breaks or is ended from outside takes nothing else with it.
 """
 
 from __future__ import annotations
@@ -42,14 +46,13 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_memo
-from benchmarks import attention, check_addresses, check_flex, host, memory, overhead, results
+from benchmarks import attention, check_addresses, check_flex, emulated_verbs, host, link, memory, overhead, results
+from benchmarks.emulated_process import is_emulated
 from benchmarks.environment import environment
 from benchmarks.noise import distance, noise
 from benchmarks.timing import clear, seconds
 from benchmarks.workloads import batch, build, dtype_of, gpt_shape, loss_of
-from ds_memo.swap.host_pool import HostPool
-from ds_memo.swap.host_slab import HostSlab
-from ds_memo.swap.streams import COMPUTE, D2H, H2D, CudaStreams, streams_for
+from ds_memo.swap.streams import H2D, CudaStreams
 from ds_memo.units import GIB
 from tests import models
 
@@ -76,7 +79,7 @@ def gradients(
     rows = {}
     for name, make in MODELS.items():
         try:
-            rows[name] = row = _gradients_of(name, make(dtype).to(device), dtype, list(itertools.product(alphas, residents)))
+            rows[name] = row = gradients_of(name, make(dtype).to(device), dtype, list(itertools.product(alphas, residents)))
         except Exception as error:  # a kernel that one model cannot have says nothing of the others
             traceback.print_exc()
             rows[name] = row = {"failures": [f"{name}: {type(error).__name__}: {str(error)[:500]}"]}
@@ -87,8 +90,16 @@ def gradients(
     return {"models": rows, "alphas": alphas, "residents": residents, "failures": failures}
 
 
-def _gradients_of(name: str, model: torch.nn.Module, dtype: torch.dtype, settings: list[tuple[float, int]]) -> dict[str, Any]:
-    batch = models.Batch.random(2, 33, dtype).to(next(model.parameters()).device)
+def gradients_of(
+    name: str, model: nn.Module, dtype: torch.dtype, settings: list[tuple[float, int]], size: tuple[int, int] = (2, 33)
+) -> dict[str, Any]:
+    """Compare one model's gradients with its own without memo, and name the attention kernels that ran.
+
+    Args:
+        settings: pairs of alpha and resident layers.
+        size: sequences and tokens.
+    """
+    batch = models.Batch.random(*size, dtype).to(next(model.parameters()).device)
     zero = models.ZERO_GRADIENTS.get(name, ())
     with attention.Seen() as seen:
         want = models.step(model, batch)
@@ -125,11 +136,16 @@ class DelayedCudaStreams(CudaStreams):
         super().copy(stream, dst, src)
 
 
+def short_sequences(device: torch.device, dtype: torch.dtype) -> models.Batch:
+    """Return the batch of the stream order: on CUDA many sequences, as addresses are planned for requests of 1 MiB and more, and
+    short ones, so that backwards repeat to the bit."""
+    return models.Batch.random(512 if device.type == "cuda" else 2, 64, dtype).to(device)
+
+
 def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) -> dict[str, Any]:
     """Train with random alpha, residents and delays; compute overwrites freed memory at once."""
     model = models.build("llama", dtype).to(device)
-    # On CUDA addresses are planned for requests of 1 MiB and more; of short sequences, so that backwards repeat to the bit.
-    batch = models.Batch.random(512 if device.type == "cuda" else 2, 64, dtype).to(device)
+    batch = short_sequences(device, dtype)
     failures, poisoned, planned = [], 0, 0
     for seed in range(schedules):
         draw = random.Random(seed)
@@ -137,7 +153,7 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
         handle = ds_memo.attach(model, config)
         try:
             want, again = [models.step(model, batch) for _ in range(3)][1:]  # the first one analyses; now addresses are planned
-            if unlike := _different(again, want):
+            if unlike := different(again, want):
                 failures.append(f"seed {seed} {config}: undelayed runs differ by themselves: {unlike}")
             if device.type == "cuda":
                 handle._session.engine.streams.close()
@@ -158,8 +174,8 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
             handle._session.engine._let_go = poison_and_let_go
             for _ in range(2):
                 got = models.step(model, batch)
-                if different := _different(got, want):
-                    failures.append(f"seed {seed} {config}: {different}")
+                if unlike := different(got, want):
+                    failures.append(f"seed {seed} {config}: {unlike}")
             planned += handle.report()["plan"]["hits"]
         finally:
             handle.detach()
@@ -171,7 +187,7 @@ def stream_order(device: torch.device, dtype: torch.dtype, schedules: int = 30) 
     return {"schedules": schedules, "poisoned": poisoned, "planned": planned, "failures": failures}
 
 
-def _different(got: models.Outcome, want: models.Outcome) -> list[str]:
+def different(got: models.Outcome, want: models.Outcome) -> list[str]:
     """Return the names of the first few values that are not equal to the bit."""
     names = [name for name in want.grads if not _bit_equal(got.grads[name], want.grads[name])]
     return ([] if torch.equal(got.loss, want.loss) else ["loss"]) + names[:3]
@@ -184,42 +200,6 @@ def _bit_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def stored_and_live(device: torch.device, dtype: torch.dtype, **size: int) -> dict[str, Any]:
     rows = memory.measure(device, dtype, **size)
     return {"rows": [asdict(row) for row in rows], "failures": [miss for row in rows for miss in row.misses()]}
-
-
-def link(device: torch.device, gib: float) -> dict[str, Any]:
-    """Measure GB/s of a large copy from and to the slab, each direction alone and both at once."""
-    nbytes = int(gib * GIB)
-    slab, streams = HostSlab(2 * nbytes + 8192, HostPool(device)), streams_for(device)
-    blocks = [slab.allocate(nbytes, "the link test") for _ in range(2)]
-    there, back_from = (block.pieces[0].memory[:nbytes] for block in blocks)  # of one piece: the slab is new
-    tensors = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-
-    def took(out: bool, back: bool) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        events = []
-        if out:
-            streams.copy(D2H, there, tensors[0])
-            events.append(streams.mark(D2H))
-        if back:
-            streams.copy(H2D, tensors[1], back_from)
-            events.append(streams.mark(H2D))
-        for event in events:
-            streams.wait(COMPUTE, event)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    ways = {"d2h": (True, False), "h2d": (False, True), "both": (True, True)}
-    samples = {name: [took(*way) for _ in range(6)][1:] for name, way in ways.items()}
-    rates = {name: nbytes * (2 if name == "both" else 1) / statistics.median(times) / 1e9 for name, times in samples.items()}
-    print("    " + ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items()))
-    for block in blocks:
-        slab.free(block)
-    streams.close()
-    slab.close()
-    return {"gb_per_s": rates, "samples_s": samples, "bytes": nbytes}
 
 
 def attempt(name: str, part: Callable[[], Any], left: Callable[[], float]) -> Any:
@@ -301,7 +281,7 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
     found |= {
         "memory": lambda: stored_and_live(device, dtype, **size),
         "overhead": lambda: overhead.measure_all(device, rounds=5),
-        "link": lambda: link(device, gib=1.0 if cuda else 0.03),
+        "link": lambda: link.measure(device, gib=1.0 if cuda else 0.03),
         "step": lambda: step_time(device, **shape),
         "allocator": lambda: check_addresses.measure(device, attempt, left, **plan),
     }
@@ -310,20 +290,34 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
     return found
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("gpu.sh check", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "emulator"))
+    parser.add_argument(
+        "--parts", type=lambda text: text.split(","), metavar="A,B", help=f"default: all but {', '.join(results.APART)}"
+    )
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    device = results.device_or_exit(options.device, "check")
+    options = parser.parse_args(arguments)
+    if options.device == "emulator" and not is_emulated():
+        return emulated_verbs.run_emulated_verb("check", sys.argv[1:] if arguments is None else arguments)
+    emulated = options.device == "emulator"
+    device = results.device_or_exit("cuda" if emulated else options.device, "check")
     begin = time.perf_counter()
 
     def left() -> float:
-        return (LIMIT_S if device.type == "cuda" else math.inf) - (time.perf_counter() - begin)
+        return (LIMIT_S if device.type == "cuda" and not emulated else math.inf) - (time.perf_counter() - begin)
 
+    table = parts(device, left)
+    named = options.parts or [name for name in table if name not in results.APART]
+    if unknown := set(named) - table.keys():
+        parser.error(f"--parts: got {', '.join(sorted(unknown))}; allowed: {', '.join(table)}")
+    asked = {name: part for name, part in table.items() if name in ("environment", *named)}
+    if emulated:
+        return rehearsed(asked, left, options.out)
     result: dict[str, Any] = {"verb": "check"}
-    out = options.out or results.folder(None) / f"check-{device.type}.json"
-    for name, part in parts(device, left).items():
+    stem = f"check_{'_'.join(named)}" if options.parts else "check"
+    out = options.out or results.folder(None) / f"{stem}-{device.type}.json"
+    for name, part in asked.items():
         print(f"== {name}", flush=True)
         result[name] = attempt(name, part, left)
         if name == "environment":
@@ -336,6 +330,24 @@ def main() -> int:
     print(f"== {result['seconds']:.0f} s, {len(failures)} failures, written to {out}")
     print("\n".join(failures))
     return 1 if failures else 0
+
+
+def rehearsed(asked: dict[str, Callable[[], Any]], left: Callable[[], float], out: Path | None) -> int:
+    """Run the parts over the emulator and print the seconds that each needs on a GPU. Values, and so failures, mean nothing."""
+    rows: dict[str, dict[str, float]] = {}
+    with emulated_verbs.emulation(emulated=True) as clock:
+        times = emulated_verbs.Times(clock)
+        for name, part in asked.items():
+            times.begin()
+            attempt(name, part, left)
+            rows[name] = times.row()
+            print(emulated_verbs.line(name, rows[name]), flush=True)
+            if out is not None:
+                found = {"verb": "check, emulated", "import_s": times.import_s, "parts": rows}
+                results.write(out, found, unfinished=len(rows) < len(asked))
+    sum_s, host_s = (times.import_s + sum(row[key] for row in rows.values()) for key in ("sum_s", "host_s"))
+    print(f"    in all {sum_s:.0f} s, with {times.import_s:.1f} s of imports; {host_s:.0f} s here; limit {LIMIT_S} s")
+    return 0
 
 
 if __name__ == "__main__":

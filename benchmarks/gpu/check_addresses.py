@@ -3,11 +3,12 @@
 scenarios        on CUDA: the op with all other users of device memory (tests/ops/cuda_scenarios), with torch's
                  segments and with expandable ones
 pairs            nanoseconds of a planned request (benchmarks/allocator.py)
-fixed_length     memory that training holds (benchmarks/allocator_gpu.py); likewise three_lengths, which take turns
+training         memory that training holds (benchmarks/allocator_gpu.py): with one length, and with three that take turns
 """
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -44,15 +45,18 @@ def measure(
         result["scenarios"][segments] = passed
         result["failures"] += [f"allocator, {segments}: {failure}" for failure in failures]
     lengths = [tokens, tokens // 2, tokens * 3 // 4]
-    parts: dict[str, Callable[[], Any]] = {
-        "pairs": lambda: allocator.measure(10, device),
-        "fixed_length": lambda: allocator_gpu.measure(device, hidden, layers, lengths[:1], 5, left),
-        "three_lengths": lambda: allocator_gpu.measure(device, hidden, layers, lengths, 6, left),
-    }
-    for name, part in parts.items():
-        result[name] = attempt(f"allocator, {name}", part, left)
-        if name != "pairs":  # counts and bytes; nanoseconds depend on what else runs
-            result["failures"] += result[name]["failures"]
+    indexed = torch.empty(0, device=device).device  # the op wants the device's number
+    result["pairs"] = pairs = attempt("allocator, pairs", lambda: allocator.measure(10, indexed), left)
+    if pairs.keys() == {"failures"}:  # it raised or would begin too late; its bars, nanoseconds, depend on what else runs
+        result["failures"] += pairs["failures"]
+    trainings = attempt(
+        "allocator, training", lambda: allocator_gpu.measure(device, hidden, layers, [lengths[:1], lengths], 6, left), left
+    )
+    if isinstance(trainings, dict):  # it raised or would begin too late
+        result["failures"] += trainings["failures"]
+        return result
+    result["fixed_length"], result["three_lengths"] = trainings
+    result["failures"] += [failure for training in trainings for failure in training["failures"]]
     return result
 
 
@@ -72,7 +76,7 @@ def scenarios(segments: str, seconds: float) -> tuple[int, list[str]]:
         stderr=subprocess.STDOUT,
     )
     try:
-        said, _ = ran.communicate(timeout=seconds)
+        said, _ = ran.communicate(timeout=None if math.isinf(seconds) else seconds)
     except subprocess.TimeoutExpired:
         ran.kill()
         said, _ = ran.communicate()

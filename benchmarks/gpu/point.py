@@ -24,6 +24,7 @@ from benchmarks.predict import hardware_of, in_words, predict
 from benchmarks.rivals import INPUT_OFFLOAD, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, Rival
 from benchmarks.timing import Memory, Trainer, arena, clear, does_not_fit, placements, timed, use_expandable
 from benchmarks.workloads import Shape, batch, step_flops, tokens_of
+from ds_memo.memory.host import available_bytes
 from ds_memo.units import GIB
 
 WARM_UP = max(rival.warm_up for rival in RIVALS.values())
@@ -146,6 +147,8 @@ def _turn(
     if (missing := rival.missing() or _too_much_host(rival, rows, budget)) is not None:
         row["out"] = missing
         return None
+    if budget.slab is not None and own_pinned_bytes(trainer, rival, rows) > available_bytes():
+        budget.slab.pool.release()
     broke = None
     use_expandable(rival.expandable, budget.device)
     try:
@@ -202,6 +205,15 @@ def _visit(trainer: Trainer, installed: Installed, steps: int, row: dict[str, An
         stalls = {name: seconds - block.before["stall_s"][name] for name, seconds in block.after["stall_s"].items()}
         row["stall_s_per_step"] = {name: seconds / steps for name, seconds in stalls.items()}
     row["report"] = results.plain(block.after)
+
+
+def own_pinned_bytes(trainer: Trainer, rival: Rival, rows: dict[str, dict[str, Any]]) -> int:
+    """Return the most bytes that a rival pins through PyTorch, which rounds to powers of two."""
+    if rival.name == "save_on_cpu":
+        return 2 * rows.get("none", {}).get("memory", {}).get("device_peak", 0)
+    config, size = trainer.model.config, next(trainer.model.parameters()).element_size()
+    inputs = config.num_hidden_layers * trainer.ids.numel() * config.hidden_size * size
+    return 2 * inputs if rival.name in (*INPUT_OFFLOAD, "alst") else 0
 
 
 def _too_much_host(rival: Rival, rows: dict[str, dict[str, Any]], budget: Budget) -> str | None:

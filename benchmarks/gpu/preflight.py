@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import compileall
+import ctypes
 import importlib
 import runpy
 import sys
+from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).parents[2]
 NEEDED = ("transformers", "deepspeed", "ds_memo")
 
 
@@ -30,12 +34,22 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
+def compile_here() -> None:
+    """Compile the sources once, before processes are started that each would."""
+    for folder in ("ds_memo", "benchmarks", "tests"):
+        compileall.compile_dir(ROOT / folder, quiet=2)
+
+
 def main(verb: str, words: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", default="cuda")
-    device = torch.device(parser.parse_known_args(words)[0].device)
+    name = parser.parse_known_args(words)[0].device
+    # The process that has the emulator comes here, too, and then all must be there.
+    starts_emulator = name == "emulator" and not hasattr(ctypes.CDLL(None), "emulated_calls")
+    device = torch.device("cuda" if name == "emulator" else name)
+    compile_here()
     asks_for_help = bool({"-h", "--help"} & set(words))
-    if not asks_for_help and (lacks := missing(device)) is not None:
+    if not asks_for_help and not starts_emulator and (lacks := missing(device)) is not None:
         print(f"{verb}: {' '.join(lacks.split())[:1000]}", file=sys.stderr)
         return 2
     sys.argv[1:] = words

@@ -40,6 +40,11 @@ def record(step: Callable[[], Any], device: torch.device, trace: Path) -> list[S
 
 
 def _record_cuda(step: Callable[[], Any], trace: Path) -> list[Span]:
+    return spans_of(traced(step, trace))
+
+
+def traced(step: Callable[[], Any], trace: Path) -> list[dict[str, Any]]:
+    """Write a chrome trace of a step on CUDA and return its events."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -47,7 +52,7 @@ def _record_cuda(step: Callable[[], Any], trace: Path) -> list[Span]:
         step()
         torch.cuda.synchronize()
     profiler.export_chrome_trace(str(trace))
-    return spans_of(json.loads(trace.read_text())["traceEvents"])
+    return json.loads(trace.read_text())["traceEvents"]
 
 
 def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:

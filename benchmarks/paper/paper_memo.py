@@ -35,9 +35,10 @@ from ds_memo.shapes import shapes_of
 from ds_memo.solve.paper import paper_alpha
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept, Layout
-from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_budget import shared_pool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.streams import streams_for
+from ds_memo.units import GIB
 
 SMALL = 4096
 """Bytes up to which a saved tensor stays where it is."""
@@ -145,7 +146,9 @@ class PaperMemo:
         layer_forward_s: float = 0.0,
         planned: bool = False,
     ) -> None:
-        self.slab = HostSlab(host_bytes, HostPool(device))
+        # The pool that ds_memo has under the same budget, so that memory stays locked between their turns.
+        pool = shared_pool(host_bytes / GIB, next(model.parameters()).device)
+        self.slab = HostSlab(host_bytes, pool)
         self.engine = SwapEngine(streams_for(device), self.slab, device)
         self.alpha, self.ranks = alpha, ranks
         self._hides = bandwidth, layer_forward_s

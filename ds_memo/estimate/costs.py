@@ -2,7 +2,8 @@
 
 A rank has T = s / ranks tokens. Bytes are bf16 unless stated otherwise.
 
-    GEMM         2·T FLOPs a parameter forward, twice that backward
+    GEMM         2·T FLOPs a parameter forward, twice that backward. Tiles run in waves, one tile on each multiprocessor; on
+                 average half of the last wave is empty ("wave quantization", NVIDIA's Matrix Multiplication Background)
     attention    2·s²·width FLOPs a sequence forward (causal), 2.5 times that backward (flash recomputes the scores)
     elementwise  bytes through device memory: norms, residuals, rotary, activation; op by op as in Transformers (traffic.py), or
                  by a table of Megatron's kernels, which the paper ran
@@ -34,6 +35,8 @@ _UNGATED_BYTES = (4, 6, 4)
 _GATED_BYTES = (10, 18, 10)
 _LOGIT_MOVED, _MEGATRON_LOGIT_MOVED = 36, 20
 """Bytes through device memory per logit: computed, cast to fp32, exponentiated, and the backward."""
+_GEMM_TILE = 128 * 256
+"""Outputs of cuBLAS's most efficient tile (NVIDIA's Matrix Multiplication Background)."""
 _OPTIMIZER_MOVED = 32
 """Bytes through device memory per parameter of this rank: fp32 weight, two moments and gradient, read and written."""
 
@@ -83,6 +86,29 @@ class Costs:
         """Return the seconds of GEMMs with this many weights."""
         return 2 * self.tokens * parameters / self._gemm_rate
 
+    def _idle_s(self, depths: float) -> float:
+        """Return the seconds for which GEMMs leave half of the multiprocessors idle in their last wave of tiles.
+
+        Args:
+            depths: sum of the dimensions over which the GEMMs add up.
+        """
+        return self.hardware.multiprocessors * _GEMM_TILE * depths / self._gemm_rate
+
+    def gemm_depths(self) -> tuple[float, float]:
+        """Return the depths of a layer's GEMMs in the forward, and of the inputs' gradients.
+
+        Gradients of weights have as many tiles at any length, and cuBLAS splits their depth: `gemm_efficiency` covers them.
+        Experts' products are one grouped GEMM.
+        """
+        model, tp = self.model, self.layout.tp
+        gates = 2 if model.gated else 1
+        mlps = [width for width in (model.ffn, model.shared_ffn) if width]
+        from_hidden = 1 if self.megatron or model.fused_qkv else 3
+        from_hidden += len(mlps) * (1 if self.megatron or model.fused_gate else gates)
+        forward = from_hidden * model.hidden + (model.attention_width + sum(mlps)) / tp
+        inputs = model.attention_width + 2 * model.kv_width + gates * sum(mlps)
+        return forward, inputs / tp + (1 + len(mlps)) * model.hidden
+
     def moved_s(self, nbytes: float) -> float:
         """Return the seconds of elementwise ops that move this many bytes."""
         return nbytes / self._memory_rate
@@ -105,15 +131,18 @@ class Costs:
         down = 0 if needed else model.hidden * model.active_ffn
         hidden_gather, ulysses = self._tensor_parallel(), self._ulysses()
         exchange = 4 * hidden_gather + ulysses
-        forward = self.gemm_s(model.active_layer_parameters) + self._elementwise(0) + attention + exchange
-        backward = 2 * self.gemm_s(model.active_layer_parameters) + self._elementwise(1) + attention_back
+        depths, depths_back = self.gemm_depths()
+        needed_depths = depths if needed else depths - model.ffn / layout.tp
+        forward = self.gemm_s(model.active_layer_parameters) + self._idle_s(depths) + self._elementwise(0) + attention + exchange
+        backward = 2 * self.gemm_s(model.active_layer_parameters) + self._idle_s(depths_back)
+        backward += self._elementwise(1) + attention_back
         backward += 6 * hidden_gather + ulysses
         forward = max(forward, self.gather_s, self.states_s.forward_h2d)
         backward = max(backward, 2 * self.gather_s, self.states_s.backward_h2d, self.states_s.backward_d2h)
         return Seconds(
             forward=forward,
             backward=backward,
-            gemm=self.gemm_s(model.active_layer_parameters - down),
+            gemm=self.gemm_s(model.active_layer_parameters - down) + self._idle_s(needed_depths),
             attention=attention,
             elementwise_replay=self._elementwise(2),
             exchange=exchange,
@@ -127,7 +156,7 @@ class Costs:
     def _ring(self) -> float:
         layout = self.layout
         around = 4 * self.seq_length / layout.sp * self.model.kv_width / layout.tp * (layout.cp - 1) / layout.cp
-        return around / self.hardware.bandwidth(layout.tp * layout.cp)
+        return around / self.hardware.link(layout.tp * layout.cp)
 
     def _ulysses(self) -> float:
         """Return the seconds of one pass's all-to-alls. Traffic in and between nodes overlaps; the slower part counts."""
@@ -144,7 +173,12 @@ class Costs:
             return 0.0
         shards = self.layout.sharded
         nbytes = 2 * self.model.layer_parameters / self.layout.tp * (shards - 1) / shards
-        return nbytes / self.hardware.bandwidth(self.layout.gpus)
+        return nbytes / self._replicas_bandwidth
+
+    @property
+    def _replicas_bandwidth(self) -> float:
+        """Bus bandwidth of collectives among the ranks that share the shards of a tensor-parallel rank's parameters."""
+        return self.hardware.bandwidth(self.layout.sharded, self.layout.tp)
 
     @property
     def head_s(self) -> float:
@@ -160,7 +194,7 @@ class Costs:
             sequences: sequences of this replica in a step.
         """
         mine = self.model.parameters / self.layout.tp / (self.layout.sharded if self.layout.zero else 1)
-        sent_s = self.sent_bytes(sequences) / self.hardware.bandwidth(self.layout.gpus)
+        sent_s = self.sent_bytes(sequences) / self._replicas_bandwidth
         if self.layout.offload != "none":
             return offload.step_s(self.model, self.hardware, self.layout, sequences) + sent_s
         return _OPTIMIZER_MOVED * mine / self._memory_rate + sent_s
@@ -266,7 +300,7 @@ class Costs:
         joined_s = 2 * wide / self._memory_rate
         again_s = self.gemm_s(tiled) + self.tokens * mlp.forward / self._memory_rate
         sums_s = (4 * wide + 6 * tiles * weights) / self._memory_rate  # of the input's gradient, and of bf16 gradients of weights
-        forward_s = self.gemm_s(model.active_layer_parameters) + seconds.attention
+        forward_s = self.gemm_s(model.active_layer_parameters) + self._idle_s(self.gemm_depths()[0]) + seconds.attention
         replay_s = forward_s + seconds.elementwise_replay + seconds.exchange_replay + joined_s
         return LayerCosts(
             outputs=(),

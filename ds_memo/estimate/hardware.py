@@ -44,7 +44,7 @@ _SHARES = {
     "attention_backward_efficiency",
     "host_bandwidth_efficiency",
 }
-_MAY_BE_ZERO = {"stall", "device_reserve"}
+_MAY_BE_ZERO = {"stall", "device_reserve", "multiprocessors"}
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Hardware:
     intra_node: float
     """Bus bandwidth of collectives inside a node."""
     inter_node: float
+    """Bandwidth of one GPU's network adapter."""
     gpus_per_node: float
     host_memory: float
     """Bytes of a node."""
@@ -82,6 +83,8 @@ class Hardware:
     """Bytes that the caching allocator takes per byte of activations without a plan."""
     stall: float
     """Share that the caching allocator's flushes add to a step without a plan, once its cache has outgrown the device."""
+    multiprocessors: float = 0
+    """Streaming multiprocessors. 0: no multiprocessor idles at the end of a GEMM."""
     nvme_memory: float = 0.0
     """Bytes on the drives of a node, behind its host memory; 0: it has none. A file may leave out this and what follows."""
     nvme_write: float = 0.0
@@ -98,8 +101,18 @@ class Hardware:
         """Return the hardware with this much usable memory on each GPU, as memo.device_memory_gib limits a run."""
         return replace(self, device_memory=nbytes, device_reserve=0.0)
 
-    def bandwidth(self, ranks: int) -> float:
-        """Return the bus bandwidth of collectives among this many neighbouring ranks."""
+    def bandwidth(self, ranks: int, apart: int = 1) -> float:
+        """Return the bus bandwidth of collectives among ranks that are this many GPUs apart.
+
+        Beyond a node, NCCL aggregates the network adapters of the group's GPUs: each of its rings leaves a node at another GPU
+        (NVIDIA/nccl, issues 412 and 652).
+        """
+        if ranks * apart <= self.gpus_per_node:
+            return self.intra_node
+        return min(self.intra_node, self.inter_node * max(1, self.gpus_per_node // apart))
+
+    def link(self, ranks: int) -> float:
+        """Return the bandwidth from each of this many neighbouring GPUs to the next."""
         return self.intra_node if ranks <= self.gpus_per_node else self.inter_node
 
 
@@ -191,8 +204,8 @@ def _number(path: str, name: str, entry: Any) -> float:
     if value < low or (value == 0 and name not in _MAY_BE_ZERO) or (name in _SHARES and value > 1):
         allowed = "above 0, at most 1" if name in _SHARES else f"at least {low:g}" if low or name in _MAY_BE_ZERO else "above 0"
         raise EstimateError(f"hardware {path}: {name} is {brief(value)}, expected {allowed}")
-    if name == "gpus_per_node" and value != int(value):
-        raise EstimateError(f"hardware {path}: gpus_per_node is {brief(value)}, expected a whole number")
+    if name in ("gpus_per_node", "multiprocessors") and value != int(value):
+        raise EstimateError(f"hardware {path}: {name} is {brief(value)}, expected a whole number")
     least, most = (1.0, 1e21) if name in _UNITS else (1e-6, 1e6)
     if value and not least / units[unit] <= value <= most / units[unit]:
         raise EstimateError(f"hardware {path}: {name} is out of all proportion: {brief(value)} {unit}".rstrip())

@@ -92,6 +92,11 @@ class VirtualStreams:
         if seconds > 0:
             self.spans.append(Span(COMPUTE, name, kind, layer, begin, self.now[COMPUTE]))
 
+    def current(self) -> None:
+        return None
+
+    def record(self, tensor: Extent, stream: Any) -> None: ...
+
     def stall_s(self) -> dict[str, float]:
         return dict(self.stalls)
 
@@ -435,6 +440,6 @@ def _driver(layer: LayerCosts, placement: Placement) -> type[_Whole]:
 
 
 def _stored(output: Output, placement: Placement) -> float:
-    if output.kind == "gemm":
+    if output.kind == "gemm":  # seconds are affine in alpha, as in the solver: whole rows count in bytes alone
         return placement.decided_alpha * output.nbytes
     return 0.0 if placement.kind.recomputes_attention and output.kind == "attention" else output.nbytes

@@ -110,6 +110,9 @@ class Analyse(NotingMode):
             return NotImplemented
         kwargs = kwargs or {}
         kind = kind_of(func)
+        frame = self.call.frame  # None while a tile's recipe is made
+        if frame is not None and (stream := self.call.engine.streams.current()) != frame.stream:
+            frame.aside.add(stream)
         sources = self._made_of_all(args, kwargs)
         fresh, self._fresh = self._fresh, self._fresh if func in op_policy.VIEWS else None
         if kind is OpKind.ATTENTION or kind is OpKind.CHOICE:

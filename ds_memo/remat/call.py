@@ -15,6 +15,7 @@ from ds_memo.remat.op_policy import OpKind
 from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept
+from ds_memo.swap.stream_protocol import D2H
 
 
 @dataclass
@@ -88,6 +89,8 @@ class Call:
         set_aside = {id(tensor) for tensor in observed.set_aside}
         for kept, tensor in tensors:
             self.engine.keep(frame, kept, tensor)
+            if frame.aside and not frame.resident:  # it may have been allocated on one of them
+                self.engine.streams.record(tensor, D2H)
             if frame.resident and id(tensor) in set_aside:
                 frame.changed.add(kept.index)
         for index, (op, was) in enumerate(zip(self.recipe.ops, observed.ops, strict=True)):

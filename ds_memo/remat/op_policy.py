@@ -41,7 +41,7 @@ ATTENTION = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._flash_attention_forward.default,
-}
+} | _present("_cudnn_attention_forward", "_efficient_attention_forward")
 """Quadratic in the length: saved with the log-sum-exp and never recomputed, as in MEMO (SIGMOD 2025)."""
 
 ATTENTION_NAMES = {

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from ds_memo.placement import stored_rows
 from ds_memo.remat import op_policy
 from ds_memo.remat.functions import FunctionCall
 from ds_memo.swap.frame import Kept, Layout, dense_order
@@ -266,7 +267,7 @@ def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Ke
         wanted = observed.is_wanted(bit)
         bit += 1
         m = op.out.shape[0]
-        rows = m if op.chosen_from else int(alpha * m)
+        rows = m if op.chosen_from else stored_rows(alpha, m)
         kept = store(op.out, rows) if wanted and op.splits and rows else None
         ops.append(Gemm(op.func, op.shape, op.out.dtype, op.flops, kept, wanted, op.biased))
     recipe = Recipe(

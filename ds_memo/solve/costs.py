@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from ds_memo.placement import Placement, PlacementKind, Tiles
+from ds_memo.placement import Placement, PlacementKind, Tiles, stored_rows
 from ds_memo.units import ALIGN, round_up
 
 PAGE = mmap.PAGESIZE
@@ -169,12 +169,11 @@ class LayerCosts:
         return 0 if placement.kind is PlacementKind.NO_RECOMPUTE else sum(self._stored(placement))
 
     def _stored(self, placement: Placement) -> Iterator[int]:
-        alpha = placement.decided_alpha
-        if self.in_tiles is not None:
-            alpha = self.in_tiles.stored(alpha) / self.in_tiles.count
+        alpha, tiles = placement.decided_alpha, self.in_tiles
         for output in self.outputs:
             if output.kind == "gemm":
-                yield int(alpha * output.rows) * output.row_bytes
+                rows = stored_rows(alpha, output.rows) if tiles is None else output.rows * tiles.stored(alpha) // tiles.count
+                yield rows * output.row_bytes
             elif output.kind != "attention" or not placement.kind.recomputes_attention:
                 yield output.nbytes
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_memo.errors import MemoError
@@ -55,8 +56,11 @@ class PendingFree(NamedTuple):
     sent: Any = None
     back: Any = None
     """Events behind the copies out and back; None if the frame was interrupted before them."""
-    memory: tuple[Any, ...] = ()
-    """Device tensors that copies may still read or write."""
+    device: Mapping[int, torch.Tensor] = MappingProxyType({})
+    slots: Mapping[int, torch.Tensor] = MappingProxyType({})
+    """Device tensors that copies may still read or write, and the streams that they were allocated on."""
+    stream: Any = None
+    buffer_stream: Any = None
     filed: Any = None
     """The frame's side in files, which may still read or write the block."""
 
@@ -102,7 +106,9 @@ class SwapEngine:
         self._forget_dead()  # from earlier steps, or from dropped graphs
         self.let_go_but(1)
         self.traffic.frames += 1
-        return Frame(name, placement, self.traffic.frames, self._defer)
+        frame = Frame(name, placement, self.traffic.frames, self._defer)
+        frame.stream = self.streams.current()
+        return frame
 
     def adopt(self, frame: Frame, layout: Layout) -> None:
         """Set what a recording frame will keep, and allocate its host block."""
@@ -120,6 +126,9 @@ class SwapEngine:
         frame.device[kept.index] = source
         frame.versions[kept.index] = source._version
         if not frame.resident:
+            if (stream := self.streams.current()) != frame.stream:  # the layer computes on a stream of its own for a while
+                frame.aside.add(stream)
+                self.streams.record(source, D2H)
             self._send()
             self._unsent = (frame, kept, source, self.streams.mark(COMPUTE))
 
@@ -136,6 +145,7 @@ class SwapEngine:
                 del frame.device[index]
                 continue
             aside = frame.device[index] = source.clone()
+            self._guard({index: aside}, frame.stream, D2H)
             frame.versions[index] = aside._version
             if unsent:
                 self._unsent = (frame, frame.layout.kept[index], aside, self.streams.mark(COMPUTE))
@@ -202,6 +212,9 @@ class SwapEngine:
                 self.traffic.frames_on_demand += 1
                 self._reload(frame)
             self.streams.wait(COMPUTE, frame.back)
+            self._guard(frame.slots, frame.buffer_stream, self.streams.current())
+            for stream in frame.aside:  # the replay reads its part there
+                self._record(frame.slots, stream)
             frame.move("ready")
         if below is not None and self._may_go_ahead(below):
             self.traffic.frames_prefetched += 1
@@ -269,6 +282,7 @@ class SwapEngine:
         if frame is None or frame.state != "swapping":
             return
         self.streams.wait(COMPUTE, frame.sent)
+        self._guard(frame.device, frame.stream, D2H)
         frame.check_unchanged()
         frame.device.clear()
         frame.move("away")
@@ -285,7 +299,7 @@ class SwapEngine:
                 f"device memory: frame {frame.name} needs a buffer of {nbytes / GIB:.3g} GiB to come back; "
                 f"{refusal}. Lower memo.resident_layers, memo.device_memory_gib or the batch."
             ) from refusal
-        frame.back = None
+        frame.back, frame.buffer_stream = None, self.streams.current()
         frame.move("returning")
         self.streams.wait(H2D, self.streams.mark(COMPUTE))
         for kept in wanted:
@@ -306,12 +320,22 @@ class SwapEngine:
         """Drop the buffer of a frame that was reloaded ahead but is not next after all. Otherwise there would be three."""
         if frame is not None and frame.state == "returning":
             self.streams.wait(COMPUTE, frame.back)
+            self._guard(frame.slots, frame.buffer_stream, H2D)
             frame.slots.clear()
             frame.move("away")
 
     def _may_go_ahead(self, frame: Frame) -> bool:
         """Return True if a frame can be reloaded ahead of its replay."""
         return not frame.resident and frame.ahead and frame.state in ("away", "done")
+
+    def _guard(self, tensors: Mapping[int, torch.Tensor], allocated_on: Any, used_on: Any) -> None:
+        """Protect tensors whose memory goes back to another stream than compute's present one, which has waited for its users."""
+        if self.streams.current() != allocated_on:
+            self._record(tensors, used_on)
+
+    def _record(self, tensors: Mapping[int, torch.Tensor], stream: Any) -> None:
+        for tensor in tensors.values():
+            self.streams.record(tensor, stream)
 
     def _next_below(self, frame: Frame) -> Frame | None:
         """Return the youngest older frame that backward has reached as often as this one, if any."""
@@ -338,8 +362,8 @@ class SwapEngine:
         It must not wait, since it may run on a copy thread. `_drain` waits, on the compute stream.
         """
         if not self._closed and (frame.block is not None or frame.filed is not None or frame.state == "returning"):
-            memory = frame.device, frame.slots
-            self._pending.append(PendingFree(frame.block, frame.state, frame.sent, frame.back, memory, frame.filed))
+            memory = frame.device, frame.slots, frame.stream, frame.buffer_stream
+            self._pending.append(PendingFree(frame.block, frame.state, frame.sent, frame.back, *memory, frame.filed))
 
     def _defer_lost(self) -> None:
         """Defer blocks of frames that died without `_defer`: Ctrl-C inside a destructor, whose exceptions Python ignores."""
@@ -370,3 +394,5 @@ class SwapEngine:
             self.streams.wait(COMPUTE, pending.sent or self.streams.mark(D2H))
         elif pending.state == "returning":
             self.streams.wait(COMPUTE, pending.back or self.streams.mark(H2D))
+        self._guard(pending.device, pending.stream, D2H)
+        self._guard(pending.slots, pending.buffer_stream, H2D)

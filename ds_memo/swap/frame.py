@@ -151,6 +151,12 @@ class Frame:
         """Event behind the last copy to the host."""
         self.copied: dict[int, Any] = {}
         """Events behind the copies of tensors that may change before that, by index."""
+        self.stream: Any = None
+        """The compute stream that its layer began on."""
+        self.aside: set[Any] = set()
+        """Other compute streams, on which the layer makes some of what is kept."""
+        self.buffer_stream: Any = None
+        """The compute stream that the reload buffer was allocated on."""
         self.back: Any = None
         """Event behind the last copy from the host."""
         self.ahead = not placement.kind.recomputes_attention

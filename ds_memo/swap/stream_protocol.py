@@ -25,6 +25,15 @@ class Streams(Protocol):
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy on `d2h` or `h2d`. The caller keeps `src` and `dst` alive until an event behind the copy."""
 
+    def current(self) -> Any:
+        """Return a key of the stream that compute is on now: a model may compute on several."""
+
+    def record(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Have the allocator hand out a tensor's memory only behind what `stream`, a name or such a key, has by then.
+
+        The allocator gives memory back to the stream that it was allocated on. It need not be told where that stream waits.
+        """
+
     def stall_s(self) -> dict[str, float]:
         """Return the seconds that compute has waited for each copy stream, as far as its work is done. Never wait here."""
 

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -109,6 +110,11 @@ class ThreadStreams:
         if self._copies[stream]:
             self._queues[stream].put((_copy_all, self._copies[stream]))
             self._copies[stream] = []
+
+    def current(self) -> None:
+        return None
+
+    def record(self, tensor: torch.Tensor, stream: Any) -> None: ...
 
     def stall_s(self) -> dict[str, float]:
         return dict(self._stall)
@@ -238,6 +244,13 @@ class CudaStreams:
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         with self._copy_streams[stream]:
             dst.copy_(src, non_blocking=True)
+
+    def current(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._copy_streams[D2H].device_index)
+
+    def record(self, tensor: torch.Tensor, stream: Any) -> None:
+        copies = self._copy_streams.get(stream)
+        tensor.record_stream(copies or torch.cuda.ExternalStream(stream, self._device))
 
     def stall_s(self) -> dict[str, float]:
         self._measure()  # only what is over: training reads this now and then, and must not wait for the device

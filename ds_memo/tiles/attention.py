@@ -302,6 +302,8 @@ class TiledAttention:
             why = "heads are traded among ranks (Ulysses), or its kernel's output is not its result"
         elif not all(heads) or not may_split_heads(self._call):
             why = "its kernel runs for all heads at once"
+        elif self._generators is not None:
+            why = "its dropout depends on the number of a head"
         elif min(heads) % groups:
             why = f"they do not divide its {min(heads)} key-value heads"
         elif any(leaf.dim() == 4 and leaf.shape[1] > 1 for leaf in others):

@@ -291,18 +291,20 @@ class PlannedAllocator final : public caching::CUDAAllocator {
     return native_->setCheckpointPoolState(i, std::move(state));
   }
   std::string name() override { return native_->name(); }  // "native": torch and libraries branch on it
-#if DS_MEMO_TORCH >= 213
+#if DS_MEMO_TORCH >= 212
   void attachOomRejectionObserver(caching::OomRejectionObserver observer) override {
     native_->attachOomRejectionObserver(std::move(observer));
   }
-  void markCaptureBegin(DeviceIndex i) override { native_->markCaptureBegin(i); }
-  void markCaptureEnd(DeviceIndex i) override { native_->markCaptureEnd(i); }
   std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* data) override {
     return native_->getContextForPointer(data);
   }
+#endif
+#if DS_MEMO_TORCH >= 213
+  void markCaptureBegin(DeviceIndex i) override { native_->markCaptureBegin(i); }
+  void markCaptureEnd(DeviceIndex i) override { native_->markCaptureEnd(i); }
   c10::DataPtr allocateWithAddress(size_t size, void* address) override { return native_->allocateWithAddress(size, address); }
 #endif
-#if DS_MEMO_TORCH >= 215
+#if DS_MEMO_TORCH >= 214
   bool supportsUserMetadata() override { return native_->supportsUserMetadata(); }
   void annotateMemory(const void* data, const std::string& metadata) override { native_->annotateMemory(data, metadata); }
 #endif

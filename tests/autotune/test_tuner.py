@@ -47,13 +47,17 @@ def costs() -> Any:
     """What a profile of the model says, so that budgets can be set to reach every regime."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", "/dev/null")
-        model = build("llama")
-        handle = attached(model)
-        with pytest.warns(ds_memo.MemoWarning, match="are not cached"):
-            step(model, BATCH)
-        run = handle._session.policy.pass_solution.run
-        handle.detach()
-        return run
+        return costs_of(BATCH)
+
+
+def costs_of(batch: Batch) -> Any:
+    model = build("llama")
+    handle = attached(model)
+    with pytest.warns(ds_memo.MemoWarning, match="are not cached"):
+        step(model, batch)
+    run = handle._session.policy.pass_solution.run
+    handle.detach()
+    return run
 
 
 def budgets(run: Any, residents: float, host: float, buffers: str = "frame_bytes") -> dict[str, float]:
@@ -82,6 +86,25 @@ def test_everything_fits(name: str) -> None:
     assert report["binding"].startswith("everything fits without checkpointing")
     assert report["warnings"] == []
     handle.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("times_by_flops")
+def test_predicted_bytes_are_those_of_whole_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 1,024 rows on, those that are recomputed fill tiles of GEMM kernels. The solver's bytes know it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    batch = Batch.random(1, 1_100)
+    run, model = costs_of(batch), build("llama", max_position_embeddings=2_048)
+    handle = attached(model, tile_tokens=0, **budgets(run, 1, 0.5))
+    with pytest.warns(ds_memo.MemoWarning, match="are not cached"):
+        step(model, batch)
+    report = handle.report()
+    handle.detach()
+    assert 0 < report["alpha"] < 1
+    assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
+    assert report["host"]["slab"] == report["predicted"]["host_bytes"] <= report["host"]["budget"]
+    exact = [sum(int(report["alpha"] * o.rows) * o.row_bytes if o.kind == "gemm" else o.nbytes for o in run.layers[0].outputs)]
+    assert min(report["stored_bytes_per_layer"]) < exact[0], "alpha splits no tile of rows"
 
 
 @pytest.mark.usefixtures("times_by_flops")

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from benchmarks import all as every
 from benchmarks.check import LIMIT_S
@@ -30,6 +31,15 @@ def test_who_ends_all_ends_the_verb_too(marker):
     ran.terminate()
     assert ran.wait(60) == 143
     assert_gone(marker)
+
+
+def test_parts_of_check_that_take_long_have_a_command_of_their_own(tmp_path):
+    found = every.commands(torch.device("cuda"), tmp_path, 420.0)
+    assert list(found) == ["check", "check allocator", "check flex", "speed", "capacity", "planner"]
+    assert found["check flex"][:3] == ["benchmarks.check", "--parts", "flex"]
+    files = [words[words.index("--out") + 1] for name, words in found.items() if name.startswith("check")]
+    assert len(set(files)) == 3
+    assert "check flex" not in every.commands(torch.device("cpu"), tmp_path, 420.0)
 
 
 def test_check_ends_before_it_is_ended():

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import check
+from benchmarks import check, results
 from benchmarks.check import LIMIT_S, attempt
 from benchmarks.noise import distance, noise
+from ds_memo.ops.builder import cuda_headers
 from tests import models
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +31,48 @@ def test_every_part_runs_on_a_cpu(tmp_path):
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
     result = json.loads(out.read_text())
     assert result["gradients"]["failures"] == result["stream_order"]["failures"] == result["memory"]["failures"] == []
-    assert {"environment", "overhead", "allocator", "link", "step"} <= result.keys() and "unfinished" not in result
-    assert set(result["allocator"]["fixed_length"]["ways"]) == {"native", "expandable segments", "planned", "both"}
+    assert {"environment", "overhead", "link", "step"} <= result.keys() and "unfinished" not in result
+    assert result.keys().isdisjoint(results.APART)
+    assert result["step"]["hidden"] < 1000, "a step of 7B width takes a CPU minutes"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_allocators_part_has_a_process_for_each_way(tmp_path, monkeypatch):
+    """Both trainings of a way share it, as most of a process is its imports."""
+    ways, run_apart = [], check.check_addresses.allocator_gpu.run_apart
+    monkeypatch.setattr(
+        check.check_addresses.allocator_gpu, "run_apart", lambda *given: ways.append(given[2]) or run_apart(*given)
+    )
+    out = tmp_path / "check.json"
+    assert check.main(["--device", "cpu", "--parts", "allocator", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result.keys() == {"verb", "environment", "allocator", "seconds", "failures"}
+    assert ways == list(result["allocator"]["fixed_length"]["ways"]) == list(result["allocator"]["three_lengths"]["ways"])
+    assert sorted(ways) == ["both", "expandable segments", "native", "planned"]
+
+
+def test_a_part_that_does_not_exist_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        check.main(["--device", "cpu", "--parts", "memory,speeed"])
+    assert "--parts: got speeed; allowed: environment, gradients" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not os.environ.get("DS_MEMO_CUDA_TORCH") or cuda_headers() is None,
+    reason="needs DS_MEMO_CUDA_TORCH (see benchmarks/emulator/emulator.py) and CUDA's runtime headers",
+)
+def test_parts_have_a_time_by_the_emulators_clock(tmp_path, capfd):
+    """Eight large steps of 16 K tokens take seconds; a clock that stands still would show none."""
+    out = tmp_path / "check.json"
+    assert check.main(["--device", "emulator", "--parts", "link,step", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    step = found["parts"]["step"]
+    assert found["verb"] not in results.VERBS and "unfinished" not in found
+    assert 5 < step["clock_s"] < 60 and step["processes"] == 0 and step["sum_s"] == step["clock_s"]
+    assert 0 < found["parts"]["link"]["clock_s"] < 5 and found["import_s"] > 1
+    assert "s by the clock + 0 x imports" in capfd.readouterr().out
 
 
 def test_a_part_that_breaks_is_a_failure_and_no_end():
@@ -49,9 +90,8 @@ def test_a_check_that_is_ended_leaves_the_parts_before_and_says_so(monkeypatch, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(check, "parts", lambda *arguments: {"environment": lambda: {"torch": "2"}, "gradients": ends})
-    monkeypatch.setattr(sys, "argv", ["check", "--device", "cpu", "--out", str(tmp_path / "check.json")])
     with pytest.raises(KeyboardInterrupt):
-        check.main()
+        check.main(["--device", "cpu", "--out", str(tmp_path / "check.json")])
     found = json.loads((tmp_path / "check.json").read_text())
     assert found["unfinished"] and found["environment"] == {"torch": "2"}
 

@@ -36,6 +36,9 @@ class Cuda:
         library.emulated_host_waits.restype = ctypes.c_size_t
         library.emulated_links.argtypes = [ctypes.c_double] * 2
         library.emulated_floor.argtypes = [ctypes.c_double]
+        library.emulated_driver.argtypes = [ctypes.c_double] * 3
+        library.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        library.cudaHostUnregister.argtypes = library.cudaFree.argtypes = [ctypes.c_void_p]
         library.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_double]
         library.cudaLaunchKernel.argtypes = [ctypes.c_void_p, Dim3, Dim3, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
         library.cudaMemsetAsync.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p]
@@ -97,6 +100,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def cuda(library: ctypes.CDLL) -> Iterator[Cuda]:
     yield (found := Cuda(library))
     library.emulated_floor(0.0)
+    library.emulated_driver(0.0, 0.0, 0.0)
     library.cudaDeviceSynchronize()
     library.cudaFree(found.device)
 
@@ -150,6 +154,21 @@ def test_memory_that_is_not_locked_makes_the_host_wait(cuda: Cuda) -> None:
     begin = cuda.library.emulated_now()
     cuda.to_host(stream, 8 << 20, ctypes.cast(block, ctypes.c_void_p))
     assert cuda.library.emulated_now() == about(begin + (8 << 20) / GB)
+
+
+def test_the_driver_takes_its_time_and_cuda_free_waits_for_the_device(cuda: Cuda) -> None:
+    cuda.library.emulated_driver(0.25 / GB, 0.05 / GB, 0.01)
+    stream, block, library = cuda.stream(), 0x10000, cuda.library
+    begin = library.emulated_now()
+    assert library.cudaHostRegister(block, 4 * GB, 0) == 0
+    assert library.emulated_now() == about(begin + 1.0)
+    library.cudaHostUnregister(block)
+    assert library.emulated_now() == about(begin + 1.2)
+    cuda.work(stream, 2.0)
+    made = cuda._memory("cudaMalloc")
+    assert library.emulated_now() == about(begin + 1.21)
+    library.cudaFree(made)
+    assert library.emulated_now() == about(begin + 3.21)
 
 
 def test_a_full_queue_holds_the_host(cuda: Cuda) -> None:

@@ -48,6 +48,20 @@ def test_where_nothing_is_missing_the_verb_runs(ran):
     assert ran == [("benchmarks.speed", words)]
 
 
+def test_a_rehearsal_looks_for_no_device_before_it_has_the_emulator(ran, monkeypatch):
+    monkeypatch.setattr(preflight, "missing", lambda device: f"no {device}")
+    preflight.main("first", ["--device", "emulator"])
+    assert ran == [("benchmarks.first", ["--device", "emulator"])]
+    assert preflight.main("first", ["--device", "cuda"]) == 2
+
+
+def test_sources_are_compiled_once_before_a_verb_runs(ran, monkeypatch):
+    folders = []
+    monkeypatch.setattr(preflight.compileall, "compile_dir", lambda folder, **how: folders.append(folder.name))
+    preflight.main("check", ["--device", "cpu"])
+    assert folders == ["ds_memo", "benchmarks", "tests"] and len(ran) == 1
+
+
 def test_help_needs_no_device(ran):
     preflight.main("capacity", ["--help"])
     assert ran == [("benchmarks.capacity", ["--help"])]

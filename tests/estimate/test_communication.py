@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -78,3 +79,27 @@ def test_megatron_scatters_fp32_and_gathers_bf16() -> None:
     for zero, of_parameter in ((0, 4 + 4), (1, 4 + 2)):
         costs = Costs(MODEL, hardware.load("a800"), Layout(8, tp=4, zero=zero), 64, megatron=True)
         assert costs.sent_bytes(16) == of_parameter * MODEL.parameters / 4 / 2
+
+
+def test_a_group_has_the_network_adapters_of_its_gpus() -> None:
+    """Within a node links between GPUs count; beyond it one adapter for each of the group's GPUs in a node."""
+    machine = hardware.load("h100")
+    assert machine.bandwidth(8) == machine.bandwidth(2, apart=4) == machine.intra_node
+    assert [machine.bandwidth(64 // apart, apart) / machine.inter_node for apart in (1, 2, 4, 8, 16)] == [8, 4, 2, 1, 1]
+    assert replace(machine, inter_node=machine.intra_node).bandwidth(64) == machine.intra_node
+    assert machine.link(16) == machine.inter_node
+
+
+def test_reduce_scatter_across_nodes_as_measured() -> None:
+    """Bus bandwidth on 4, 8 and 16 nodes of eight H100 (NVIDIA/nccl, issue 1229). One adapter alone is eight times too slow."""
+    for nodes, measured in ((4, 360e9), (8, 345e9), (16, 320e9)):
+        assert hardware.load("h100").bandwidth(8 * nodes) == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize(("tp", "adapters"), [(1, 8), (4, 2), (8, 1)])
+def test_replicas_share_their_nodes_adapters(tp: int, adapters: int) -> None:
+    machine = hardware.load("a800")
+    costs = Costs(MODEL, machine, Layout(64, tp=tp, zero=1), 1 << 10, megatron=True)
+    free = Costs(MODEL, replace(machine, intra_node=1e30, inter_node=1e30), costs.layout, 1 << 10, megatron=True)
+    sent_s = costs.optimizer_s(1) - free.optimizer_s(1)
+    assert sent_s == pytest.approx(costs.sent_bytes(1) / (adapters * machine.inter_node), rel=1e-6)

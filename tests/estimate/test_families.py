@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from ds_memo.estimate import families
+from ds_memo.estimate import families, hardware
+from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.model import Model, from_config
+from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.model import Model, from_config, load
 
 SIZES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd", "d_model")
 INSIDE_OTHERS = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}
@@ -199,3 +202,20 @@ def test_notes(more, says):
 )
 def test_nothing_to_note(more):
     assert not from_config(PLAIN | more, "x").notes
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
+def test_depths_are_those_of_a_real_layers_products(family: str) -> None:
+    """Separate projections, fused ones, and no gate."""
+    config = {"model_type": family, "num_hidden_layers": 1, "hidden_size": 512, "intermediate_size": 1024}
+    linears = [m for n, m in transformers_model(config).named_modules() if isinstance(m, torch.nn.Linear) and ".layers." in n]
+    forward, back = Costs(from_config(config, family), hardware.load("a800"), Layout(1), 1 << 10).gemm_depths()
+    assert forward == sum(linear.in_features for linear in linears)
+    assert back == sum(linear.out_features for linear in linears)
+
+
+def test_tensor_parallelism_splits_one_side_of_each_product() -> None:
+    """Megatron has four products; the first of each pair is split by columns, the second by rows."""
+    gpt_7b = load(str(Path(__file__).parents[2] / "ds_configs" / "models" / "gpt-7b.json"))
+    costs = Costs(gpt_7b, hardware.load("a800"), Layout(8, tp=4), 1 << 10, megatron=True)
+    assert costs.gemm_depths() == (4096 + 1024 + 4096 + 4096, 3072 + 4096 + 4096 + 4096)

@@ -120,3 +120,18 @@ def test_tp_alone_tries_every_cp(method: str) -> None:
 
     assert sizes(tp=4) == [4] and sizes(tp=4, batch=2) == [2, 4] and sizes(tp=4, batch=4) == [1, 2, 4]
     assert sizes(tp=4, cp=1) == [1] and sizes(sp=4) == [1] and sizes(tp=2, sp=4) == [2]
+
+
+CPU_ADAM_S = {1e9: 0.22, 2e9: 0.51, 4e9: 1.03, 8e9: 2.41, 10e9: 2.57}
+"""Seconds by parameters on a DGX-2, whose two Xeon 8168 have 256 GB/s (ZeRO-Offload, arXiv 2101.06840, tables 2 and 4)."""
+
+
+def cpu_adam_errors(efficiency: float) -> list[float]:
+    return [28 * parameters / (256e9 * efficiency) / seconds - 1 for parameters, seconds in CPU_ADAM_S.items()]
+
+
+def test_cpu_adams_efficiency_is_the_published_one() -> None:
+    errors = cpu_adam_errors(hardware.load("h100").host_bandwidth_efficiency)
+    assert sum(abs(error) < 0.02 for error in errors) == 3 and max(map(abs, errors)) < 0.16
+    for other in (0.36, 0.5):
+        assert sum(abs(error) < 0.02 for error in cpu_adam_errors(other)) == 1

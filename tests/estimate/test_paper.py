@@ -44,6 +44,19 @@ def test_another_machine_misses_the_bar(cells, change):
     assert paper.mape(unseen(cells), replace(cells[0].question.hardware, **change)) > 1.0
 
 
+def short(cells, machine=None):
+    """Return the errors of plain training below 64 Ki tokens, under both layouts."""
+    return [abs(cell.error(machine)) for cell in of(cells, "main") if cell.row != "DS" and cell.seq_k < 64]
+
+
+def test_short_lengths_are_within_4_percent(cells):
+    """Without half-empty waves of GEMM tiles, half of the cells are not."""
+    errors, without = short(cells), short(cells, replace(cells[0].question.hardware, multiprocessors=0))
+    assert len(errors) == 8 and sum(error < 0.04 for error in errors) == 8
+    assert sum(error < 0.04 for error in without) == 4
+    assert sum(errors) < 0.5 * sum(without)
+
+
 def test_exact_host_blocks_get_the_host_wrong(cells, monkeypatch):
     """Rounding up to powers of two explains the out-of-host-memory cells."""
     from ds_memo.estimate import published

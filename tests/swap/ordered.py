@@ -52,6 +52,9 @@ class Immediate:
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src)
 
+    def current(self) -> None:
+        return None
+
     def stall_s(self) -> dict[str, float]:
         return {D2H: 0.0, H2D: 0.0}
 
@@ -138,6 +141,9 @@ class OrderedStreams(TorchDispatchMode):
             self.inner.copy(stream, dst, src)
         finally:
             self._paused -= 1
+
+    def current(self) -> None:
+        return None
 
     def stall_s(self) -> dict[str, float]:
         return self.inner.stall_s()

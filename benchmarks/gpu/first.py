@@ -1,0 +1,94 @@
+"""The first minutes on a GPU: what everything else rests on, asserted in three minutes, each failure with its cure.
+
+    bash benchmarks/gpu.sh first [--device cuda|cpu|emulator] [--points 2 6 …] [--out FILE]
+
+     1  which attention kernel PyTorch picks at 16K tokens, and that ds_memo never runs it again
+     2  host memory is page-locked: copies are asynchronous, and issuing one takes the host microseconds
+     3  GB/s of touching and locking host memory; a virtual machine may grow meanwhile
+     4  GB/s of copies, alone and beside GEMMs, and how much these slow down
+     5  stock's gradients repeat to the bit; if not, a difference at 7 or in `check` says nothing
+     6  steady steps neither synchronize nor allocate
+     7  ds_memo's gradients have stock's bits, or are within the noise of GEMMs in other orders
+     8  attention with dropout: the generator is where stock leaves it
+     9  all requests get their planned addresses; no kernel writes beside them
+    10  host time per layer, idle compute, step and stalls against their prediction, memory outside PyTorch
+
+A line says "pass", "FAIL" (exit status 1), "skipped", or "not judged": it ran, and this machine cannot say if it holds.
+An assertion that raises is a failure, and the others still run. `--device emulator` runs all of it without a GPU
+(emulator.py): bytes, calls and order are real there, and values and times are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+from benchmarks import first_attention, first_copies, first_gradients, first_steps, results
+from benchmarks.assertions import FAIL, NOT_JUDGED, Assertion, Machine, line
+from benchmarks.emulated_process import is_emulated
+from benchmarks.emulated_verbs import emulation, run_emulated_verb
+
+LIMIT_S = 120
+"""Seconds after the imports. An assertion that would begin later is a failure."""
+ASSERTIONS = [
+    *first_attention.POINT_1,
+    *first_copies.POINT_2,
+    *first_copies.POINT_3,
+    *first_copies.POINT_4,
+    *first_gradients.POINT_5,
+    *first_steps.POINT_6,
+    *first_gradients.POINT_7,
+    *first_attention.POINT_8,
+    *first_steps.POINT_9,
+    *first_steps.POINT_10,
+    *first_steps.SANITIZED,
+]
+POINTS = sorted({assertion.point for assertion in ASSERTIONS})
+
+
+def judge(run: results.Run, machine: Machine, assertions: Sequence[Assertion]) -> None:
+    """Run the assertions, print a line for each, and keep the rows."""
+    rows = run.found["assertions"] = []
+    for assertion in assertions:
+        row = assertion.run(machine)
+        rows.append(row)
+        results.say(line(row))
+        if row["verdict"] == FAIL:
+            run.failures.append(f"{row['point']} {row['name']}: {row['measured']}")
+        run.save()
+    counts = collections.Counter(row["verdict"] for row in rows)
+    results.say(f"{run.seconds():.0f} s: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}")
+    if lacks := sorted({row["why"] for row in rows if row["verdict"] == NOT_JUDGED}):
+        results.say(f"not judged, as {', '.join(lacks)}: {', '.join(_points(rows))}")
+
+
+def _points(rows: list[dict]) -> list[str]:
+    return list(dict.fromkeys(f"point {row['point']} ({row['name']})" for row in rows if row["verdict"] == NOT_JUDGED))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("gpu.sh first", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "emulator"))
+    parser.add_argument("--points", type=int, nargs="+", choices=POINTS, default=POINTS, help="default: all")
+    parser.add_argument("--out", help="file or folder of the result; absent: $OUT, else benchmarks/results")
+    options = parser.parse_args(arguments)
+    if options.device == "emulator" and not is_emulated():
+        return run_emulated_verb("first", sys.argv[1:] if arguments is None else arguments)
+    emulated = options.device == "emulator"
+    device = results.device_or_exit("cuda" if emulated else options.device, "first")
+    asked = [assertion for assertion in ASSERTIONS if assertion.point in options.points]
+    with emulation(emulated), tempfile.TemporaryDirectory() as folder:
+        run = results.Run("first", device, options.out or (folder if emulated else None), vars(options))
+        run.found["verb"] = "first, emulated" if emulated else "first"  # no GPU's result
+        end = math.inf if device.type == "cpu" or emulated else time.perf_counter() + LIMIT_S
+        judge(run, Machine(device, emulated, end), asked)
+        return run.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

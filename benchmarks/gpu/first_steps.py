@@ -1,0 +1,275 @@
+"""`gpu.sh first`, points 6, 9 and 10: a steady step asks nothing of CUDA, gets its planned addresses, and takes its time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ds_memo
+from benchmarks import cuda_calls, overhead, point, speed
+from benchmarks.allocator_gpu import STEPS_TO_A_PLAN
+from benchmarks.assertions import DRIVER, TIMES, Assertion, Machine, Measured, Skip
+from benchmarks.rivals import PLANNED, RIVALS, SWAPPING, Budget, Installed
+from benchmarks.timing import Memory, Trainer, clear, served
+from benchmarks.workloads import batch, build, gpt_shape, shapes
+from ds_memo.units import GIB
+
+STEPS = 3
+SANITIZER, SANITIZER_S = "compute-sanitizer", 60
+MOST_IDLE, MOST_OFF, MOST_STALLED = 0.10, 0.10, 0.02
+"""Shares of a step."""
+MOST_OUTSIDE = GIB
+TIGHT_GIB = 9.0
+"""Device budget in which the layers of 4K tokens do not all stay, on CUDA."""
+
+
+class Steady:
+    """A model that trains under ds_memo, after the steps in which addresses are planned."""
+
+    def __init__(self, machine: Machine) -> None:
+        wide, tiny = {"hidden": 4096, "heads": 32, "lengths": (4096,)}, {"hidden": 256, "heads": 2, "lengths": (256,)}
+        shape = gpt_shape(4, **(wide if machine.cuda else tiny))
+        self.trainer = Trainer(build(shape, machine.device), batch(shape, shape.lengths[0], machine.device))
+        self.handle = ds_memo.attach(self.trainer.model, {"alpha": 0.5, "resident_layers": 1, "plan": {"time_limit_s": 10.0}})
+        self.take(STEPS_TO_A_PLAN + 1)
+        if machine.cuda:
+            torch.cuda.synchronize(machine.device)
+
+    def take(self, steps: int = STEPS) -> None:
+        for _ in range(steps):
+            self.trainer.step(Installed())
+
+
+@functools.cache
+def _steady(machine: Machine) -> Steady:
+    return Steady(machine)
+
+
+def _end_steady(machine: Machine) -> None:
+    """Free what the steady model holds, so that it is not in the way of the next."""
+    if _steady.cache_info().currsize:
+        _steady(machine).handle.detach()
+        _steady.cache_clear()
+    clear(machine.device)
+
+
+def no_hidden_sync(machine: Machine) -> Measured:
+    steady = _steady(machine)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steady.take()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return Measured(f"none in {STEPS} steps", held=True)
+
+
+def no_calls(machine: Machine) -> Measured:
+    calls = cuda_calls.unwanted(_steady(machine).take, machine.emulated)
+    return Measured(", ".join(f"{name} x{n}" for name, n in calls.items()) or f"none in {STEPS} steps", not calls, calls)
+
+
+def addresses(machine: Machine) -> Measured:
+    steady = _steady(machine)
+    before, memory = steady.handle.report()["plan"], Memory(machine.device)
+    steady.take()
+    row = served(before, steady.handle.report()["plan"])
+    text = f"{row['hits']} hits, misses {row['misses'] or 'none'}"
+    if machine.cuda:
+        row |= memory.read(STEPS, lambda: None)
+        row["calls"] = row["cuda_mallocs_per_step"] + row["cuda_frees_per_step"]
+        text += f", {row['calls']:g} cudaMalloc and cudaFree a step"
+    return Measured(text, bool(row["hits"]) and not row["misses"] and not row.get("calls"), row)
+
+
+def sanitizer(machine: Machine) -> Measured:
+    if shutil.which(SANITIZER) is None:
+        raise Skip(f"{SANITIZER} is not on the PATH; it comes with the CUDA toolkit")
+    words = ["--hidden=512", "--layers=2", "--lengths=2048", "--steps=1", "--planned", "--device=cuda"]
+    command = [
+        SANITIZER,
+        "--tool",
+        "memcheck",
+        "--error-exitcode",
+        "86",
+        sys.executable,
+        "-m",
+        "benchmarks.allocator_gpu",
+        *words,
+    ]
+    limit = min(SANITIZER_S, max(1.0, machine.left_s()))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=Path(__file__).parents[2], check=False)
+    except subprocess.TimeoutExpired as late:
+        raise Skip(f"not over after {limit:.0f} s; without a limit: {' '.join(command)}") from late
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "=========" in line]
+    return Measured(said[-1].strip("= ") if said else f"exit {done.returncode}", done.returncode == 0, {"said": said[:50]})
+
+
+def host_time(machine: Machine) -> Measured:
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = overhead.measure_all(machine.device, rounds=2)
+    added = {}
+    for name, model in found["models"].items():
+        base = model["median_ms"]["checkpoint"]
+        added |= {
+            f"{name}, {variant}": max(model["median_ms"][variant][side] - base[side] for side in (0, 1))
+            for variant in ("memo alpha 0.5", "memo resident")
+        }
+    words = ", ".join(f"{name} {ms:+.2f} ms" for name, ms in added.items())
+    return Measured(words, max(added.values()) <= overhead.GOAL_MS, found)
+
+
+@functools.cache
+def _point(machine: Machine) -> dict[str, Any]:
+    """Return a point of `speed`: 4K tokens where not all layers fit, so that ds_memo swaps."""
+    _end_steady(machine)
+    device = machine.device
+    shape = shapes(device)["gpt7b"]
+    length = 4096 if machine.cuda else shape.lengths[0]
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
+        tight = int(TIGHT_GIB * GIB) if machine.cuda else None
+        budget = Budget(device, 8 * GIB, tight, cache_dir=cache)
+        rivals = [RIVALS[PLANNED], RIVALS[SWAPPING]]
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            found = point.run_point(build(shape, device), shape, length, rivals, budget, (1, 3), False, Path(made))
+            speed.show(found | {"claims": []})
+    return found | {"said": said.getvalue()}
+
+
+def idle(machine: Machine) -> Measured:
+    seen = _point(machine)["streams"]
+    if "compute_share" not in seen:
+        raise RuntimeError(seen.get("skipped", "no spans"))
+    share = 1 - seen["compute_share"]
+    return Measured(f"{share:.1%} of {seen['span_s'] * 1e3:.1f} ms", share <= MOST_IDLE, seen)
+
+
+def prediction(machine: Machine) -> Measured:
+    found = _point(machine)
+    row, said = found["rivals"][PLANNED], found["predicted"]
+    if "median_s" not in row:
+        raise RuntimeError(row.get("out", "no samples"))
+    told = said.get("step_s")
+    if told is None:
+        raise Skip(said.get("why") or "the estimator does not know this device")
+    off = row["median_s"] / told - 1
+    text = f"predicted {told * 1e3:.1f} ms, took {row['median_s'] * 1e3:.1f} ms ({off:+.1%}); alpha {said['alpha']:.3g}"
+    return Measured(text, abs(off) <= MOST_OFF, {"predicted": said})
+
+
+def stalls(machine: Machine) -> Measured:
+    """Compare with the solver's: short layers cannot hide all copies, and it knows."""
+    rivals = _point(machine)["rivals"]
+    rows = {name: row for name, row in rivals.items() if "stall_s_per_step" in row and "median_s" in row}
+    if not rows:
+        raise RuntimeError("; ".join(str(row.get("out")) for row in rivals.values()))
+    shares = {}
+    for name, row in rows.items():
+        told = row["report"]["predicted"] or {"d2h_stall_s": 0.0, "h2d_stall_s": 0.0}
+        found = sum(row["stall_s_per_step"].values())
+        shares[name] = [seconds / row["median_s"] for seconds in (found, told["d2h_stall_s"] + told["h2d_stall_s"])]
+    words = [f"{name} {found:.1%}, predicted {told:.1%}" for name, (found, told) in shares.items()]
+    return Measured("; ".join(words), all(found - told <= MOST_STALLED for found, told in shares.values()), shares)
+
+
+def outside_torch(machine: Machine) -> Measured:
+    torch.cuda.synchronize(machine.device)
+    free, total = torch.cuda.mem_get_info(machine.device)
+    outside = total - free - torch.cuda.memory_reserved(machine.device)
+    return Measured(f"{outside / GIB:.2f} GiB", outside <= MOST_OUTSIDE, {"bytes": outside})
+
+
+POINT_6 = [
+    Assertion(
+        6,
+        "steady steps under sync-debug mode",
+        "no call that synchronizes",
+        "the traceback above names the line: read the value later, from pinned memory behind an event, or agree over gloo",
+        no_hidden_sync,
+        only_cuda=True,
+    ),
+    Assertion(
+        6,
+        "calls of CUDA in steady steps",
+        "no malloc, free, registering or synchronizing",
+        "cudaMalloc: a request missed its plan (next point). cudaHostRegister: the slab grew, so a frame is larger than planned. "
+        "synchronize: find who waits with py-spy or in the trace's stacks",
+        no_calls,
+        only_cuda=True,
+    ),
+]
+POINT_9 = [
+    Assertion(
+        9,
+        "planned addresses in steady steps",
+        "hits, no misses, no cudaMalloc or cudaFree",
+        "read the misses' reason in docs/troubleshooting.md; `gpu.sh check --parts allocator` compares all ways to allocate",
+        addresses,
+    ),
+]
+SANITIZED = [
+    Assertion(
+        9,
+        "compute-sanitizer on a planned step",
+        "no errors",
+        "the first error names a kernel and an address: see if it is in the arena, and run the same command with --no-planned",
+        sanitizer,
+        frozenset({DRIVER}),
+        only_cuda=True,
+    ),
+]
+"""A part of point 9. It takes what time is left, so it comes last."""
+POINT_10 = [
+    Assertion(
+        10,
+        "host time that ds_memo adds per layer and pass",
+        f"<= {overhead.GOAL_MS:g} ms",
+        "profile `python -m benchmarks.overhead` with py-spy; small models at short lengths will be bound by the host",
+        host_time,
+        frozenset({TIMES}),
+    ),
+    Assertion(
+        10,
+        "compute idle at 4K",
+        f"<= {MOST_IDLE:.0%}",
+        "`gpu.sh speed` keeps the trace: gaps behind copies are stalls, gaps elsewhere are host time",
+        idle,
+        frozenset({DRIVER}),
+        only_cuda=True,
+    ),
+    Assertion(
+        10,
+        "step against its prediction",
+        f"within {MOST_OFF:.0%}",
+        "compare the profile's layer times with the trace: clocks, warm caches (docs/estimate.md); then the device's file in "
+        "ds_memo/estimate/hardware_data",
+        prediction,
+        frozenset({TIMES}),
+    ),
+    Assertion(
+        10,
+        "stalls",
+        f"<= {MOST_STALLED:.0%} of the step above the predicted ones",
+        "copies are slower than profiled: compare with the rates of point 4, and look for other jobs on the link",
+        stalls,
+        frozenset({TIMES}),
+    ),
+    Assertion(
+        10,
+        "device memory outside PyTorch",
+        f"<= {MOST_OUTSIDE / GIB:g} GiB",
+        "other processes (`nvidia-smi`), or libraries' workspaces: set memo.device_memory_gib lower by what is above the bar",
+        outside_torch,
+        frozenset({DRIVER}),
+        only_cuda=True,
+    ),
+]

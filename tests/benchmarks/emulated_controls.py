@@ -1,0 +1,234 @@
+"""Cases of test_emulated_calls.py: `python -m tests.benchmarks.emulated_controls CASE` runs one in an emulated process; JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import emulator
+from benchmarks.emulated_order import Unordered
+from benchmarks.emulated_process import run_emulated, without_values
+from benchmarks.emulated_time import Clock, keeping_time
+from ds_memo.estimate import hardware
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.stream_protocol import D2H
+from ds_memo.swap.streams import CudaStreams
+from tests.models import Block
+from tests.swap import scenarios
+from tests.swap.mutants import engine_without, waits
+from tests.swap.rig import attached
+
+DEVICE = torch.device("cuda", 0)
+SLOW = 1e-6
+"""Share of the link. A copy of some KiB then takes longer than all of a step's kernels, and none is over by chance."""
+
+
+def item_in_a_hook(clock: Clock) -> dict[str, Any]:
+    """A hook of the user's reads a value on the host, in each forward and replay of one layer."""
+
+    def read_a_value(layer: nn.Module, args: Any, out: Any) -> None:
+        (out if torch.is_tensor(out) else out[0]).flatten()[0].item()
+
+    build = emulator.build
+
+    def build_with_a_hook(*args: Any) -> nn.Module:
+        model = build(*args)
+        model.gpt_neox.layers[2].attention.dense.register_forward_hook(read_a_value)
+        return model
+
+    with mock.patch.object(emulator, "build", build_with_a_hook):
+        memo = {"alpha": 0.5, "resident_layers": 2}
+        return emulator.syncs(lambda around: emulator.step(clock, "gpt7b", 16384, memo, around=around))
+
+
+class Routed(Block):
+    """A layer that returns its router's choice beside its hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__(2048)
+        self.router = nn.Linear(2048, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + self.attend(x)
+        weight, choice = self.router(x).softmax(-1).topk(2)
+        return x + self.feed(x) * weight.sum(-1, keepdim=True), choice
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x, choice = layer(x)
+            choice.add_(0)  # it is the caller's
+        return x.sum()
+
+
+def routed(clock: Clock, engine: type[SwapEngine] = SwapEngine) -> dict[str, Any]:
+    """Layers whose callers change what they return, while the copies of a layer take as long as its kernels."""
+    with DEVICE:
+        torch.set_default_dtype(torch.bfloat16)
+        model, x = Stack([Routed() for _ in range(6)]), torch.randn(1, 65536, 2048)
+        torch.set_default_dtype(torch.float32)
+    clock.link_share(8.0)
+    with attached(
+        model, CudaStreams(DEVICE), {"alpha": 1.0, "resident_layers": 0, "tile_tokens": 0, "host_memory_gib": 100}, engine
+    ):
+
+        def run(around: Callable[[int], Any]) -> None:
+            for number in range(1, emulator.STEPS + 1):
+                with around(number):
+                    model(x).backward()
+
+        return emulator.syncs(run)
+
+
+class WaitsForTheQueue(SwapEngine):
+    """Compute waits for all copies that were issued, and not for that of the tensor that may change."""
+
+    def about_to_change(self, frame: Any, tensor: torch.Tensor) -> None:
+        for index in frame.copied:
+            frame.copied[index] = self.streams.mark(D2H)
+        super().about_to_change(frame, tensor)
+
+
+IN_A_NEW_PROCESS = "_drain: self.streams.wait(COMPUTE, pending.back or self.streams.mark(H2D))"
+"""A wait whose absence shows only where the process has no idle host memory: to release that, the host waits for the device."""
+
+
+def removed_waits(clock: Clock) -> dict[str, list[str]]:
+    """Return races in stories under the engine as it is (key ""), and without each of its waits."""
+    clock.link_share(SLOW)
+    found = {}
+    for wait in ["", *(wait for wait in waits() if wait != IN_A_NEW_PROCESS)]:
+        found[wait] = []
+        for story in scenarios.STORIES:
+            found[wait] += _races(story, engine_without(wait) if wait else SwapEngine)
+            if wait and found[wait]:
+                break
+    return found
+
+
+def removed_in_a_new_process(clock: Clock) -> dict[str, list[str]]:
+    clock.link_share(SLOW)
+    return {IN_A_NEW_PROCESS: _races(scenarios.drop_on_the_way_back, engine_without(IN_A_NEW_PROCESS))}
+
+
+def _races(story: scenarios.Story, engine: type[SwapEngine]) -> list[str]:
+    unordered, model = Unordered(), scenarios.stack(story).to(DEVICE)
+    config = {"alpha": 0.5, "resident_layers": scenarios.RESIDENTS.get(story, 0)}
+    batches = [x.to(DEVICE) for x in scenarios.batches()]
+    with unordered, attached(model, CudaStreams(DEVICE), config, engine) as memo:
+        story(memo, model, batches)
+    assert unordered.checked > 100
+    return list(unordered.races)
+
+
+# ---- several compute streams
+
+
+class SharedExpertAside(Block):
+    """A layer that computes its MLP on a side stream, beside its attention."""
+
+    side = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main, side = torch.cuda.current_stream(), self.side
+        side.wait_stream(main)
+        x.record_stream(side)
+        with torch.cuda.stream(side):
+            shared = self.down(F.gelu(self.up(F.gelu(self.up(x))[..., : x.shape[-1]])))
+        out = x + self.attend(x)
+        main.wait_stream(side)
+        shared.record_stream(main)
+        return out + shared
+
+
+class OnStreams(nn.Module):
+    """Layers that run on streams in turn."""
+
+    def __init__(self, layers: list[nn.Module], streams: list[torch.cuda.Stream]) -> None:
+        super().__init__()
+        self.layers, self.streams = nn.ModuleList(layers), streams
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            stream, before = self.streams[index % len(self.streams)], torch.cuda.current_stream()
+            stream.wait_stream(before)
+            x.record_stream(stream)
+            with torch.cuda.stream(stream):
+                x = layer(x)
+            before.wait_stream(stream)
+            x.record_stream(before)
+        return x.sum()
+
+
+def compute_streams(clock: Clock, *models: str, guarded: bool = True) -> dict[str, Any]:
+    """Return races of models that compute on other streams than the default one, or on several.
+
+    Args:
+        models: those to train; none: all.
+        guarded: False: the engine takes all for one stream.
+    """
+    clock.link_share(SLOW)
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    SharedExpertAside.side = side
+    found = {}
+    for name, block, streams, around in [
+        ("stock, inside a layer", SharedExpertAside, [torch.cuda.default_stream()], None),
+        ("inside a layer", SharedExpertAside, [torch.cuda.default_stream()], None),
+        ("layers in turn", Block, [side, other], None),
+        ("all on another", Block, [other], other),
+    ]:
+        if models and name not in models:
+            continue
+        model = OnStreams([block(64) for _ in range(5)], streams).to(DEVICE)
+        x = torch.randn(2, 256, 64, device=DEVICE)
+        unordered, used = Unordered(), CudaStreams(DEVICE)
+        if not guarded:
+            used.current = lambda: 0
+        with torch.cuda.stream(around) if around else nullcontext(), unordered:
+            if name.startswith("stock"):
+                for _ in range(3):
+                    model(x).backward()
+            else:
+                with attached(model, used, {"alpha": 0.5, "resident_layers": 0}):
+                    for _ in range(3):
+                        model(x).backward()
+        found[name] = {"checked": unordered.checked, "races": list(unordered.races)}
+    return found
+
+
+CASES: dict[str, Callable[[Clock], Any]] = {
+    "item": item_in_a_hook,
+    "routed": routed,
+    "routed, waiting for the queue": lambda clock: routed(clock, WaitsForTheQueue),
+    "waits": removed_waits,
+    IN_A_NEW_PROCESS: removed_in_a_new_process,
+    "streams": compute_streams,
+    "inside a layer, unguarded": lambda clock: compute_streams(clock, "inside a layer", guarded=False),
+    "layers in turn, unguarded": lambda clock: compute_streams(clock, "layers in turn", guarded=False),
+}
+
+
+def main(case: str, *emulated: str) -> int:
+    if not emulated:
+        return run_emulated("tests.benchmarks.emulated_controls", [case, "--emulated"], 139.8)
+    without_values()
+    with keeping_time(hardware.load("h200")) as clock:
+        print(json.dumps(CASES[case](clock)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

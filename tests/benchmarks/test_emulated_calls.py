@@ -1,0 +1,128 @@
+"""Steps in an emulated process, call by call: who makes the host or compute wait, and what orders the accesses to memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from benchmarks import emulator
+from benchmarks.emulated_calls import PER_LAYER, SYNCHRONIZING, WAIT_OF_COMPUTE
+from ds_memo.ops.builder import cuda_headers
+from tests.benchmarks import emulated_controls
+from tests.swap.mutants import waits
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        not os.environ.get("DS_MEMO_CUDA_TORCH") or cuda_headers() is None,
+        reason="needs DS_MEMO_CUDA_TORCH (see benchmarks/emulator/emulator.py) and CUDA's runtime headers",
+    ),
+]
+LAYERS = 6
+SWAPPING = json.dumps({"alpha": 0.5, "resident_layers": 2})
+TILES = json.dumps({"alpha": 0.5, "resident_layers": 0, "tile_tokens": 4096})
+RUN_AHEAD = "run_ahead_limit.py"
+
+
+def ran(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert emulator.main([*words, "--json"]) == 0
+    return json.loads(capfd.readouterr().out.splitlines()[-1])
+
+
+def control(capfd: pytest.CaptureFixture[str], case: str) -> Any:
+    assert emulated_controls.main(case) == 0
+    return json.loads(capfd.readouterr().out.splitlines()[-1])
+
+
+def made_by(found: dict[str, Any], who: str, *names: str) -> dict[str, float]:
+    """Return calls of a step by the place that asked for them."""
+    return {where: n for call, whose, where, n in found["calls"] if whose == who and call in names}
+
+
+# ---- who waits
+
+
+@pytest.mark.parametrize("memo", [SWAPPING, TILES], ids=["whole", "tiles"])
+def test_a_steady_step_never_makes_the_host_wait(memo: str, capfd: pytest.CaptureFixture[str]) -> None:
+    found = ran(capfd, "syncs", "gpt7b", "16384", "--memo", memo)
+    assert [call for call in found["calls"] if call[0] in SYNCHRONIZING] == []
+
+
+@pytest.mark.parametrize("memo", ["{}", SWAPPING], ids=["solved", "swapping"])
+def test_with_zero_3_only_the_run_ahead_limit_does(memo: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """It holds the host while compute has more than a layer's work left, so compute never waits for the host because of it."""
+    found = ran(capfd, "syncs", "gpt7b", "32768", "--zero", "3", "--ranks", "8", "--memo", memo)
+    ours = made_by(found, "ds_memo", *SYNCHRONIZING)
+    assert all(where.startswith(RUN_AHEAD) for where in ours)
+    assert 0 < sum(ours.values()) <= 2 * LAYERS  # forwards and replays
+    assert found["least_queued_ms"] > 20
+    assert sum(made_by(found, "deepspeed", *SYNCHRONIZING).values()) > 5  # they are told apart
+
+
+def test_a_value_read_in_a_users_hook_is_found_and_is_not_ours(capfd: pytest.CaptureFixture[str]) -> None:
+    """The negative control: once in the forward and once in the replay."""
+    found = control(capfd, "item")
+    ((where, times),) = made_by(found, "tests", "cudaStreamSynchronize").items()
+    assert "read_a_value" in where and times == 2
+    assert made_by(found, "ds_memo", *SYNCHRONIZING) == {}
+
+
+MOST_PER_LAYER = {WAIT_OF_COMPUTE: 2, "cudaStreamWaitEvent": 7, "cudaEventRecord": 10, "cudaMemcpyAsync": 9, "set stream": 18}
+
+
+def test_calls_of_a_layer(capfd: pytest.CaptureFixture[str]) -> None:
+    """For four swapped layers of six, and six kept tensors in each."""
+    found = ran(capfd, "syncs", "gpt7b", "16384", "--memo", SWAPPING)
+    per_layer = {name: sum(made_by(found, "ds_memo", name).values()) / LAYERS for name in PER_LAYER}
+    assert {name: n for name, n in per_layer.items() if n > MOST_PER_LAYER[name]} == {}
+    assert per_layer["cudaMemcpyAsync"] > 1
+
+
+def test_a_layer_that_returns_its_routers_choice_waits_for_that_copy_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    found, queue = (control(capfd, case) for case in ("routed", "routed, waiting for the queue"))
+    assert sum(made_by(found, "ds_memo", WAIT_OF_COMPUTE).values()) <= 3 * LAYERS
+    assert found["compute_held_ms"] < queue["compute_held_ms"] - 10
+
+
+# ---- what is ordered
+
+
+@pytest.mark.parametrize("memo", [SWAPPING, TILES], ids=["whole", "tiles"])
+def test_all_accesses_to_the_same_bytes_are_ordered(memo: str, capfd: pytest.CaptureFixture[str]) -> None:
+    found = ran(capfd, "order", "gpt7b", "16384", "--memo", memo)
+    assert found["races"] == [] and found["checked"] > 5000
+
+
+def test_without_any_one_of_its_waits_the_engine_races(capfd: pytest.CaptureFixture[str]) -> None:
+    """Over torch's CUDA allocator, autograd's device thread and the allocator op, where tests/swap has a CPU."""
+    found = control(capfd, "waits") | control(capfd, emulated_controls.IN_A_NEW_PROCESS)
+    assert found.pop("") == []
+    assert set(found) == set(waits())
+    for wait, races in found.items():
+        assert races, f"without {wait} nothing is noticed"
+        assert "nothing orders" in races[0] and "copy of" in races[0]
+
+
+def test_models_that_compute_on_other_streams(capfd: pytest.CaptureFixture[str]) -> None:
+    for model, found in control(capfd, "streams").items():
+        assert found["races"] == [] and found["checked"] > 100, model
+
+
+@pytest.mark.parametrize("model", ["inside a layer", "layers in turn"])
+def test_an_engine_that_knows_of_one_stream_alone_races_there(model: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert control(capfd, f"{model}, unguarded")[model]["races"]
+
+
+# ---- host memory that cannot be locked
+
+
+def test_host_memory_that_cuda_refuses_to_lock_is_an_error_that_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    """The negative control is every other step in here."""
+    memo = json.dumps({"device_memory_gib": 16, "host_memory_gib": 32})
+    assert emulator.main(["step", "gpt7b", "32768", "--memo", memo, "--lock-gib", "2"]) == 1
+    *_, last = capfd.readouterr().err.splitlines()
+    assert "host memory: frame gpt_neox.layers.2 needs 0.901 GiB more; cudaHostRegister refused 0.901 GiB" in last
