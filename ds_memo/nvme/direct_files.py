@@ -1,8 +1,8 @@
 """Files that bypass the page cache, read and written by threads: one file in each directory, blocks striped over them.
 
-Each file has a few threads and a queue. A transfer is cut where stripes end; its parts are done in the order of issue, several at
-once. One more thread begins transfers: it alone watches events, so that the others cost no interpreter time. They sleep in the
-system's calls, which hold no interpreter lock. docs/nvme.md compares this with DeepSpeed's AsyncIO.
+Each file has a few threads and a queue. A transfer is cut by files and at most so many bytes; its parts are done in the order of
+issue, several at once. One more thread begins transfers: it alone watches events, so that the others cost no interpreter time.
+They sleep in the system's calls, which hold no interpreter lock. docs/nvme.md compares this with DeepSpeed's AsyncIO.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,7 +29,12 @@ from ds_memo.swap.streams import finish_first
 from ds_memo.units import GIB, round_up
 
 STRIPE = 1 << 23
-"""Bytes that lie together in one file, and the most that one call of the system moves."""
+"""Bytes that lie together in one file."""
+_AT_ONCE = 1 << 26
+"""Bytes that one call of the system moves, at most. A thread waits for the interpreter's lock after each: while Python computes,
+calls of 8 MiB reach half of a drive's 6 GB/s, calls of 64 MiB all (tests/nvme/test_busy_interpreter.py)."""
+_VIEWS = 512
+"""Memory areas of one call, at most; the system takes 1,024."""
 THREADS = 4
 """Of each file: calls under way at once."""
 _GROWS_BY = 1 << 30
@@ -43,10 +48,10 @@ _POLLS = 2e-4
 class DirectTransfer:
     """One block on its way; see :class:`ds_memo.nvme.file_protocol.Transfer`."""
 
-    def __init__(self, writes: bool, after: tuple[Any, ...], parts: list[tuple[_File, memoryview, int]]) -> None:
+    def __init__(self, writes: bool, after: tuple[Any, ...], parts: list[tuple[_File, list[memoryview], int]]) -> None:
         self.writes = writes
         self.after = after
-        self.parts: list[tuple[_File, memoryview, int]] = parts
+        self.parts: list[tuple[_File, list[memoryview], int]] = parts
         """(file, memory, offset in the file); empty once it has begun."""
         self.left = len(parts)
         """Parts that are not done yet."""
@@ -168,7 +173,7 @@ class DirectFiles:
 
     def _transfer(self, writes: bool, block: Block, extent: Extent, after: tuple[Any, ...]) -> DirectTransfer:
         self._check_threads()
-        transfer = DirectTransfer(writes, after, list(self._parts(block, extent)))
+        transfer = DirectTransfer(writes, after, self._parts(block, extent))
         self._under_way = [other for other in self._under_way if not other.over.is_set()]
         try:
             self._under_way.append(transfer)
@@ -178,17 +183,23 @@ class DirectFiles:
             raise
         return transfer
 
-    def _parts(self, block: Block, extent: Extent) -> Iterator[tuple[_File, memoryview, int]]:
-        """Yield the parts of a block: (file, memory, offset in the file)."""
-        at = extent.begin
+    def _parts(self, block: Block, extent: Extent) -> list[tuple[_File, list[memoryview], int]]:
+        """Cut a block into parts: (file, memory, offset in the file). The stripes of a block in one file follow each other."""
+        parts, at = [], extent.begin
+        growing: dict[int, tuple[_File, list[memoryview], int]] = {}
         for view in block.views(0, extent.nbytes):
             memory = memoryview(view.numpy())
             while memory:
                 stripe, within = divmod(at, STRIPE)
-                part = memory[: STRIPE - within]
                 row, number = divmod(stripe, len(self._files))
-                yield self._files[number], part, row * STRIPE + within
-                memory, at = memory[len(part) :], at + len(part)
+                piece = memory[: STRIPE - within]
+                part = growing.get(number)
+                if part is None or _nbytes(part[1]) + len(piece) > _AT_ONCE or len(part[1]) == _VIEWS:
+                    part = growing[number] = self._files[number], [], row * STRIPE + within
+                    parts.append(part)
+                part[1].append(piece)
+                memory, at = memory[len(piece) :], at + len(piece)
+        return parts
 
     def _grow(self, nbytes: int) -> None:
         """Make the space larger by at least this, in whole rows of stripes."""
@@ -268,13 +279,14 @@ def _move_parts(file: _File, meters: dict[bool, Meter]) -> None:
     """Do the parts of transfers that lie in one file."""
     while (part := file.queue.get()) is not None:
         transfer, memory, at = part
+        nbytes = _nbytes(memory)
         try:
             if transfer.failure is None:
                 meters[transfer.writes].begin()
                 try:
                     _move_all(file.handle, memory, at, transfer.writes)
                 finally:
-                    meters[transfer.writes].end(len(memory))
+                    meters[transfer.writes].end(nbytes)
         except BaseException as failure:  # raised where the transfer is waited for, by the thread that can act on it
             what = "write" if transfer.writes else "read"
             rank = os.environ.get("RANK", "0")
@@ -292,13 +304,21 @@ _COUNTS = threading.Lock()
 """Guards the counts of parts: threads of several files have parts of one transfer."""
 
 
-def _move_all(handle: int, memory: memoryview, at: int, writes: bool) -> None:
-    """Move all of this memory to or from a file, in as many calls of the system as it takes."""
+def _move_all(handle: int, memory: list[memoryview], at: int, writes: bool) -> None:
+    """Move all of this memory to or from a file, in as many calls of the system as it takes. Leaves the list empty."""
     while memory:
-        moved = os.pwritev(handle, [memory], at) if writes else os.preadv(handle, [memory], at)
+        moved = os.pwritev(handle, memory, at) if writes else os.preadv(handle, memory, at)
         if moved <= 0 or moved % PAGE:
-            raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: {moved} of {len(memory)} bytes were moved")
-        memory, at = memory[moved:], at + moved
+            raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: {moved} of {_nbytes(memory)} bytes were moved")
+        at += moved
+        while memory and moved >= len(memory[0]):
+            moved -= len(memory.pop(0))
+        if moved:
+            memory[0] = memory[0][moved:]
+
+
+def _nbytes(memory: list[memoryview]) -> int:
+    return sum(map(len, memory))
 
 
 def _stop(issued: queue.SimpleQueue, threads: list[threading.Thread]) -> None:

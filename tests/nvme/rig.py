@@ -22,8 +22,8 @@ from tests.swap.ordered import OrderedStreams
 from tests.swap.rig import attached
 
 FILES_GIB = 1 / 32
-FRAMES = 6
-"""The host holds so many of the largest frames: one that is recorded, two on their way out, two back, and one in a cache."""
+FRAMES = 4
+"""The host holds so many of the largest frames."""
 DELAYS_S = (0.0, 0.0, 1e-4, 5e-4, 2e-3)
 
 

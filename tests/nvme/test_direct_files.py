@@ -35,6 +35,7 @@ SMALL = 16 * PAGE
 @pytest.fixture
 def small_stripes(monkeypatch):
     monkeypatch.setattr(module, "STRIPE", SMALL)
+    monkeypatch.setattr(module, "_AT_ONCE", SMALL)
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, fault) -> list[
 
     def call(handle, buffers, at, *more):
         with turn:
-            calls.append(len(buffers[0]))
+            calls.append(sum(map(len, buffers)))
             mine = len(calls) == nth
         return fault(real, handle, buffers, at) if mine else real(handle, buffers, at, *more)
 
@@ -74,8 +75,10 @@ def raises(number):
 # ---- bytes
 
 
+@pytest.mark.parametrize("at_once", [SMALL, 3 * SMALL, 1 << 26])
 @pytest.mark.parametrize("directories", [1, 2, 3])
-def test_bytes_come_back(directories, make, small_stripes):
+def test_bytes_come_back(directories, at_once, make, small_stripes, monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE", at_once)
     files, slab = make(directories=directories, budget=1200 * PAGE), slab_of(3000)
     stored = []
     for seed, pages in enumerate([1, 15, 16, 17, 33, 100, 3, 47, 250]):
@@ -271,6 +274,26 @@ def test_short_calls_go_on(name, pages, make, monkeypatch, small_stripes):
     fill(block, 2)
     assert torch.equal(files.load(extent, block), wanted)
     assert len(calls) == 6 and SMALL - pages * PAGE in calls
+
+
+@pytest.mark.parametrize("views", [1, 7, 512])
+@pytest.mark.parametrize("name", ["pwritev", "preadv"])
+def test_one_call_moves_all_stripes_of_a_file_and_goes_on_where_it_was_cut(name, views, make, monkeypatch, small_stripes):
+    monkeypatch.setattr(module, "_AT_ONCE", 1 << 26)
+    monkeypatch.setattr(module, "_VIEWS", views)
+    files, slab = make(directories=2), slab_of(400)
+    block = slab.allocate(10 * SMALL, "a test")
+    fill(block, 1)
+    wanted = content(block)
+
+    def cut(real, handle, buffers, at):
+        return real(handle, [*buffers[:2], buffers[2][:PAGE]] if len(buffers) > 2 else [buffers[0][:PAGE]], at)
+
+    calls = faulty(monkeypatch, name, 1, cut)
+    extent = files.store(block)
+    fill(block, 2)
+    assert torch.equal(files.load(extent, block), wanted)
+    assert len(calls) == 2 * -(-5 // views) + 1
 
 
 @pytest.mark.parametrize("moved", [0, 512, PAGE + 1])

