@@ -31,6 +31,11 @@ WITHOUT_ALPHA = (
     "Leave memo.alpha out, and each has what there is"
 )
 
+LAYER_TOO_LARGE = (
+    "what one layer keeps takes {:.3g} GiB of host memory and {:.3g} GiB are there, so it is recomputed: files take whole layers. "
+    "Raise memo.host_memory_gib or lower memo.alpha"
+)
+
 
 class PlacementPolicy:
     """Decides the placements of one attached model's layer calls. See :class:`ds_memo.remat.checkpoint.Policy`.
@@ -202,7 +207,10 @@ class PlacementPolicy:
         if self._host.has_room(nbytes):
             return True
         self._refused = nbytes, self._host.pool.used
-        self._warn(WITHOUT_ALPHA.format(self._config.alpha))
+        if nbytes > self._host.share:
+            self._warn(LAYER_TOO_LARGE.format(nbytes / GIB, self._host.share / GIB))
+        else:
+            self._warn(WITHOUT_ALPHA.format(self._config.alpha))
         return False
 
     def _that_stays(self) -> int:

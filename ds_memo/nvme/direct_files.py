@@ -32,11 +32,11 @@ STRIPE = 1 << 23
 """Bytes that lie together in one file."""
 _AT_ONCE = 1 << 26
 """Bytes that one call of the system moves, at most. A thread waits for the interpreter's lock after each: while Python computes,
-calls of 8 MiB reach half of a drive's 6 GB/s, calls of 64 MiB all (tests/nvme/test_busy_interpreter.py)."""
+calls of 8 MiB reach half of a drive's 6 GB/s, calls of 64 MiB nine tenths (tests/nvme/test_busy_interpreter.py)."""
 _VIEWS = 512
 """Memory areas of one call, at most; the system takes 1,024."""
 THREADS = 4
-"""Of each file: calls under way at once."""
+"""Calls under way at once, for each file."""
 _GROWS_BY = 1 << 30
 """Bytes by which files without a given size grow at least."""
 _LOOKS = 1e-3
@@ -81,7 +81,7 @@ class DirectFiles:
         self._files: list[_File] = []
         self._under_way: list[DirectTransfer] = []
         self.meters = {True: Meter(), False: Meter()}
-        """Of writes (True) and reads."""
+        """One for writes (True), one for reads."""
         self._issued: queue.SimpleQueue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
@@ -123,7 +123,10 @@ class DirectFiles:
                     f"files for activations: {wanted_by} needs {nbytes / GIB:.3g} GiB, {left / GIB:.3g} of "
                     f"{self.budget / GIB:.3g} GiB are left. Raise memo.nvme.gib, or lower memo.alpha or the batch"
                 )
-            self._grow(min(left, max(more, _GROWS_BY)))
+            try:
+                self._grow(min(left, max(more, _GROWS_BY)))
+            except MemoError:  # what is wanted now may still find room
+                self._grow(more)
         return extent
 
     def free(self, extent: Extent) -> None:

@@ -28,7 +28,7 @@ class Directory:
     device: int
     """Number of its file system."""
     kind: str
-    """Of the file system, e.g. "ext4"."""
+    """What the file system is, e.g. "ext4"."""
     node: int | None
     """NUMA node of the drive; None: not known."""
 

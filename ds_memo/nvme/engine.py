@@ -45,7 +45,7 @@ class Filed:
     transfer: Transfer | None
     """The latest; None: one is being issued, or Ctrl-C came meanwhile."""
     indices: tuple[int, ...]
-    """Of the kept tensors that the block holds."""
+    """Those of the kept tensors that the block holds."""
     state: str = "writing"
 
     def move(self, state: str) -> None:

@@ -176,7 +176,7 @@ def test_detaching_in_the_middle(when, tmp_path):
 
 
 def test_nothing_stays_in_the_page_cache(tmp_path):
-    """Of pages that were written, none can be read without waiting. The negative control reads through the cache first."""
+    """No page that was written can be read without waiting. The negative control reads through the cache first."""
     config = settings(1.0, 0, None)
     model = model_of("llama")
     _, _, largest = by_host("llama", config, accumulate)
