@@ -32,7 +32,7 @@ WITHOUT_ALPHA = (
 )
 
 LAYER_TOO_LARGE = (
-    "what one layer keeps takes {:.3g} GiB of host memory and {:.3g} GiB are there, so it is recomputed: files take whole layers. "
+    "what one layer keeps takes {:.3g} GiB of host memory, {:.3g} GiB are there, and it is recomputed. Files take whole layers. "
     "Raise memo.host_memory_gib or lower memo.alpha"
 )
 
