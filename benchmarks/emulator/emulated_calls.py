@@ -81,6 +81,11 @@ class Calls:
         self._watcher = _WATCHER(self._called)
         self._set_stream = torch._C._cuda_setStream
 
+    def forget(self) -> None:
+        """Count from now on."""
+        self.counts.clear()
+        self.held_s, self.least_queued_s = 0.0, float("inf")
+
     def __enter__(self) -> Calls:
         torch._C._cuda_setStream = self._setting_stream
         self._emulator.emulated_watch(ctypes.cast(self._watcher, ctypes.c_void_p))
