@@ -21,6 +21,7 @@ MOST_GIB = 1 << 20
 """1 PiB: its bytes fit 64 bits by far."""
 MOST_SECONDS = 1e6
 """The system counts the milliseconds of a wait in 31 bits."""
+MOST_TB_PER_DAY = 1e6
 MOST_LAYERS = 1 << 16
 MOST_TOKENS = 1 << 32
 MOST_PROBLEMS = 10
@@ -78,6 +79,39 @@ class KernelsConfig(_Section):
     """The head and the loss: Liger's fused linear cross entropy."""
 
 
+class NvmeConfig(_Section):
+    """Files behind host memory."""
+
+    path: str | list[str]
+    """A directory on a drive of this node, or one on each of several, over which blocks are striped."""
+
+    gib: float | None = Field(None, gt=0, le=MOST_GIB, allow_inf_nan=False, strict=True)
+    """GiB of files that all ranks of the node together may use; preallocated. Absent: what is free, less a tenth; allocated as
+    passes want it."""
+
+    max_tb_per_day: float | None = Field(None, gt=0, le=MOST_TB_PER_DAY, allow_inf_nan=False, strict=True)
+    """TB (10^12 bytes) a day that all ranks of the node together may write. Absent: no bound."""
+
+    @property
+    def paths(self) -> list[str]:
+        return [str(files.expanded(path)) for path in ([self.path] if isinstance(self.path, str) else self.path)]
+
+    @field_validator("path")
+    @classmethod
+    def _are_paths(cls, value: str | list[str]) -> str | list[str]:
+        named = [value] if isinstance(value, str) else value
+        if not named or not all(named):
+            raise ValueError("names no directory")
+        try:
+            for path in named:
+                os.fsencode(files.expanded(path))
+        except UnicodeEncodeError:
+            raise ValueError("file names cannot hold it") from None
+        except files.NotPrivate as error:
+            raise ValueError(str(error)) from None
+        return value
+
+
 class MemoConfig(_Section):
     """The whole section. Build it with :func:`memo_config`, which words the errors."""
 
@@ -106,6 +140,9 @@ class MemoConfig(_Section):
     head_groups: int | None = Field(None, ge=1, le=MOST_LAYERS, strict=True)
     """Groups of key-value heads that attention's backward runs for, one after another, in a tiled layer; a divisor of the
     (local) key-value heads. Absent: solved; 1 if alpha and resident_layers are given."""
+
+    nvme: NvmeConfig | None = None
+    """Absent: host memory bounds what is swapped."""
 
     plan: PlanConfig = Field(default_factory=PlanConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
@@ -159,7 +196,12 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def _model_at(path: list[str]) -> type[_Section]:
-    sections: dict[str, type[_Section]] = {"plan": PlanConfig, "profile": ProfileConfig, "kernels": KernelsConfig}
+    sections: dict[str, type[_Section]] = {
+        "nvme": NvmeConfig,
+        "plan": PlanConfig,
+        "profile": ProfileConfig,
+        "kernels": KernelsConfig,
+    }
     return sections[path[0]] if path else MemoConfig
 
 
@@ -175,6 +217,10 @@ _ALLOWED = {
     "head_groups": "a whole number from 1, which divides the key-value heads (leave the key out to have it solved)",
     "ablation": '"full_recompute" or "full_swap" (leave the key out for memo itself)',
     "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3" or "flash_attn_4" (leave the key out for the best available)',
+    "nvme": 'a JSON object with "path" (leave the key out to use no files)',
+    "nvme.path": "a directory that exists, or a list of them",
+    "nvme.gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what is free, less a tenth)",
+    "nvme.max_tb_per_day": f"a number of TB above 0, at most {MOST_TB_PER_DAY:,.0f} (leave the key out for no bound)",
     "plan": "a JSON object",
     "profile": "a JSON object",
     "kernels": "a JSON object",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -71,6 +71,8 @@ class Placement:
     keeps the run-ahead limit (ds_memo.deepspeed.run_ahead_limit)."""
     tiles: Tiles | None = None
     """None: the call runs whole. Calls without recompute do so in any case."""
+    nvme: bool = field(default=False, compare=False)
+    """True if a swapped call's host block goes on to a file. It keeps the same, so that is no part of the key."""
 
     def __post_init__(self) -> None:
         if self.kind.on_device:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -23,7 +24,9 @@ PAGES = sorted(
 INTERNAL = {
     "frame … cannot go from '…' to '…'": "a defect of ds_memo: the swap engine took a wrong step",
     "frame … was read while '…'; only a 'ready' frame can be read": "likewise",
+    "the simulated machine lacks …": "a defect of ds_memo: the solver's placements do not fit",
     "the host slab was closed while … bytes of it were allocated": "likewise",
+    "a block in files cannot go from '…' to '…'": "a defect of ds_memo: the engine with files took a wrong step",
 }
 """Messages that no user can cause. They are for a bug report, and docs/troubleshooting.md leaves them out."""
 
@@ -62,10 +65,13 @@ def fields(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
     """Return key and default of each field that is no section."""
     found: dict[str, object] = {}
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= fields(field.annotation, f"{prefix}{name}.")
+        sections = [
+            of for of in (field.annotation, *get_args(field.annotation)) if isinstance(of, type) and issubclass(of, BaseModel)
+        ]
+        if sections:
+            found |= fields(sections[0], f"{prefix}{name}.")
         else:
-            found[prefix + name] = field.default
+            found[prefix + name] = None if field.is_required() else field.default
     return found
 
 

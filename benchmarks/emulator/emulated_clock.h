@@ -76,6 +76,11 @@ class Clock {
     host_ += waited;
     return waited;
   }
+  // For something that is none of the device's.
+  void host_waits_for_other(double until) {
+    std::lock_guard<std::mutex> l(mutex_);
+    host_ = std::max(host_, until);
+  }
   void host_waits_for_all() {
     double last = 0;
     {

@@ -23,6 +23,7 @@ _NO_REPORT = {
     "warnings": [],
     "stall_s": None,
     "tiles": None,
+    "nvme": None,
 }
 
 
@@ -68,6 +69,7 @@ class Step:
             "predicted_s": report["predicted"] and report["predicted"]["layers_s"],
             "stall_s": report["stall_s"],
             "tiles": report["tiles"],
+            "nvme": report["nvme"],
             "residents": report["resident_layers"],
             "alpha": report["alpha"],
             "binding": report["binding"],

@@ -76,6 +76,9 @@ class Clock:
         self._emulator.emulated_floor.argtypes = [ctypes.c_double]
         self._emulator.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_double]
         self._emulator.emulated_now.restype = ctypes.c_double
+        self._emulator.emulated_at.argtypes = [ctypes.c_void_p]
+        self._emulator.emulated_at.restype = ctypes.c_double
+        self._emulator.emulated_host_waits_until.argtypes = [ctypes.c_double]
         self._emulator.emulated_host_waits.restype = ctypes.c_size_t
         self._emulator.emulated_driver.argtypes = [ctypes.c_double] * 3
         self._emulator.emulated_floor(LAUNCH_FLOOR_S)
@@ -89,6 +92,14 @@ class Clock:
     def now(self) -> float:
         """Seconds on the host."""
         return self._emulator.emulated_now()
+
+    def at(self, event: torch.Event) -> float:
+        """Seconds at which a recorded event is complete."""
+        return self._emulator.emulated_at(event.event_id)
+
+    def host_waits_until(self, seconds: float) -> None:
+        """Have the host wait for something that is none of the device's."""
+        self._emulator.emulated_host_waits_until(seconds)
 
     def host_waits(self) -> int:
         """Number of times that the host has waited for the device."""

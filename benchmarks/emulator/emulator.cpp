@@ -138,6 +138,8 @@ double emulated_queued(cudaStream_t s) { return std::max(0.0, timing().at(s) - t
 void emulated_op() { timing().op(); }
 void emulated_work(cudaStream_t s, double seconds) { timing().work(s, seconds); }
 double emulated_now() { return timing().host(); }
+double emulated_at(cudaEvent_t e) { return timing().at(e); }
+void emulated_host_waits_until(double seconds) { timing().host_waits_for_other(seconds); }
 size_t emulated_host_waits() { return timing().host_waits(); }
 // Allocations, copies, events recorded, waited for and seen to be done, and host memory that was locked, since the last time: lines of a call, an
 // event or block, and a stream or bytes.

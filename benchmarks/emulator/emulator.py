@@ -40,6 +40,7 @@ from benchmarks import point as points
 from benchmarks.capacity import longest, search_here
 from benchmarks.claims import claims
 from benchmarks.emulated_calls import PER_LAYER, SYNCHRONIZING, Calls
+from benchmarks.emulated_files import emulated_drives
 from benchmarks.emulated_order import Unordered
 from benchmarks.emulated_process import HOST_GIB, run_emulated, without_values
 from benchmarks.emulated_ranks import NAME, among
@@ -245,6 +246,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lock-gib", type=float, help="host memory that CUDA can lock; default: any")
     parser.add_argument("--rivals", nargs="+", default=["ds_memo, planned", "alst", "checkpoint", "deepspeed", "hf_offload"])
     parser.add_argument("--hardware", default="h200", help="whose rates: a name or file of ds-memo estimate; default: h200")
+    parser.add_argument("--nvme-gb-per-s", type=float, metavar="X", help="of emulated drives behind the host, for `step`")
+    parser.add_argument("--nvme-gib", type=float, default=15000.0, metavar="X", help="their size; default: 15,000")
     parser.add_argument("--json", action="store_true", help="print what `step`, `syncs` or `order` found as JSON")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -268,6 +271,10 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
         print(json.dumps(point)) if options.json else show(point)
         return
     memo = {"enabled": True, **options.memo}
+    drives = contextlib.nullcontext()
+    if options.nvme_gb_per_s:
+        memo["nvme"] = {"path": "/emulated"}
+        drives = emulated_drives(clock, options.nvme_gib, options.nvme_gb_per_s)
     with_what = options.models, options.slow_link, options.zero, options.ranks, options.rival
     run = functools.partial(step, clock, options.workload, options.length, memo, *with_what)
     if options.what == "syncs":
@@ -282,7 +289,8 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
             f"{unordered.checked:,} pairs of accesses on two streams, {len(races)} that nothing orders", *races, sep="\n"
         )
         return
-    rows = run()
+    with drives:
+        rows = run()
     if options.json:
         print(json.dumps(rows))
         return

@@ -66,8 +66,10 @@ class PassSolution:
         return tuple(layer.host_bytes(p) for layer, p in zip(self.run.layers, self.solution.placements, strict=True))
 
     def host_bytes(self, first: int, end: int) -> int:
-        """Bytes of the host blocks of every layer's calls from `first` to before `end`."""
-        return sum(self.host_blocks[first * len(self.solved) : end * len(self.solved)])
+        """Bytes of the host blocks of every layer's calls from `first` to before `end`, but for those that go on to files."""
+        calls = slice(first * len(self.solved), end * len(self.solved))
+        placed = zip(self.host_blocks[calls], self.solution.placements[calls], strict=True)
+        return sum(nbytes for nbytes, placement in placed if not placement.nvme)
 
     def predicted(self) -> dict[str, Any]:
         """What the solver expects of a pass; bytes and seconds of this rank."""
@@ -76,6 +78,8 @@ class PassSolution:
             "layers_s": solution.step_s,
             "d2h_stall_s": solution.d2h_stall_s,
             "h2d_stall_s": solution.h2d_stall_s,
+            "nvme_stall_s": solution.nvme_stall_s,
+            "nvme_bytes": solution.nvme_bytes,
             "host_bytes": solution.host_bytes,
             "device_bytes": solution.device_bytes,
             "device_bytes_by_part": dict(solution.device_bytes_by_part),

@@ -31,6 +31,11 @@ WITHOUT_ALPHA = (
     "Leave memo.alpha out, and each has what there is"
 )
 
+LAYER_TOO_LARGE = (
+    "what one layer keeps takes {:.3g} GiB of host memory, {:.3g} GiB are there, and it is recomputed. Files take whole layers. "
+    "Raise memo.host_memory_gib or lower memo.alpha"
+)
+
 
 class PlacementPolicy:
     """Decides the placements of one attached model's layer calls. See :class:`ds_memo.remat.checkpoint.Policy`.
@@ -40,10 +45,19 @@ class PlacementPolicy:
         layers: in the order of the model; none for a model that calls ``ds_memo.checkpoint`` itself.
         host: its bytes bound alpha.
         warn: says something once and shows it in the report.
+        nvme_budget: bytes of files behind the host. A configured alpha counts on them.
     """
 
-    def __init__(self, config: MemoConfig, layers: Sequence[Layer], host: HostBudget, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: MemoConfig,
+        layers: Sequence[Layer],
+        host: HostBudget,
+        warn: Callable[[str], None],
+        nvme_budget: int = 0,
+    ) -> None:
         self._config = config
+        self._nvme_budget = nvme_budget
         self._layers = list(layers)
         self._host = host
         self._warn = warn
@@ -62,6 +76,11 @@ class PlacementPolicy:
         """Kinds of placements by the number of the layer call; the calls that are missing are swapped, or were not solved for."""
         self.alpha_used = config.alpha
         self.binding = "not known before the first forward"
+        self._first_on_host = 0
+        """Index of the first layer whose host block does not go on to a file, at the configured alpha. Beyond what is known of
+        their sizes the engine writes what the host has no room for."""
+        self._frame_bytes: dict[type, float] = {}
+        """Bytes of a swapped layer's host block at the configured alpha, by its class."""
         self._needs: dict[type, int] = {}
         """Bytes of the host for a pass at the configured alpha, by the class of layers."""
         self._refused: tuple[int, int] | None = None
@@ -97,7 +116,9 @@ class PlacementPolicy:
         """Place the calls of the pass that begins by this; None: by what needs no profile."""
         self.pass_solution = solution
         self._refused = None
-        if solution is not None:
+        if solution is None:
+            self._first_on_host = self._that_stays() if self._nvme_budget else 0
+        else:
             self.kinds, self.alpha_used, self.binding = solution.kinds, solution.solution.alpha, solution.solution.binding
 
     def add_layer(self, layer: Layer) -> None:
@@ -124,7 +145,9 @@ class PlacementPolicy:
             return self._solved(self.pass_solution, layer)
         if self._config.ablation == "full_recompute":
             return FULL_RECOMPUTE
-        return self._on_device if self._is_resident(layer) else self._swapped
+        if self._is_resident(layer):
+            return self._on_device
+        return replace(self._swapped, nvme=True) if layer.index < self._first_on_host else self._swapped
 
     def _solved(self, solution: PassSolution, layer: Layer) -> Placement:
         if layer.index >= solution.layers:
@@ -143,7 +166,7 @@ class PlacementPolicy:
 
     def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
         alpha, reason = self._config.alpha, "as configured"
-        budget = self._host.reservation
+        budget = self._host.reservation + (self._nvme_budget if alpha is not None else 0)
         others = [other for other in self._layers if not self._is_resident(other)]
         if alpha is not None:  # layers of another class keep something else; the host budget has the last word on all of them
             others = [other for other in others if type(other.module()) is type(layer.module())]
@@ -163,7 +186,11 @@ class PlacementPolicy:
             of_class, need = type(layer.module()), math.ceil(used) + swapped * _SLACK_PER_FRAME
             self._needs[of_class] = max(need, self._needs.get(of_class, 0))
             self._host.needs = sum(self._needs.values())
-        self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of host memory at alpha {alpha:.3g}"
+            if self._nvme_budget:
+                self._host.needs = min(self._host.needs, self._host.budget)
+            self._frame_bytes[of_class] = used / swapped
+        where = "host memory and files" if self._nvme_budget and alpha is not None else "host memory"
+        self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of {where} at alpha {alpha:.3g}"
         self.alpha_used = alpha
         return alpha
 
@@ -180,8 +207,21 @@ class PlacementPolicy:
         if self._host.has_room(nbytes):
             return True
         self._refused = nbytes, self._host.pool.used
-        self._warn(WITHOUT_ALPHA.format(self._config.alpha))
+        if nbytes > self._host.share:
+            self._warn(LAYER_TOO_LARGE.format(nbytes / GIB, self._host.share / GIB))
+        else:
+            self._warn(WITHOUT_ALPHA.format(self._config.alpha))
         return False
+
+    def _that_stays(self) -> int:
+        """Return the index of the first layer that the host has room for, next to all behind it. The earliest wait longest."""
+        left: float = self._host.share
+        for layer in reversed(self._layers):
+            if not self._is_resident(layer):
+                left -= self._frame_bytes.get(type(layer.module()), 0)
+                if left < 0:
+                    return layer.index + 1
+        return 0
 
     def _is_resident(self, layer: Layer) -> bool:
         return self.kinds.get(layer.index) is PlacementKind.ON_DEVICE

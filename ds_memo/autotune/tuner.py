@@ -20,7 +20,8 @@ from typing import Any
 from torch import nn
 
 from ds_memo.autotune.budgets import Budgets
-from ds_memo.autotune.copy_stalls import StallWatch, slower
+from ds_memo.autotune.copy_stalls import StallWatch, Window, slower
+from ds_memo.autotune.drives import Drives
 from ds_memo.autotune.model_profile import Profiling
 from ds_memo.autotune.pass_solution import PassSolution
 from ds_memo.autotune.pending_calls import InFlight
@@ -63,6 +64,7 @@ class Tuner:
         has_engine: an engine holds optimizer states already.
         before_probe: called before a forward is probed, and its layers are run by themselves.
         gather_whole: has ZeRO-3 gather each of these layers at once from now on; None: it cannot be told.
+        drives: behind host memory; None: there are none.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Tuner:
         has_engine: bool,
         before_probe: Callable[[], None],
         gather_whole: Callable[[Sequence[nn.Module]], None] | None = None,
+        drives: Drives | None = None,
     ) -> None:
         self.changes: list[str] = []
         """What was changed while the run went on, in words."""
@@ -90,6 +93,7 @@ class Tuner:
         self._profiling = Profiling(config, remat.engine.slab, self._device, warn)
         self._probe = Probe(remat, before_probe)
         self._gather_whole = gather_whole
+        self._drives = drives
         self._layers: Sequence[Layer] = ()
         self._why_whole = ""
         """Why no layer was measured in tiles, and so none runs in tiles that are solved for."""
@@ -289,6 +293,8 @@ class Tuner:
 
     def _candidate(self, host: int, shapes: HiddenShapes, tiles: Tiles | None) -> Candidate:
         run = slower(self._budgets.costs(self.profile, shapes, self._in_flight, host, tiles), self._copies_at)
+        if self._drives is not None:
+            run = replace(run, nvme=self._drives.costs())
         # No solution changes what the head takes: is it the layers?
         return Candidate(run, replace(run.layers_alone(), device_budget=self._budgets.device_limit))
 
@@ -317,6 +323,8 @@ class Tuner:
             return self._missed >= _TRIES and self._give_up(failed)
         try:
             self._profiling.first(layers, self._probe.kinds, calls)
+            if self._drives is not None:
+                self._drives.measure()
         except Failed as failed:
             return self._give_up(failed)
         self._probe.profiled(training_pass.kind, calls, self._profiling.kinds)
@@ -374,6 +382,8 @@ class Tuner:
         if self._config.alpha is None and (window := self._stalls.stepped(passes, now)):
             passed = self._latest
             self._copies_are_slower(min(from_all_ranks(window.share(passed.run, passed.solution) if passed else 1.0)))
+            if self._drives is not None:
+                self._drives_are_slower(self._drives, window)
 
     def _see(self, passed: PassSolution | None, calls: int) -> bool:
         """Learn the non-layer memory of the latest pass; return whether some of it is more than was known."""
@@ -406,6 +416,13 @@ class Tuner:
         else:
             return
         self.changes.append(f"{change}: copies reach {self._copies_at:.0%} of the profiled bandwidth")
+
+    def _drives_are_slower(self, drives: Drives, window: Window) -> None:
+        predicted_s = self._latest.solution.nvme_stall_s if self._latest else 0.0
+        passes = 0 if window.mixed else window.passes
+        if (why := drives.learn(predicted_s, window.seconds / max(1, passes), passes)) is not None:
+            self.changes.append(why)
+            self._solutions.clear()
 
 
 def _modules(layers: Sequence[Layer]) -> list[nn.Module]:

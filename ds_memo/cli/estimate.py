@@ -14,6 +14,7 @@ from ds_memo.errors import brief, quoted
 from ds_memo.estimate import answers, hardware, model
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.estimate import estimate
+from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.offload import OFFLOADS
 from ds_memo.estimate.question import METHODS, OK, Estimate, Question
 from ds_memo.files import write_output
@@ -56,6 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--host-memory-gib", type=gib, metavar="X", help="of a node, for activations and --offload (default: from --hardware)"
+    )
+    how.add_argument(
+        "--nvme-gib", type=gib, metavar="X", help="of a node's drives, behind its host memory (default: from --hardware)"
+    )
+    how.add_argument(
+        "--nvme-gb-per-s", type=_rates, metavar="X|W,R", help="of a node's drives: written and read (default: from --hardware)"
+    )
+    how.add_argument(
+        "--nvme-tb-per-day", type=_tb, metavar="X", help="that may be written to a node's drives (default: no limit)"
     )
     how.add_argument(
         "--fused-kernels",
@@ -144,6 +154,7 @@ def _question(args: argparse.Namespace) -> Question:
     machine = hardware.load(args.hardware)
     if args.device_memory_gib is not None:
         machine = machine.with_device_memory(args.device_memory_gib * GIB)
+    machine = _with_drives(machine, args)
     question = Question(
         model=replace(model.load(args.model), fused=args.fused_kernels),
         hardware=machine,
@@ -166,6 +177,23 @@ def _question(args: argparse.Namespace) -> Question:
 
         question = with_profile(question, args.profile)
     return question
+
+
+def _with_drives(machine: Hardware, args: argparse.Namespace) -> Hardware:
+    if args.nvme_gib is not None:
+        machine = replace(machine, nvme_memory=args.nvme_gib * GIB)
+    if args.nvme_gb_per_s is not None:
+        write, read = args.nvme_gb_per_s
+        machine = replace(machine, nvme_write=write * 1e9, nvme_read=read * 1e9)
+    if args.nvme_tb_per_day is not None:
+        machine = replace(machine, nvme_daily=args.nvme_tb_per_day * 1e12)
+    asked = (args.nvme_gib, args.nvme_gb_per_s, args.nvme_tb_per_day) != (None, None, None)
+    if asked and not (machine.nvme_memory and machine.nvme_write):
+        missing = "--nvme-gb-per-s" if machine.nvme_memory else "--nvme-gib"
+        raise EstimateError(f"{missing} is missing: {machine.name} has no drives of its own")
+    if asked and args.method != "memo" and not args.compare:
+        raise EstimateError(f"--nvme-gib with --method {args.method}: only memo goes on to files")
+    return machine
 
 
 # ---- one answer
@@ -201,6 +229,11 @@ def _print(answer: Estimate) -> None:
         print(f"             {nbytes / GIB:8.1f} {name}")
     if answer.host_bytes:
         print(f"  host       {answer.host_bytes / GIB:,.0f} of {q.host_bytes / GIB:,.0f} GiB of a node")
+    if q.hardware.nvme_memory and answer.status == OK:
+        stall = answer.seconds.get("nvme stall", 0.0)
+        waits = f"; compute waits {stall:,.2f} s for them" if stall else ""
+        print(f"  nvme       {answer.nvme_bytes / GIB:,.0f} of {q.hardware.nvme_memory / GIB:,.0f} GiB of a node{waits}")
+        print(f"             {answer.written_a_day / 1e12:8.1f} TB written a day")
     if answer.host_state_bytes:
         print(f"             {answer.host_state_bytes / GIB:8.1f} model states")
         print(f"             {answer.host_activation_bytes / GIB:8.1f} activations")
@@ -231,6 +264,8 @@ _COLUMNS = (
     "head_groups",
     "device_gib",
     "host_gib",
+    "nvme_gib",
+    "nvme_tb_per_day",
     "binding",
 )
 
@@ -249,7 +284,11 @@ def _table(args: argparse.Namespace, question: Question) -> int:
     head: tuple[str, ...] = ("method", "tokens", "status", "MFU", "TGS", "step s", "alpha", "on device", "tiles")
     head += ("device GiB", "host GiB", "layout")
     text = [head, *(_cells(answer) for answer in found)]
-    wide = [max(len(row[i]) for row in text) for i in range(len(head))]
+    if question.hardware.nvme_memory:
+        nvme = [("nvme GiB", "TB a day")]
+        nvme += [(f"{answer.nvme_bytes / GIB:,.0f}", f"{answer.written_a_day / 1e12:,.1f}") for answer in found]
+        text = [(*row[:-1], *cells, row[-1]) for row, cells in zip(text, nvme, strict=True)]
+    wide = [max(len(row[i]) for row in text) for i in range(len(text[0]))]
     for row in text:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, wide, strict=True)).rstrip())
     if args.output:
@@ -323,6 +362,16 @@ def _lengths(text: str) -> list[int]:
             first *= 2
         return lengths
     return [tokens(part) for part in text.split(",")]
+
+
+def _rates(text: str) -> tuple[float, float]:
+    write, _, read = text.partition(",")
+    expected = "GB/s above 0, at most 1e6, or two of them, written and read"
+    return number(write, 1e-6, 1e6, expected), number(read if "," in text else write, 1e-6, 1e6, expected)
+
+
+def _tb(text: str) -> float:
+    return number(text, 1e-9, 1e9, "TB above 0, at most 1e9")
 
 
 def _tile_tokens(text: str) -> int:

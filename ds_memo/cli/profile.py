@@ -48,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--attn-implementation", default="sdpa", metavar="NAME", help="of Transformers (default: %(default)s)")
     parser.add_argument("--host-memory-gib", type=gib, metavar="X", help="of this node, for activations (default: what is free)")
+    parser.add_argument(
+        "--nvme",
+        action="append",
+        metavar="PATH",
+        help="measure the drive of this directory, too, as memo.nvme.path; several times: blocks are striped over all",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the profile here, as JSON")
     parser.add_argument("--json", action="store_true", help="print the profile as JSON in place of the summary")
 
@@ -100,10 +106,39 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
             device=device,
             host_budget=memo.slab.budget,
         )
+        drives = _drives(args.nvme, memo.slab.budget, device, say) if args.nvme else None
         say(f"measuring {_plural(len(calls), 'kind')} of layer on {device} at {_list(lengths)} tokens")
-        return take_profile(asked, warn=lambda message: say(f"warning: {message}"), progress=say)
+        profile = take_profile(asked, warn=lambda message: say(f"warning: {message}"), progress=say)
+        profile.measured["drives"] = drives
+        return profile
     finally:
         memo.detach()
+
+
+def _drives(paths: list[str], host_budget: int, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return the directories, and the bytes per second that this rank writes and reads while all ranks do."""
+    from ds_memo.config import memo_config
+    from ds_memo.distributed.agree import from_all_ranks, together
+    from ds_memo.nvme.bandwidth import BLOCK, BLOCKS, measure_drives
+    from ds_memo.nvme.open_files import open_files
+    from ds_memo.swap.streams import streams_for
+
+    say(f"measuring the drives of {', '.join(paths)}")
+    config = memo_config({"nvme": {"path": paths}}).nvme
+    assert config is not None
+    streams = streams_for(device)
+    try:
+        files = open_files(
+            config, device, streams, lambda nbytes: min(from_all_ranks(nbytes)), lambda line: say(f"warning: {line}")
+        )
+        try:
+            mine = together(lambda: measure_drives(files, min(host_budget, BLOCK * BLOCKS), device))
+        finally:
+            files.close()
+    finally:
+        streams.close()
+    written, read = (min(rates) for rates in zip(*from_all_ranks(mine), strict=True))
+    return {"directories": paths, "write_bytes_per_s": written, "read_bytes_per_s": read}
 
 
 def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, device: torch.device) -> dict[int, LayerCall]:
@@ -175,6 +210,11 @@ def summary(profile: Profile, model: Path, length: int) -> str:
         f"  copies     {profile.d2h_bytes_per_s / 1e9:.3g} GB/s to the host, {profile.h2d_bytes_per_s / 1e9:.3g} GB/s back, "
         f"{_plural(profile.ranks_copying, 'rank')} of the node at once"
     )
+    if (drives := profile.measured.get("drives")) is not None:
+        lines.append(
+            f"  drives     {drives['write_bytes_per_s'] / 1e9:.3g} GB/s written, "
+            f"{drives['read_bytes_per_s'] / 1e9:.3g} GB/s read beside copies, {', '.join(map(quoted, drives['directories']))}"
+        )
     host = profile.measured["host_memory"]
     lines.append(
         f"  host       {size(host['budget_of_rank'])} for the activations of this rank, of {size(host['available_to_kernel'])} "

@@ -33,6 +33,7 @@ from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.hf import kernels
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.memory.device import join_split_blocks, keep_blocks_whole
+from ds_memo.nvme.open_files import shares_drives_with
 from ds_memo.runtime.attach import attach_model, check_residents, refuse_attached, take_from_engine
 from ds_memo.runtime.conflicts import refuse_model
 from ds_memo.runtime.handle import MemoHandle
@@ -124,6 +125,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
                 return make()
             returned, session = _made_and_attached(make, asked["model"], config)
         session.on_detach(undo.pop_all().close, last=True)
+        _say_who_shares_drives(session, section)
         return returned
 
 
@@ -211,6 +213,24 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
         whole.gather([module for layer in session.layers if (module := layer.module()) is not None])
     engine.memo = MemoHandle(session)
     return session
+
+
+def _say_who_shares_drives(session: Session, section: dict[str, Any]) -> None:
+    """Warn if ZeRO-Infinity keeps states on the drives of memo.nvme: each takes bandwidth from the other."""
+    zero, nvme = section.get("zero_optimization"), session.config.nvme
+    if nvme is None or not isinstance(zero, dict):
+        return
+    for key in ("offload_optimizer", "offload_param"):
+        offload = zero.get(key)
+        if (
+            isinstance(offload, dict)
+            and offload.get("device") == "nvme"
+            and shares_drives_with(nvme, str(offload.get("nvme_path")))
+        ):
+            session.warn(
+                f"zero_optimization.{key} keeps its states on a file system of memo.nvme.path: each takes bandwidth from the "
+                "other. What memo measures at the first step does not have ZeRO's transfers in it"
+            )
 
 
 def _gather_nothing_ahead(engine: weakref.ref[deepspeed.DeepSpeedEngine]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,10 @@ _UNITS: dict[str, dict[str, float]] = {
     "inter_node": _BYTES_PER_S,
     "host_memory": _BYTES,
     "host_bandwidth": _BYTES_PER_S,
+    "nvme_memory": _BYTES,
+    "nvme_write": _BYTES_PER_S,
+    "nvme_read": _BYTES_PER_S,
+    "nvme_daily": _BYTES,
 }
 _SHARES = {
     "device_bandwidth_efficiency",
@@ -41,7 +45,6 @@ _SHARES = {
     "host_bandwidth_efficiency",
 }
 _MAY_BE_ZERO = {"stall", "device_reserve", "multiprocessors"}
-_OPTIONAL = {"name", "multiprocessors"}
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,13 @@ class Hardware:
     """Share that the caching allocator's flushes add to a step without a plan, once its cache has outgrown the device."""
     multiprocessors: float = 0
     """Streaming multiprocessors. 0: no multiprocessor idles at the end of a GEMM."""
+    nvme_memory: float = 0.0
+    """Bytes on the drives of a node, behind its host memory; 0: it has none. A file may leave out this and what follows."""
+    nvme_write: float = 0.0
+    nvme_read: float = 0.0
+    """Bytes per second of all drives of a node, while they are written and read."""
+    nvme_daily: float = math.inf
+    """Bytes that may be written to the drives of a node in a day: what they are rated for."""
 
     @property
     def usable_device_bytes(self) -> float:
@@ -165,7 +175,9 @@ def _parse(data: dict[str, Any], path: str) -> Hardware:
     for key in data:
         if key not in wanted:
             raise EstimateError(f"hardware {path}: unknown key {brief(key)}; allowed: {', '.join(wanted)}")
-    missing = [name for name in wanted if name not in data and name not in _OPTIONAL]
+    drives = {"nvme_memory", "nvme_write", "nvme_read"}
+    optional = {f.name for f in fields(Hardware) if f.default is not MISSING} - (drives if drives & set(data) else set())
+    missing = [name for name in wanted if name not in data and name not in {"name", *optional}]
     if missing:
         raise EstimateError(f"hardware {path}: missing {', '.join(missing)}")
     numbers = {name: _number(path, name, data[name]) for name in wanted if name in data and name != "name"}

@@ -11,12 +11,12 @@ from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.offload import LEAST_ZERO
 from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS, by_part, gathered_bytes, state_bytes, timed
-from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question
+from ds_memo.estimate.question import DAY_S, OK, OOHM, OOM, Estimate, Question
 from ds_memo.estimate.tiles import tiled_layer, tilings
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.profile.sample import Profile
-from ds_memo.solve.costs import LayerCosts, RunCosts, Working
+from ds_memo.solve.costs import LayerCosts, NvmeCosts, RunCosts, Working
 from ds_memo.solve.headroom import HEADROOM, Candidate, shortest
 from ds_memo.solve.kinds import Kinds
 from ds_memo.solve.memory import device_bytes
@@ -64,6 +64,7 @@ def memo(question: Question, costs: Costs) -> Estimate:
         resident_layers=len(solution.calls(PlacementKind.ON_DEVICE)),
         run=run,
         placements=solution.placements,
+        nvme_bytes=solution.nvme_bytes * question.ranks_on_node,
     )
     return timed(answer, costs)
 
@@ -101,7 +102,17 @@ def _run(question: Question, costs: Costs, device_budget: int, working: float, t
         working_bytes=int(working),
         head_s=costs.head_s,
         tiles=tiles,
+        nvme=_nvme(question),
     )
+
+
+def _nvme(question: Question) -> NvmeCosts | None:
+    """Return a rank's share of the node's drives."""
+    machine, ranks = question.hardware, question.ranks_on_node
+    if not machine.nvme_memory:
+        return None
+    per_s = machine.nvme_write / ranks, machine.nvme_read / ranks
+    return NvmeCosts(int(machine.nvme_memory / ranks), *per_s, most_written_per_s=machine.nvme_daily / DAY_S / ranks)
 
 
 def _refused(

@@ -34,6 +34,7 @@ METHODS = ("memo", "alst", "paper", "full_recompute", "full_swap", "none")
 PLANNED = ("memo", "paper", "full_swap")
 """Methods with a memory plan."""
 OK, OOM, OOHM = "ok", "oom", "oohm"
+DAY_S = 24 * 60 * 60
 _MOST_BYTES = 1 << 60
 """The solver counts in 64 bits."""
 
@@ -102,6 +103,8 @@ class Estimate:
     run: RunCosts | None = field(default=None, repr=False)
     placements: tuple[Placement, ...] = ()
     notes: tuple[str, ...] = ()
+    nvme_bytes: float = 0.0
+    """Bytes on the drives of a node at once. Each sequence writes them."""
 
     @property
     def sequences(self) -> int:
@@ -121,6 +124,11 @@ class Estimate:
     def tgs(self) -> float | None:
         """Tokens per GPU and second."""
         return None if self.step_s is None else self.sequences * self.question.seq_length / (self.step_s * self.question.gpus)
+
+    @property
+    def written_a_day(self) -> float:
+        """Bytes that a day of such steps writes to the drives of a node."""
+        return self.nvme_bytes * (self.sequences // self.layout.dp) * DAY_S / self.step_s if self.step_s else 0.0
 
     @property
     def device_total(self) -> float:
@@ -166,6 +174,9 @@ class Estimate:
             "binding": self.binding,
             "device_gib": self.device_total / GIB,
             "host_gib": self.host_bytes / GIB,
+            "nvme_gib": self.nvme_bytes / GIB,
+            "nvme_stall_s": self.seconds.get("nvme stall", 0.0),
+            "nvme_tb_per_day": self.written_a_day / 1e12,
             "parts": {
                 "device_gib": {name: nbytes / GIB for name, nbytes in self.device_bytes.items()},
                 "host_gib": {"model states": self.host_state_bytes / GIB, "activations": self.host_activation_bytes / GIB},

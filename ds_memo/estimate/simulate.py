@@ -1,20 +1,28 @@
-"""Simulate a step in virtual time: layers through three streams, driven by the real engine.
+"""Simulate a step in virtual time: layers through three streams and files, driven by the real engine.
 
-`ds_memo.swap.engine.SwapEngine` itself runs here, so the schedule cannot differ from the real one. Its streams only keep time,
-its tensors only know their bytes, and this module advances the compute clock as kernels would.
+`ds_memo.swap.engine.SwapEngine` itself runs here (or `ds_memo.nvme.engine.NvmeEngine`), so the schedule cannot differ from the
+real one. Its streams and files only keep time, its tensors only know their bytes, and this module advances the compute clock as
+kernels would. The host issues work as compute reaches it: where it waits for files, compute waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from ds_memo.errors import MemoError
+from ds_memo.nvme import file_protocol
+from ds_memo.nvme.engine import NvmeEngine
 from ds_memo.placement import Placement, PlacementKind
-from ds_memo.solve.costs import LayerCosts, Output, RunCosts, TileCosts
+from ds_memo.solve.costs import LayerCosts, NvmeCosts, Output, RunCosts, TileCosts
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
+
+WRITE, READ = "nvme write", "nvme read"
+"""The two directions of the drives, as streams of a timeline."""
 
 
 class Span(NamedTuple):
@@ -23,7 +31,7 @@ class Span(NamedTuple):
     stream: str
     name: str
     kind: str
-    """forward, backward, replay, head, offload, reload, stall."""
+    """forward, backward, replay, head, offload, reload, write, read, stall, nvme stall."""
     layer: int
     begin: float
     end: float
@@ -37,6 +45,7 @@ class Simulated:
     d2h_stall_s: float
     h2d_stall_s: float
     spans: tuple[Span, ...]
+    nvme_stall_s: float = 0.0
 
 
 class Moment(NamedTuple):
@@ -66,6 +75,9 @@ class VirtualStreams:
             if stream == COMPUTE:
                 self.stalls[event.stream] += event.at - begin
                 self.spans.append(Span(COMPUTE, f"waits for {event.stream}", "stall", -1, begin, event.at))
+
+    def done(self, event: Moment) -> bool:
+        return event.at <= self.now[COMPUTE]
 
     def copy(self, stream: str, dst: Extent, src: Extent) -> None:
         rate = self.d2h_bytes_per_s if stream == D2H else self.h2d_bytes_per_s
@@ -126,29 +138,116 @@ class VirtualKept:
 
 class VirtualLayout(NamedTuple):
     kept: list[VirtualKept]
-    host_bytes: float
+    host_bytes: int
     buffer_bytes: float = 0.0
     changed_early: frozenset[int] = frozenset()
 
 
+@dataclass(eq=False)
+class VirtualBlock:
+    nbytes: int
+
+
 class VirtualSlab:
-    """A host without limits: ds_memo.solve checks budgets."""
+    """A virtual ds_memo.swap.host_slab.HostSlab.
+
+    Args:
+        budget: bytes. Without files it has no limit: ds_memo.solve checks budgets.
+    """
 
     blocks = ()
 
-    def allocate(self, nbytes: float, wanted_by: str) -> VirtualSlab:
-        return self
+    def __init__(self, budget: float = math.inf) -> None:
+        self.left = budget
+        self.make_room: Callable[[], Callable[[Callable[[], bool]], None] | None] = lambda: None
 
-    def free(self, block: VirtualSlab) -> None: ...
+    def allocate(self, nbytes: int, wanted_by: str) -> VirtualBlock:
+        if nbytes > self.left and (make_room := self.make_room()) is not None:
+            make_room(lambda: nbytes <= self.left)
+        if nbytes > self.left:
+            _no_room(f"host memory for {wanted_by}")
+        self.left -= nbytes
+        return VirtualBlock(nbytes)
+
+    def free(self, block: VirtualBlock) -> None:
+        self.left += block.nbytes
 
     def close(self) -> None: ...
 
 
-class VirtualEngine(SwapEngine):
-    """The engine with virtual reload buffers."""
+class VirtualTransfer(NamedTuple):
+    at: float
+    """When it is over."""
+    failure: None = None
+
+
+class VirtualFiles:
+    """`ds_memo.nvme.file_protocol.Files` that keep a clock for each direction."""
+
+    def __init__(self, costs: NvmeCosts, streams: VirtualStreams) -> None:
+        self.stall_s = 0.0
+        self.costs = costs
+        self.streams = streams
+        self.now = {WRITE: 0.0, READ: 0.0}
+        self._names: dict[file_protocol.Extent, str] = {}
+
+    def extent(self, nbytes: int, wanted_by: str) -> file_protocol.Extent:
+        if sum(extent.nbytes for extent in self._names) + nbytes > self.costs.budget:
+            _no_room(f"files for {wanted_by}")
+        extent = file_protocol.Extent(0, nbytes)
+        self._names[extent] = wanted_by
+        return extent
+
+    def free(self, extent: file_protocol.Extent) -> None:
+        del self._names[extent]
+
+    def extents(self) -> list[file_protocol.Extent]:
+        return list(self._names)
+
+    def write(self, block: VirtualBlock, extent: file_protocol.Extent, after: tuple[Moment, ...]) -> VirtualTransfer:
+        return self._transfer(WRITE, "write", extent, self.costs.write_bytes_per_s, after)
+
+    def read(self, extent: file_protocol.Extent, block: VirtualBlock, after: tuple[Moment, ...]) -> VirtualTransfer:
+        return self._transfer(READ, "read", extent, self.costs.read_bytes_per_s, after)
+
+    def _transfer(
+        self, stream: str, kind: str, extent: file_protocol.Extent, bytes_per_s: float, after: tuple[Moment, ...]
+    ) -> VirtualTransfer:
+        begin = max(self.now[stream], self.streams.now[COMPUTE], *(event.at for event in after))
+        end = self.now[stream] = begin + extent.nbytes / bytes_per_s
+        self.streams.spans.append(Span(stream, f"{kind} of {self._names[extent]}", kind, -1, begin, end))
+        return VirtualTransfer(end)
+
+    def done(self, transfer: VirtualTransfer) -> bool:
+        return transfer.at <= self.streams.now[COMPUTE]
+
+    def wait(self, transfer: VirtualTransfer, compute: Moment) -> None:
+        if transfer.at > compute.at:
+            self.streams.now[COMPUTE] = transfer.at
+            self.stall_s += transfer.at - compute.at
+            self.streams.spans.append(Span(COMPUTE, "waits for nvme", "nvme stall", -1, compute.at, transfer.at))
+
+    def wait_beside(self, transfer: VirtualTransfer, compute: Moment) -> bool:
+        return transfer.at <= compute.at
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _VirtualBuffers:
+    """Virtual reload buffers for an engine."""
 
     def _new_buffer(self, nbytes: int) -> None:
         return None
+
+
+class VirtualEngine(_VirtualBuffers, SwapEngine):  # type: ignore[misc]
+    """The engine."""
+
+
+class VirtualNvmeEngine(_VirtualBuffers, NvmeEngine):  # type: ignore[misc]
+    """The engine with files."""
 
 
 def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
@@ -156,11 +255,20 @@ def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
 
     Args:
         run: seconds and bytes of the layers.
-        placements: one per layer.
+        placements: one per layer. If one of them goes on to a file, the host has no more than the run's budget.
+
+    Raises:
+        MemoError: host or files have no room for a block.
     """
-    streams = VirtualStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s)
-    slab: Any = VirtualSlab()
-    engine = VirtualEngine(streams, slab, device=None)
+    streams, files = VirtualStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s), None
+    engine: SwapEngine
+    if run.nvme is not None and any(placement.nvme for placement in placements):
+        files = VirtualFiles(run.nvme, streams)
+        limited: Any = VirtualSlab(run.host_budget)
+        engine = VirtualNvmeEngine(streams, limited, None, files, _no_room)  # type: ignore[arg-type]
+    else:
+        slab: Any = VirtualSlab()
+        engine = VirtualEngine(streams, slab, device=None)  # type: ignore[arg-type]
     layers: list[_Whole] = []
     for index, (layer, placement) in enumerate(zip(run.layers, placements, strict=True)):
         layers.append(_driver(layer, placement)(engine, streams, index, layer, placement))
@@ -169,9 +277,14 @@ def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
     while layers:
         layers.pop().backward()
     stalls = streams.stall_s()
-    seconds = streams.now[COMPUTE]
+    seconds, nvme_stall_s = streams.now[COMPUTE], 0.0 if files is None else files.stall_s
     engine.close()
-    return Simulated(seconds, stalls[D2H], stalls[H2D], tuple(sorted(streams.spans, key=lambda span: span.begin)))
+    spans = tuple(sorted(streams.spans, key=lambda span: span.begin))
+    return Simulated(seconds, stalls[D2H], stalls[H2D], spans, nvme_stall_s)
+
+
+def _no_room(what: str) -> NoReturn:
+    raise MemoError(f"the simulated machine lacks {what}")
 
 
 @dataclass
@@ -187,9 +300,9 @@ class _Whole:
     def forward(self) -> None:
         layer, placement, streams = self.layer, self.placement, self.streams
         frame = self.frame = self.engine.begin(f"layer {self.index}", placement)
-        began = streams.now[COMPUTE]
         outputs = () if placement.kind is PlacementKind.NO_RECOMPUTE else layer.outputs
-        slots = self._adopt(frame, [_stored(output, placement) for output in outputs])
+        slots = self._adopt(frame, [_stored(output, placement) for output in outputs], layer.host_bytes(placement))
+        began = streams.now[COMPUTE]
         for output, slot in zip(outputs, slots, strict=True):
             streams.now[COMPUTE] = began + output.born * layer.forward_s
             self._keep(frame, [slot])
@@ -209,14 +322,14 @@ class _Whole:
     def _compute(self, name: str, kind: str, seconds: float) -> None:
         self.streams.compute(f"{name} of layer {self.index}", kind, self.index, seconds)
 
-    def _adopt(self, frame: Frame, nbytes: Iterable[float]) -> list[VirtualKept | None]:
-        """Set what a frame will keep; None for outputs of no bytes."""
+    def _adopt(self, frame: Frame, nbytes: Iterable[float], host_bytes: int) -> list[VirtualKept | None]:
+        """Set what a frame will keep, and the bytes of its host block. None: an output of no bytes."""
         kept: list[VirtualKept] = []
         slots: list[VirtualKept | None] = []
         for size in nbytes:
             slots.append(VirtualKept(len(kept), size, Extent(self.index, size)) if size > 0 else None)
             kept += slots[-1:] if size > 0 else []  # type: ignore[arg-type]
-        self.engine.adopt(frame, VirtualLayout(kept, sum(slot.stored_bytes for slot in kept)))
+        self.engine.adopt(frame, VirtualLayout(kept, host_bytes))
         return slots
 
     def _keep(self, frame: Frame, slots: Iterable[VirtualKept | None]) -> None:
@@ -240,6 +353,7 @@ class _InTiles(_Whole):
         attended_s = layer.forward_s * (layer.outputs[at].born if at < len(layer.outputs) else 1.0)
         of_attention = [output for output in layer.outputs if output.kind == "attention"]
         result = [] if self._begins_with_heads else of_attention[:1]
+        apart, with_gemms, without = layer.tile_blocks(self.placement.kind)
         of_tile = [*layer.outputs[:at], *result, *(output for output in layer.outputs[at:] if output.kind != "attention")]
 
         self._attention = None
@@ -251,14 +365,16 @@ class _InTiles(_Whole):
             frame = engine.begin(f"layer {self.index}, tile {number}", self.placement)
             frame.ahead = True
             self._frames.append(frame)
-            slots.append(self._adopt(frame, [self._bytes_in_tile(output, number) for output in of_tile]))
+            host_bytes = with_gemms if number in self._whole_tiles else without
+            slots.append(self._adopt(frame, [self._bytes_in_tile(output, number) for output in of_tile], host_bytes))
             self._keep(frame, slots[-1][:1])  # the input
             self._compute(f"head of tile {number}", "forward", (attended_s - layer.attention_s) / tiles.count)
             self._keep(frame, slots[-1][1:at])
         engine.let_go_but(0)
         self._compute("attention", "forward", layer.attention_s)
         if self._attention is not None:
-            self._keep(self._attention, self._adopt(self._attention, [output.nbytes for output in of_attention[len(result) :]]))
+            kept = [output.nbytes for output in of_attention[len(result) :]]
+            self._keep(self._attention, self._adopt(self._attention, kept, apart))
             engine.end(self._attention)
         for number, frame in enumerate(self._frames):
             self._keep(frame, slots[number][at : at + len(result)])

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_memo.autotune.drives import Drives
 from ds_memo.autotune.policy import RESIDENTS, PlacementPolicy
 from ds_memo.autotune.probe_forward import TrainingPass
 from ds_memo.autotune.tuner import Tuner
@@ -28,6 +29,8 @@ from ds_memo.hf.attention import catch_attention, keep_unobserved_attention
 from ds_memo.layer_observer import LayerObserver
 from ds_memo.memory.device import device_usage
 from ds_memo.memory.host import budget_bytes, ranks_on_node
+from ds_memo.nvme.engine import NvmeEngine
+from ds_memo.nvme.open_files import open_files
 from ds_memo.placement import PlacementKind
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.remat.checkpoint import Layer, Remat
@@ -110,6 +113,8 @@ class Session:
         self._passes = 0
         """Training forwards that came to their end."""
         self._frames_before = 0
+        self._drives: Drives | None = None
+        """None: host memory is all there is."""
         self._norms_in_tiles = False
         """Norms beside the layers come to memo: some pass ran in tiles."""
         self._speed = Speed()
@@ -127,7 +132,7 @@ class Session:
         config = self.config
         self.slab = self._make_slab(device, ties.agree_on_host)
         self._patches.undo_with(self.slab.close)
-        self.engine = SwapEngine(streams_for(device), self.slab, device)
+        self.engine = self._make_engine(device, ties.agree_on_host)
         self._patches.undo_with(self.engine.close)
         self.addresses = Addresses(device, config.plan, self.warn, steps_happen=ties.on_last_micro_batch is not None)
         self._patches.undo_with(self.addresses.close)
@@ -135,14 +140,14 @@ class Session:
         self._by_module = weakref.WeakKeyDictionary(
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
         )
-        self.policy = PlacementPolicy(config, self.layers, self.slab, self.warn)
+        self.policy = PlacementPolicy(config, self.layers, self.slab, self.warn, self._drives.budget if self._drives else 0)
         self.tiling = Tiling() if config.may_tile else None
         observers = (*ties.observers, self.addresses)
         self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling, self.addresses.aside)
         self.tuner = None
         if not self.policy.fixed:
             before = ties.before_probe, ties.gather_whole
-            self.tuner = Tuner(config, self.remat, self.addresses, self.warn, ties.of_engine, *before)
+            self.tuner = Tuner(config, self.remat, self.addresses, self.warn, ties.of_engine, *before, self._drives)
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self._patches.layer(module, functools.partial(self.remat.run, layer))
         if config.may_tile:
@@ -292,6 +297,8 @@ class Session:
             self._after_first_step(self)
         now = time.perf_counter()
         self._speed.stepped(now)
+        if self._drives and (message := self._drives.stepped(now)) is not None:
+            self.warn(message)
         self.policy.in_flight.stepped()
         if self.tuner and applied:
             self.tuner.stepped(self._model(), self._passes, self.policy.in_flight.most.calls, now)
@@ -351,6 +358,7 @@ class Session:
             tiles=self.tiling.report() if self.tiling else None,
             profile=self.tuner.report() if self.tuner else None,
             plan=self.addresses.report(),
+            nvme=self._drives.report() if self._drives else None,
             warnings=list(self.warnings),
         )
 
@@ -368,6 +376,19 @@ class Session:
                 "is done engine.destroy() gives it back (of a Trainer trainer.model_wrapped.destroy()), or handle.detach()"
             )
         return HostSlab(agree(budget), pool)
+
+    def _make_engine(self, device: torch.device, agree: Callable[[int], int]) -> SwapEngine:
+        streams = streams_for(device)
+        if self.config.nvme is None:
+            return SwapEngine(streams, self.slab, device)
+        try:
+            opened = open_files(self.config.nvme, device, streams, agree, self.warn)
+        except BaseException:
+            streams.close()
+            raise
+        engine = NvmeEngine(streams, self.slab, device, opened, self.warn)
+        self._drives = Drives(self.config.nvme.max_tb_per_day, opened, self.slab, device)
+        return engine
 
     def _hidden_shape(self) -> tuple[int, ...]:
         """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""

@@ -1,17 +1,18 @@
-"""The three streams of a simulated step over time: Chrome-trace JSON, or an interactive page."""
+"""The streams of a simulated step over time: Chrome-trace JSON, or an interactive page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ds_memo.estimate.simulate import READ, WRITE
 from ds_memo.show.plan import MissingPackage
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 
 if TYPE_CHECKING:
     from ds_memo.estimate.simulate import Span
 
-STREAMS = (COMPUTE, D2H, H2D)
+STREAMS = (COMPUTE, D2H, H2D, WRITE, READ)
 COLOURS = {
     "forward": "#4878a8",
     "backward": "#2b4a6b",
@@ -19,20 +20,24 @@ COLOURS = {
     "head": "#7a7a7a",
     "offload": "#5aa469",
     "reload": "#9c6bb0",
+    "write": "#7fb8a4",
+    "read": "#c4a3d1",
     "stall": "#d04a4a",
+    "nvme stall": "#8f2f2f",
 }
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     """Return JSON for chrome://tracing and ui.perfetto.dev: complete events, in microseconds, one thread per stream."""
-    names = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}} for i, name in enumerate(STREAMS)]
+    used = [stream for stream in STREAMS if any(span.stream == stream for span in spans)]
+    names = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}} for i, name in enumerate(used)]
     events = [
         {
             "ph": "X",
             "name": span.name,
             "cat": span.kind,
             "pid": 0,
-            "tid": STREAMS.index(span.stream),
+            "tid": used.index(span.stream),
             "ts": span.begin * 1e6,
             "dur": (span.end - span.begin) * 1e6,
             "args": {"layer": span.layer},

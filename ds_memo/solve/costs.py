@@ -7,6 +7,7 @@ run        all layers, both bandwidths, both budgets
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -143,18 +144,25 @@ class LayerCosts:
         return sum(round_up(output.nbytes, ALIGN) for output in self.outputs if output.kind in ("input", "choice"))
 
     def host_bytes(self, placement: Placement) -> int:
-        """Return the exact bytes of the frame's host block; 0 on the device."""
+        """Return the exact bytes of the frame's host block, or of those of its tiles; 0 on the device."""
         if placement.kind.on_device:
             return 0
         if self.in_tiles is None:
             return round_up(sum(round_up(nbytes, ALIGN) for nbytes in self._stored(placement)), PAGE)
-        tiles, stored = self.in_tiles.count, self.in_tiles.stored(placement.decided_alpha)
-        again = placement.kind.recomputes_attention
+        stored = self.in_tiles.stored(placement.decided_alpha)
+        apart, with_gemms, without = self.tile_blocks(placement.kind)
+        return apart + stored * with_gemms + (self.in_tiles.count - stored) * without
+
+    def tile_blocks(self, kind: PlacementKind) -> tuple[int, int, int]:
+        """Return the bytes of a swapped layer's host blocks in tiles: of attention's frame, if it has one; of a tile that is
+        stored; of another tile."""
+        assert self.in_tiles is not None
+        tiles, again = self.in_tiles.count, kind.recomputes_attention
         apart = self.attention_bytes if self.in_tiles.result_differs and not again else 0
         small = (self.smallest_frame_bytes if again else self.small_frame_bytes) - apart
         large = small + self.frame_bytes - self.small_frame_bytes
         with_gemms, without = (round_up(-(-nbytes // tiles), PAGE) for nbytes in (large, small))
-        return stored * with_gemms + (tiles - stored) * without + round_up(apart, PAGE)
+        return round_up(apart, PAGE), with_gemms, without
 
     def stored_bytes(self, placement: Placement) -> int:
         """Return the bytes that the layer keeps, wherever, as report()["stored_bytes_per_layer"] counts them."""
@@ -168,6 +176,19 @@ class LayerCosts:
                 yield rows * output.row_bytes
             elif output.kind != "attention" or not placement.kind.recomputes_attention:
                 yield output.nbytes
+
+
+@dataclass(frozen=True)
+class NvmeCosts:
+    """This rank's share of the node's drives, behind its host memory."""
+
+    budget: int
+    """Bytes that may be in files."""
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    """Bandwidths while all ranks of the node write or read at once, beside their copies."""
+    most_written_per_s: float = math.inf
+    """Bytes per second that may be written on average over a step: what the drives are rated for."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +216,8 @@ class RunCosts:
     """Seconds of head and loss, between the last layer's forward and its backward."""
     tiles: Tiles | None = None
     """How its layers run in tiles; None: they run whole."""
+    nvme: NvmeCosts | None = None
+    """None: host blocks stay in host memory."""
 
     @cached_property
     def distinct(self) -> tuple[list[LayerCosts], np.ndarray]:

@@ -16,6 +16,7 @@ from ds_memo.units import GIB
 _SHORTER = "a smaller batch or shorter sequences"
 _LESS_NON_LAYER = f"{_SHORTER}, a higher ZeRO stage, a tiled loss"
 _MORE_HOST = "more host memory (memo.host_memory_gib, the container's limit, `ulimit -l`)"
+_NVME, _MORE_NVME = "drives behind it (memo.nvme)", "more room on drives (memo.nvme.gib)"
 
 
 class NothingFits(MemoError):
@@ -45,16 +46,33 @@ def too_little_device_memory(run: RunCosts, alpha: float) -> NothingFits:
     return _refused("device", f"device memory: {_beside_states(run, what, need)}", others, need, run.device_budget, need)
 
 
-def too_little_host_memory(run: RunCosts, alpha: float, kinds: Kinds, need: int) -> NothingFits:
+def too_little_host_memory(run: RunCosts, alpha: float, kinds: Kinds, need: int, files: str | None = None) -> NothingFits:
     """Return the error for a configured alpha that does not fit the host.
 
     Args:
         need: bytes of all host blocks.
+        files: why drives behind it are not enough, if there are any.
     """
     calls = swapped(kinds)
     cap = host_cap([run.layers[index] for index in calls], run.host_budget)
     message = host_too_small(f"{len(calls)} swapped layers", need, alpha, run.host_budget, cap)
-    return NothingFits(message, "host", need, run.host_budget, None)
+    error = NothingFits(message, "host", need, run.host_budget, None)
+    return error if files is None else files_too_small(error, files)
+
+
+def files_too_small(refusal: NothingFits, why: str) -> NothingFits:
+    """Return the error for a run that does not fit the host, nor the drives behind it.
+
+    Args:
+        refusal: the error without drives.
+    """
+    return NothingFits(
+        f"{refusal} Those of memo.nvme are not enough: {why}.",
+        refusal.where,
+        refusal.needed,
+        refusal.budget,
+        refusal.device_needed,
+    )
 
 
 def host_too_small(who: str, need: float, alpha: float, budget: int, most: float) -> str:
@@ -74,7 +92,8 @@ def host_too_small(who: str, need: float, alpha: float, budget: int, most: float
 
 
 def nothing_fits(run: RunCosts, residents: int) -> NothingFits:
-    """Return the error for a run whose inputs alone do not fit, with the configured resident layers."""
+    """Return the error for a run whose inputs alone do not fit, with the configured resident layers. With NVMe, its budget is in
+    the host's."""
     least = fewest_without_gemms(run, residents)
     device_needed = device_bytes(run, least, 0.0)
     on_device = inputs_alone(run, residents)
@@ -89,11 +108,19 @@ def nothing_fits(run: RunCosts, residents: int) -> NothingFits:
     need, more = swapped_bytes(run, on_device, 0.0), np.flatnonzero(WITHOUT_GEMMS[on_device])
     room = f", and the device has room for those of {len(more)} more" if len(more) else ""
     what = (
-        f"host memory: the inputs of {len(swapped(on_device))} swapped layers alone need {need / GIB:.3g} GiB, "
+        f"{host_words(run)}: the inputs of {len(swapped(on_device))} swapped layers alone need {need / GIB:.3g} GiB, "
         f"{run.host_budget / GIB:.3g} GiB are available to this rank{room}"
     )
     elsewhere = sum(run.layers[index].smallest_frame_bytes for index in more)
-    return _refused("host", what, f"{_SHORTER}, {_MORE_HOST}", need, run.host_budget, device_needed, elsewhere)
+    return _refused(
+        "host",
+        what,
+        f"{_SHORTER}, {_MORE_HOST}, {_MORE_NVME if run.nvme else _NVME}",
+        need,
+        run.host_budget,
+        device_needed,
+        elsewhere,
+    )
 
 
 def _beside_states(run: RunCosts, what: str, need: int) -> str:
@@ -112,8 +139,13 @@ def _refused(where: str, what: str, others: str, need: int, budget: int, device_
     return NothingFits(f"{what}: {missing}. What helps: {ranks}, {others}.", where, need, budget, device_needed)
 
 
+def host_words(run: RunCosts) -> str:
+    """Return the words for where host blocks are."""
+    return "host memory" if run.nvme is None else "host memory and NVMe"
+
+
 def host_use(run: RunCosts, used: int, alpha: float) -> str:
-    return f"host memory: {of_budget(used, run.host_budget)} GiB at alpha {alpha:.4g}"
+    return f"{host_words(run)}: {of_budget(used, run.host_budget)} GiB at alpha {alpha:.4g}"
 
 
 def of_budget(used: int, budget: int) -> str:

@@ -34,6 +34,8 @@ class Step:
     """Seconds that compute waited for copies to the host."""
     h2d_stall_s: float
     """Seconds that compute waited for reloads."""
+    nvme_stall_s: float = 0.0
+    """Seconds that compute waited for files."""
 
 
 class Schedule:
@@ -201,3 +203,15 @@ class Leg:
         end = now + tails_s + attention_s + heads_s + waits_s
         stall = tails_s - (self.tiles.tails_backward_s - self.saved_s * alpha) + waits_s
         return end, slope + per_alpha, stall
+
+    def first_pass(self, alpha: float) -> tuple[list[float], list[float]]:
+        """Return the seconds to compute and to reload each tile in the pass that a backward in tiles begins with."""
+        assert self.tiles is not None
+        count, stored = self.tiles.count, self.tiles.stored(alpha)
+        if self.heads_again_s is not None:
+            return [self.heads_again_s / count] * count, [self.reload_input_s / count] * count
+        computes, reloads = [self.tiles.tails_backward_s / count] * count, [self.reload_s / count] * count
+        for number in range(stored):
+            computes[number * count // stored] -= self.saved_s / count
+            reloads[number * count // stored] += self.reload_per_alpha / count
+        return computes, reloads

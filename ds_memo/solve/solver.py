@@ -10,13 +10,15 @@ some no recompute    where the copies hide, one more resident layer saves nothin
 small                alpha 0, where reload buffers are smaller
 GEMMs recomputed     the host is too small even then: layers stay on the device without their GEMM outputs
 last resort          and some recompute attention (see ds_memo.solve.last_resort)
+files                where drives are behind the host and a larger one would make the step shorter (see ds_memo.solve.nvme)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.alpha import best_alpha
@@ -24,8 +26,18 @@ from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.solve.kinds import RECOMPUTES_ATTENTION, WITHOUT_GEMMS, Kinds, count, place, swapped
 from ds_memo.solve.last_resort import last_resort
 from ds_memo.solve.memory import ALPHA_STEPS, device_bytes, device_bytes_by_part, host_cap, most_that_fit, swapped_bytes
-from ds_memo.solve.refusals import host_use, nothing_fits, of_budget, too_little_device_memory, too_little_host_memory
-from ds_memo.solve.schedule import Schedule
+from ds_memo.solve.nvme import Filed, configured, larger_host, refused, with_files
+from ds_memo.solve.refusals import (
+    NothingFits,
+    files_too_small,
+    host_use,
+    host_words,
+    nothing_fits,
+    of_budget,
+    too_little_device_memory,
+    too_little_host_memory,
+)
+from ds_memo.solve.schedule import Schedule, Step
 
 _SHORTER = 1e-6
 """Least relative gain for a step to count as shorter."""
@@ -46,11 +58,14 @@ class Solution:
     d2h_stall_s: float
     h2d_stall_s: float
     host_bytes: int
-    """Predicted bytes of all host blocks."""
+    """Predicted bytes of host blocks in host memory, at most."""
     device_bytes_by_part: Mapping[str, int]
     """Predicted bytes at the peak, beyond parameters, gradients and optimizer states, by ds_memo.solve.memory.PARTS."""
     binding: str
     """The constraint that set alpha or the residents, one sentence."""
+    nvme_bytes: int = 0
+    """Predicted bytes that a step writes to files. It reads no more than that."""
+    nvme_stall_s: float = 0.0
 
     @property
     def device_bytes(self) -> int:
@@ -91,13 +106,45 @@ def solve(
     """
     if alpha is not None:
         return _at(run, alpha, resident_layers)
-    may_skip_recompute = may_skip_recompute and resident_layers is None
+    without_files = partial(_solved, resident_layers=resident_layers, may_skip=may_skip_recompute, overhead=unplanned_overhead)
+    return without_files(run) if run.nvme is None else _with_files(run, without_files)
+
+
+def _with_files(run: RunCosts, without_files: Callable[[RunCosts], Solution]) -> Solution:
+    """Return the solution with the shortest step, with files or without."""
+    refusals: dict[int, NothingFits] = {}
+
+    @cache
+    def solved(host_budget: int) -> Solution | None:
+        nvme = run.nvme if host_budget > run.host_budget else None
+        try:
+            return without_files(replace(run, host_budget=host_budget, nvme=nvme))
+        except NothingFits as refusal:
+            refusals[host_budget] = refusal
+            return None
+
+    best, reach = solved(run.host_budget), larger_host(run).host_budget
+    filed = with_files(run, solved, math.inf if best is None else best.step_s)
+    if filed is not None:
+        return _filed(run, filed)
+    if best is not None:
+        return best
+    if (everything := solved(reach)) is None:
+        raise refusals[reach]
+    why = refused(run, everything.kinds, 0.0)
+    assert why is not None  # else they were a solution
+    raise files_too_small(refusals[run.host_budget], why)
+
+
+def _solved(run: RunCosts, resident_layers: int | None, may_skip: bool, overhead: float) -> Solution:
+    """Return the solution without files."""
+    may_skip = may_skip and resident_layers is None
     nothing = place(len(run.layers), residents=0, no_recompute=len(run.layers))
-    if may_skip_recompute and _fits(run, nothing, 1.0, unplanned_overhead):
+    if may_skip and _fits(run, nothing, 1.0, overhead):
         used = of_budget(device_bytes(run, nothing, 1.0), run.device_budget)
         return judged(run, 1.0, nothing, f"everything fits without checkpointing: {used} GiB of device memory")
     solution = _checkpointed(run, resident_layers)
-    if solution.alpha > 0 and may_skip_recompute:
+    if solution.alpha > 0 and may_skip:
         solution = _without_some_recompute(run, solution)
     if solution.d2h_stall_s + solution.h2d_stall_s > _STALLS * solution.step_s:
         solution = _with_fewer_copies(run, resident_layers, solution)
@@ -143,8 +190,10 @@ def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Solution:
         raise too_little_device_memory(run, alpha)
     need = swapped_bytes(run, kinds, alpha)
     if need > run.host_budget:
-        raise too_little_host_memory(run, alpha, kinds, need)
-    return judged(run, alpha, kinds, f"as configured: {host_use(run, need, alpha)}")
+        if run.nvme is not None and (filed := configured(run, kinds, alpha)) is not None:
+            return _filed(run, filed)
+        raise too_little_host_memory(run, alpha, kinds, need, None if run.nvme is None else refused(run, kinds, alpha))
+    return judged(run, alpha, kinds, f"as configured: {host_use(replace(run, nvme=None), need, alpha)}")
 
 
 def _swapping(run: RunCosts, resident_layers: int | None, no_recompute: int = 0) -> Solution | None:
@@ -184,7 +233,7 @@ def _checkpointed(run: RunCosts, resident_layers: int | None) -> Solution:
     kinds = last_resort(run, resident_layers)
     if kinds is None:
         raise nothing_fits(run, resident_layers or 0)
-    return _with_rows(run, kinds, "last resort" if count(kinds, RECOMPUTES_ATTENTION) else "host memory")
+    return _with_rows(run, kinds, "last resort" if count(kinds, RECOMPUTES_ATTENTION) else host_words(run))
 
 
 def _with_fewer_copies(run: RunCosts, resident_layers: int | None, solution: Solution) -> Solution:
@@ -258,14 +307,26 @@ def _with_rows(run: RunCosts, kinds: Kinds, because: str) -> Solution:
     attention, gemms = count(kinds, RECOMPUTES_ATTENTION), count(kinds, WITHOUT_GEMMS)
     again = f"{attention} of {n} layers recompute attention; " if attention else ""
     without = f"{gemms} of {n} layers stay on the device without GEMM outputs; " if gemms else ""
-    on_host = f"{of_budget(swapped_bytes(run, kinds, alpha), run.host_budget)} GiB of host memory at alpha {alpha:.4g}"
+    on_host = f"{of_budget(swapped_bytes(run, kinds, alpha), run.host_budget)} GiB of {host_words(run)} at alpha {alpha:.4g}"
     on_device = f"{of_budget(device_bytes(run, kinds, alpha), run.device_budget)} GiB of device memory"
     return judged(run, alpha, kinds, f"{because}: {again}{without}{on_host}, {on_device}")
 
 
 def judged(run: RunCosts, alpha: float, kinds: Kinds, binding: str) -> Solution:
     """Return the placements with their predicted times and bytes. Budgets are not checked."""
-    step, by_kind = Schedule(run, kinds).at(alpha), [Placement(kind, alpha, tiles=run.tiles) for kind in PlacementKind]
+    return _predicted(run, alpha, kinds, Schedule(run, kinds).at(alpha), binding)
+
+
+def _filed(run: RunCosts, filed: Filed) -> Solution:
+    solution = _predicted(run, filed.alpha, filed.kinds, filed.step, filed.binding)
+    files = {call for call in swapped(filed.kinds) if call < filed.files}
+    placements = tuple(replace(one, nvme=True) if call in files else one for call, one in enumerate(solution.placements))
+    host_bytes = min(solution.host_bytes, run.host_budget)
+    return replace(solution, placements=placements, host_bytes=host_bytes, nvme_bytes=filed.written(run))
+
+
+def _predicted(run: RunCosts, alpha: float, kinds: Kinds, step: Step, binding: str) -> Solution:
+    by_kind = [Placement(kind, alpha, tiles=run.tiles) for kind in PlacementKind]
     return Solution(
         alpha=alpha,
         placements=tuple(by_kind[kind] for kind in kinds),
@@ -275,4 +336,5 @@ def judged(run: RunCosts, alpha: float, kinds: Kinds, binding: str) -> Solution:
         host_bytes=swapped_bytes(run, kinds, alpha),
         device_bytes_by_part=device_bytes_by_part(run, kinds, alpha),
         binding=binding,
+        nvme_stall_s=step.nvme_stall_s,
     )

@@ -48,7 +48,7 @@ class Traffic:
     """Host blocks still allocated after their frame was gone, because its destructor was interrupted."""
 
 
-class _PendingFree(NamedTuple):
+class PendingFree(NamedTuple):
     """Memory of a dead frame, to be freed once its copies are over."""
 
     block: Block | None
@@ -61,6 +61,8 @@ class _PendingFree(NamedTuple):
     """Device tensors that copies may still read or write, and the streams that they were allocated on."""
     stream: Any = None
     buffer_stream: Any = None
+    filed: Any = None
+    """The frame's side in files, which may still read or write the block."""
 
 
 class SwapEngine:
@@ -81,7 +83,7 @@ class SwapEngine:
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not freed yet
         self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None  # kept, but its copy is not issued yet
         self._ahead: Callable[[], Frame | None] = lambda: None  # weak: the frame that was reloaded ahead
-        self._pending: deque[_PendingFree] = deque()
+        self._pending: deque[PendingFree] = deque()
         self._closed = False
         slab.drain = weakref.WeakMethod(self._drain)
 
@@ -214,7 +216,7 @@ class SwapEngine:
             for stream in frame.aside:  # the replay reads its part there
                 self._record(frame.slots, stream)
             frame.move("ready")
-        if below is not None and not below.resident and below.ahead and below.state in ("away", "done"):
+        if below is not None and self._may_go_ahead(below):
             self.traffic.frames_prefetched += 1
             self._reload(below)
             self._ahead = weakref.ref(below)
@@ -322,6 +324,10 @@ class SwapEngine:
             frame.slots.clear()
             frame.move("away")
 
+    def _may_go_ahead(self, frame: Frame) -> bool:
+        """Return True if a frame can be reloaded ahead of its replay."""
+        return not frame.resident and frame.ahead and frame.state in ("away", "done")
+
     def _guard(self, tensors: Mapping[int, torch.Tensor], allocated_on: Any, used_on: Any) -> None:
         """Protect tensors whose memory goes back to another stream than compute's present one, which has waited for its users."""
         if self.streams.current() != allocated_on:
@@ -355,9 +361,9 @@ class SwapEngine:
 
         It must not wait, since it may run on a copy thread. `_drain` waits, on the compute stream.
         """
-        if not self._closed and (frame.block is not None or frame.state == "returning"):
+        if not self._closed and (frame.block is not None or frame.filed is not None or frame.state == "returning"):
             memory = frame.device, frame.slots, frame.stream, frame.buffer_stream
-            self._pending.append(_PendingFree(frame.block, frame.state, frame.sent, frame.back, *memory))
+            self._pending.append(PendingFree(frame.block, frame.state, frame.sent, frame.back, *memory, frame.filed))
 
     def _defer_lost(self) -> None:
         """Defer blocks of frames that died without `_defer`: Ctrl-C inside a destructor, whose exceptions Python ignores."""
@@ -367,22 +373,26 @@ class SwapEngine:
         for block in self.slab.blocks:
             if block not in deferred:
                 self.traffic.blocks_lost += 1
-                self._pending.append(_PendingFree(None, "returning"))  # copies of both directions may be under way
-                self._pending.append(_PendingFree(block, "recording"))
+                self._pending.append(PendingFree(None, "returning"))  # copies of both directions may be under way
+                self._pending.append(PendingFree(block, "recording"))
 
     def _drain(self) -> None:
         """Free the memory of dead frames whose copies are over, after making compute wait for them."""
         while self._pending:
             pending = self._pending.popleft()
             try:
-                if pending.state in ("recording", "swapping"):
-                    self.streams.wait(COMPUTE, pending.sent or self.streams.mark(D2H))
-                elif pending.state == "returning":
-                    self.streams.wait(COMPUTE, pending.back or self.streams.mark(H2D))
-                self._guard(pending.device, pending.stream, D2H)
-                self._guard(pending.slots, pending.buffer_stream, H2D)
+                self._finish(pending)
             except BaseException:
                 self._pending.appendleft(pending)
                 raise
             if pending.block is not None:
                 self.slab.free(pending.block)
+
+    def _finish(self, pending: PendingFree) -> None:
+        """Make compute wait for the copies of a dead frame."""
+        if pending.state in ("recording", "swapping"):
+            self.streams.wait(COMPUTE, pending.sent or self.streams.mark(D2H))
+        elif pending.state == "returning":
+            self.streams.wait(COMPUTE, pending.back or self.streams.mark(H2D))
+        self._guard(pending.device, pending.stream, D2H)
+        self._guard(pending.slots, pending.buffer_stream, H2D)

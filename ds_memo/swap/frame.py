@@ -164,6 +164,8 @@ class Frame:
         takes none before its own backward. A tile's takes little."""
         self.first_only = False
         """True if the next replay wants no more than the first tensor: the reload brings no other."""
+        self.filed: Any = None
+        """The file's side of the frame; see ds_memo.nvme.engine."""
         self._defer = defer
 
     @property

@@ -52,6 +52,9 @@ class HostBudget:
         self.peak_used = 0
         self.drain: Callable[[], Callable[[], None] | None] = lambda: None
         """A weak reference to a function that frees the blocks of this model's dead frames; set by the swap engine."""
+        self.make_room: Callable[[], Callable[[Callable[[], bool]], None] | None] = lambda: None
+        """A weak reference to a function that frees blocks whose bytes are in files, until its argument returns True or none is
+        left; set by ds_memo.nvme.engine."""
         self.needs: int | None = None
         """Bytes that a pass takes, for a model whose alpha and residents are configured. They grow until its first pass is
         complete. None: the model takes what it gets."""
@@ -152,6 +155,9 @@ class HostBudget:
     def has_room(self, nbytes: int) -> bool:
         """Return True if a block of `nbytes` can be allocated now, unless the system refuses."""
         pages = round_up(nbytes, PAGE)
+        for client in [self, *self.pool.clients]:
+            if pages > self.left and (make_room := client.make_room()) is not None:
+                make_room(lambda: pages <= self.left)
         if pages > self.left:
             gc.collect()  # of a pass that raised, frames may be in reference cycles with its traceback
             self._drain()

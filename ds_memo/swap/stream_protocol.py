@@ -19,6 +19,9 @@ class Streams(Protocol):
     def wait(self, stream: str, event: Any) -> None:
         """Make `stream` start nothing issued from now on before `event` completes."""
 
+    def done(self, event: Any) -> bool:
+        """Return True if `event` is complete. Any thread may ask."""
+
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy on `d2h` or `h2d`. The caller keeps `src` and `dst` alive until an event behind the copy."""
 

@@ -98,6 +98,9 @@ class ThreadStreams:
             stream, failure = self._failures[0]
             raise MemoError(f"a copy on the {stream} stream failed: {failure!r}") from failure
 
+    def done(self, event: _ThreadEvent) -> bool:
+        return event.done.is_set()
+
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         if not self._stop.alive:
             raise MemoError(f"a copy was issued {_CLOSED}")
@@ -141,7 +144,12 @@ def _copy_all(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 _ending: list[threading.Thread] = []
-"""Threads of streams that were closed or garbage-collected. They may still have copies to do."""
+"""Threads of streams and files that were closed or garbage-collected. They may still have copies to do."""
+
+
+def finish_first(threads: list[threading.Thread]) -> None:
+    """Have `finish_abandoned` wait for threads that are told to end."""
+    _ending[:] = [*filter(threading.Thread.is_alive, _ending), *threads]
 
 
 def _stop(
@@ -149,14 +157,14 @@ def _stop(
     copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]],
     threads: list[threading.Thread],
 ) -> None:
-    _ending[:] = [*filter(threading.Thread.is_alive, _ending), *threads]
+    finish_first(threads)
     for stream, work in queues.items():
         work.put((_copy_all, copies[stream]))
         work.put(None)
 
 
 def finish_abandoned(device: torch.device) -> None:
-    """Wait for the copies of streams that were never closed, from and to a device."""
+    """Wait for the copies of streams, and the transfers of files, that were never closed."""
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.synchronize(device)
     while _ending:
@@ -229,6 +237,9 @@ class CudaStreams:
         while self._waits and self._waits[0][2].query():
             stream, before, after = self._waits.popleft()
             self._stall[stream] += before.elapsed_time(after) * 1e-3
+
+    def done(self, event: _CudaEvent) -> bool:
+        return event.query()
 
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         with self._copy_streams[stream]:

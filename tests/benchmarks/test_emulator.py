@@ -284,3 +284,13 @@ def test_a_new_plan_in_an_old_arena_leaves_nothing_in_the_cache(capfd: pytest.Ca
     assert rows[emulator.SLOW_AFTER]["alpha"] == 1.0 > rows[-1]["alpha"]
     assert max(row["reserved"] for row in rows[emulator.SLOW_AFTER :]) > 1.3 * rows[-1]["reserved"]  # it is there to be let go
     assert rows[-1]["hits"] > 0 and rows[-1]["reserved"] <= 1.02 * rows[-1]["requested"]
+
+
+@pytest.mark.parametrize("gb_per_s", ["1", "3", "6", "25"])
+def test_a_step_over_drives_takes_as_long_as_predicted(gb_per_s: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Waits for files are in the prediction, too."""
+    asked = ["step", "llama8b", "98304", "--json", "--device-gib", "16", "--memo", '{"host_memory_gib": 4}']
+    assert emulator.main([*asked, "--nvme-gb-per-s", gb_per_s]) == 0
+    last = json.loads(capfd.readouterr().out.splitlines()[-1])[-1]
+    assert last["ms"] == pytest.approx(1e3 * last["predicted_s"], rel=0.05)
+    assert last["nvme"]["bytes_written"] > 0 and "NVMe" in last["binding"]

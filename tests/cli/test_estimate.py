@@ -317,3 +317,102 @@ def test_a_machine_of_ones_own(capsys, tmp_path):
     words = ("estimate", "--model", GPT, "--hardware", str(path), "--gpus", "8")
     more = answer(capsys, "--seq-length", "1M", base=words)
     assert more["alpha"] > answer(capsys, "--seq-length", "1M")["alpha"]
+
+
+# ---- drives
+
+H100 = ("estimate", "--model", LLAMA, "--hardware", "h100", "--gpus", "8")
+DRIVES = ("--nvme-gib", "15000", "--nvme-gb-per-s", "48")
+LONG = ("--seq-length", "1M", "--tile-tokens", "0", "--host-memory-gib", "230")
+
+
+def test_drives_hold_what_the_host_has_no_room_for(capsys):
+    without, got = answer(capsys, *LONG, base=H100), answer(capsys, *LONG, *DRIVES, base=H100)
+    assert got["nvme_gib"] > 0 and got["step_s"] < without["step_s"] and got["host_gib"] <= 230
+    assert got["nvme_tb_per_day"] == pytest.approx(got["nvme_gib"] * 2**30 * 86400 / got["step_s"] / 1e12)
+    assert (without["nvme_gib"], without["nvme_tb_per_day"], without["nvme_stall_s"]) == (0, 0, 0)
+    assert cli.main([*H100, *LONG, *DRIVES]) == 0
+    shown = capsys.readouterr().out
+    assert f"{got['nvme_gib']:,.0f} of 15,000 GiB of a node\n" in shown
+    assert f"{got['nvme_tb_per_day']:.1f} TB written a day\n" in shown
+    twice = answer(capsys, *LONG, *DRIVES, "--batch", "2", base=H100)
+    assert twice["nvme_gib"] == got["nvme_gib"] and twice["nvme_tb_per_day"] == pytest.approx(got["nvme_tb_per_day"], rel=0.01)
+
+
+def test_what_drives_are_rated_for_binds(capsys):
+    rated = answer(capsys, *LONG, *DRIVES, "--nvme-tb-per-day", "60", base=H100)
+    assert 40 < rated["nvme_tb_per_day"] <= 60 and "rated writes" in rated["binding"]
+
+
+def test_slow_drives_are_not_written(capsys):
+    without = answer(capsys, *LONG, base=H100)
+    for rates in ("0.01", "48,0.01", "0.01,48"):
+        got = answer(capsys, *LONG, "--nvme-gib", "15000", "--nvme-gb-per-s", rates, base=H100)
+        assert got["nvme_gib"] == 0 and got["step_s"] == without["step_s"]
+
+
+def test_waits_for_drives_are_told(capsys):
+    slow = (
+        "--seq-length",
+        "1M",
+        "--tile-tokens",
+        "32K",
+        "--host-memory-gib",
+        "30",
+        "--nvme-gib",
+        "15000",
+        "--nvme-gb-per-s",
+        "1",
+    )
+    got = answer(capsys, *slow, base=H100)
+    assert 0 < got["nvme_stall_s"] == got["parts"]["step_s"]["nvme stall"] < got["step_s"]
+    assert got["binding"].startswith("NVMe: writes") and "compute waits" in got["binding"]
+    assert cli.main([*H100, *slow]) == 0
+    assert f"; compute waits {got['nvme_stall_s']:,.2f} s for them\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length, device", [("3968K", ()), ("6M", ("--device-memory-gib", "110"))])
+def test_no_attention_is_recomputed_and_the_host_is_as_good_as_unlimited(capsys, length, device):
+    """With 230 GiB of host memory and a drive of 6 GB/s a rank."""
+    words = ("--seq-length", length, *device, "--host-memory-gib")
+    without = answer(capsys, *words, "1840", base=H100)
+    assert without["placements"]["attention_recomputed"] > 0
+    got, unlimited = answer(capsys, *words, "1840", *DRIVES, base=H100), answer(capsys, *words, "100000", base=H100)
+    assert got["placements"]["attention_recomputed"] == 0
+    assert without["mfu"] < 0.97 * unlimited["mfu"] < got["mfu"]
+
+
+def test_drives_of_a_hardware_file(capsys, tmp_path):
+    data = json.loads((Path(hardware.__file__).parent / "hardware_data" / "h100.json").read_text())
+    drives = {"nvme_memory": (15000, "GiB"), "nvme_write": (48, "GB/s"), "nvme_read": (48, "GB/s")}
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(data | {name: {"value": value, "unit": unit} for name, (value, unit) in drives.items()}))
+    mine = ("estimate", "--model", LLAMA, "--hardware", str(file), "--gpus", "8")
+    assert answer(capsys, *LONG, base=mine) == answer(capsys, *LONG, *DRIVES, base=H100)
+    file.write_text(json.dumps(data | {"nvme_memory": {"value": 15000, "unit": "GiB"}}))
+    assert cli.main([*mine, *LONG]) == 2
+    assert "missing nvme_write, nvme_read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--nvme-gib", "100"), "--nvme-gb-per-s is missing"),
+        (("--nvme-gb-per-s", "6"), "--nvme-gib is missing"),
+        (("--nvme-tb-per-day", "6"), "--nvme-gib is missing"),
+        ((*DRIVES, "--method", "alst"), "only memo goes on to files"),
+    ],
+)
+def test_drives_that_are_half_described(capsys, words, says):
+    assert cli.main([*H100, *LONG, *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_timeline_shows_what_drives_do(capsys, tmp_path):
+    path = tmp_path / "t.json"
+    assert cli.main([*H100, *LONG, *DRIVES, "--timeline", str(path)]) == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    busy = {threads[event["tid"]] for event in events if event["ph"] == "X"}
+    assert busy == {"compute", "d2h", "h2d", "nvme write", "nvme read"}

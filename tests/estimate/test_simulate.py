@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from ds_memo.estimate.simulate import VirtualEngine
+from ds_memo.estimate.simulate import VirtualEngine, VirtualNvmeEngine
+from ds_memo.nvme.engine import NvmeEngine
 from ds_memo.swap.engine import SwapEngine
 from tests.estimate.threaded import Configuration, clear_configurations, measured_events, mismatch, predicted_events
 
@@ -60,8 +61,12 @@ def test_another_schedule_is_told_apart(other):
 
 
 def test_it_runs_the_engine_itself():
-    own = {name for name in vars(VirtualEngine) if not name.startswith("__")}
-    assert own == {"_new_buffer"}
+    for virtual, engine in ((VirtualEngine, SwapEngine), (VirtualNvmeEngine, NvmeEngine)):
+        own, base = (set(dir(one)) for one in (virtual, engine))
+        assert own == base
+        assert {name for name in own if not name.startswith("__") and getattr(virtual, name) is not getattr(engine, name)} == {
+            "_new_buffer"
+        }
 
 
 def test_streams_do_one_thing_at_a_time_and_stalls_fill_computes_gaps():

@@ -19,7 +19,7 @@ write there at once; and the allocation or release of a host block.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,9 @@ class Immediate:
         return stream
 
     def wait(self, stream: str, event: str) -> None: ...
+
+    def done(self, event: str) -> bool:
+        return True
 
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src)
@@ -106,7 +109,7 @@ class OrderedStreams(TorchDispatchMode):
         self.violations: list[str] = []
         self.checked = 0
         """Pairs of accesses that were checked."""
-        self._clocks: dict[str, Clock] = {s: dict.fromkeys((COMPUTE, D2H, H2D), 0) for s in (COMPUTE, D2H, H2D)}
+        self._clocks: dict[str, Clock] = {stream: defaultdict(int) for stream in (COMPUTE, D2H, H2D)}
         self._histories: dict[int, History] = {}  # address of a living StorageImpl → its past
         self._paused = 0
         self._late: deque[str] = deque()
@@ -123,6 +126,9 @@ class OrderedStreams(TorchDispatchMode):
         for other, step in event.clock.items():
             clock[other] = max(clock[other], step)
         self.verify()
+
+    def done(self, event: Event) -> bool:
+        return self.inner.done(event.inner)
 
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         self.verify()

@@ -1,0 +1,463 @@
+"""Files on this disk: bytes that come back, the system's refusals at each call, threads and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import itertools
+import os
+import random
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.nvme import direct_files as module
+from ds_memo.nvme import directory as directory_module
+from ds_memo.nvme.direct_files import STRIPE, THREADS, DirectFiles
+from ds_memo.swap.host_pool import Range
+from ds_memo.swap.host_slab import Block
+from ds_memo.swap.pinned_segments import PAGE
+from ds_memo.swap.streams import D2H, finish_abandoned
+from tests.everyday import everyday
+from tests.nvme.conftest import descriptors
+from tests.nvme.files import CPU, MIB, Files, content, directory, fill, slab_of
+from tests.runtime.traces import memo_threads
+
+SMALL = 16 * PAGE
+"""A stripe that makes many parts of little."""
+
+
+@pytest.fixture
+def small_stripes(monkeypatch):
+    monkeypatch.setattr(module, "STRIPE", SMALL)
+    monkeypatch.setattr(module, "_AT_ONCE", SMALL)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Files that are closed at the end."""
+    with contextlib.ExitStack() as undo:
+
+        def made(**options) -> Files:
+            files = Files(tmp_path, **options)
+            undo.callback(files.close)
+            return files
+
+        yield made
+
+
+def faulty(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, fault) -> list[int]:
+    """Put a fault into the n-th call of os.pwritev or os.preadv. Return the bytes of each call."""
+    calls, real, turn = [], getattr(os, name), threading.Lock()
+
+    def call(handle, buffers, at, *more):
+        with turn:
+            calls.append(sum(map(len, buffers)))
+            mine = len(calls) == nth
+        return fault(real, handle, buffers, at) if mine else real(handle, buffers, at, *more)
+
+    monkeypatch.setattr(module.os, name, call)
+    return calls
+
+
+def raises(number):
+    def fault(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fault
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("at_once", [SMALL, 3 * SMALL, 1 << 26])
+@pytest.mark.parametrize("directories", [1, 2, 3])
+def test_bytes_come_back(directories, at_once, make, small_stripes, monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    files, slab = make(directories=directories, budget=1200 * PAGE), slab_of(3000)
+    stored = []
+    for seed, pages in enumerate([1, 15, 16, 17, 33, 100, 3, 47, 250]):
+        block = slab.allocate(pages * PAGE, "a test")
+        fill(block, seed)
+        stored.append((files.store(block), content(block)))
+        fill(block, 99)
+    for extent, wanted in reversed(stored):
+        assert torch.equal(files.load(extent, slab.allocate(extent.nbytes, "a test")), wanted)
+    assert files.meters[True].nbytes == files.meters[False].nbytes == sum(extent.nbytes for extent, _ in stored)
+    assert {len(os.listdir(found.path)) for found in files.directories} == {0}
+
+
+def test_blocks_of_several_pieces(make, small_stripes):
+    files, slab = make(directories=2), slab_of(200)
+    whole = slab.allocate(90 * PAGE, "a test")
+    (piece,) = whole.pieces
+    cuts = [0, 1, 4, 37, 60, 90]
+    pieces = [Range(piece.segment, first * PAGE, end * PAGE) for first, end in itertools.pairwise(cuts)]
+    random.Random(0).shuffle(pieces)
+    block = Block(pieces)
+    fill(block, 5)
+    wanted = content(block)
+    extent = files.store(block)
+    fill(block, 6)
+    assert torch.equal(files.load(extent, block), wanted)
+
+
+@pytest.mark.parametrize("seed", everyday(range(6), [0]))
+def test_random_traffic(seed, make, small_stripes):
+    """Writes, reads and frees under way at once, into extents that others had."""
+    draw, files, slab = random.Random(seed), make(directories=1 + seed % 3, budget=900 * PAGE), slab_of(2000)
+    held, under_way = [], []
+    for number in range(150):
+        if draw.random() < 0.55 or not held:
+            block = slab.allocate(draw.randint(1, 60) * PAGE, "a test")
+            fill(block, number)
+            wanted = content(block)
+            try:
+                extent = files.extent(block.nbytes, "a test")
+            except MemoError:
+                slab.free(block)
+                continue
+            under_way.append((files.write(block, extent, ()), block))
+            held.append((extent, wanted, under_way[-1][0]))
+        else:
+            extent, wanted, write = held.pop(draw.randrange(len(held)))
+            files.finished(write)
+            block = slab.allocate(extent.nbytes, "a test")
+            assert torch.equal(files.load(extent, block), wanted)
+            files.free(extent)
+            slab.free(block)
+        for transfer, block in [pair for pair in under_way if files.done(pair[0])]:
+            under_way.remove((transfer, block))
+            fill(block, -1 & 0xFFFF)
+            slab.free(block)
+    files.finish()
+
+
+def test_files_grow_as_they_are_wanted_and_no_further(make, monkeypatch, small_stripes):
+    monkeypatch.setattr(module, "_GROWS_BY", 4 * SMALL)
+    files = make(directories=2, budget=16 * SMALL + PAGE)
+    assert files.budget == 16 * SMALL
+    sizes = lambda: [os.fstat(file.handle).st_blocks * 512 for file in files._files]  # noqa: E731
+    assert sizes() == [0, 0]
+    held = [files.extent(SMALL, "a test")]
+    assert sizes() == [2 * SMALL] * 2
+    held += [files.extent(9 * SMALL, "a test")]
+    assert sizes() == [5 * SMALL] * 2
+    with pytest.raises(MemoError, match=r"the frame needs .* GiB, .* GiB are left\. Raise memo\.nvme\.gib"):
+        files.extent(7 * SMALL, "the frame")
+    held += [files.extent(6 * SMALL, "a test")]
+    assert sizes() == [8 * SMALL] * 2
+    for extent in held:
+        files.free(extent)
+    files.extent(16 * SMALL, "a test")
+    assert sizes() == [8 * SMALL] * 2
+
+
+def test_a_budget_is_allocated_at_once_where_it_is_given(make):
+    files = make(directories=2, budget=8 * STRIPE, preallocate=True)
+    assert [os.fstat(file.handle).st_blocks * 512 for file in files._files] == [4 * STRIPE] * 2
+
+
+def test_a_budget_below_one_row_is_none(make):
+    assert make(directories=3, budget=3 * STRIPE - 1, preallocate=True).budget == 0
+
+
+def test_a_lower_limit_is_whole_rows(make, small_stripes):
+    files = make(directories=3, budget=30 * SMALL)
+    files.limit(8 * SMALL)
+    files.extent(6 * SMALL, "a test")
+    with pytest.raises(MemoError, match="are left"):
+        files.extent(PAGE, "a test")
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_nothing(tmp_path, monkeypatch):
+    calls, real = [], os.posix_fallocate
+
+    def full(handle, begin, nbytes):
+        calls.append(nbytes)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle, begin, nbytes)
+
+    monkeypatch.setattr(directory_module.os, "posix_fallocate", full)
+    before = descriptors()
+    with pytest.raises(MemoError, match="has no room for"):
+        Files(tmp_path, directories=3, budget=6 * STRIPE, preallocate=True)
+    gc.collect()
+    assert len(calls) == 2 and descriptors() <= before
+
+
+# ---- order
+
+
+def test_a_transfer_waits_for_its_events(make):
+    files, slab = make(), slab_of(8)
+    block = slab.allocate(4 * PAGE, "a test")
+    fill(block, 1)
+    may_go = threading.Event()
+    files.streams._queues[D2H].put((may_go.wait,))
+    sent = files.streams.mark(D2H)
+    extent = files.extent(block.nbytes, "a test")
+    write = files.write(block, extent, (sent,))
+    time.sleep(0.02)
+    assert not files.done(write) and files.meters[True].nbytes == 0
+    fill(block, 2)
+    wanted = content(block)
+    may_go.set()
+    files.finished(write)
+    fill(block, 3)
+    assert torch.equal(files.load(extent, block), wanted)
+
+
+def test_waiting_beside_ends_with_compute(make):
+    files, slab = make(), slab_of(8)
+    block, may_go = slab.allocate(PAGE, "a test"), threading.Event()
+    files.streams._queues[D2H].put((may_go.wait,))
+    write = files.write(block, files.extent(PAGE, "a test"), (files.streams.mark(D2H),))
+    assert not files.wait_beside(write, files.streams.mark("compute"))
+    assert files.stall_s == 0
+    threading.Timer(0.05, may_go.set).start()
+    files.finished(write)
+    assert files.stall_s > 0.01
+    assert files.wait_beside(write, files.streams.mark("compute"))
+
+
+def test_an_event_that_fails_fails_the_transfer(make, monkeypatch):
+    files, slab = make(), slab_of(8)
+    monkeypatch.setattr(files.streams, "done", lambda event: (event is not bad and True) or 1 / 0)
+    bad = object()
+    with pytest.raises(ZeroDivisionError):
+        files.finished(files.write(slab.allocate(PAGE, "a test"), files.extent(PAGE, "a test"), (bad,)))
+    files.store(slab.allocate(PAGE, "a test"))
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+@pytest.mark.parametrize("number", everyday([errno.EIO, errno.ENOSPC, errno.EDQUOT], [errno.EIO]))
+@pytest.mark.parametrize("name", ["pwritev", "preadv"])
+def test_each_call_refused_in_turn(name, number, nth, make, monkeypatch, small_stripes):
+    """A transfer of six parts over two files: any of them fails it, the others end, and it can be done again."""
+    monkeypatch.setenv("RANK", "3")
+    files, slab = make(directories=2), slab_of(200)
+    block = slab.allocate(6 * SMALL, "a test")
+    fill(block, 1)
+    wanted = content(block)
+    extent = files.store(block)
+    calls = faulty(monkeypatch, name, nth, raises(number))
+    move = files.store if name == "pwritev" else lambda block: files.load(extent, block)
+    what = "write" if name == "pwritev" else "read"
+    where = "|".join(str(found.path) for found in files.directories)
+    with pytest.raises(MemoError, match=rf"^rank 3 could not {what} its file in ({where}): .*{os.strerror(number)}"):
+        move(block)
+    files.finish()
+    assert len(calls) >= nth
+    assert torch.equal(files.load(extent, block), wanted)
+    move(block)
+
+
+@pytest.mark.parametrize("name", ["pwritev", "preadv"])
+@pytest.mark.parametrize("pages", [1, 3, 15])
+def test_short_calls_go_on(name, pages, make, monkeypatch, small_stripes):
+    files, slab = make(directories=2), slab_of(200)
+    block = slab.allocate(5 * SMALL, "a test")
+    fill(block, 1)
+    wanted = content(block)
+    calls = faulty(monkeypatch, name, 2, lambda real, handle, buffers, at: real(handle, [buffers[0][: pages * PAGE]], at))
+    extent = files.store(block)
+    fill(block, 2)
+    assert torch.equal(files.load(extent, block), wanted)
+    assert len(calls) == 6 and SMALL - pages * PAGE in calls
+
+
+@pytest.mark.parametrize("views", [1, 7, 512])
+@pytest.mark.parametrize("name", ["pwritev", "preadv"])
+def test_one_call_moves_all_stripes_of_a_file_and_goes_on_where_it_was_cut(name, views, make, monkeypatch, small_stripes):
+    monkeypatch.setattr(module, "_AT_ONCE", 1 << 26)
+    monkeypatch.setattr(module, "_VIEWS", views)
+    files, slab = make(directories=2), slab_of(400)
+    block = slab.allocate(10 * SMALL, "a test")
+    fill(block, 1)
+    wanted = content(block)
+
+    def cut(real, handle, buffers, at):
+        return real(handle, [*buffers[:2], buffers[2][:PAGE]] if len(buffers) > 2 else [buffers[0][:PAGE]], at)
+
+    calls = faulty(monkeypatch, name, 1, cut)
+    extent = files.store(block)
+    fill(block, 2)
+    assert torch.equal(files.load(extent, block), wanted)
+    assert len(calls) == 2 * -(-5 // views) + 1
+
+
+@pytest.mark.parametrize("moved", [0, 512, PAGE + 1])
+@pytest.mark.parametrize("name", ["pwritev", "preadv"])
+def test_a_part_of_a_page_or_nothing_is_an_error(name, moved, make, monkeypatch):
+    files, slab = make(), slab_of(200)
+    block = slab.allocate(4 * PAGE, "a test")
+    extent = files.store(block)
+    faulty(monkeypatch, name, 1, lambda *_: moved)
+    with pytest.raises(MemoError, match=f"{moved} of {4 * PAGE} bytes were moved"):
+        files.store(block) if name == "pwritev" else files.load(extent, block)
+
+
+def test_a_file_that_ends_early_is_an_error(make):
+    files, slab = make(), slab_of(8)
+    block = slab.allocate(4 * PAGE, "a test")
+    extent = files.store(block)
+    os.ftruncate(files._files[0].handle, 2 * PAGE)
+    with pytest.raises(MemoError, match=f"0 of {2 * PAGE} bytes were moved"):
+        files.load(extent, block)
+
+
+# ---- the end
+
+
+def test_closing_ends_threads_and_gives_the_space_back_also_while_it_is_referred_to(tmp_path):
+    before = set(memo_threads()), descriptors()
+    files = Files(tmp_path, directories=2)
+    files.store(slab_of(8).allocate(PAGE, "a test"))
+    assert len(set(memo_threads()) - before[0]) == 2 * THREADS + 1 + 2
+    assert len(descriptors() - before[1]) == 2
+    files.close()
+    files.close()
+    assert set(memo_threads()) <= before[0] and descriptors() <= before[1]
+    with pytest.raises(MemoError, match="are closed"):
+        files.store(slab_of(8).allocate(PAGE, "a test"))
+
+
+def test_closing_waits_for_what_is_under_way(tmp_path):
+    files, slab = Files(tmp_path), slab_of(8)
+    block = slab.allocate(PAGE, "a test")
+    may_go = threading.Event()
+    files.streams._queues[D2H].put((may_go.wait,))
+    write = files.write(block, files.extent(PAGE, "a test"), (files.streams.mark(D2H),))
+    threading.Timer(0.05, may_go.set).start()
+    files.close()
+    assert files.done(write) and write.failure is None
+
+
+def test_files_that_are_never_closed_end_once_their_transfers_are_over(tmp_path):
+    """The pool of an abandoned model waits for them before it gives its blocks to another."""
+    files, slab = Files(tmp_path), slab_of(8)
+    block = slab.allocate(4 * PAGE, "a test")
+    fill(block, 1)
+    extent, wanted = files.store(block), content(block)
+    fill(block, 2)
+    may_go = threading.Event()
+    files.streams._queues[D2H].put((may_go.wait,))
+    files.read(extent, block, (files.streams.mark(D2H),))
+    gone, streams = weakref.ref(files), files.streams
+    del files
+    gc.collect()
+    assert gone() is None and not torch.equal(content(block), wanted)
+    threading.Timer(0.05, may_go.set).start()
+    finish_abandoned(CPU)
+    assert torch.equal(content(block), wanted)
+    streams.close()
+
+
+def test_memory_of_a_transfer_that_is_over_is_let_go(make):
+    files, slab = make(), slab_of(8)
+    block = slab.allocate(4 * PAGE, "a test")
+    gone = weakref.ref(block.pieces[0].segment.memory.untyped_storage())
+    transfer = files.write(block, files.extent(4 * PAGE, "a test"), ())
+    files.finished(transfer)
+    slab.free(block)
+    slab.close()
+    del block, slab
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("which", ["the first", "a file's"])
+def test_a_thread_that_died_is_an_error_and_no_hang(which, make):
+    files, slab = make(), slab_of(8)
+    files.store(block := slab.allocate(PAGE, "a test"))
+    (files._issued if which == "the first" else files._files[0].queue).put(None)
+    deadline = time.monotonic() + 10
+    while all(thread.is_alive() for thread in files._threads) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    with pytest.raises(MemoError, match="are closed, or this process was forked"):
+        files.store(block)
+
+
+@pytest.mark.processes
+def test_a_forked_process_has_no_files_and_does_not_hang(make):
+    files, slab = make(), slab_of(8)
+    block = slab.allocate(PAGE, "a test")
+    extent = files.store(block)
+    child = os.fork()
+    if not child:
+        told = 1
+        with contextlib.suppress(BaseException):
+            try:
+                files.load(extent, block)
+            except MemoError as error:
+                told = 0 if "was forked" in str(error) else 2
+            DirectFiles.close(files)
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    files.load(extent, block)
+
+
+class Interrupted:
+    """A queue in which Ctrl-C comes at the next `put`: before or after it."""
+
+    def __init__(self, inner, before: bool) -> None:
+        self.inner, self.before, self.armed = inner, before, True
+
+    def put(self, item) -> None:
+        if self.armed and self.before:
+            self.armed = False
+            raise KeyboardInterrupt
+        self.inner.put(item)
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_ctrl_c_as_a_transfer_is_issued_leaves_none_that_never_ends(before, make, small_stripes):
+    files, slab = make(directories=2), slab_of(200)
+    block = slab.allocate(5 * SMALL, "a test")
+    fill(block, 1)
+    wanted, extent, files._issued = content(block), files.extent(block.nbytes, "a test"), Interrupted(files._issued, before)
+    with pytest.raises(KeyboardInterrupt):
+        files.write(block, extent, ())
+    files.finish()
+    assert files.meters[True].nbytes == block.nbytes, "once, not twice"
+    assert torch.equal(files.load(extent, slab.allocate(block.nbytes, "a test")), wanted)
+
+
+def test_a_process_has_all_its_threads_or_none(tmp_path, monkeypatch):
+    before, start, begun = set(memo_threads()), threading.Thread.start, []
+
+    def refuse(thread):
+        if len(begun) == 4:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(module.threading.Thread, "start", lambda t: refuse(t) if "files" in t.name else start(t))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Files(tmp_path, directories=2, budget=8 * MIB * 2)
+    gc.collect()
+    for thread in begun:
+        thread.join(10)
+    assert not [thread for thread in set(memo_threads()) - before if "files" in thread.name]
+
+
+def test_files_under_way_at_exit_are_not_closed_under_their_threads(tmp_path):
+    """Another file that is opened at exit could get the number, and their writes."""
+    files = directory_module.private_file(directory(tmp_path))
+    os.close(files)
+    made = module._File(directory(tmp_path))
+    finalizers = [info for info in weakref.finalize._registry.values() if info.args == (made.handle,)]
+    assert [info.atexit for info in finalizers] == [False]

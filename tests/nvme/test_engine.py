@@ -1,0 +1,453 @@
+"""The engine, driven by hand: what is written, evicted and read when, and frames that die, fail or are interrupted."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import threading
+import weakref
+from contextlib import suppress
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.nvme import direct_files
+from ds_memo.nvme.engine import NvmeEngine
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_slab import HostSlab
+from ds_memo.swap.pinned_segments import PAGE
+from ds_memo.swap.stream_protocol import COMPUTE, D2H
+from ds_memo.swap.streams import ThreadStreams
+from tests.nvme.files import CPU, directory
+from tests.nvme.ordered_files import OrderedFiles
+from tests.nvme.rig import late_files
+from tests.nvme.test_direct_files import faulty, raises
+from tests.swap.by_hand import Rig
+from tests.swap.delayed import DelayedStreams
+from tests.swap.ordered import OrderedStreams, OrderError
+
+ROWS = (PAGE // 256, 64)
+"""Shape of a tensor of one page."""
+
+
+class NvmeRig(Rig):
+    """An engine with files, of pages of one host, whose frames are one page each."""
+
+    def __init__(self, path, pages: int, streams=None, nvme: bool = True, budget: int = 1 << 25) -> None:
+        self.path, self.nvme, self.warnings, self.budget = path, nvme, [], budget
+        super().__init__(streams or DelayedStreams(0), pages)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        files = direct_files.DirectFiles([directory(self.path)], self.budget, self.streams, preallocate=False)
+        self.files = OrderedFiles(files, self.streams) if isinstance(self.streams, OrderedStreams) else files
+        self.engine = NvmeEngine(self.streams, self.slab, CPU, self.files, self.warnings.append)
+
+    def page(self, value: float, nvme: bool | None = None, name: str = "x"):
+        tensors = [torch.full(ROWS, value)]
+        frame = self.begin(tensors, name=name)
+        frame.placement = replace(frame.placement, nvme=self.nvme if nvme is None else nvme)
+        self.engine.keep(frame, frame.layout.kept[0], tensors[0])
+        self.engine.end(frame)
+        return frame
+
+    def value(self, frame) -> float:
+        (tensor,) = self.replay(frame)
+        (value,) = tensor.unique().tolist()
+        return value
+
+    def states(self, frames) -> list[str]:
+        return [frame.filed.state if frame.filed else "in_host" for frame in frames]
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def rig(*args, **options) -> NvmeRig:
+        made.append(NvmeRig(tmp_path, *args, **options))
+        return made[-1]
+
+    yield rig
+    for rig in made:
+        rig.engine.close()
+        assert rig.slab.used == 0
+
+
+# ---- the schedule
+
+
+def test_a_host_of_four_pages_holds_twelve(make):
+    rig = make(4)
+    with late_files(1):
+        frames = [rig.page(float(number)) for number in range(12)]
+        assert rig.slab.used <= rig.slab.budget
+        assert rig.states(frames[:8]) == ["in_file"] * 8
+        for number in reversed(range(12)):
+            assert rig.value(frames.pop()) == number
+    assert rig.files.meters[True].nbytes == 12 * PAGE
+    assert rig.files.meters[False].nbytes == 8 * PAGE, "what stays in the cache is not read"
+    rig.layer_of([])
+    assert rig.files.extents() == []
+
+
+def test_blocks_are_read_ahead_as_far_as_the_host_has_room(make):
+    rig = make(4)
+    frames = [rig.page(float(number)) for number in range(10)]
+    for frame in (9, 8, 7):
+        rig.replay(frames.pop(frame))
+    gc.collect()
+    rig.replay(frames[6])
+    assert set(rig.states(frames)[3:]) <= {"reading", "in_both"}
+    assert rig.states(frames)[:3] == ["in_file"] * 3
+
+
+def test_without_a_placement_in_files_nothing_is_written_before_the_host_is_full(make):
+    rig = make(4, nvme=False)
+    frames = [rig.page(float(number)) for number in range(4)]
+    assert rig.files.meters[True].nbytes == 0 and rig.states(frames) == ["in_host"] * 4
+    frames += [rig.page(float(number)) for number in range(4, 8)]
+    assert rig.slab.used <= rig.slab.budget
+    assert [rig.value(frames[number]) for number in reversed(range(8))] == [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+
+
+def test_blocks_that_were_read_ahead_give_way(make):
+    """After a part of a backward the host is full of them; the next forward needs it."""
+    rig = make(4)
+    frames = [rig.page(float(number)) for number in range(8)]
+    rig.slab.budget = 8 * PAGE
+    rig.replay(frames[7])
+    assert rig.states(frames).count("reading") >= 3
+    rig.slab.budget = 4 * PAGE
+    more = [rig.page(float(number)) for number in range(8, 16)]
+    assert rig.slab.used <= 4 * PAGE
+    frames += more
+    for number in [3, *reversed(range(16))]:
+        assert rig.value(frames[number]) == number
+
+
+def test_a_backward_in_another_order_than_was_read_ahead(make):
+    rig = make(3)
+    first = [rig.page(float(number)) for number in range(5)]
+    second = [rig.page(float(number)) for number in range(5, 10)]
+    for number in (9, 4, 8, 3, 0, 7, 2, 6, 5, 1):
+        assert rig.value((first + second)[number]) == number
+
+
+def test_a_frame_comes_back_as_often_as_its_graph_lives(make):
+    rig = make(3)
+    frames = [rig.page(float(number)) for number in range(7)]
+    for _ in range(3):
+        assert [rig.value(frame) for frame in reversed(frames)] == [6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+    assert rig.files.meters[True].nbytes == 7 * PAGE, "written once"
+
+
+# ---- frames that die
+
+
+@pytest.mark.parametrize("thread", ["this", "a copy's"])
+@pytest.mark.parametrize("state", ["writing", "in_both", "in_file", "reading"])
+def test_a_frame_may_die_in_any_state(state, thread, make):
+    rig = make(4)
+    with late_files(2, delays_s=(3e-3,)):
+        frames = [rig.page(float(number)) for number in range(8)]
+        rig.replay(frames.pop())
+        if state == "reading":
+            for _ in range(2):
+                rig.replay(frames.pop())
+        elif state == "writing":
+            frames.append(rig.page(8.0))
+        elif state == "in_both":
+            rig.files.finish()
+            rig.engine._note_written()
+        at = rig.states(frames).index(state)
+        cycle = [frames.pop(at)]
+        dead = weakref.ref(cycle[0])
+        cycle.append(cycle)
+        del cycle
+        if thread == "this":
+            gc.collect()
+        else:
+            rig.streams._queues[D2H].put((gc.collect,))
+            rig.streams.wait(COMPUTE, rig.streams.mark(D2H))
+        assert dead() is None
+        more = [rig.page(50.0 + number) for number in range(6)]
+        assert rig.slab.used <= rig.slab.budget
+        held = {frame.filed.extent for frame in frames + more if frame.filed}
+        assert set(rig.files.extents()) == held
+        assert [rig.value(more[number]) for number in reversed(range(6))] == [55.0, 54.0, 53.0, 52.0, 51.0, 50.0]
+
+
+def test_a_frame_that_dies_while_dead_frames_are_freed(make):
+    """The garbage collector runs between any two lines, and a frame's block is under a transfer."""
+    checker = OrderedStreams()
+    with checker, late_files(0, delays_s=(5e-3,)):
+        rig = make(8, streams=checker)
+        frames = [rig.page(float(number)) for number in range(3)]
+        free = rig.slab.free
+
+        def free_and_kill(block) -> None:
+            free(block)
+            frames.clear()
+
+        rig.slab.free = free_and_kill
+        frames.pop()
+        rig.engine._drain()
+        rig.slab.free = free
+    checker.verify()
+    assert not frames and rig.slab.used == 0 and rig.files.extents() == []
+    assert not checker.violations
+
+
+def test_a_dead_frame_whose_destructor_was_interrupted(make):
+    rig = make(8)
+    with late_files(0, delays_s=(5e-3,)), mock.patch.object(SwapEngine, "_defer", lambda engine, frame: None):
+        frames = [rig.page(float(number)) for number in range(3)]
+        for frame in frames:
+            frame._defer = lambda frame: None
+        del frame
+        frames.clear()
+        gc.collect()
+        rig.engine.settle()
+    assert rig.slab.used == 0 and rig.files.extents() == []
+    assert rig.engine.traffic.blocks_lost == 3
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_reads_come_behind_copies_to_the_host(mutant, make):
+    """A dropped graph's copy is under way into a block that a read gets. The negative control reads at once."""
+    checker = OrderedStreams()
+    with checker:
+        rig = make(4, streams=checker)
+        frames = [rig.page(float(number)) for number in range(8)]
+        if mutant:
+            read = rig.files.read
+            rig.files.read = lambda extent, block, after: read(extent, block, after[:1])
+        rig.files.finish()
+        dropped = rig.page(99.0, nvme=False)
+        del dropped
+        try:
+            rig.replay(frames[2])
+        except OrderError:
+            assert mutant
+    assert bool(checker.violations) == mutant
+    rig.files.__dict__.pop("read", None)
+
+
+class FreesUnderTransfers(NvmeEngine):
+    def _finish(self, pending) -> None:
+        super()._finish(pending._replace(filed=None))
+
+
+class ClosesUnderTransfers(NvmeEngine):
+    def close(self) -> None:
+        files, self.files.close = self.files.close, lambda: None
+        try:
+            super().close()
+        finally:
+            files()
+
+
+@pytest.mark.parametrize("engine", [NvmeEngine, FreesUnderTransfers, ClosesUnderTransfers])
+@pytest.mark.parametrize("way", ["dies", "closes"])
+def test_no_block_is_freed_under_a_transfer(engine, way, tmp_path):
+    """With the wait taken out, the checker objects."""
+    checker = OrderedStreams()
+    with checker, late_files(0, delays_s=(5e-3,)):
+        rig = NvmeRig(tmp_path, 4, streams=checker)
+        rig.engine = engine(checker, rig.slab, CPU, rig.files, rig.warnings.append)
+        frames = [rig.page(1.0)]
+        with suppress(OrderError, AssertionError):
+            if way == "dies":
+                frames.clear()
+                rig.engine._drain()
+            rig.engine.close()
+        rig.files.close()
+    wrong = {"dies": FreesUnderTransfers, "closes": ClosesUnderTransfers}[way]
+    assert bool(checker.violations) == (engine is wrong)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_failed_write_stays_on_the_host(number, make, monkeypatch):
+    rig = make(6)
+    with monkeypatch.context() as patch:
+        faulty(patch, "pwritev", 2, raises(number))
+        frames = [rig.page(float(index)) for index in range(5)]
+        rig.files.finish()
+        rig.engine._note_written()
+    assert len(rig.warnings) == 1 and "stays in host memory: rank 0 could not write its file in" in rig.warnings[0]
+    assert sorted(rig.states(frames)) == ["in_both"] * 4 + ["in_host"]
+    frames += [rig.page(float(index)) for index in range(5, 12)]
+    assert [rig.value(frame) for frame in reversed(frames)] == [float(index) for index in reversed(range(12))]
+
+
+def test_where_no_write_succeeds_the_step_is_lost_once_the_host_is_full_and_nothing_else(make, monkeypatch):
+    rig = make(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(direct_files.os, "pwritev", raises(errno.ENOSPC))
+        frames = []
+        with pytest.raises(MemoError, match=r"host memory: frame x needs"):
+            frames += [rig.page(float(index)) for index in range(12)]
+    assert 0 < len(rig.warnings) <= 4
+    frames.clear()
+    gc.collect()
+    rig.engine.settle()
+    assert rig.slab.used == 0 and rig.files.extents() == []
+    frames = [rig.page(float(index)) for index in range(12)]
+    assert [rig.value(frame) for frame in reversed(frames)] == [float(index) for index in reversed(range(12))]
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+def test_each_read_refused_in_turn_loses_that_backward_alone(nth, make, monkeypatch):
+    rig = make(4)
+    frames = [rig.page(float(index)) for index in range(10)]
+    failed = []
+    with monkeypatch.context() as patch:
+        faulty(patch, "preadv", nth, raises(errno.EIO))
+        for frame in reversed(frames):
+            try:
+                rig.value(frame)
+            except MemoError as error:
+                assert "could not be read back, and this backward is lost: rank 0 could not read its file in" in str(error)
+                failed.append(frame)
+    assert len(failed) == 1
+    assert rig.value(failed[0]) == failed[0].age - 1, "the system's next answer is right"
+    assert rig.slab.used <= rig.slab.budget
+
+
+def test_files_without_room_leave_the_rest_on_the_host_and_say_so_once(make, monkeypatch):
+    monkeypatch.setattr(direct_files, "STRIPE", PAGE)
+    rig = make(8, budget=3 * PAGE)
+    frames = [rig.page(float(index)) for index in range(9)]
+    assert len(rig.warnings) == 1 and "It stays in host memory" in rig.warnings[0]
+    with pytest.raises(MemoError, match="host memory"):
+        frames += [rig.page(float(index)) for index in range(9, 20)]
+    for index in reversed(range(9)):
+        assert rig.value(frames[index]) == index
+
+
+# ---- Ctrl-C
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("nth", range(1, 6))
+def test_ctrl_c_as_a_read_is_issued_gives_no_wrong_bytes(nth, before, make):
+    rig = make(4)
+    with late_files(0, delays_s=(3e-3,)):
+        frames = [rig.page(float(number)) for number in range(10)]
+        read, calls = rig.files.read, []
+
+        def interrupted(*args):
+            calls.append(1)
+            if before and len(calls) == nth:
+                raise KeyboardInterrupt
+            transfer = read(*args)
+            if len(calls) == nth:
+                raise KeyboardInterrupt
+            return transfer
+
+        rig.files.read = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            for number in reversed(range(10)):
+                assert rig.value(frames[number]) == number
+        del rig.files.read
+        rig.engine._ahead = lambda: None
+        for number in reversed(range(10)):
+            if frames[number].state != "ready":
+                assert rig.value(frames[number]) == number
+        frames.clear()
+        rig.engine.settle()
+    assert rig.slab.used == 0 and rig.files.extents() == []
+
+
+@pytest.mark.parametrize("method", ["_have_written", "_drop_block", "_free_block"])
+@pytest.mark.parametrize("before", [True, False])
+def test_ctrl_c_in_the_books_is_made_good(method, before, make):
+    """What is left of the step is dropped, as a notebook does; the next is right, and nothing is kept."""
+    rig = make(4)
+    frames, real = [rig.page(float(number)) for number in range(3)], getattr(NvmeEngine, method)
+
+    def interrupted(engine, frame):
+        if not before:
+            real(engine, frame)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(NvmeEngine, method, interrupted), pytest.raises(KeyboardInterrupt):
+        for number in range(3, 12):
+            frames.append(rig.page(float(number)))
+    for frame in reversed(frames):
+        assert rig.value(frame) == frames.index(frame)
+    frames.clear()
+    del frame
+    rig.engine.settle()
+    assert rig.slab.used == 0 and rig.files.extents() == []
+    frames = [rig.page(float(number)) for number in range(12)]
+    assert [rig.value(frame) for frame in reversed(frames)] == [float(number) for number in reversed(range(12))]
+
+
+# ---- the end
+
+
+@pytest.mark.parametrize("state", ["writing", "in_both", "in_file", "reading"])
+def test_closing_with_living_frames(state, make):
+    rig = make(4)
+    with late_files(0, delays_s=(3e-3,)):
+        frames = [rig.page(float(number), name=f"layer {number}") for number in range(8)]
+        for number in (7, 6, 5) if state == "reading" else ():
+            rig.replay(frames[number])
+            del frames[number]
+        if state == "in_both":
+            rig.files.finish()
+            rig.engine._note_written()
+        assert state in rig.states(frames)
+        rig.engine.close()
+    assert (rig.slab.used, rig.slab.size) == (0, 0)
+    for frame in frames:
+        with pytest.raises(MemoError, match="is wanted by a backward after ds_memo was detached"):
+            rig.engine.bring_back(frame)
+    assert not [thread for thread in threading.enumerate() if thread in rig.files._threads]
+
+
+def test_closing_waits_for_transfers_also_at_ctrl_c(make):
+    rig = make(4)
+    with late_files(0, delays_s=(2e-2,)):
+        frames = [rig.page(float(number)) for number in range(3)]
+        finish, calls = rig.files.finish, []
+
+        def interrupted() -> None:
+            calls.append(1)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            finish()
+
+        rig.files.finish = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            rig.engine.close()
+    assert all(frame.filed.transfer.over.is_set() for frame in frames)
+    assert (rig.slab.used, rig.slab.size) == (0, 0)
+
+
+def test_two_models_that_share_a_pool_make_room_for_each_other(tmp_path):
+    pool = HostPool(CPU)
+    rigs = []
+    for _ in range(2):
+        rig = NvmeRig(tmp_path, 4, streams=ThreadStreams())
+        rig.slab.leave()
+        rig.slab = HostSlab(4 * PAGE, pool)
+        rig.engine = NvmeEngine(rig.streams, rig.slab, CPU, rig.files, rig.warnings.append)
+        rigs.append(rig)
+    frames = [(rig, rig.page(float(number))) for number in range(6) for rig in rigs]
+    assert pool.used <= 4 * PAGE == pool.limit
+    for number, (rig, frame) in reversed(list(enumerate(frames))):
+        assert rig.value(frame) == number // 2
+        assert pool.used <= pool.limit
+    for rig in rigs:
+        rig.engine.close()
+    assert pool.size == 0

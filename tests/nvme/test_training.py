@@ -1,0 +1,206 @@
+"""Models that train with files behind a host that holds little of what they store: to the bit as with all of it on the host."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import mmap
+import os
+
+import pytest
+import torch
+
+from ds_memo.errors import MemoError
+from ds_memo.runtime.attach import attach
+from ds_memo.swap.pinned_segments import PAGE
+from ds_memo.swap.streams import ThreadStreams
+from tests.everyday import everyday
+from tests.models import Batch, build
+from tests.nvme.rig import FILES_GIB, Watched, attached_with_files, host_of, late_files
+from tests.swap.delayed import DelayedStreams
+from tests.swap.rig import HOST, attached, gradients
+
+pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
+LAYERS = 6
+BATCHES = [Batch.random(2, 33, seed=seed) for seed in range(4)]
+CASES = list(itertools.product(["llama", "neox", "mixtral"], [0.0, 0.5, 1.0], [0, 2], [None, 8]))
+
+
+def model_of(name: str, layers: int = LAYERS) -> torch.nn.Module:
+    return build(name, num_hidden_layers=layers)
+
+
+def loss_of(model, batch: Batch) -> torch.Tensor:
+    return model(inputs_embeds=batch.embeds, labels=batch.labels).loss
+
+
+def accumulate(model) -> None:
+    for batch in BATCHES[:3]:
+        loss_of(model, batch).backward()
+
+
+def two_forwards(model) -> None:
+    accumulate(model)
+    first, second = loss_of(model, BATCHES[0]), loss_of(model, BATCHES[1])
+    first.backward()
+    second.backward()
+
+
+def retain(model) -> None:
+    accumulate(model)
+    loss = loss_of(model, BATCHES[0])
+    loss.backward(retain_graph=True)
+    loss_of(model, BATCHES[1]).backward()
+    loss.backward()
+
+
+def by_host(name: str, config: dict, train, layers: int = LAYERS) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Return gradients of the host home, the most bytes that it held, and those of the largest frame."""
+    model, Watched.largest = model_of(name, layers), 0
+    with attached(model, ThreadStreams(), config, slab=Watched) as memo:
+        train(model)
+        return gradients(model), memo.slab.peak_used, Watched.largest
+
+
+def assert_equal(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == wanted.keys()
+    different = [name for name in wanted if not torch.equal(ours[name], wanted[name])]
+    assert not different
+
+
+def settings(alpha: float, residents: int, tile: int | None) -> dict:
+    config = {"alpha": alpha, "resident_layers": residents, "plan": {"enabled": False}}
+    return config | ({"tile_tokens": tile} if tile else {})
+
+
+@pytest.mark.parametrize(("name", "alpha", "residents", "tile"), everyday(CASES, [("llama", 0.5, 0, None)]))
+def test_gradients_are_the_host_homes(name, alpha, residents, tile, tmp_path):
+    config = settings(alpha, residents, tile)
+    wanted, peak, largest = by_host(name, config, accumulate)
+    model, host = model_of(name), max(3 * largest, peak // 2)  # a layer in tiles asks for its room at once
+    with late_files(0), attached_with_files(model, DelayedStreams(0), config, tmp_path, host) as memo:
+        accumulate(model)
+        assert memo.slab.peak_used <= memo.slab.budget
+        assert memo.report()["nvme"]["bytes_written"] >= memo.report()["nvme"]["bytes_read"] > 0
+    assert_equal(gradients(model), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", [two_forwards, retain])
+@pytest.mark.parametrize("name", ["llama", "neox", "mixtral"])
+def test_several_graphs_at_once(name, train, tmp_path):
+    config = settings(0.5, 1, None)
+    wanted, _, largest = by_host(name, config, train)
+    model = model_of(name)
+    with late_files(1), attached_with_files(model, DelayedStreams(1), config, tmp_path, 4 * largest) as memo:
+        train(model)
+        assert memo.report()["nvme"]["bytes_read"] > 0
+    assert_equal(gradients(model), wanted)
+
+
+@pytest.mark.slow
+def test_a_host_of_a_tenth_trains_and_without_files_is_refused(tmp_path):
+    config = settings(1.0, 0, None)
+    wanted, peak, largest = by_host("llama", config, accumulate, layers=40)
+    tenth = peak // 10 // PAGE * PAGE
+    assert tenth >= 3 * largest
+    model = model_of("llama", 40)
+    with attached_with_files(model, ThreadStreams(), config, tmp_path, tenth) as memo:
+        accumulate(model)
+        assert memo.slab.peak_used <= tenth
+        assert memo.slab.size <= tenth
+    assert_equal(gradients(model), wanted)
+    model = model_of("llama", 40)
+    with (
+        attached(model, ThreadStreams(), config | {"host_memory_gib": host_of(tenth)}),
+        pytest.raises(MemoError, match=r"memo\.alpha"),
+    ):
+        accumulate(model)
+
+
+@pytest.mark.slow
+def test_two_models_in_turns_share_the_host(tmp_path):
+    config = settings(0.5, 0, None)
+    wanted, _, largest = by_host("llama", config, accumulate)
+    models = [model_of("llama"), model_of("llama")]
+    with (
+        attached_with_files(models[0], ThreadStreams(), config, tmp_path, 4 * largest) as one,
+        attached_with_files(models[1], ThreadStreams(), config, tmp_path, 4 * largest) as two,
+    ):
+        assert one.slab.pool is two.slab.pool
+        for batch in BATCHES[:3]:
+            for model in models:
+                loss_of(model, batch).backward()
+            assert one.slab.pool.used <= one.slab.pool.limit
+    for model in models:
+        assert_equal(gradients(model), wanted)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_dropped_in_the_middle_leaves_its_host_to_others(tmp_path):
+    """Its reads are under way into blocks that the next model gets."""
+    config = settings(0.5, 0, None)
+    wanted, _, largest = by_host("llama", config, accumulate)
+    other = model_of("llama")
+    with attached_with_files(other, ThreadStreams(), config, tmp_path, 4 * largest) as memo:
+        section = HOST | config | {"nvme": {"path": str(tmp_path), "gib": FILES_GIB}, "host_memory_gib": host_of(4 * largest)}
+        for turn in range(4):
+            other.zero_grad()
+            model = model_of("llama")
+            with late_files(turn, delays_s=(5e-3,)):
+                assert attach(model, section)._session.slab.pool is memo.slab.pool
+                loss = loss_of(model, BATCHES[0])
+                torch.autograd.grad(loss, [next(model.model.layers[-1].parameters())], retain_graph=True)
+                del loss, model
+                gc.collect()
+                accumulate(other)
+            assert_equal(gradients(other), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["after a forward", "in a backward"])
+def test_detaching_in_the_middle(when, tmp_path):
+    config = settings(0.5, 0, None)
+    _, _, largest = by_host("llama", config, accumulate)
+    model = model_of("llama")
+    with late_files(0, delays_s=(5e-3,)), attached_with_files(model, DelayedStreams(0), config, tmp_path, 3 * largest) as memo:
+        accumulate(model)
+        loss = loss_of(model, BATCHES[0])
+        if when == "in a backward":
+            torch.autograd.grad(loss, [next(model.model.layers[-1].parameters())], retain_graph=True)
+        memo.detach()
+        assert memo.slab.used == 0
+        with pytest.raises(MemoError, match="after ds_memo was detached"):
+            loss.backward()
+
+
+def test_nothing_stays_in_the_page_cache(tmp_path):
+    """No page that was written can be read without waiting. The negative control reads through the cache first."""
+    config = settings(1.0, 0, None)
+    model = model_of("llama")
+    _, _, largest = by_host("llama", config, accumulate)
+    with attached_with_files(model, ThreadStreams(), config, tmp_path, 3 * largest) as memo:
+        accumulate(model)
+        (file,) = memo.engine.files._files
+        pages = memo.engine.files.meters[True].nbytes // 3 // PAGE
+        handle = os.open(f"/proc/self/fd/{file.handle}", os.O_RDONLY)
+        try:
+            size = os.fstat(handle).st_size
+            with mmap.mmap(handle, size, access=mmap.ACCESS_COPY) as mapped:
+                assert pages and resident_pages(mapped) == 0
+                assert sum(mapped[at] is None for at in range(0, 64 * PAGE, PAGE)) == 0
+                assert resident_pages(mapped) >= 64
+        finally:
+            os.close(handle)
+
+
+def resident_pages(mapped: mmap.mmap) -> int:
+    """Return the pages of a mapped file that are in the page cache."""
+    pages = len(mapped) // PAGE
+    found = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), found) == 0
+    return sum(entry & 1 for entry in found)

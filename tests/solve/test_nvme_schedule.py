@@ -1,0 +1,124 @@
+"""The schedule with files against a simulator that runs the engine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ds_memo.errors import MemoError
+from ds_memo.estimate.simulate import Simulated, simulate
+from ds_memo.placement import Placement, PlacementKind, Tiles
+from ds_memo.solve.costs import NvmeCosts, RunCosts
+from ds_memo.solve.kinds import Kinds
+from ds_memo.solve.nvme_schedule import NvmeSchedule
+from ds_memo.solve.schedule import Schedule, Step
+from tests.everyday import everyday
+from tests.placements import placed
+from tests.solve.runs import random_run
+from tests.solve.test_tiles import tiled
+
+ALPHAS = (0.0, 0.25, 0.7, 1.0)
+
+
+def with_files(kinds: Kinds, alpha: float, files: int) -> list[Placement]:
+    placements = placed(kinds, alpha)
+    return [replace(placement, nvme=number < files) for number, placement in enumerate(placements)]
+
+
+def with_nvme(costs: RunCosts, kinds: Kinds, draw: random.Random) -> RunCosts:
+    """Return the run with drives, some slower than the link, and a host that holds a part of what it stores."""
+    whole = NvmeSchedule(replace(costs, nvme=NvmeCosts(0, 1, 1)), kinds)
+    host = int(draw.uniform(0, 0.5) * sum(whole.blocks(0.0))) + max(whole.blocks(1.0))
+    drives = (draw.uniform(0.05, 1) * rate for rate in (costs.d2h_bytes_per_s, costs.h2d_bytes_per_s))
+    return replace(costs, host_budget=host, nvme=NvmeCosts(1 << 60, *drives))
+
+
+def both(costs: RunCosts, kinds: Kinds, alpha: float) -> tuple[Step, Simulated]:
+    schedule = NvmeSchedule(costs, kinds)
+    files = schedule.files(alpha)
+    return schedule.at(alpha, files), simulate(costs, with_files(kinds, alpha, files))
+
+
+def whole(seed: int) -> tuple[RunCosts, Kinds]:
+    draw, costs = random.Random(seed), random_run(seed)
+    kinds = draw.choices(list(PlacementKind), (8, 2, 2, 2, 2, 2), k=len(costs.layers))
+    return with_nvme(costs, kinds, draw), kinds
+
+
+def in_tiles(seed: int) -> tuple[RunCosts, Kinds]:
+    draw = random.Random(seed)
+    count, layers = draw.choice((4, 16, 64)), draw.randint(2, 10)
+    layer = tiled(count)
+    if draw.random() < 0.5:
+        layer = replace(layer, in_tiles=replace(layer.in_tiles, result_differs=True))
+    kinds = draw.choices(list(PlacementKind)[:5], (8, 2, 1, 1, 1), k=layers)
+    link = draw.uniform(5e9, 200e9)
+    costs = RunCosts((layer,) * layers, link, link, 0, 1 << 60, head_s=draw.random(), tiles=Tiles((1 << 15) // count))
+    return with_nvme(costs, kinds, draw), kinds
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("seed", everyday(range(40), range(0, 40, 8)))
+def test_layers_that_run_whole_take_the_engines_time(seed: int, alpha: float) -> None:
+    solved, engine = both(*whole(seed), alpha)
+    assert solved.seconds == pytest.approx(engine.seconds, rel=1e-9)
+    for stall in ("d2h_stall_s", "h2d_stall_s", "nvme_stall_s"):
+        assert getattr(solved, stall) == pytest.approx(getattr(engine, stall), abs=1e-9 * engine.seconds), stall
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("seed", everyday(range(40), range(0, 40, 8)))
+def test_layers_in_tiles_take_it_as_well_as_without_files(seed: int, alpha: float) -> None:
+    """The schedule of tiles is one of whole layers, so it is off where compute waits for copies."""
+    costs, kinds = in_tiles(seed)
+    solved, engine = both(costs, kinds, alpha)
+    without = Schedule(costs, kinds).at(alpha).seconds / simulate(replace(costs, nvme=None), placed(kinds, alpha)).seconds
+    assert min(1.0, without) - 0.04 < solved.seconds / engine.seconds < max(1.0, without) + 0.04
+
+
+def test_runs_wait_for_files_in_both_directions() -> None:
+    waits = {"forward": 0, "backward": 0}
+    for seed in range(0, 40, 2):
+        engine = both(*whole(seed), 0.7)[1]
+        turn = min((span.begin for span in engine.spans if span.kind == "backward"), default=0.0)
+        begins = [span.begin for span in engine.spans if span.kind == "nvme stall"]
+        waits["forward"] += any(begin < turn for begin in begins)
+        waits["backward"] += any(begin >= turn for begin in begins)
+    assert min(waits.values()) >= 5, waits
+
+
+def test_the_host_holds_the_rest_to_the_byte() -> None:
+    costs, kinds = whole(7)
+    schedule = NvmeSchedule(costs, kinds)
+    files, blocks = schedule.files(0.7), schedule.blocks(0.7)
+    assert files > 0 and sum(blocks[files:]) <= costs.host_budget < sum(blocks[files - 1 :])
+    exact = replace(costs, host_budget=sum(blocks[files:]))
+    simulate(exact, with_files(kinds, 0.7, files))
+    assert NvmeSchedule(replace(exact, host_budget=exact.host_budget - 1), kinds).files(0.7) > files
+    smallest = replace(costs, host_budget=max(blocks))
+    files = NvmeSchedule(smallest, kinds).files(0.7)
+    simulate(smallest, with_files(kinds, 0.7, files))
+    smaller = replace(costs, host_budget=max(blocks) - 1)
+    assert NvmeSchedule(smaller, kinds).files(0.7) is None
+    with pytest.raises(MemoError, match="host memory"):
+        simulate(smaller, with_files(kinds, 0.7, files))
+
+
+def test_files_hold_no_more_than_their_budget() -> None:
+    costs, kinds = whole(7)
+    schedule = NvmeSchedule(costs, kinds)
+    written = sum(schedule.blocks(0.7)[: schedule.files(0.7)])
+    simulate(replace(costs, nvme=replace(costs.nvme, budget=written)), with_files(kinds, 0.7, schedule.files(0.7)))
+    with pytest.raises(MemoError, match="files"):
+        simulate(replace(costs, nvme=replace(costs.nvme, budget=written - 1)), with_files(kinds, 0.7, schedule.files(0.7)))
+
+
+@pytest.mark.parametrize("rate", ("write_bytes_per_s", "read_bytes_per_s"))
+def test_a_wrong_bandwidth_shows(rate: str) -> None:
+    """The comparison, to 1e-9, can fail."""
+    costs, kinds = whole(7)
+    wrong = replace(costs, nvme=replace(costs.nvme, **{rate: 1.1 * getattr(costs.nvme, rate)}))
+    solved, engine = NvmeSchedule(wrong, kinds), both(costs, kinds, 0.7)[1]
+    assert abs(solved.at(0.7, solved.files(0.7)).seconds / engine.seconds - 1) > 1e-3
