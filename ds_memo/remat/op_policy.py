@@ -138,6 +138,13 @@ def _classify(func: OpOverload) -> OpKind:
     return OpKind.MUTATES if is_mutating(func) else OpKind.PLAIN
 
 
+def is_attention(func: Any) -> bool:
+    """Return True for an attention kernel. FlexAttention is one in a compiled graph, where it is an op of its own."""
+    if _is_higher_order(func):
+        return isinstance(func, torch._ops.HigherOrderOperator) and func.name() == "flex_attention"
+    return kind_of(func) is OpKind.ATTENTION
+
+
 def is_mutating(func: Any) -> bool:
     """Return True if the op writes to an argument in place."""
     return not _is_higher_order(func) and (func._schema.is_mutable or _is_collective_in_place(func))
@@ -213,8 +220,11 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
 def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> bool:
     """Return True for dense operands and a dense output whose rows are those of the left operand."""
-    if type(out) is not torch.Tensor or not out.numel() or not out.is_contiguous():
-        return False
+    return type(out) is torch.Tensor and out.numel() > 0 and out.is_contiguous() and rows_are_lefts(func, args, out)
+
+
+def rows_are_lefts(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> bool:
+    """Return True for dense operands and an output whose rows are those of the left operand."""
     if not are_dense(args):  # a sparse operand has no rows
         return False
     if func in GROUPED and (args[0].dim() != 2 or args[1].dim() != 3):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ds_memo.hf.find_layers import is_huggingface_layer, is_huggingface_model
 from ds_memo.runtime import conflicts
+
+if TYPE_CHECKING:
+    from ds_memo.compiled_layers.layers import Compilers
 
 _MISSING = object()
 
@@ -20,19 +23,30 @@ class ModulePatches:
     """Replaces forwards and checkpoint functions, adds hooks, and undoes all of it."""
 
     def __init__(self) -> None:
-        _run_uncompiled()
+        _keep_dynamo_out()
+        self._compilers: Compilers | None = None  # made at need: it imports torch's compilers
         self._undo: list[Callable[[], Any]] = []
         self._through_us: weakref.WeakKeyDictionary[nn.Module, Patched] = weakref.WeakKeyDictionary()
         """Hugging Face modules and the checkpoint function that they must call."""
-        self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def layer(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Have every call of a layer come to ``run(forward, *args, **kwargs)``."""
-        self._layers.add(module)
         if is_huggingface_layer(module):
-            self._checkpoint_with(module, run)
+            self._checkpoint_with(module, run, lambda callback, fn, *args, **kwargs: self._run_compiled(run, fn, callback, *args, **kwargs))
         else:
-            self.forward(module, run)
+            compiled = functools.partial(self._run_compiled, run, module.forward)
+            self._set(module, "forward", Patched(functools.partial(run, module.forward), module.forward, compiled))
+
+    def _run_compiled(
+        self, run: Callable[..., Any], fn: Callable[..., Any], callback: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a layer that dynamo reached under a callback: torch.compile was asked for the layer, or for what calls it."""
+        if self._compilers is None:
+            from ds_memo.compiled_layers.layers import Compilers
+
+            self._compilers = Compilers()
+        forward, args, kwargs = self._compilers.forward(callback, fn, args, kwargs)
+        return run(forward, *args, **kwargs)
 
     def forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Have every forward of a module come to ``run(forward, *args, **kwargs)``."""
@@ -62,13 +76,6 @@ class ModulePatches:
                 module._gradient_checkpointing_func = function
             module.gradient_checkpointing = WITH_GRAD
 
-    def uncompile(self) -> bool:
-        """Take what ``Module.compile()`` put into layers since. Returns whether there was anything."""
-        compiled = [module for module in self._layers if module._compiled_call_impl is not None]
-        for module in compiled:
-            self._set(module, "_compiled_call_impl", None)
-        return bool(compiled)
-
     def undo_with(self, undo: Callable[[], Any], last: bool = False) -> None:
         """Call this too when everything is undone; `last`: after all that is there now."""
         self._undo.insert(0 if last else len(self._undo), undo)
@@ -78,8 +85,8 @@ class ModulePatches:
         while self._undo:
             self._undo.pop()()
 
-    def _checkpoint_with(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        function = Patched(run, _plainly)
+    def _checkpoint_with(self, module: nn.Module, run: Callable[..., Any], compiled: Callable[..., Any] | None = None) -> None:
+        function = Patched(run, _plainly, compiled)
         self._set(module, "gradient_checkpointing", WITH_GRAD)
         self._set(module, "_gradient_checkpointing_func", function)
         self._through_us[module] = function
@@ -117,24 +124,42 @@ WITH_GRAD = _WithGrad()
 
 
 class Patched:
-    """What we put into a module. A copy of the module, or a pickle of it, is a plain one: it gets `plain` in its place."""
+    """What we put into a module. A copy of the module, or a pickle of it, is a plain one: it gets `plain` in its place.
 
-    def __init__(self, call: Callable[..., Any], plain: Callable[..., Any]) -> None:
+    Dynamo does not trace it, nor what it calls.
+
+    Args:
+        compiled: called as ``compiled(callback, ...)`` in place of `call` where dynamo would have traced it.
+    """
+
+    def __init__(self, call: Callable[..., Any], plain: Callable[..., Any], compiled: Callable[..., Any] | None = None) -> None:
         self.call = call
         self.plain = plain
+        self.compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
+        raise AssertionError("made without _keep_dynamo_out")
 
     def __reduce__(self) -> tuple:
         return _same, (self.plain,)
 
 
 @functools.cache
-def _run_uncompiled() -> None:
+def _keep_dynamo_out() -> None:
     """Once there is something to run: this imports torch's compiler, which launchers can do without."""
-    why = "ds_memo runs layers uncompiled: what happens in a compiled region cannot be kept or swapped"
-    Patched.__call__ = torch.compiler.disable(Patched.__call__, reason=why)  # type: ignore[method-assign]
+    from ds_memo.compiled_layers.torch_private import set_eval_frame, skip
+
+    def call(self: Patched, *args: Any, **kwargs: Any) -> Any:
+        callback = set_eval_frame(None)
+        if not callback:
+            return self.call(*args, **kwargs)
+        try:
+            return self.call(*args, **kwargs) if self.compiled is None else self.compiled(callback, *args, **kwargs)
+        finally:
+            set_eval_frame(callback)
+
+    Patched.__call__ = skip(call)  # type: ignore[method-assign]
+    call._torchdynamo_disable_msg = "ds_memo runs layers, and compiles each by itself"  # type: ignore[attr-defined]
 
 
 def nothing(*args: Any) -> None:

@@ -31,7 +31,6 @@ from ds_memo.memory.host import budget_bytes, ranks_on_node
 from ds_memo.placement import PlacementKind
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.remat.checkpoint import Layer, Remat
-from ds_memo.remat.diagnostics import has_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime import first_step_warnings as first_step
@@ -189,8 +188,6 @@ class Session:
             self._patches.hold()
             if not self._passes and conflicts.is_offloaded():
                 self.warn(conflicts.OFFLOADED)
-            if self._patches.uncompile() or (not self._passes and has_compiled(module)):
-                self.warn(conflicts.UNCOMPILED)
             self._place(module, args, kwargs)
         if not training:
             self.addresses.leave_phase()
