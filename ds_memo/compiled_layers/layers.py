@@ -45,6 +45,7 @@ class CompiledLayers:
     """
 
     def __init__(self, backend: Any) -> None:
+        ops.define_joins()
         self.backend = backend
         self._compiled: dict[tuple[Any, Any], Callable[..., Any]] = {}
         """By function and kind of placement."""

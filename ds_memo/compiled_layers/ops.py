@@ -13,6 +13,7 @@ op or an order alone.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import threading
 import weakref
@@ -140,8 +141,9 @@ _define(
 KEEP, SUPPLY, HOLD = torch.ops.memo.keep.default, torch.ops.memo.supply.default, torch.ops.memo.hold.default
 
 
-def _joining(func: OpOverload) -> OpOverload:
-    """Define the op that joins stored and computed rows of a product: its schema is that of the product with two arguments more."""
+@functools.cache
+def join_of(func: OpOverload) -> OpOverload:
+    """Return the op that joins stored and computed rows of a product: its schema is the product's, with two arguments more."""
     name = f"join_{func._opname}"
     _, _, signature = str(func._schema).partition("(")
     _define(
@@ -152,5 +154,11 @@ def _joining(func: OpOverload) -> OpOverload:
     return getattr(torch.ops.memo, name).default
 
 
-JOIN = {func: _joining(func) for func in sorted(op_policy.GEMM | op_policy.BATCHED, key=str)}
-"""By product."""
+def define_joins() -> None:
+    """Define the ops of all products: graphs that come from inductor's cache call them by name."""
+    for func in sorted(op_policy.GEMM | op_policy.BATCHED, key=str):
+        join_of(func)
+    for name in op_policy.GROUPED_NAMES:
+        namespace, _, op = name.partition("::")
+        if hasattr(getattr(torch.ops, namespace), op):
+            join_of(getattr(getattr(torch.ops, namespace), op).default)

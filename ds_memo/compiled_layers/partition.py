@@ -21,7 +21,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ds_memo.compiled_layers import torch_private
-from ds_memo.compiled_layers.ops import HOLD, JOIN, KEEP, SUPPLY
+from ds_memo.compiled_layers.ops import HOLD, KEEP, SUPPLY, join_of
 from ds_memo.placement import PlacementKind
 from ds_memo.remat import op_policy
 from ds_memo.remat.op_policy import OpKind
@@ -159,9 +159,8 @@ class _Partition:
 
     def _is_product(self, node: fx.Node) -> bool:
         """Return True for a GEMM. A batched product is one if a weight is an operand; others may be attention."""
-        if node.target in op_policy.GEMM:
-            return True
-        return node.target in op_policy.BATCHED and any(argument in self._weights for argument in node.all_input_nodes)
+        kind = op_policy.kind_of(node.target) if isinstance(node.target, OpOverload) else None
+        return kind is OpKind.GEMM or (kind is OpKind.BATCHED and any(arg in self._weights for arg in node.all_input_nodes))
 
     def _keeps(self, product: fx.Node) -> bool:
         """Return True if rows of a product are kept."""
@@ -201,7 +200,7 @@ class _Partition:
                 self._keep(node)
             else:
                 self._join(node)
-        elif torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) or node.op != "call_function":
+        elif node.op != "call_function" or torch_private.has_unknown_size(node.meta["val"]):
             self._stay(node)
         else:
             self._copy(node)
@@ -232,7 +231,7 @@ class _Partition:
 
     def _join(self, product: fx.Node) -> None:
         args, kwargs = fx.map_arg((product.args, product.kwargs), lambda argument: self._stand_ins[argument])
-        self._hand_out(product, JOIN[product.target], args, kwargs)
+        self._hand_out(product, join_of(product.target), args, kwargs)
 
     def _hand_out(self, node: fx.Node, op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
         made = self._graph.call_function(op, (self._handle, -1, *args), kwargs)

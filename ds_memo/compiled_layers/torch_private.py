@@ -15,6 +15,7 @@
 | torch._inductor.custom_graph_pass  | CustomPartitionerFn, get_hash_for_files    | the same for inductor                      |
 | torch._guards                      | TracingContext                             | mutated inputs and tensor subclasses       |
 | torch._functorch.partitioners      | the names imported below                   | split the joint graph                      |
+| torch.fx.experimental.symbolic_shapes | free_unbacked_symbols                 | sizes that depend on values                |
 | torch.utils._sympy                 | sympy_interp, PythonReferenceAnalysis      | sizes that are symbols                     |
 """
 
@@ -44,6 +45,7 @@ from torch._functorch.partitioners import (
 )
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -62,6 +64,7 @@ __all__ = [
     "find_symbol_binding_fx_nodes",
     "fx_graph_cse",
     "get_hash_for_files",
+    "has_unknown_size",
     "innermost_backend",
     "outputs_of",
     "placeholders",
@@ -130,6 +133,11 @@ def symbolic(graph: torch.fx.Graph, value: int | torch.SymInt) -> Any:
         if node not in known:
             node.meta["val"] = node.target(*torch.fx.map_arg(node.args, lambda argument: argument.meta["val"]))
     return made.node
+
+
+def has_unknown_size(value: torch.Tensor) -> bool:
+    """Return True for a tensor whose size depends on values, such as nonzero's."""
+    return bool(free_unbacked_symbols(value))
 
 
 def boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
