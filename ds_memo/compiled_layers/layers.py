@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from ds_memo.compiled_layers import ops
-from ds_memo.compiled_layers.backends import CannotCompile, partitioned
+from ds_memo.compiled_layers.backends import CannotCompile, name_of, partitioned
 from ds_memo.compiled_layers.call import CompiledCall
 from ds_memo.compiled_layers.partition import CannotPartition
 from ds_memo.compiled_layers.torch_private import CANNOT_COMPILE, BackendCompilerFailed, innermost_backend
@@ -49,7 +49,8 @@ class CompiledLayers:
         self.backend = backend
         self._compiled: dict[tuple[Any, Any], Callable[..., Any]] = {}
         """By function and kind of placement."""
-        self._uncompiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._refused: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        """Layers that run uncompiled, and why."""
 
     def function(self, fn: Callable[..., Any], kind: PlacementKind) -> Callable[..., Any]:
         """Return `fn`, a plain function, compiled for a kind of placement.
@@ -68,12 +69,13 @@ class CompiledLayers:
             self._compiled[key] = made
         return self._compiled[key]
 
-    def refuse(self, layer: Layer) -> None:
+    def refuse(self, layer: Layer, why: str) -> None:
         """Have a layer run uncompiled from now on."""
-        self._uncompiled.add(layer.module())
+        self._refused[layer.module()] = why
 
-    def compiles(self, layer: Layer) -> bool:
-        return layer.module() is not None and layer.module() not in self._uncompiled
+    def refused(self, layer: Layer) -> str | None:
+        """Return why a layer runs uncompiled; None: it is compiled."""
+        return self._refused.get(layer.module()) if layer.module() is not None else "belongs to no module"
 
 
 def _apart(fn: Callable[..., Any], kind: PlacementKind) -> Callable[..., Any]:
@@ -98,10 +100,11 @@ class CompiledForward(OwnForward):
 
     def __init__(self, compiled: CompiledLayers, fn: Callable[..., Any]) -> None:
         self.compiled = compiled
-        self.fn = fn
+        self.name = name_of(compiled.backend)
+        self.plain = fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compiled.function(self.fn, PlacementKind.NO_RECOMPUTE)(*args, **kwargs)
+        return self.compiled.function(self.plain, PlacementKind.NO_RECOMPUTE)(*args, **kwargs)
 
     def run_layer(
         self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool
@@ -109,7 +112,9 @@ class CompiledForward(OwnForward):
         """Run a layer call by its compiled graphs; uncompiled, if there can be none."""
         if placement.tiles is not None:
             raise MemoError(TILES)
-        if self.compiled.compiles(layer):
+        if self.compiled.refused(layer) is None:
+            if placement.tiles is not None:
+                raise MemoError(TILES)
             call = None
             try:
                 call, fn = self._prepare(remat, layer, placement, args, kwargs)
@@ -117,21 +122,24 @@ class CompiledForward(OwnForward):
             except (CannotCompile, *CANNOT_COMPILE) as error:
                 if call is not None and call.recipe is not None:  # its graph ran
                     raise
-                self.compiled.refuse(layer)
-                remat.warn_of(layer, UNCOMPILED.format(reason_of(error)))
-        return remat.run_placed(layer, self.fn, args, kwargs, placement, preserve_rng_state)
+                self.compiled.refuse(layer, reason_of(error))
+        remat.warn_of(layer, UNCOMPILED.format(self.compiled.refused(layer)))
+        return remat.run_placed(layer, self.plain, args, kwargs, placement, preserve_rng_state)
+
+    def refused(self, layer: Layer) -> str | None:
+        return self.compiled.refused(layer)
 
     def _prepare(
         self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[CompiledCall, Callable[..., Any]]:
         """Return the call, whose frame is open, and the function that runs it."""
         arguments = (*args, *kwargs.values())
-        key = layer.kind_of_call(arguments, placement), self.fn
+        key = layer.kind_of_call(arguments, placement), self.plain
         recipe = layer.recipes.get(key)
         if recipe is not None and not (placement.kind.on_device or remat.policy.has_room(recipe.layout.host_bytes)):
             placement = FULL_RECOMPUTE
-            key = layer.kind_of_call(arguments, placement), self.fn
-        fn = self.compiled.function(self.fn, placement.kind)
+            key = layer.kind_of_call(arguments, placement), self.plain
+        fn = self.compiled.function(self.plain, placement.kind)
         return CompiledCall(remat, layer, remat.engine.begin(layer.name, placement), key), fn
 
     @staticmethod

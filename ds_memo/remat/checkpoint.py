@@ -63,6 +63,11 @@ class Policy(Protocol):
 class OwnForward(ABC):
     """A layer's forward that keeps what its backward needs by itself: one that torch.compile compiled."""
 
+    name: str
+    """The compiler's, for messages."""
+    plain: Callable[..., Any]
+    """The same forward, uncompiled."""
+
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it and keep nothing."""
@@ -72,6 +77,10 @@ class OwnForward(ABC):
         self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool
     ) -> Any:
         """Run it as a layer by its placement, which recomputes."""
+
+    @abstractmethod
+    def refused(self, layer: Layer) -> str | None:
+        """Return why a layer runs uncompiled all the same, as it was found in its first call; None: it does not."""
 
 
 class CannotTile(Exception):

@@ -24,7 +24,6 @@ class ModulePatches:
 
     def __init__(self) -> None:
         _keep_dynamo_out()
-        self._compilers: Compilers | None = None  # made at need: it imports torch's compilers
         self._undo: list[Callable[[], Any]] = []
         self._through_us: weakref.WeakKeyDictionary[nn.Module, Patched] = weakref.WeakKeyDictionary()
         """Hugging Face modules and the checkpoint function that they must call."""
@@ -41,12 +40,14 @@ class ModulePatches:
         self, run: Callable[..., Any], fn: Callable[..., Any], callback: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a layer that dynamo reached under a callback: torch.compile was asked for the layer, or for what calls it."""
-        if self._compilers is None:
-            from ds_memo.compiled_layers.layers import Compilers
-
-            self._compilers = Compilers()
-        forward, args, kwargs = self._compilers.forward(callback, fn, args, kwargs)
+        forward, args, kwargs = self.compilers.forward(callback, fn, args, kwargs)
         return run(forward, *args, **kwargs)
+
+    @functools.cached_property
+    def compilers(self) -> Compilers:
+        from ds_memo.compiled_layers.layers import Compilers  # at need: it imports torch's compilers
+
+        return Compilers()
 
     def forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Have every forward of a module come to ``run(forward, *args, **kwargs)``."""
@@ -60,9 +61,11 @@ class ModulePatches:
                 self._checkpoint_with(module, run)
                 self.before_forward(module, conflicts.refuse_cache)
 
-    def before_forward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        """Call ``hook(module, args, kwargs)``."""
-        self.undo_with(module.register_forward_pre_hook(Patched(hook, nothing), with_kwargs=True).remove)
+    def before_forward(
+        self, module: nn.Module, hook: Callable[..., Any], compiled: Callable[..., Any] | None = None
+    ) -> None:
+        """Call ``hook(module, args, kwargs)``; ``compiled(callback, module, args, kwargs)`` where dynamo traces the call."""
+        self.undo_with(module.register_forward_pre_hook(Patched(hook, nothing, compiled), with_kwargs=True).remove)
 
     def after_forward(self, module: nn.Module, hook: Callable[..., Any], always: bool = False) -> None:
         """Call ``hook(module, args, output)``; `always`: also where the forward raised."""

@@ -30,6 +30,8 @@ from ds_memo.memory.device import device_usage
 from ds_memo.memory.host import budget_bytes, ranks_on_node
 from ds_memo.placement import PlacementKind
 from ds_memo.planned_alloc.runtime import Addresses
+from ds_memo.profile.call import AsCalled, as_it_is
+from ds_memo.remat.diagnostics import has_compiled
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
@@ -109,6 +111,7 @@ class Session:
         self._passes = 0
         """Training forwards that came to their end."""
         self._frames_before = 0
+        self._as_called: AsCalled = as_it_is
         self._norms_in_tiles = False
         """Norms beside the layers come to memo: some pass ran in tiles."""
         self._speed = Speed()
@@ -150,7 +153,8 @@ class Session:
         keep_unobserved_attention()
         for name, module in layers[:1]:
             self._patches.before_forward(module, conflicts.MaskWatch(name, self.warn))
-        self._patches.before_forward(model, self._forward_begins)
+        self._gather_whole = ties.gather_whole
+        self._patches.before_forward(model, self._forward_begins, self._compiled_forward_begins)
         self._patches.after_forward(model, self._forward_is_over, always=True)
         self._patches.after_forward(model, self._forward_ends)
 
@@ -188,6 +192,9 @@ class Session:
             self._patches.hold()
             if not self._passes and conflicts.is_offloaded():
                 self.warn(conflicts.OFFLOADED)
+            if self._gather_whole is not None and (self._as_called is not as_it_is or has_compiled(module)):
+                self._gather_whole([layer.module() for layer in self.layers])  # hooks inside a layer cannot be traced
+                self._gather_whole = None
             self._place(module, args, kwargs)
         if not training:
             self.addresses.leave_phase()
@@ -198,6 +205,14 @@ class Session:
             self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), placements)
         self._frames_before = self.engine.traffic.frames
 
+    def _compiled_forward_begins(self, callback: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Do the same where torch.compile was asked for the whole model: its layers will be called under this callback."""
+        self._as_called = functools.partial(self._patches.compilers.forward, callback)
+        try:
+            self._forward_begins(module, args, kwargs)
+        finally:
+            self._as_called = as_it_is
+
     def _place(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Have the placements for the training pass that begins."""
         self.policy.follow(None)
@@ -206,7 +221,7 @@ class Session:
             calls.forward_begins()
             if self.tuner.profile is None and not self.tuner.gave_up:
                 self.addresses.profile_begins()
-            training_pass = TrainingPass(shapes_of(args, kwargs), model, args, kwargs)
+            training_pass = TrainingPass(shapes_of(args, kwargs), model, args, kwargs, self._as_called)
             self.policy.follow(self.tuner.solve(training_pass, self.layers, calls.most, calls.earlier))
         if self.policy.tiles is not None and not self._norms_in_tiles:
             self._norms_in_tiles = True
