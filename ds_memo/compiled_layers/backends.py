@@ -67,7 +67,9 @@ class _RecipePartitioner(CustomPartitionerFn):
     def __init__(self, kind: PlacementKind) -> None:
         self._kind = kind
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         return partition(gm, joint_inputs, kind=self._kind, **kwargs)
 
     def uuid(self) -> Any:  # None would not keep graphs out of inductor's caches: another partition's could come back

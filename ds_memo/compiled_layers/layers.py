@@ -32,8 +32,8 @@ from ds_memo.remat.checkpoint import Layer, OwnForward, Remat
 
 UNCOMPILED = "it {}, so it runs uncompiled, with the same memory and results"
 TILES = (
-    "memo.tile_tokens: layers in tiles run their parts one by one, which torch.compile does not know; leave the key out, or leave "
-    "layers uncompiled"
+    "memo.tile_tokens: layers in tiles run part by part, which torch.compile does not know; leave the key out, or leave layers "
+    "uncompiled"
 )
 
 

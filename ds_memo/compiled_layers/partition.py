@@ -69,6 +69,7 @@ class _Partition:
         self._kind = kind
         self._num_fwd_outputs = num_fwd_outputs
         self._outputs, self._gradients = torch_private.outputs_of(joint, num_fwd_outputs)
+        self._output = next(value for value in self._outputs if _is_tensor(value))
         self._primals, tangents = torch_private.placeholders(self._graph)
         self._static = [self._primals[index] for index in static or ()]
         self._weights = set(self._static)
@@ -108,8 +109,9 @@ class _Partition:
         self._follow_choices()
         with self._graph.inserting_before(first_late):
             self._handle = self._graph.call_function(KEEP)
+            inputs = self._inputs()
             for node in self._early:
-                self._replay(node)
+                self._replay(node, inputs)
         self._read_stand_ins()
         alive = self._alive()
         self._write_keep(alive)
@@ -149,7 +151,7 @@ class _Partition:
                 self._chosen_from |= made_of
             elif isinstance(node.target, OpOverload):
                 values = {id(argument.meta.get("val")): argument for argument in node.all_input_nodes}
-                for value in op_policy.chooses_by(node.target, fx.map_arg(node.args, lambda argument: argument.meta.get("val"))):
+                for value in op_policy.chooses_by(node.target, _values(node.args)):
                     self._chosen_from |= sources[values[id(value)]] if id(value) in values else set()
             if self._is_product(node):
                 made_of = frozenset({node})
@@ -166,21 +168,29 @@ class _Partition:
         """Return True if rows of a product are kept."""
         if self._kind.without_gemms and product not in self._chosen_from:
             return False
-        values = fx.map_arg(product.args, lambda argument: argument.meta["val"])
-        return op_policy.rows_are_lefts(product.target, values, product.meta["val"])
+        return op_policy.rows_are_lefts(product.target, _values(product.args), product.meta["val"])
 
     def _recomputes(self, node: fx.Node) -> bool:
         """Return True for attention that this placement computes again. With dropout it would draw other numbers."""
         return self._kind.recomputes_attention and _is_attention(node) and not _argument(node, "dropout_p")
 
-    def _is_input(self, primal: fx.Node) -> bool:
-        """Return True for an input of the layer that its frame keeps: one that needs a gradient. Layers share the others."""
-        gradient = self._gradients[self._primals.index(primal)] if primal in self._primals else None
-        return gradient is not None and primal not in self._static and primal.meta["val"].is_floating_point()
+    def _inputs(self) -> set[fx.Node]:
+        """Return the layer's inputs that its frame keeps: those that need a gradient. Layers share the others.
+
+        The first layer's hidden states may need none: they have the shape of its output.
+        """
+        static = set(self._static)
+        pairs = zip(self._primals, self._gradients, strict=False)
+        given = [(primal, grad) for primal, grad in pairs if primal not in static and _is_tensor(primal)]
+        floating = [(primal, grad) for primal, grad in given if primal.meta["val"].is_floating_point()]
+        if trained := {primal for primal, grad in floating if grad is not None}:
+            return trained
+        out = str(self._output.meta["val"].shape)  # symbols are compared by name: a comparison would be a guard
+        return set([primal for primal, _ in floating if str(primal.meta["val"].shape) == out][:1])
 
     # ---- the replay
 
-    def _replay(self, node: fx.Node) -> None:
+    def _replay(self, node: fx.Node, inputs: set[fx.Node]) -> None:
         """Find what stands for an early node in the backward."""
         of = node.args[0] if node.target is operator.getitem else node
         if not _is_tensor(node):
@@ -189,7 +199,7 @@ class _Partition:
             elif not _is_saved(node) or self._recomputes(node):
                 self._copy(node)
         elif node.op == "placeholder":
-            if self._is_input(node):
+            if node in inputs:
                 self._keep(node)
             else:
                 self._stay(node)
@@ -218,7 +228,7 @@ class _Partition:
     def _keep(self, node: fx.Node) -> None:
         """Have the frame keep a node; autograd, if it is small or stays on the device."""
         product = self._is_product(node)
-        if self._kind.on_device or not product and _is_small(node.meta["val"]):
+        if self._kind.on_device or (not product and _is_small(node.meta["val"])):
             self._stay(node)
         elif product:
             self._join(node)
@@ -242,10 +252,13 @@ class _Partition:
     def _read_stand_ins(self) -> None:
         """Have the backward read stand-ins."""
         for node in self._late:
-            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: self._stand_ins.get(argument, argument))
-        self._gradients = [self._stand_ins.get(value, value) if isinstance(value, fx.Node) else value for value in self._gradients]
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._stand_in)
+        self._gradients = [self._stand_in(value) if isinstance(value, fx.Node) else value for value in self._gradients]
         output = next(iter(self._graph.find_nodes(op="output")))
         output.args = ((*self._outputs, *self._gradients),)
+
+    def _stand_in(self, node: fx.Node) -> fx.Node:
+        return self._stand_ins.get(node, node)
 
     def _alive(self) -> set[fx.Node]:
         """Return what the backward needs."""
@@ -274,16 +287,16 @@ class _Partition:
                 if not (product or _is_saved(node)):
                     continue
                 outputs = [value for value in (node, *_parts(node)) if value in wanted]
-                again = self._recomputes(node) or product and node not in self._kept
+                again = self._recomputes(node) or (product and node not in self._kept)
                 kept += outputs
                 names.append(node.target.name())
                 counts.append(len(outputs) or (-1 if again and self._stand_ins[node] in alive else 0))
                 whole.append(node in self._chosen_from)
                 flops.append(torch_private.symbolic(self._graph, _flops(node)) if product else 0)
-        out = next(value for value in self._outputs if isinstance(value, fx.Node) and _is_tensor(value))
-        self._handle.args = (out, kept, self._kind.on_device, len(inputs), names, counts, whole, flops, softmax)
-        mode = out.meta["val"].fake_mode
+        self._handle.args = (self._output, kept, self._kind.on_device, len(inputs), names, counts, whole, flops, softmax)
+        mode = self._output.meta["val"].fake_mode
         self._handle.meta["val"] = mode.from_tensor(torch.empty(1, dtype=torch.int64))
+        self._handle.meta["eager_input_vals"] = _values(self._handle.args), {}  # inductor gives it tensors of these strides
         self._native.add(self._handle)
         if not self._kind.on_device:
             for index, node in enumerate(kept):
@@ -305,6 +318,11 @@ class _Partition:
             node.replace_input_with(smallest, held)
         output = next(iter(self._graph.find_nodes(op="output")))
         output.args = ((*self._outputs, *(held if value is smallest else value for value in self._gradients)),)
+
+
+def _values(arguments: Any) -> Any:
+    """Return the fake values of a node's arguments."""
+    return fx.map_arg(arguments, lambda argument: argument.meta.get("val"))
 
 
 def _is_tensor(value: Any) -> bool:
@@ -345,8 +363,7 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 def _flops(product: fx.Node) -> Any:
-    args = fx.map_arg(product.args, lambda argument: argument.meta["val"])
-    return op_policy.gemm_flops(product.target, args, product.meta["val"])
+    return op_policy.gemm_flops(product.target, _values(product.args), product.meta["val"])
 
 
 def _is_small(value: torch.Tensor) -> bool:
@@ -366,4 +383,4 @@ def _copied(meta: dict[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(value) if name != "val" else value for name, value in meta.items() if name not in _MARKS}
 
 
-_MARKS = ("partitioner_tag", "recompute", "ac_graph_id")
+_MARKS = ("partitioner_tag", "recompute", "ac_graph_id", "eager_input_vals")

@@ -110,8 +110,8 @@ class LayerCall:
     @property
     def compiled_by(self) -> str | None:
         """Name of the backend that torch.compile compiles the layer with; None: it runs uncompiled."""
-        compiled = isinstance(self._fn, OwnForward) and self._fn.refused(self.layer) is None
-        return self._fn.name if compiled else None
+        fn = self._fn
+        return fn.name if isinstance(fn, OwnForward) and fn.refused(self.layer) is None else None
 
     @property
     def trains(self) -> bool:

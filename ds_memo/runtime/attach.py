@@ -80,7 +80,7 @@ def attach_model(
     if not config.enabled and "enabled" in config.model_fields_set:
         raise MemoConfigError("memo.enabled: got false; attach() was asked to put the model under ds_memo, so true or nothing")
     refuse_attached(model)
-    found = [(name, getattr(module, "_orig_mod", module)) for name, module in find_layers(model, layers)]  # torch.compile's wrapper
+    found = [(name, within_compiled(module)) for name, module in find_layers(model, layers)]
     for name, module in found:
         if any(session.owns(module) for session in _attached.values()):
             raise MemoError(

@@ -22,12 +22,12 @@ OFFLOADED = (
 
 
 def refuse_model(layers: list[tuple[str, nn.Module]]) -> None:
-    """Refuse layers that memo could not see into, or that are offloaded already.
+    """Refuse layers that are offloaded already.
 
     Raises:
-        MemoError: naming the layer.
+        MemoError: they are.
     """
-    for name, layer in layers:
+    for _, layer in layers:
         if is_huggingface_layer(layer):
             refuse_offload(layer.__dict__.get("_gradient_checkpointing_func"))
 

@@ -31,14 +31,16 @@ class ModulePatches:
     def layer(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Have every call of a layer come to ``run(forward, *args, **kwargs)``."""
         if is_huggingface_layer(module):
-            self._checkpoint_with(module, run, lambda callback, fn, *args, **kwargs: self._run_compiled(run, fn, callback, *args, **kwargs))
+            self._checkpoint_with(module, run, functools.partial(self._run_compiled, run))
         else:
-            compiled = functools.partial(self._run_compiled, run, module.forward)
+            own = module.forward
+
+            def compiled(callback: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._run_compiled(run, callback, own, *args, **kwargs)
+
             self._set(module, "forward", Patched(functools.partial(run, module.forward), module.forward, compiled))
 
-    def _run_compiled(
-        self, run: Callable[..., Any], fn: Callable[..., Any], callback: Any, /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _run_compiled(self, run: Callable[..., Any], callback: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a layer that dynamo reached under a callback: torch.compile was asked for the layer, or for what calls it."""
         forward, args, kwargs = self.compilers.forward(callback, fn, args, kwargs)
         return run(forward, *args, **kwargs)
@@ -61,9 +63,7 @@ class ModulePatches:
                 self._checkpoint_with(module, run)
                 self.before_forward(module, conflicts.refuse_cache)
 
-    def before_forward(
-        self, module: nn.Module, hook: Callable[..., Any], compiled: Callable[..., Any] | None = None
-    ) -> None:
+    def before_forward(self, module: nn.Module, hook: Callable[..., Any], compiled: Callable[..., Any] | None = None) -> None:
         """Call ``hook(module, args, kwargs)``; ``compiled(callback, module, args, kwargs)`` where dynamo traces the call."""
         self.undo_with(module.register_forward_pre_hook(Patched(hook, nothing, compiled), with_kwargs=True).remove)
 

@@ -31,8 +31,8 @@ from ds_memo.memory.host import budget_bytes, ranks_on_node
 from ds_memo.placement import PlacementKind
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.profile.call import AsCalled, as_it_is
-from ds_memo.remat.diagnostics import has_compiled
 from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.diagnostics import has_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime import first_step_warnings as first_step
