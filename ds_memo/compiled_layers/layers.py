@@ -24,7 +24,12 @@ from ds_memo.compiled_layers import ops
 from ds_memo.compiled_layers.backends import CannotCompile, name_of, partitioned
 from ds_memo.compiled_layers.call import CompiledCall
 from ds_memo.compiled_layers.partition import CannotPartition
-from ds_memo.compiled_layers.torch_private import CANNOT_COMPILE, BackendCompilerFailed, innermost_backend
+from ds_memo.compiled_layers.torch_private import (
+    CANNOT_COMPILE,
+    BackendCompilerFailed,
+    innermost_backend,
+    is_traceable_wrapper_subclass,
+)
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, Placement, PlacementKind
 from ds_memo.remat.call import tensor_leaves
@@ -112,7 +117,8 @@ class CompiledForward(OwnForward):
         """Run a layer call by its compiled graphs; uncompiled, if there can be none."""
         if placement.tiles is not None:
             raise MemoError(TILES)
-        if self.compiled.refused(layer) is None:
+        why = self.compiled.refused(layer)
+        if why is None:
             if placement.tiles is not None:
                 raise MemoError(TILES)
             call = None
@@ -122,9 +128,11 @@ class CompiledForward(OwnForward):
             except (CannotCompile, *CANNOT_COMPILE) as error:
                 if call is not None and call.recipe is not None:  # its graph ran
                     raise
-                self.compiled.refuse(layer, reason_of(error))
-        remat.warn_of(layer, UNCOMPILED.format(self.compiled.refused(layer)))
-        return remat.run_placed(layer, self.plain, args, kwargs, placement, preserve_rng_state)
+                why = reason_of(error)
+        out = remat.run_placed(layer, self.plain, args, kwargs, placement, preserve_rng_state)
+        self.compiled.refuse(layer, why)  # not earlier: the layer's own errors are raised
+        remat.warn_of(layer, UNCOMPILED.format(why))
+        return out
 
     def refused(self, layer: Layer) -> str | None:
         return self.compiled.refused(layer)
@@ -134,6 +142,8 @@ class CompiledForward(OwnForward):
     ) -> tuple[CompiledCall, Callable[..., Any]]:
         """Return the call, whose frame is open, and the function that runs it."""
         arguments = (*args, *kwargs.values())
+        if any(map(is_traceable_wrapper_subclass, (*layer.parameters, *arguments))):
+            raise CannotCompile("has tensor subclasses (DTensor, quantised weights) among its inputs or parameters")
         key = layer.kind_of_call(arguments, placement), self.plain
         recipe = layer.recipes.get(key)
         if recipe is not None and not (placement.kind.on_device or remat.policy.has_room(recipe.layout.host_bytes)):

@@ -27,6 +27,7 @@ from ds_memo.remat import op_policy
 from ds_memo.remat.op_policy import OpKind
 from ds_memo.remat.recipe import SMALL
 
+CHANGES = "changes an input or a buffer in place"
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor")
 
 
@@ -129,16 +130,14 @@ class _Partition:
         """
         traced = torch_private.traced_metadata()
         if traced is not None and traced.num_mutated_inp_runtime_indices:
-            raise CannotPartition("changes an input or a buffer in place")
-        if traced is not None and any(hasattr(meta, "original_subclass") for meta in traced.subclass_inp_meta):
-            raise CannotPartition("has tensor subclasses (DTensor, quantised weights) among its inputs or parameters")
+            raise CannotPartition(CHANGES)
         for node in self._graph.nodes:
             if not isinstance(node.target, OpOverload):
                 continue
             if node.target.namespace in _COLLECTIVES:
                 raise CannotPartition(f"runs a collective ({node.target})")
             if op_policy.is_mutating(node.target):
-                raise CannotPartition(f"changes a tensor in place ({node.target})")
+                raise CannotPartition(CHANGES)
 
     # ---- what is kept
 

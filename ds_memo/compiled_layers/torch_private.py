@@ -13,9 +13,10 @@
 | torch                              | _TorchCompileWrapper, …InductorWrapper     | name and options of that backend           |
 | torch._dynamo.backends.common      | AotAutograd                                | a backend with another partition           |
 | torch._inductor.custom_graph_pass  | CustomPartitionerFn, get_hash_for_files    | the same for inductor                      |
-| torch._guards                      | TracingContext                             | mutated inputs and tensor subclasses       |
+| torch._guards                      | TracingContext                             | mutated inputs                             |
 | torch._functorch.partitioners      | the names imported below                   | split the joint graph                      |
 | torch.fx.experimental.symbolic_shapes | free_unbacked_symbols                 | sizes that depend on values                |
+| torch.utils._python_dispatch       | is_traceable_wrapper_subclass              | tensor subclasses                          |
 | torch.utils._sympy                 | sympy_interp, PythonReferenceAnalysis      | sizes that are symbols                     |
 """
 
@@ -47,6 +48,7 @@ from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -66,6 +68,7 @@ __all__ = [
     "get_hash_for_files",
     "has_unknown_size",
     "innermost_backend",
+    "is_traceable_wrapper_subclass",
     "outputs_of",
     "placeholders",
     "set_eval_frame",

@@ -17,6 +17,7 @@ from ds_memo.config import MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning, quoted
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.hf.kernels import use_kernels
+from ds_memo.remat.diagnostics import within_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime.active_forward import in_forward
 from ds_memo.runtime.handle import MemoHandle
