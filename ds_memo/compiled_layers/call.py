@@ -31,6 +31,7 @@ class CompiledCall:
         """None until the forward has kept what it keeps, and for good if nothing needs a gradient."""
         self.native = False
         """True if autograd saves what is kept, and the frame stays empty."""
+        self._given: tuple[list[torch.Tensor], Keeps] | None = None
         self._remat = remat
         self._layer = layer
         self._key = key
@@ -41,20 +42,29 @@ class CompiledCall:
 
     # ---- forward
 
-    def keep(self, kept: Sequence[torch.Tensor], native: bool, keeps: Keeps) -> None:
-        """Keep what the backward needs.
+    def give(self, kept: list[torch.Tensor], native: bool, keeps: Keeps) -> None:
+        """Note what the backward needs, at the end of the forward graph.
 
         Args:
             native: True if autograd saves these tensors itself, and the frame stays empty.
         """
-        remat, kept = self._remat, keeps.rows_of(kept)
+        self._given, self.native = (kept, keeps), native
+
+    @property
+    def needs_backward(self) -> bool:
+        """True if the graph ran, and a backward may come."""
+        return self._given is not None
+
+    def keep(self) -> None:
+        """Keep what the graph gave. Inside it a view would have a version counter of its own, and changes would go unnoticed."""
+        (given, keeps), self._given = self._given, None
+        remat, kept = self._remat, keeps.rows_of(given)
         recipe = self._layer.recipes.get(self._key)
         if not (isinstance(recipe, CompiledRecipe) and recipe.fits(kept)):
             recipe = self._first_recipe(kept, keeps)
         self.recipe = self._layer.latest = recipe
         remat.work.gemm_flops += recipe.gemm_flops
-        self.native = native
-        if native:
+        if self.native:
             return
         remat.engine.adopt(self.frame, recipe.layout)
         for slot, tensor, product in zip(recipe.slots, kept, keeps.are_products(), strict=True):

@@ -83,6 +83,10 @@ class CompiledLayers:
         return self._refused.get(layer.module()) if layer.module() is not None else "belongs to no module"
 
 
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
 def _apart(fn: Callable[..., Any], kind: PlacementKind) -> Callable[..., Any]:
     """Return a function that calls `fn`, with code of its own.
 
@@ -126,7 +130,7 @@ class CompiledForward(OwnForward):
                 call, fn = self._prepare(remat, layer, placement, args, kwargs)
                 return remat.observed(layer, lambda: self._run(remat, layer, call, fn, args, kwargs))
             except (CannotCompile, *CANNOT_COMPILE) as error:
-                if call is not None and call.recipe is not None:  # its graph ran
+                if call is not None and (call.needs_backward or call.recipe is not None):  # its graph ran
                     raise
                 why = reason_of(error)
         out = remat.run_placed(layer, self.plain, args, kwargs, placement, preserve_rng_state)
@@ -157,7 +161,8 @@ class CompiledForward(OwnForward):
         ops.begins(call)
         try:
             out = remat.with_kernel(layer, functools.partial(fn, **kwargs), *args)
-            if call.recipe is not None:
+            if call.needs_backward:
+                call.keep()
                 remat.engine.end(call.frame)
         finally:
             ops.ends()
@@ -191,6 +196,8 @@ class Compilers:
                 args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
             elif isinstance(fn, types.MethodType):
                 args, fn = (fn.__self__, *args), fn.__func__
+            elif isinstance(fn, nn.Module):
+                args, fn = (fn, *args), _call
             else:
                 break
         return CompiledForward(self._of(callback), fn), args, kwargs

@@ -102,7 +102,7 @@ def _keep(
     softmax: str,
 ) -> torch.Tensor:
     call = _running.calls[-1]
-    call.keep(kept, native, Keeps(inputs, ops, counts, whole, flops, softmax))
+    call.give(kept, native, Keeps(inputs, ops, counts, whole, flops, softmax))
     return _handle_of(call)
 
 

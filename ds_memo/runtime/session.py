@@ -37,7 +37,7 @@ from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime import first_step_warnings as first_step
 from ds_memo.runtime import report as account
-from ds_memo.runtime.module_patches import ModulePatches, nothing
+from ds_memo.runtime.module_patches import ModulePatches, Patched, nothing
 from ds_memo.runtime.optimizer_hooks import watch_optimizers
 from ds_memo.runtime.throughput import Speed, model_flops_utilization
 from ds_memo.shapes import shapes_of
@@ -116,6 +116,7 @@ class Session:
         """Norms beside the layers come to memo: some pass ran in tiles."""
         self._speed = Speed()
         self._patches = ModulePatches()
+        self._entry = Patched(self._run, nothing, self._run_compiled)
         try:
             self._put_together(model, layers, device, ties)
         except BaseException:
@@ -162,16 +163,29 @@ class Session:
 
     def run(self, fn: Callable[..., Any], /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
         """Call ``fn(*args, **kwargs)`` as a layer."""
+        return self._entry(fn, args, kwargs, preserve_rng_state)
+
+    def _run(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
+        return self.remat.run_with(self._layer_of(fn), fn, args, kwargs, preserve_rng_state)
+
+    def _run_compiled(
+        self, callback: Any, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool
+    ) -> Any:
+        """Do the same where torch.compile was asked for the code that calls the layer."""
+        forward, args, kwargs = self._patches.compilers.forward(callback, fn, args, kwargs)
+        return self.remat.run_with(self._layer_of(fn), forward, args, kwargs, preserve_rng_state)
+
+    def _layer_of(self, fn: Callable[..., Any]) -> Layer:
+        """Return the layer that a call of `fn` runs; one that was not seen before is new."""
         module = module_of(fn)
         if module is None:
-            layer = Layer(len(self.layers), getattr(fn, "__qualname__", type(fn).__name__), None)
-        else:
-            layer = self._by_module.get(module)
-            if layer is None:
-                layer = self._by_module[module] = Layer(len(self.layers), type(module).__name__, module)
-                self.layers.append(layer)
-                self.policy.add_layer(layer)
-        return self.remat.run_with(layer, fn, args, kwargs, preserve_rng_state)
+            return Layer(len(self.layers), getattr(fn, "__qualname__", type(fn).__name__), None)
+        layer = self._by_module.get(module)
+        if layer is None:
+            layer = self._by_module[module] = Layer(len(self.layers), type(module).__name__, module)
+            self.layers.append(layer)
+            self.policy.add_layer(layer)
+        return layer
 
     def owns(self, module: nn.Module) -> bool:
         """Whether a call of this module comes through memo by itself."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import ds_memo
 from tests.compiled_layers.rig import compiled, layers_of, run
@@ -39,13 +40,32 @@ class Counts(Block):
         return super().forward(x)
 
 
-def quantised() -> nn.Module:
-    """A block with a tensor subclass for a parameter."""
-    from torch.testing._internal.two_tensor import TwoTensor
+class Wrapped(torch.Tensor):
+    """A tensor around a tensor, as quantised weights are."""
 
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> Any:
+        return Wrapped(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        args, kwargs = tree_map_only(Wrapped, lambda tensor: tensor.inner, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        return Wrapped(out) if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) else out
+
+
+def quantised() -> nn.Module:
     block = Block()
-    weight = block.up.weight.detach()
-    block.up.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    block.up.weight = nn.Parameter(Wrapped(block.up.weight.detach()))
     return block
 
 

@@ -48,7 +48,7 @@ def test_no_more_than_stock(name: str, how: str) -> None:
     of_stock = recompilations(lambda: drive_stock(stock))
     of_memo = recompilations(lambda: drive(model))
     placements = 2  # swapped and resident, each of which is a compiled layer by itself
-    assert 0 < of_stock and of_memo <= placements * of_stock
+    assert of_stock > 0 and of_memo <= placements * of_stock
 
 
 def test_alpha_alone_recompiles_nothing() -> None:
