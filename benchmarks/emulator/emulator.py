@@ -96,6 +96,7 @@ def step(
     zero: int | None = None,
     ranks: int = 1,
     rival: str | None = None,
+    compiled: str | None = None,
 ) -> list[dict[str, Any]]:
     """Train some steps and return a row for each.
 
@@ -105,6 +106,7 @@ def step(
         zero: the stage, under DeepSpeed; None: without DeepSpeed.
         ranks: under DeepSpeed, that train alike.
         rival: to train with in place of ds_memo.
+        compiled: backend that torch.compile compiles the models with.
     """
     device = torch.device("cuda", 0)
     shape = shapes(device)[workload]
@@ -118,6 +120,9 @@ def step(
         runs = [make(model, ids, memo, Installed()) for model, ids in trained]
     else:
         runs = [make(model, ids, None, stack.enter_context(RIVALS[rival].on(model, budget))) for model, ids in trained]
+    for model, _ in trained:
+        if compiled is not None:
+            model.compile(backend=compiled)
     rows = []
     steps = STEPS if slow_link is None else SLOW_AFTER + STEPS
     for number, turn in itertools.product(range(1, steps + 1), range(models)):
@@ -186,6 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that train alike, with --zero; default: 1")
     theirs = [name for name in RIVALS if not name.startswith(("ds_memo", "paper"))]  # they need no measured bandwidth
     parser.add_argument("--rival", choices=theirs, help="for `step` to train with in place of ds_memo")
+    parser.add_argument("--compile", choices=("aot_eager", "inductor"), help="compile the model with torch.compile")
     parser.add_argument("--slow-link", type=float, metavar="X", help="share of the link that `step` has after some steps")
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
     parser.add_argument("--host-gib", type=float, default=32.0)
@@ -214,7 +220,7 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
         print(json.dumps(point)) if options.json else show(point)
         return
     memo = {"enabled": True, **options.memo}
-    with_what = options.models, options.slow_link, options.zero, options.ranks, options.rival
+    with_what = options.models, options.slow_link, options.zero, options.ranks, options.rival, options.compile
     rows = step(clock, options.workload, options.length, memo, *with_what)
     if options.json:
         print(json.dumps(rows))
