@@ -69,6 +69,7 @@ class Clock:
         self._emulator.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_double]
         self._emulator.emulated_now.restype = ctypes.c_double
         self._emulator.emulated_host_waits.restype = ctypes.c_size_t
+        self._emulator.emulated_kernels.restype = ctypes.c_size_t
         self._emulator.emulated_floor(LAUNCH_FLOOR_S)
         self.link_share(1.0)
 
@@ -83,6 +84,10 @@ class Clock:
     def host_waits(self) -> int:
         """Number of times that the host has waited for the device."""
         return self._emulator.emulated_host_waits()
+
+    def kernels(self) -> int:
+        """Number of kernels that were launched."""
+        return self._emulator.emulated_kernels()
 
     def begin_op(self) -> None:
         """Tell the emulator that the kernels launched from now on are those of one op."""

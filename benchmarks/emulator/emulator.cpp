@@ -113,6 +113,7 @@ void emulated_op() { timing().op(); }
 void emulated_work(cudaStream_t s, double seconds) { timing().work(s, seconds); }
 double emulated_now() { return timing().host(); }
 size_t emulated_host_waits() { return timing().host_waits(); }
+size_t emulated_kernels() { return timing().kernels(); }  // launched so far; a GEMM is one
 // Allocations, copies, events recorded and waited for, and host memory that was locked, since the last time: lines of a call, an
 // event or block, and a stream or bytes.
 const char* emulated_calls() {

@@ -227,6 +227,7 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
         return
 
     print(HEADER, *map(line, rows), sep="\n")
+    print(f"{rows[-1]['kernels']:,} kernels launched in the last step")
     print(f"set by {rows[-1]['binding']}", *rows[-1]["changes"], *rows[-1]["warnings"], sep="\n")
 
 
