@@ -8,9 +8,9 @@
     memo, eager             ds_memo at alpha 0.5, uncompiled
     memo, compiled          ds_memo at alpha 0.5, layers compiled
 
-The model is a Llama without a vocabulary worth the name. Variants take turns within a round. Printed: the median milliseconds of a
-step, after the steps that compile, and the bytes that a layer stores on the host. A CPU's copies take the same cores as its
-products, so swapping hides behind nothing here: the rows compare host time and kernels, not the speed of a GPU.
+The model is a Llama with a small vocabulary. Variants take turns within a round. Printed: the median milliseconds of a step,
+after the steps that compile, and the bytes that a layer stores on the host. A CPU's copies take the same cores as its products,
+so swapping hides behind nothing here: the rows compare host time and kernels, not the speed of a GPU.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ def show(size: str, found: dict[str, dict[str, Any]], tell: Callable[[str], None
     for name, of in found.items():
         times = of["samples_s"]
         spread = f"{min(times) * 1e3:.1f} to {max(times) * 1e3:.1f}"
-        tell(
-            f"    {name:22s} {statistics.median(times) * 1e3:8.1f} ms  ({spread})  {of['stored_bytes']:>10,} bytes stored a layer"
-        )
+        median = statistics.median(times) * 1e3
+        tell(f"    {name:22s} {median:8.1f} ms  ({spread})  {of['stored_bytes']:>10,} bytes stored a layer")
 
 
 def main() -> None:

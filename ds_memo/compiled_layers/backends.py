@@ -41,8 +41,7 @@ def partitioned(backend: Any, kind: PlacementKind) -> tuple[Any, dict[str, Any]]
         if options.get("custom_partitioner_fn") is not None:
             raise CannotCompile("is compiled with a custom_partitioner_fn, and memo needs that place")
         options["custom_partitioner_fn"] = _RecipePartitioner(kind)
-        if options.pop("triton.cudagraphs", False):  # frames come and go: no graph of kernels repeats their addresses
-            options["triton.cudagraph_trees"] = False
+        options.pop("triton.cudagraphs", None)  # frames come and go: no graph of kernels repeats their addresses
         return "inductor", options
     compiler = backend.compiler_fn if isinstance(backend, NamedBackend) else backend
     parts = functools.partial(partition, kind=kind)

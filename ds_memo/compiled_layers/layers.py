@@ -36,6 +36,7 @@ from ds_memo.remat.call import tensor_leaves
 from ds_memo.remat.checkpoint import Layer, OwnForward, Remat
 
 UNCOMPILED = "it {}, so it runs uncompiled, with the same memory and results"
+HOOKS = "is called under saved-tensor hooks (activation offloading), which would move the handle of its frame"
 TILES = (
     "memo.tile_tokens: layers in tiles run part by part, which torch.compile does not know; leave the key out, or leave layers "
     "uncompiled"
@@ -122,6 +123,9 @@ class CompiledForward(OwnForward):
         if placement.tiles is not None:
             raise MemoError(TILES)
         why = self.compiled.refused(layer)
+        if why is None and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            remat.warn_of(layer, UNCOMPILED.format(HOOKS))
+            return remat.run_placed(layer, self.plain, args, kwargs, placement, preserve_rng_state)
         if why is None:
             if placement.tiles is not None:
                 raise MemoError(TILES)

@@ -1,23 +1,20 @@
-"""All private functions of PyTorch that compiled layers use. A new torch is tried here first.
+"""All private functions of PyTorch that compiled layers use. A new torch is tried here first; docs/compile.md has the versions.
 
-    torch     tried with
-    2.11      tests/compiled_layers on the CUDA build, aot_eager
-    2.13      tests/compiled_layers, aot_eager and inductor
-
-| from                               | taken                                      | used for                                   |
-|------------------------------------|--------------------------------------------|--------------------------------------------|
-| torch._C._dynamo.eval_frame        | set_eval_frame                             | see which torch.compile calls a layer      |
-| torch._dynamo.decorators           | skip                                       | keep dynamo out of patched forwards        |
-| torch._dynamo.eval_frame           | innermost_backend                          | the backend that the user asked for        |
-| torch._dynamo.exc                  | TorchDynamoException, FailOnRecompile…     | layers that cannot be traced               |
-| torch                              | _TorchCompileWrapper, …InductorWrapper     | name and options of that backend           |
-| torch._dynamo.backends.common      | AotAutograd                                | a backend with another partition           |
-| torch._inductor.custom_graph_pass  | CustomPartitionerFn, get_hash_for_files    | the same for inductor                      |
-| torch._guards                      | TracingContext                             | mutated inputs                             |
-| torch._functorch.partitioners      | the names imported below                   | split the joint graph                      |
-| torch.fx.experimental.symbolic_shapes | free_unbacked_symbols                 | sizes that depend on values                |
-| torch.utils._python_dispatch       | is_traceable_wrapper_subclass              | tensor subclasses                          |
-| torch.utils._sympy                 | sympy_interp, PythonReferenceAnalysis      | sizes that are symbols                     |
+| from                                  | taken                                   | used for                                 |
+|---------------------------------------|-----------------------------------------|------------------------------------------|
+| torch._C._dynamo.eval_frame           | set_eval_frame                          | module_patches.py: who compiles a layer  |
+| torch._dynamo.decorators              | skip                                    | module_patches.py: not traced by dynamo  |
+| torch._dynamo.eval_frame              | innermost_backend, OptimizedModule      | the backend that the user asked for      |
+| torch                                 | _TorchCompileWrapper, …InductorWrapper  | its name and options                     |
+| torch._dynamo.backends.common         | AotAutograd                             | a backend with another partition         |
+| torch._inductor.custom_graph_pass     | CustomPartitionerFn, get_hash_for_files | the same for inductor                    |
+| torch._dynamo.exc                     | the names imported below                | layers that cannot be traced             |
+| torch._guards                         | TracingContext                          | mutated inputs                           |
+| torch._functorch.partitioners         | the names imported below                | the joint graph and its two halves       |
+| torch.fx.experimental.symbolic_shapes | free_unbacked_symbols                   | sizes that depend on values              |
+| torch.utils._python_dispatch          | is_traceable_wrapper_subclass           | tensor subclasses                        |
+| torch.utils._sympy                    | sympy_interp, PythonReferenceAnalysis   | sizes that are symbols                   |
+| torch._C._autograd                    | _top_saved_tensors_default_hooks        | calls under saved-tensor hooks           |
 """
 
 from __future__ import annotations
@@ -28,9 +25,7 @@ from typing import Any
 import torch
 from torch import _TorchCompileInductorWrapper as InductorBackend
 from torch import _TorchCompileWrapper as NamedBackend
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.backends.common import AotAutograd
-from torch._dynamo.decorators import skip
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch.partitioners import (
@@ -71,8 +66,6 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "outputs_of",
     "placeholders",
-    "set_eval_frame",
-    "skip",
     "split",
     "symbolic",
     "traced_metadata",

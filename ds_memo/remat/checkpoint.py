@@ -191,8 +191,6 @@ class Remat:
         Args:
             preserve_rng_state: True if the replay must draw the same random numbers as the forward.
         """
-        if torch.compiler.is_compiling():  # dynamo must not trace what follows; it resumes afterwards
-            return torch.compiler.disable(self._run)(layer, fn, args, kwargs, preserve_rng_state)
         return self._run(layer, fn, args, kwargs, preserve_rng_state)
 
     def part_begins(self, part: str) -> None:

@@ -150,7 +150,8 @@ class Patched:
 @functools.cache
 def _keep_dynamo_out() -> None:
     """Once there is something to run: this imports torch's compiler, which launchers can do without."""
-    from ds_memo.compiled_layers.torch_private import set_eval_frame, skip
+    from torch._C._dynamo.eval_frame import set_eval_frame  # both are listed in compiled_layers/torch_private.py,
+    from torch._dynamo.decorators import skip  # which imports more than an uncompiled model needs
 
     def call(self: Patched, *args: Any, **kwargs: Any) -> Any:
         callback = set_eval_frame(None)

@@ -103,6 +103,22 @@ def test_runs_uncompiled(reason: str) -> None:
     uncompiled.detach()
 
 
+def test_under_saved_tensor_hooks() -> None:
+    """Hooks would copy the handle that owns the frame. Outside of them the layer is compiled again."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Toy()
+    stock = copy.deepcopy(model)
+    handle = ds_memo.attach(compiled(model, backend="aot_eager"), {"alpha": 0.5, "resident_layers": 1})
+    batch = Batch.random(2, 17)
+    with pytest.warns(ds_memo.MemoWarning, match="called under saved-tensor hooks"), torch.autograd.graph.save_on_cpu():
+        got = run(model, batch)
+    assert_same(got, step(stock, batch))
+    run(model, batch)
+    assert type(handle._session.layers[0].latest).__name__ == "CompiledRecipe"
+    handle.detach()
+
+
 def test_one_layer_of_many() -> None:
     """The others stay compiled."""
     torch._dynamo.reset()
