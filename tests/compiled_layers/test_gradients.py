@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ds_memo.compiled_layers.call import CompiledCall
 from tests.compiled_layers.rig import TOLERANCE, compare, compiled, layers_of, run, worst
 from tests.everyday import everyday
 from tests.models import LAYERS, Batch, Toy, build
@@ -47,10 +49,38 @@ def test_layers_on_the_device(config: dict[str, Any]) -> None:
     assert got["gemm_flops_recomputed_fraction"] == pytest.approx(eager["gemm_flops_recomputed_fraction"], abs=0.01)
 
 
+def test_a_wrong_row_is_found() -> None:
+    """The control: one number of one supplied tensor is off, and the comparison fails."""
+    read = CompiledCall._in_frame
+
+    def off_by_one(self: CompiledCall, index: int) -> torch.Tensor:
+        tensor = read(self, index)
+        tensor.view(-1)[0] += 1.0
+        return tensor
+
+    with mock.patch.object(CompiledCall, "_in_frame", off_by_one):
+        off, *_ = compare(Toy(), {"alpha": 0.5, "resident_layers": 0}, steps=1)
+    assert off > 100 * TOLERANCE
+
+
+def test_a_wrong_row_is_found() -> None:
+    """The control: one number of one supplied tensor is off, and the comparison fails."""
+    read = CompiledCall._in_frame
+
+    def off_by_one(self: CompiledCall, index: int) -> torch.Tensor:
+        tensor = read(self, index)
+        tensor.view(-1)[0] += 1.0
+        return tensor
+
+    with mock.patch.object(CompiledCall, "_in_frame", off_by_one):
+        off, *_ = compare(Toy(), {"alpha": 0.5, "resident_layers": 0}, steps=1)
+    assert off > 100 * TOLERANCE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_tolerance_is_that_of_stock(backend: str) -> None:
-    """Two compiled runs of stock, with and without torch.utils.checkpoint, differ by no less than a tenth of what we allow."""
+    """Two compiled runs of stock that differ in what is saved, with torch.utils.checkpoint and without, differ by no more."""
     torch._dynamo.reset()
     model = build("llama")
     other = copy.deepcopy(model)
