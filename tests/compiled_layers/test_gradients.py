@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -55,21 +55,7 @@ def test_a_wrong_row_is_found() -> None:
 
     def off_by_one(self: CompiledCall, index: int) -> torch.Tensor:
         tensor = read(self, index)
-        tensor.view(-1)[0] += 1.0
-        return tensor
-
-    with mock.patch.object(CompiledCall, "_in_frame", off_by_one):
-        off, *_ = compare(Toy(), {"alpha": 0.5, "resident_layers": 0}, steps=1)
-    assert off > 100 * TOLERANCE
-
-
-def test_a_wrong_row_is_found() -> None:
-    """The control: one number of one supplied tensor is off, and the comparison fails."""
-    read = CompiledCall._in_frame
-
-    def off_by_one(self: CompiledCall, index: int) -> torch.Tensor:
-        tensor = read(self, index)
-        tensor.view(-1)[0] += 1.0
+        tensor[(0,) * tensor.dim()] += 1.0
         return tensor
 
     with mock.patch.object(CompiledCall, "_in_frame", off_by_one):
@@ -80,13 +66,17 @@ def test_a_wrong_row_is_found() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_tolerance_is_that_of_stock(backend: str) -> None:
-    """Two compiled runs of stock that differ in what is saved, with torch.utils.checkpoint and without, differ by no more."""
+    """Two compiled runs of stock that differ in what is saved differ by no more."""
     torch._dynamo.reset()
-    model = build("llama")
-    other = copy.deepcopy(model)
-    compiled(model, backend=backend)
-    for layer in layers_of(other):
-        inner = torch.compile(layer.forward, backend=backend)
-        layer.forward = lambda *args, run=inner, **kwargs: checkpoint(run, *args, use_reentrant=False, **kwargs)
+    model, other = build("llama"), build("llama")
     batch = Batch.random(2, 40)
-    assert worst(run(model, batch), run(other, batch)) <= TOLERANCE
+    want = run(compiled(model, backend=backend), batch)
+    torch._dynamo.reset()
+    if backend == "inductor":
+        with torch._functorch.config.patch(activation_memory_budget=0.0):
+            got = run(compiled(other, backend=backend), batch)
+    else:
+        for layer in layers_of(other):
+            layer.forward = partial(checkpoint, torch.compile(layer.forward, backend=backend), use_reentrant=False)
+        got = run(other, batch)
+    assert worst(got, want) <= TOLERANCE
