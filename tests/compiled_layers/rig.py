@@ -109,9 +109,9 @@ def compare(
     return off, *reports
 
 
-def recompilations(run: Callable[[], Any]) -> int:
-    """Return how often dynamo compiled code again in a run because a guard failed."""
+def recompilations(run: Callable[[], Any]) -> Counter:
+    """Return how often dynamo compiled code again in a run because a guard failed, by file and name of the code."""
     torch._dynamo.reset()
     torch._dynamo.utils.clear_compilation_metrics()
     run()
-    return sum(bool(metrics.recompile_reason) for metrics in get_compilation_metrics())
+    return Counter((of.co_filename, of.co_name) for of in get_compilation_metrics() if of.recompile_reason)

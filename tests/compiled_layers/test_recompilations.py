@@ -47,13 +47,15 @@ def test_no_more_than_stock(name: str, how: str) -> None:
     compiled(model, how, backend="aot_eager")
     of_stock = recompilations(lambda: drive_stock(stock))
     of_memo = recompilations(lambda: drive(model))
-    placements = 2  # swapped and resident, each of which is a compiled layer by itself
-    assert of_stock > 0 and of_memo <= placements * of_stock
+    assert max(of_memo.values()) <= max(of_stock.values())
+    if how == "layer":  # a whole model is cut into pieces, and each of them has lengths of its own
+        placements = 2  # swapped and resident, each of which is a compiled layer by itself
+        assert of_memo.total() <= placements * of_stock.total()
 
 
 def test_alpha_alone_recompiles_nothing() -> None:
     model = compiled(build("plain"), backend="aot_eager")
-    assert recompilations(lambda: drive(model, [(alpha, 40) for alpha in (0.0, 0.25, 0.5, 1.0)])) == 0
+    assert not recompilations(lambda: drive(model, [(alpha, 40) for alpha in (0.0, 0.25, 0.5, 1.0)]))
 
 
 @pytest.mark.slow
