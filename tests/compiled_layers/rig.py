@@ -110,8 +110,8 @@ def compare(
 
 
 def recompilations(run: Callable[[], Any]) -> Counter:
-    """Return how often dynamo compiled code again in a run because a guard failed, by file and name of the code."""
+    """Return how often dynamo compiled code again in a run because a guard failed, by file, line and name of the code."""
     torch._dynamo.reset()
     torch._dynamo.utils.clear_compilation_metrics()
     run()
-    return Counter((of.co_filename, of.co_name) for of in get_compilation_metrics() if of.recompile_reason)
+    return Counter((of.co_filename, of.co_firstlineno, of.co_name) for of in get_compilation_metrics() if of.recompile_reason)
