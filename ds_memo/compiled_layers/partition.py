@@ -70,7 +70,7 @@ class _Partition:
         self._kind = kind
         self._num_fwd_outputs = num_fwd_outputs
         self._outputs, self._gradients = torch_private.outputs_of(joint, num_fwd_outputs)
-        self._output = next(value for value in self._outputs if _is_tensor(value))
+        self._output = next((value for value in self._outputs if _is_tensor(value)), None)
         self._primals, tangents = torch_private.placeholders(self._graph)
         self._static = [self._primals[index] for index in static or ()]
         self._weights = set(self._static)
@@ -128,6 +128,8 @@ class _Partition:
         Raises:
             CannotPartition: always says why.
         """
+        if self._output is None:
+            raise CannotPartition("returns no tensor")
         traced = torch_private.traced_metadata()
         if traced is not None and traced.num_mutated_inp_runtime_indices:
             raise CannotPartition(CHANGES)

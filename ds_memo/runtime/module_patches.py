@@ -155,10 +155,12 @@ def _keep_dynamo_out() -> None:
 
     def call(self: Patched, *args: Any, **kwargs: Any) -> Any:
         callback = set_eval_frame(None)
-        if not callback:
+        if callback is None:
             return self.call(*args, **kwargs)
-        try:
-            return self.call(*args, **kwargs) if self.compiled is None else self.compiled(callback, *args, **kwargs)
+        try:  # False: dynamo runs what it has compiled, and compiles nothing
+            if callback is False or self.compiled is None:
+                return self.call(*args, **kwargs)
+            return self.compiled(callback, *args, **kwargs)
         finally:
             set_eval_frame(callback)
 
