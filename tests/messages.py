@@ -22,8 +22,7 @@ ELSEWHERE = {
     ("ds_memo/config.py", "'\\n'.join(lines)"): "_explain() words them: memo.…: got …; allowed: …",
     ("ds_memo/compiled.py", "f'ds_memo: {message}'"): "passes a text on",
     ("ds_memo/runtime/session.py", "message"): "passes a text on",
-    ("ds_memo/remat/checkpoint.py", "layer"): "is no text but a layer, of Remat._warn()",
-    ("ds_memo/remat/checkpoint.py", "f'layer {layer.name}: {reason}.'"): "of remat/diagnostics.py",
+    ("ds_memo/remat/checkpoint.py", "f'layer {layer.name}: {reason}'"): "of remat/diagnostics.py and compiled_layers/layers.py",
     (
         "ds_memo/autotune/policy.py",
         "host_too_small(f'{swapped} swapped layers like {layer.name}', need, least, budget, fits)",

@@ -89,6 +89,10 @@ class Clock {
     }
     host_waits(last);
   }
+  size_t kernels() {
+    std::lock_guard<std::mutex> l(mutex_);
+    return kernels_;
+  }
   size_t host_waits() {
     std::lock_guard<std::mutex> l(mutex_);
     return host_waits_;
@@ -122,6 +126,7 @@ class Clock {
     host_ += kLaunch;
     enqueue(s, begins(s) + floor_);
     ++streams_[s].kernels;
+    ++kernels_;
   }
   double begins(cudaStream_t s) { return std::max(streams_[s].at, host_); }
   void enqueue(cudaStream_t s, double until) {
@@ -136,7 +141,7 @@ class Clock {
   std::mutex mutex_;
   double lock_ = 0, unlock_ = 0, block_ = 0;
   double host_ = 0, floor_ = 0, per_byte_[2] = {0, 0}, engines_[2] = {0, 0};
-  size_t host_waits_ = 0;
+  size_t host_waits_ = 0, kernels_ = 0;
   std::map<cudaStream_t, Stream> streams_;
   std::map<cudaEvent_t, double> events_;
 };

@@ -39,6 +39,7 @@ class Step:
         self._memory = Memory(torch.device("cuda", 0))
         self._plan = (handle and handle.report()["plan"]) or {}
         self._begin, self._waits = torch.cuda.Event(enable_timing=True), clock.host_waits()
+        self._kernels = clock.kernels()
         self._begin.record()
 
     def row(self, number: int, binding: str | None = None, **more: Any) -> dict[str, Any]:
@@ -59,6 +60,7 @@ class Step:
             **more,
             "ms": self._begin.elapsed_time(end),
             "host_waits": waits,
+            "kernels": self._clock.kernels() - self._kernels,
             "requested": took["device_peak"],
             "reserved": took["device_reserved_peak"],
             "mallocs": took["cuda_mallocs_per_step"],

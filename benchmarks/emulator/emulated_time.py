@@ -81,6 +81,7 @@ class Clock:
         self._emulator.emulated_host_waits_until.argtypes = [ctypes.c_double]
         self._emulator.emulated_host_waits.restype = ctypes.c_size_t
         self._emulator.emulated_driver.argtypes = [ctypes.c_double] * 3
+        self._emulator.emulated_kernels.restype = ctypes.c_size_t
         self._emulator.emulated_floor(LAUNCH_FLOOR_S)
         self._emulator.emulated_driver(LOCK_S_PER_GIB / GIB, UNLOCK_S_PER_GIB / GIB, BLOCK_S)
         self.link_share(1.0)
@@ -104,6 +105,10 @@ class Clock:
     def host_waits(self) -> int:
         """Number of times that the host has waited for the device."""
         return self._emulator.emulated_host_waits()
+
+    def kernels(self) -> int:
+        """Number of kernels that were launched."""
+        return self._emulator.emulated_kernels()
 
     def begin_op(self) -> None:
         """Tell the emulator that the kernels launched from now on are those of one op."""

@@ -141,6 +141,7 @@ double emulated_now() { return timing().host(); }
 double emulated_at(cudaEvent_t e) { return timing().at(e); }
 void emulated_host_waits_until(double seconds) { timing().host_waits_for_other(seconds); }
 size_t emulated_host_waits() { return timing().host_waits(); }
+size_t emulated_kernels() { return timing().kernels(); }  // launched so far; a GEMM is one
 // Allocations, copies, events recorded, waited for and seen to be done, and host memory that was locked, since the last time: lines of a call, an
 // event or block, and a stream or bytes.
 const char* emulated_calls() {

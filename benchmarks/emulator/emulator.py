@@ -105,6 +105,7 @@ def step(
     zero: int | None = None,
     ranks: int = 1,
     rival: str | None = None,
+    compiled: str | None = None,
     around: Callable[[int], AbstractContextManager[Any]] = nullcontext,
 ) -> list[dict[str, Any]]:
     """Train some steps and return a row for each.
@@ -115,6 +116,7 @@ def step(
         zero: the stage, under DeepSpeed; None: without DeepSpeed.
         ranks: under DeepSpeed, that train alike.
         rival: to train with in place of ds_memo.
+        compiled: backend that torch.compile compiles the models with.
         around: given the number of a step, returns a context for it.
     """
     device = torch.device("cuda", 0)
@@ -129,6 +131,9 @@ def step(
         runs = [make(model, ids, memo, Installed()) for model, ids in trained]
     else:
         runs = [make(model, ids, None, stack.enter_context(RIVALS[rival].on(model, budget))) for model, ids in trained]
+    for model, _ in trained:
+        if compiled is not None:
+            model.compile(backend=compiled)
     rows = []
     steps = STEPS if slow_link is None else SLOW_AFTER + STEPS
     for number, turn in itertools.product(range(1, steps + 1), range(models)):
@@ -240,6 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that train alike, with --zero; default: 1")
     theirs = [name for name in RIVALS if not name.startswith(("ds_memo", "paper"))]  # they need no measured bandwidth
     parser.add_argument("--rival", choices=theirs, help="for `step` to train with in place of ds_memo")
+    parser.add_argument("--compile", choices=("aot_eager", "inductor"), help="compile the model with torch.compile")
     parser.add_argument("--slow-link", type=float, metavar="X", help="share of the link that `step` has after some steps")
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
     parser.add_argument("--host-gib", type=float, default=32.0)
@@ -275,7 +281,7 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
     if options.nvme_gb_per_s:
         memo["nvme"] = {"path": "/emulated"}
         drives = emulated_drives(clock, options.nvme_gib, options.nvme_gb_per_s)
-    with_what = options.models, options.slow_link, options.zero, options.ranks, options.rival
+    with_what = options.models, options.slow_link, options.zero, options.ranks, options.rival, options.compile
     run = functools.partial(step, clock, options.workload, options.length, memo, *with_what)
     if options.what == "syncs":
         found = syncs(run)
@@ -296,6 +302,7 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
         return
 
     print(HEADER, *map(line, rows), sep="\n")
+    print(f"{rows[-1]['kernels']:,} kernels launched in the last step")
     print(f"set by {rows[-1]['binding']}", *rows[-1]["changes"], *rows[-1]["warnings"], sep="\n")
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from ds_memo.distributed.agree import world_size
 from ds_memo.distributed.topology import is_experts
 from ds_memo.errors import MemoError
-from ds_memo.profile.call import LayerCall, layer_calls
+from ds_memo.profile.call import AsCalled, LayerCall, as_it_is, layer_calls
 from ds_memo.profile.kinds import kinds_of
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.shapes import HiddenShapes, Shapes, hidden_shape
@@ -30,6 +30,8 @@ class TrainingPass(NamedTuple):
     model: nn.Module
     args: tuple
     kwargs: dict[str, Any]
+    as_called: AsCalled = as_it_is
+    """Returns a layer's forward and arguments as the pass will call it: compiled, if the model is."""
 
 
 class Probe:
@@ -105,5 +107,5 @@ class Probe:
 
     def _run(self, training_pass: TrainingPass, enough: Callable[[dict[int, LayerCall]], bool]) -> dict[int, LayerCall]:
         self._before()
-        _, model, args, kwargs = training_pass
-        return layer_calls(self._remat, model, args, kwargs, self.kinds, enough)
+        _, model, args, kwargs, as_called = training_pass
+        return layer_calls(self._remat, model, args, kwargs, self.kinds, enough, as_called)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_memo.errors import MemoError
 from ds_memo.profile.gathered_params import gathered
 from ds_memo.remat.call import tensor_leaves
-from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.checkpoint import Layer, OwnForward, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.random_states import forked
 from ds_memo.shapes import HiddenShape
@@ -25,6 +25,16 @@ _STATISTICS = 1 << 20
 """Bytes. A larger buffer is a table or a quantised weight: no forward changes it, and a copy may not fit."""
 _shortened = WeakTensorKeyDictionary()
 """Integer arguments, such as position_ids, of calls cut to a shorter length."""
+
+
+Call = tuple[Callable[..., Any], tuple, dict[str, Any]]
+"""A function, its arguments and its keywords."""
+AsCalled = Callable[[Callable[..., Any], tuple, dict[str, Any]], Call]
+
+
+def as_it_is(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Call:
+    """Return a forward and its arguments unchanged."""
+    return fn, args, kwargs
 
 
 def is_shortened(tensor: torch.Tensor) -> bool:
@@ -96,6 +106,12 @@ class LayerCall:
 
     def _other_tensors(self) -> Iterator[torch.Tensor]:
         return (x for x in tensor_leaves((self._args, self._kwargs)) if x is not self.hidden)
+
+    @property
+    def compiled_by(self) -> str | None:
+        """Name of the backend that torch.compile compiles the layer with; None: it runs uncompiled."""
+        fn = self._fn
+        return fn.name if isinstance(fn, OwnForward) and fn.refused(self.layer) is None else None
 
     @property
     def trains(self) -> bool:
@@ -220,6 +236,7 @@ def layer_calls(
     kwargs: dict[str, Any],
     kinds: Sequence[int],
     enough: Callable[[dict[int, LayerCall]], bool],
+    as_called: AsCalled = as_it_is,
 ) -> dict[int, LayerCall]:
     """Run a forward of the model and catch the first call of each kind of layer, in call order.
 
@@ -231,6 +248,7 @@ def layer_calls(
         args, kwargs: arguments of the model's forward.
         kinds: the kind of each layer, see ds_memo.profile.kinds.
         enough: given the calls so far, returns True if the forward may end.
+        as_called: returns a layer's forward and arguments as the model, if it is compiled, calls it.
 
     Raises:
         MemoError: the forward made no layer call.
@@ -245,7 +263,7 @@ def layer_calls(
         if layer.index >= len(kinds):  # a function that the model checkpoints, and no layer
             with torch.no_grad():
                 return fn(*args, **kwargs)
-        call, kind = LayerCall(layer, fn, args, kwargs), kinds[layer.index]
+        call, kind = LayerCall(layer, *as_called(fn, args, kwargs)), kinds[layer.index]
         calls.setdefault(kind, call)
         if enough(calls):
             raise _Enough
@@ -253,7 +271,7 @@ def layer_calls(
         if key not in outputs:
             inside.append(layer)
             try:
-                outputs[key] = _run_once(call, partial(fn, *args, **kwargs))
+                outputs[key] = _run_once(call, partial(uncompiled(fn), *args, **kwargs))
             finally:
                 inside.pop()
         return outputs[key]
@@ -266,6 +284,11 @@ def layer_calls(
     if not calls:
         raise MemoError(f"{type(model).__name__} ran a training forward without calling a layer")
     return calls
+
+
+def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer's forward as it is without torch.compile."""
+    return fn.plain if isinstance(fn, OwnForward) else fn
 
 
 def _run_once(call: LayerCall, run: Callable[[], Any]) -> Any:

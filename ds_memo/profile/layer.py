@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, NO_RECOMPUTE, ON_DEVICE, Placement
-from ds_memo.profile.call import LayerCall, hidden_from_training
+from ds_memo.profile.call import LayerCall, hidden_from_training, uncompiled
 from ds_memo.profile.live import bytes_made
 from ds_memo.profile.sample import LayerSample
 from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
@@ -39,6 +39,8 @@ REPEATS = 3
 def measure(call: LayerCall, length: int, device: torch.device, attention: str | None = None) -> LayerSample:
     """Measure one layer at one length, at most the length of the call.
 
+    A compiled layer is timed as it runs. Its tensors and kernels are those of the layer uncompiled, which show one by one.
+
     Args:
         attention: as the "memo" section's.
 
@@ -46,18 +48,26 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
         MemoError: the layer saves nothing for a backward.
     """
     with alone(call, length, device) as (fn, args, inputs, trained):
-        bench = Bench(call.layer, fn, args, [*inputs, *trained], device, attention)
+        made = partial(Bench, call.layer, args=args, leaves=[*inputs, *trained], device=device, attention=attention)
+        bench = as_called = made(uncompiled(fn))
         try:
-            forward_s, backward_s = bench.timed(NO_RECOMPUTE)
+            if call.compiled_by is not None:
+                as_called = made(fn)
+                as_called.backward(as_called.forward(ON_DEVICE))
+            compiled = call.compiled_by is not None  # a layer that cannot be traced shows when it is
+            if not compiled:
+                as_called = bench
+            forward_s, backward_s = as_called.timed(NO_RECOMPUTE)
             full, none = bench.recipe(ON_DEVICE), bench.recipe(GEMMS_RECOMPUTED)
             if not full.packs:
                 raise MemoError(f"layer {call.layer.name} has nothing to train")
-            replay_s = bench.replay_s()
+            replay_s = max(0.0, as_called.timed(ON_DEVICE)[1] - backward_s) if compiled else bench.replay_s()
             watch = bench.watched()
             input_bytes = inputs[0].untyped_storage().nbytes()
-            forward_bytes, working_bytes = bench.held(ON_DEVICE)
-            forward_bytes_at_0, working_bytes_at_0 = bench.held(GEMMS_RECOMPUTED)
-            _, without_attention = bench.held(FULL_RECOMPUTE)
+            seen = as_called if device.type == "cuda" else bench  # on a CPU nothing shows what compiled code allocates
+            forward_bytes, working_bytes = seen.held(ON_DEVICE)
+            forward_bytes_at_0, working_bytes_at_0 = seen.held(GEMMS_RECOMPUTED)
+            _, without_attention = seen.held(FULL_RECOMPUTE)
             outputs, gemm_s, all_gemms_s = _outputs(full, none, watch)
             return LayerSample(
                 batch=call.batch,
@@ -71,7 +81,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
                 all_gemms_s=all_gemms_s,
                 gemm_flops=full.gemm_flops,
                 attention_flops=watch.attention_flops,
-                no_recompute_bytes=bench.saved_bytes(),
+                no_recompute_bytes=as_called.saved_bytes(),
                 working_bytes=working_bytes,
                 working_bytes_at_0=working_bytes_at_0,
                 working_bytes_without_attention=without_attention,
@@ -81,6 +91,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
             )
         finally:
             bench.close()
+            as_called.close()
 
 
 @contextmanager

@@ -118,6 +118,7 @@ class Asked:
             "others": call.others(),
             "packed": call.packed,
             "lengths": list(self.lengths[kind]),
+            "compiled_by": call.compiled_by,
         }
 
     def key(self) -> dict[str, Any]:
@@ -255,6 +256,8 @@ def _measured_in_tiles(
     """
     if not asked.in_tiles or len(samples) == 1:
         return (), ""
+    if call.compiled_by is not None:
+        return (), "torch.compile compiles it, and layers in tiles run uncompiled"
     lengths = [sample.length for sample in samples[1:]]  # tiles are short, and in short ones gradients of weights dominate
 
     def measured() -> tuple[tuple[TileSample, ...], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
@@ -57,6 +58,29 @@ class Policy(Protocol):
 
     def has_room(self, nbytes: int) -> bool:
         """Return True if the host has room for `nbytes` of one layer call. If not, the call is fully recomputed."""
+
+
+class OwnForward(ABC):
+    """A layer's forward that keeps what its backward needs by itself: one that torch.compile compiled."""
+
+    name: str
+    """The compiler's, for messages."""
+    plain: Callable[..., Any]
+    """The same forward, uncompiled."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it and keep nothing."""
+
+    @abstractmethod
+    def run_layer(
+        self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool
+    ) -> Any:
+        """Run it as a layer by its placement, which recomputes."""
+
+    @abstractmethod
+    def refused(self, layer: Layer) -> str | None:
+        """Return why a layer runs uncompiled all the same, as it was found in its first call; None: it does not."""
 
 
 class CannotTile(Exception):
@@ -167,8 +191,6 @@ class Remat:
         Args:
             preserve_rng_state: True if the replay must draw the same random numbers as the forward.
         """
-        if torch.compiler.is_compiling():  # dynamo must not trace what follows; it resumes afterwards
-            return torch.compiler.disable(self._run)(layer, fn, args, kwargs, preserve_rng_state)
         return self._run(layer, fn, args, kwargs, preserve_rng_state)
 
     def part_begins(self, part: str) -> None:
@@ -193,12 +215,26 @@ class Remat:
             )
             return fn(*args, **kwargs)
         placement = self.policy.placement(layer)
+        if isinstance(fn, OwnForward) and placement.kind is not PlacementKind.NO_RECOMPUTE:
+            return fn.run_layer(self, layer, placement, args, kwargs, preserve_rng_state)
+        return self.run_placed(layer, fn, args, kwargs, placement, preserve_rng_state)
+
+    def run_placed(
+        self,
+        layer: Layer,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        placement: Placement,
+        preserve_rng_state: bool,
+    ) -> Any:
+        """Call ``fn(*args, **kwargs)`` by its placement."""
         recomputes = placement.kind is not PlacementKind.NO_RECOMPUTE
         if recomputes and self._tiler is not None:
             tiled = self._tiler.prepare(self, layer, fn, args, kwargs, placement)
             if tiled is not None:
                 with suppress(CannotTile):
-                    return self._observed(layer, tiled)
+                    return self.observed(layer, tiled)
         lifted = lift_keywords(fn, args, kwargs)
         if self._sdpa is not None:
             fn, replay = (functools.partial(self.with_kernel, layer, run) for run in (lifted.fn, lifted.replay))
@@ -206,10 +242,10 @@ class Remat:
         if not (recomputes or placement.empty_frame):
             return lifted.fn(*lifted.args)
         if recomputes:
-            return self._observed(layer, lambda: self._run_checkpointed(layer, placement, lifted, preserve_rng_state))
-        return self._observed(layer, lambda: self._run_with_empty_frame(layer, placement, lifted))
+            return self.observed(layer, lambda: self._run_checkpointed(layer, placement, lifted, preserve_rng_state))
+        return self.observed(layer, lambda: self._run_with_empty_frame(layer, placement, lifted))
 
-    def _observed(self, layer: Layer, run: Callable[[], Any]) -> Any:
+    def observed(self, layer: Layer, run: Callable[[], Any]) -> Any:
         """Call `run`, and notify the observers of its begin and end."""
         for observer in self.observers:
             observer.layer_begins(layer.index)
@@ -304,7 +340,7 @@ class Remat:
         call.recipe = layer.latest = recipe
         if key is not None:
             layer.remember(key, recipe)
-        self._warn(layer, recipe)
+        self.diagnose(layer, recipe)
         if not recipe.packs:
             return
         call.keep_observed(observed, tensors)
@@ -314,13 +350,16 @@ class Remat:
         layer.recipes.clear()
         layer.times_left += 1
 
-    def _warn(self, layer: Layer, recipe: Recipe) -> None:
-        """Give the diagnostics of a recipe, once per class of layers."""
-        module = layer.module()
-        for reason in diagnose(module, recipe):
-            if (type(module), reason) not in self._warned:
-                self._warned.add((type(module), reason))
-                self.warn(f"layer {layer.name}: {reason}.")
+    def diagnose(self, layer: Layer, recipe: Recipe) -> None:
+        """Give the diagnostics of a recipe."""
+        for reason in diagnose(layer.module(), recipe):
+            self.warn_of(layer, f"{reason}.")
+
+    def warn_of(self, layer: Layer, reason: str) -> None:
+        """Warn of a layer, once per class of layers."""
+        if (of := (type(layer.module()), reason)) not in self._warned:
+            self._warned.add(of)
+            self.warn(f"layer {layer.name}: {reason}")
 
     def with_kernel(self, layer: Layer, fn: Callable[..., Any], *args: Any) -> Any:
         """Call ``fn(*args)`` with the attention kernel that memo.attention names.

@@ -58,6 +58,11 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
+def within_compiled(module: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile's wrapper; a module that has none as it is."""
+    return module._orig_mod if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else module
+
+
 def has_compiled(module: nn.Module) -> bool:
     """Return True if the module, or a module in it, is compiled."""
     return any(map(is_compiled, module.modules()))

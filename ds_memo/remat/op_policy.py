@@ -28,6 +28,9 @@ SCALED = _present("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_
 GEMM = {aten.mm.default, aten.addmm.default} | GROUPED | SCALED
 """Products: output row i depends only on row i of the left operand, so any rows can be computed separately."""
 
+GROUPED_NAMES = {"transformers::grouped_mm_fallback"}
+"""Grouped products by name. Transformers compiles this one where PyTorch's own does not fit: on a CPU, or in fp32."""
+
 BATCHED = {aten.bmm.default, aten.baddbmm.default}
 """Batched products. Those with a weight as an operand (experts by einsum) are GEMMs, whose rows are those of all matrices in
 order. The others may be attention written by hand: they are recomputed and not counted."""
@@ -127,7 +130,7 @@ def kind_of(func: OpOverload) -> OpKind:
 def _classify(func: OpOverload) -> OpKind:
     if _is_higher_order(func):
         return OpKind.PLAIN
-    if func in GEMM:
+    if func in GEMM or func.name() in GROUPED_NAMES:
         return OpKind.GEMM
     if func in BATCHED:
         return OpKind.BATCHED
@@ -136,6 +139,18 @@ def _classify(func: OpOverload) -> OpKind:
     if func in CHOICE:
         return OpKind.CHOICE
     return OpKind.MUTATES if is_mutating(func) else OpKind.PLAIN
+
+
+def is_grouped(func: OpOverload) -> bool:
+    """Return True for a product of groups of rows, each with a matrix of its own."""
+    return func in GROUPED or func.name() in GROUPED_NAMES
+
+
+def is_attention(func: Any) -> bool:
+    """Return True for an attention kernel. FlexAttention is one in a compiled graph, where it is an op of its own."""
+    if _is_higher_order(func):
+        return isinstance(func, torch._ops.HigherOrderOperator) and func.name() == "flex_attention"
+    return kind_of(func) is OpKind.ATTENTION
 
 
 def is_mutating(func: Any) -> bool:
@@ -213,11 +228,14 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
 def splits_by_rows(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> bool:
     """Return True for dense operands and a dense output whose rows are those of the left operand."""
-    if type(out) is not torch.Tensor or not out.numel() or not out.is_contiguous():
-        return False
+    return type(out) is torch.Tensor and out.numel() > 0 and out.is_contiguous() and rows_are_lefts(func, args, out)
+
+
+def rows_are_lefts(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> bool:
+    """Return True for dense operands and an output whose rows are those of the left operand."""
     if not are_dense(args):  # a sparse operand has no rows
         return False
-    if func in GROUPED and (args[0].dim() != 2 or args[1].dim() != 3):
+    if is_grouped(func) and (args[0].dim() != 2 or args[1].dim() != 3):
         return False
     return func not in SCALED or all(_splits(scale, out.shape[0]) for scale in tree_leaves(args[2]))
 
@@ -290,7 +308,7 @@ def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
         left, *others = args
         if func in SCALED:
             others[1] = tree_map(lambda scale: _rest_of(scale, first), others[1])
-        if func in GROUPED:
+        if is_grouped(func):
             # Rows are sorted by expert, and `offs` are the group ends: groups that end before `first` become empty.
             offs = [argument.name for argument in func._schema.arguments].index("offs") - 1
             others[offs] = (others[offs] - first).clamp(min=0)

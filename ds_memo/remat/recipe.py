@@ -283,7 +283,7 @@ def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Ke
 
 
 def _is_attention(func: OpOverload | FunctionCall) -> bool:
-    return isinstance(func, FunctionCall) or op_policy.kind_of(func) is op_policy.OpKind.ATTENTION
+    return isinstance(func, FunctionCall) or op_policy.is_attention(func)
 
 
 def _unkept(op: ObservedGemm | ObservedSavedOp) -> Gemm | SavedOp:

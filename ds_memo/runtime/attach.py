@@ -17,6 +17,7 @@ from ds_memo.config import MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning, quoted
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.hf.kernels import use_kernels
+from ds_memo.remat.diagnostics import within_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime.active_forward import in_forward
 from ds_memo.runtime.handle import MemoHandle
@@ -80,7 +81,7 @@ def attach_model(
     if not config.enabled and "enabled" in config.model_fields_set:
         raise MemoConfigError("memo.enabled: got false; attach() was asked to put the model under ds_memo, so true or nothing")
     refuse_attached(model)
-    found = find_layers(model, layers)
+    found = [(name, within_compiled(module)) for name, module in find_layers(model, layers)]
     for name, module in found:
         if any(session.owns(module) for session in _attached.values()):
             raise MemoError(

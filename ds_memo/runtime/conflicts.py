@@ -12,13 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_memo.errors import MemoError
 from ds_memo.hf.find_layers import is_huggingface_layer
-from ds_memo.remat.diagnostics import is_compiled
 from ds_memo.units import MIB
-
-UNCOMPILED = (
-    "torch.compile is used on this model: under memo its layers run uncompiled, for what happens in a compiled region cannot be "
-    "kept or swapped; everything else is compiled as asked"
-)
 
 OFFLOADED = (
     "activations are offloaded around this model, too (TRL's activation_offloading, DeepSpeed's CheckpointHiddenStatesOffload, "
@@ -28,17 +22,12 @@ OFFLOADED = (
 
 
 def refuse_model(layers: list[tuple[str, nn.Module]]) -> None:
-    """Refuse layers that memo could not see into, or that are offloaded already.
+    """Refuse layers that are offloaded already.
 
     Raises:
-        MemoError: naming the layer.
+        MemoError: they are.
     """
-    for name, layer in layers:
-        if is_compiled(layer):
-            raise MemoError(
-                f"layer {name} is compiled, and what happens inside a compiled region cannot be kept or swapped; "
-                "leave layers uncompiled, or train without memo"
-            )
+    for _, layer in layers:
         if is_huggingface_layer(layer):
             refuse_offload(layer.__dict__.get("_gradient_checkpointing_func"))
 

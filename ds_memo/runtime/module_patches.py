@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ds_memo.hf.find_layers import is_huggingface_layer, is_huggingface_model
 from ds_memo.runtime import conflicts
+
+if TYPE_CHECKING:
+    from ds_memo.compiled_layers.layers import Compilers
 
 _MISSING = object()
 
@@ -20,19 +23,33 @@ class ModulePatches:
     """Replaces forwards and checkpoint functions, adds hooks, and undoes all of it."""
 
     def __init__(self) -> None:
-        _run_uncompiled()
+        _keep_dynamo_out()
         self._undo: list[Callable[[], Any]] = []
         self._through_us: weakref.WeakKeyDictionary[nn.Module, Patched] = weakref.WeakKeyDictionary()
         """Hugging Face modules and the checkpoint function that they must call."""
-        self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def layer(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Have every call of a layer come to ``run(forward, *args, **kwargs)``."""
-        self._layers.add(module)
         if is_huggingface_layer(module):
-            self._checkpoint_with(module, run)
+            self._checkpoint_with(module, run, functools.partial(self._run_compiled, run))
         else:
-            self.forward(module, run)
+            own = module.forward
+
+            def compiled(callback: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._run_compiled(run, callback, own, *args, **kwargs)
+
+            self._set(module, "forward", Patched(functools.partial(run, module.forward), module.forward, compiled))
+
+    def _run_compiled(self, run: Callable[..., Any], callback: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a layer that dynamo reached under a callback: torch.compile was asked for the layer, or for what calls it."""
+        forward, args, kwargs = self.compilers.forward(callback, fn, args, kwargs)
+        return run(forward, *args, **kwargs)
+
+    @functools.cached_property
+    def compilers(self) -> Compilers:
+        from ds_memo.compiled_layers.layers import Compilers  # at need: it imports torch's compilers
+
+        return Compilers()
 
     def forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Have every forward of a module come to ``run(forward, *args, **kwargs)``."""
@@ -46,9 +63,9 @@ class ModulePatches:
                 self._checkpoint_with(module, run)
                 self.before_forward(module, conflicts.refuse_cache)
 
-    def before_forward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        """Call ``hook(module, args, kwargs)``."""
-        self.undo_with(module.register_forward_pre_hook(Patched(hook, nothing), with_kwargs=True).remove)
+    def before_forward(self, module: nn.Module, hook: Callable[..., Any], compiled: Callable[..., Any] | None = None) -> None:
+        """Call ``hook(module, args, kwargs)``; ``compiled(callback, module, args, kwargs)`` where dynamo traces the call."""
+        self.undo_with(module.register_forward_pre_hook(Patched(hook, nothing, compiled), with_kwargs=True).remove)
 
     def after_forward(self, module: nn.Module, hook: Callable[..., Any], always: bool = False) -> None:
         """Call ``hook(module, args, output)``; `always`: also where the forward raised."""
@@ -62,13 +79,6 @@ class ModulePatches:
                 module._gradient_checkpointing_func = function
             module.gradient_checkpointing = WITH_GRAD
 
-    def uncompile(self) -> bool:
-        """Take what ``Module.compile()`` put into layers since. Returns whether there was anything."""
-        compiled = [module for module in self._layers if module._compiled_call_impl is not None]
-        for module in compiled:
-            self._set(module, "_compiled_call_impl", None)
-        return bool(compiled)
-
     def undo_with(self, undo: Callable[[], Any], last: bool = False) -> None:
         """Call this too when everything is undone; `last`: after all that is there now."""
         self._undo.insert(0 if last else len(self._undo), undo)
@@ -78,8 +88,8 @@ class ModulePatches:
         while self._undo:
             self._undo.pop()()
 
-    def _checkpoint_with(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        function = Patched(run, _plainly)
+    def _checkpoint_with(self, module: nn.Module, run: Callable[..., Any], compiled: Callable[..., Any] | None = None) -> None:
+        function = Patched(run, _plainly, compiled)
         self._set(module, "gradient_checkpointing", WITH_GRAD)
         self._set(module, "_gradient_checkpointing_func", function)
         self._through_us[module] = function
@@ -117,24 +127,45 @@ WITH_GRAD = _WithGrad()
 
 
 class Patched:
-    """What we put into a module. A copy of the module, or a pickle of it, is a plain one: it gets `plain` in its place."""
+    """What we put into a module. A copy of the module, or a pickle of it, is a plain one: it gets `plain` in its place.
 
-    def __init__(self, call: Callable[..., Any], plain: Callable[..., Any]) -> None:
+    Dynamo does not trace it, nor what it calls.
+
+    Args:
+        compiled: called as ``compiled(callback, ...)`` in place of `call` where dynamo would have traced it.
+    """
+
+    def __init__(self, call: Callable[..., Any], plain: Callable[..., Any], compiled: Callable[..., Any] | None = None) -> None:
         self.call = call
         self.plain = plain
+        self.compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
+        raise AssertionError("made without _keep_dynamo_out")
 
     def __reduce__(self) -> tuple:
         return _same, (self.plain,)
 
 
 @functools.cache
-def _run_uncompiled() -> None:
+def _keep_dynamo_out() -> None:
     """Once there is something to run: this imports torch's compiler, which launchers can do without."""
-    why = "ds_memo runs layers uncompiled: what happens in a compiled region cannot be kept or swapped"
-    Patched.__call__ = torch.compiler.disable(Patched.__call__, reason=why)  # type: ignore[method-assign]
+    from torch._C._dynamo.eval_frame import set_eval_frame  # both are listed in compiled_layers/torch_private.py,
+    from torch._dynamo.decorators import skip  # which imports more than an uncompiled model needs
+
+    def call(self: Patched, *args: Any, **kwargs: Any) -> Any:
+        callback = set_eval_frame(None)
+        if callback is None:
+            return self.call(*args, **kwargs)
+        try:  # False: dynamo runs what it has compiled, and compiles nothing
+            if callback is False or self.compiled is None:
+                return self.call(*args, **kwargs)
+            return self.compiled(callback, *args, **kwargs)
+        finally:
+            set_eval_frame(callback)
+
+    Patched.__call__ = skip(call)  # type: ignore[method-assign]
+    call._torchdynamo_disable_msg = "ds_memo runs layers, and compiles each by itself"  # type: ignore[attr-defined]
 
 
 def nothing(*args: Any) -> None:

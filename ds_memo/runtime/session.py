@@ -33,13 +33,14 @@ from ds_memo.nvme.engine import NvmeEngine
 from ds_memo.nvme.open_files import open_files
 from ds_memo.placement import PlacementKind
 from ds_memo.planned_alloc.runtime import Addresses
+from ds_memo.profile.call import AsCalled, as_it_is
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.diagnostics import has_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime import first_step_warnings as first_step
 from ds_memo.runtime import report as account
-from ds_memo.runtime.module_patches import ModulePatches, nothing
+from ds_memo.runtime.module_patches import ModulePatches, Patched, nothing
 from ds_memo.runtime.optimizer_hooks import watch_optimizers
 from ds_memo.runtime.throughput import Speed, model_flops_utilization
 from ds_memo.shapes import shapes_of
@@ -115,10 +116,12 @@ class Session:
         self._frames_before = 0
         self._drives: Drives | None = None
         """None: host memory is all there is."""
+        self._as_called: AsCalled = as_it_is
         self._norms_in_tiles = False
         """Norms beside the layers come to memo: some pass ran in tiles."""
         self._speed = Speed()
         self._patches = ModulePatches()
+        self._entry = Patched(self._run, nothing, self._run_compiled)
         try:
             self._put_together(model, layers, device, ties)
         except BaseException:
@@ -156,7 +159,8 @@ class Session:
         keep_unobserved_attention()
         for name, module in layers[:1]:
             self._patches.before_forward(module, conflicts.MaskWatch(name, self.warn))
-        self._patches.before_forward(model, self._forward_begins)
+        self._gather_whole = ties.gather_whole
+        self._patches.before_forward(model, self._forward_begins, self._compiled_forward_begins)
         self._patches.after_forward(model, self._forward_is_over, always=True)
         self._patches.after_forward(model, self._forward_ends)
 
@@ -164,16 +168,29 @@ class Session:
 
     def run(self, fn: Callable[..., Any], /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
         """Call ``fn(*args, **kwargs)`` as a layer."""
+        return self._entry(fn, args, kwargs, preserve_rng_state)
+
+    def _run(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
+        return self.remat.run_with(self._layer_of(fn), fn, args, kwargs, preserve_rng_state)
+
+    def _run_compiled(
+        self, callback: Any, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool
+    ) -> Any:
+        """Do the same where torch.compile was asked for the code that calls the layer."""
+        forward, args, kwargs = self._patches.compilers.forward(callback, fn, args, kwargs)
+        return self.remat.run_with(self._layer_of(fn), forward, args, kwargs, preserve_rng_state)
+
+    def _layer_of(self, fn: Callable[..., Any]) -> Layer:
+        """Return the layer that a call of `fn` runs; one that was not seen before is new."""
         module = module_of(fn)
         if module is None:
-            layer = Layer(len(self.layers), getattr(fn, "__qualname__", type(fn).__name__), None)
-        else:
-            layer = self._by_module.get(module)
-            if layer is None:
-                layer = self._by_module[module] = Layer(len(self.layers), type(module).__name__, module)
-                self.layers.append(layer)
-                self.policy.add_layer(layer)
-        return self.remat.run_with(layer, fn, args, kwargs, preserve_rng_state)
+            return Layer(len(self.layers), getattr(fn, "__qualname__", type(fn).__name__), None)
+        layer = self._by_module.get(module)
+        if layer is None:
+            layer = self._by_module[module] = Layer(len(self.layers), type(module).__name__, module)
+            self.layers.append(layer)
+            self.policy.add_layer(layer)
+        return layer
 
     def owns(self, module: nn.Module) -> bool:
         """Whether a call of this module comes through memo by itself."""
@@ -194,8 +211,9 @@ class Session:
             self._patches.hold()
             if not self._passes and conflicts.is_offloaded():
                 self.warn(conflicts.OFFLOADED)
-            if self._patches.uncompile() or (not self._passes and has_compiled(module)):
-                self.warn(conflicts.UNCOMPILED)
+            if self._gather_whole is not None and (self._as_called is not as_it_is or has_compiled(module)):
+                self._gather_whole([layer.module() for layer in self.layers])  # hooks inside a layer cannot be traced
+                self._gather_whole = None
             self._place(module, args, kwargs)
         if not training:
             self.addresses.leave_phase()
@@ -206,6 +224,14 @@ class Session:
             self.addresses.pass_begins(shapes_of(args, kwargs), len(self.layers) - 1, self._on_last_micro_batch(), placements)
         self._frames_before = self.engine.traffic.frames
 
+    def _compiled_forward_begins(self, callback: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Do the same where torch.compile was asked for the whole model: its layers will be called under this callback."""
+        self._as_called = functools.partial(self._patches.compilers.forward, callback)
+        try:
+            self._forward_begins(module, args, kwargs)
+        finally:
+            self._as_called = as_it_is
+
     def _place(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Have the placements for the training pass that begins."""
         self.policy.follow(None)
@@ -214,7 +240,7 @@ class Session:
             calls.forward_begins()
             if self.tuner.profile is None and not self.tuner.gave_up:
                 self.addresses.profile_begins()
-            training_pass = TrainingPass(shapes_of(args, kwargs), model, args, kwargs)
+            training_pass = TrainingPass(shapes_of(args, kwargs, self._as_called), model, args, kwargs, self._as_called)
             solution = self.tuner.solve(training_pass, self.layers, calls.most, calls.earlier)
             self.policy.follow(solution)
             if solution is not None:

@@ -132,6 +132,22 @@ class TestTrainer(DistributedTest):
         want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
         assert len(want) == 4 and got == pytest.approx(want, rel=1e-2)
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_torch_compile(self, stage: int, tmp_path: Path) -> None:
+        """Layers are compiled one by one. Under ZeRO-3 they are gathered whole."""
+        for memo in (None, MEMO):
+            words = trainer_words(
+                tmp_path / str(bool(memo)),
+                ds_config(tmp_path, stage, memo),
+                torch_compile=bool(memo),
+                torch_compile_backend="aot_eager",
+            )
+            reports = run_here("trainer.py", words)
+        assert_worked(reports)
+        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
+        assert len(want) == 4 and got == pytest.approx(want, rel=1e-5)
+
     @pytest.mark.parametrize("length", [pytest.param(48, marks=pytest.mark.slow), None], ids=["one length", "lengths vary"])
     def test_accelerates_own_sequence_parallelism(
         self, length: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -244,17 +244,17 @@ def test_compiled(how: str, backend: str) -> None:
 
 @pytest.mark.slow
 def test_a_layer_that_inductor_compiled() -> None:
-    """Nothing inside would be seen, so it runs uncompiled, and that is said."""
+    """Its graphs are inductor's, and the same is kept."""
     model = build("llama")
     stock = copy.deepcopy(model)
     for layer in model.model.layers:
         layer.compile()
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
     want = step(stock, BATCH)
-    with pytest.warns(ds_memo.MemoWarning, match="its layers run uncompiled"):
-        step(model, BATCH)
     for _ in range(2):
-        assert_same(step(model, BATCH), want)
+        got = step(model, BATCH)
+        torch.testing.assert_close(got.loss, want.loss)
+        assert_same_grads(got.grads, want.grads)
     report = handle.report()
     assert 0 < report["gemm_flops_recomputed_fraction"] < 0.5 and report["attention_recomputed"] == 0
     handle.detach()

@@ -1,0 +1,1 @@
+"""Layers that torch.compile compiles: the recipe becomes a partition of AOTAutograd's joint graph."""

@@ -1,0 +1,151 @@
+"""One call of a compiled layer: its frame, its recipe, and what its graphs ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import OpOverload
+
+from ds_memo.compiled_layers.recipe import CompiledRecipe, Keeps
+from ds_memo.placement import ON_DEVICE, UNDECIDED
+from ds_memo.remat import op_policy
+from ds_memo.remat.recipe import SavedOp, storable
+from ds_memo.swap.frame import Frame
+
+if TYPE_CHECKING:
+    from ds_memo.remat.checkpoint import Layer, Remat
+
+
+class CompiledCall:
+    """One call of a compiled layer. Its graphs' ops come here.
+
+    Args:
+        key: of the call's recipe among the layer's.
+    """
+
+    def __init__(self, remat: Remat, layer: Layer, frame: Frame, key: Any) -> None:
+        self.frame = frame
+        self.recipe: CompiledRecipe | None = None
+        """None until the forward has kept what it keeps, and for good if nothing needs a gradient."""
+        self.native = False
+        """True if autograd saves what is kept, and the frame stays empty."""
+        self._given: tuple[list[torch.Tensor], Keeps] | None = None
+        self._remat = remat
+        self._layer = layer
+        self._key = key
+        self._loose: list[torch.Tensor | None] = []
+        """The tensors without a place in the frame, by index."""
+        self._served: set[int] = set()
+        """Indices that the present backward has asked for."""
+
+    # ---- forward
+
+    def give(self, kept: list[torch.Tensor], native: bool, keeps: Keeps) -> None:
+        """Note what the backward needs, at the end of the forward graph.
+
+        Args:
+            native: True if autograd saves these tensors itself, and the frame stays empty.
+        """
+        self._given, self.native = (kept, keeps), native
+
+    @property
+    def needs_backward(self) -> bool:
+        """True if the graph ran, and a backward may come."""
+        return self._given is not None
+
+    def keep(self) -> None:
+        """Keep what the graph gave. Inside it a view would have a version counter of its own, and changes would go unnoticed."""
+        (given, keeps), self._given = self._given, None
+        remat, kept = self._remat, keeps.rows_of(given)
+        recipe = self._layer.recipes.get(self._key)
+        if not (isinstance(recipe, CompiledRecipe) and recipe.fits(kept)):
+            recipe = self._first_recipe(kept, keeps)
+        self.recipe = self._layer.latest = recipe
+        remat.work.gemm_flops += recipe.gemm_flops
+        if self.native:
+            return
+        remat.engine.adopt(self.frame, recipe.layout)
+        for slot, tensor, product in zip(recipe.slots, kept, keeps.are_products(), strict=True):
+            self._loose.append(tensor if slot is None and not product else None)
+            if slot is not None:
+                remat.engine.keep(self.frame, slot, tensor)
+
+    def _first_recipe(self, kept: Sequence[torch.Tensor], keeps: Keeps) -> CompiledRecipe:
+        """Make the recipe of a first call of its kind."""
+        policy, placement = self._remat.policy, self.frame.placement
+        alpha = placement.alpha
+        if alpha is UNDECIDED:
+            split = sum(tensor.nbytes for tensor in keeps.split(kept))
+            alpha = policy.alpha(self._layer, sum(tensor.nbytes for tensor in kept if storable(tensor)) - split, split)
+        recipe = keeps.recipe(kept, alpha)
+        if not (self.frame.resident or policy.has_room(recipe.layout.host_bytes)):
+            self.frame.placement = ON_DEVICE  # this call alone: later ones are told before they run
+            return keeps.recipe(kept, 1.0)
+        self._layer.remember(self._key, recipe)
+        self._remat.diagnose(self._layer, recipe)
+        return recipe
+
+    # ---- backward
+
+    def supply(self, index: int) -> torch.Tensor:
+        """Return a tensor that was kept whole."""
+        self._serve(index)
+        loose = self._loose[index]
+        tensor = self._in_frame(index) if loose is None else loose.clone()
+        self._served_one()
+        return tensor
+
+    def join(self, index: int, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return a product: its stored rows, and the others computed.
+
+        Args:
+            index: of the product among the kept tensors; -1: it is not among them.
+        """
+        if index < 0:
+            return self._multiplied(func, args, kwargs)
+        self._serve(index)
+        slot = self.recipe.slots[index]
+        out = self._multiplied(func, args, kwargs) if slot is None else self._in_frame(index)
+        if slot is not None and slot.rows < (rows := out.shape[0]):
+            op_policy.compute_rows(func, args, kwargs, slot.rows, out)
+            self._remat.work.gemm_flops_recomputed += op_policy.gemm_flops(func, args, out) * (rows - slot.rows) // rows
+        self._served_one()
+        return out.view(op_policy.product_shape(func, args))
+
+    def backward_begins(self) -> None:
+        """Tell the observers that a backward begins, and make the frame ready."""
+        remat = self._remat
+        if self.frame.state == "ready":  # the backward before this one was interrupted
+            remat.engine.replayed(self.frame)
+        self._served.clear()
+        for observer in remat.observers:
+            observer.layer_replays(self._layer.index)
+        attention = (op for op in self.recipe.ops if isinstance(op, SavedOp) and op.is_attention)
+        remat.work.attention_ops_recomputed += sum(op.recomputed for op in attention)
+        remat.engine.bring_back(self.frame)
+
+    def backward_passes(self, gradient: torch.Tensor) -> None:
+        """Have the engine move other frames as the backward of a call with an empty frame begins."""
+        self.backward_begins()
+        self._remat.engine.replayed(self.frame)
+
+    def _multiplied(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        out = func(*args, **kwargs)
+        self._remat.work.gemm_flops_recomputed += op_policy.gemm_flops(func, args, out)
+        return out
+
+    def _serve(self, index: int) -> None:
+        if self.frame.state != "ready" or index in self._served:
+            self.backward_begins()
+        self._served.add(index)
+
+    def _served_one(self) -> None:
+        """Close the frame once the backward has asked for all of it."""
+        if len(self._served) == len(self.recipe.slots):
+            self._remat.engine.replayed(self.frame)
+
+    def _in_frame(self, index: int) -> torch.Tensor:
+        tensor = self.frame.tensor(self.recipe.slots[index])
+        return tensor.clone() if self.frame.resident else tensor  # compiled code may write over what it is given

@@ -1,0 +1,230 @@
+"""Layers that the user compiles: each is compiled by itself, once for each kind of placement.
+
+    SWAPPED, SWAPPED_ATTENTION_RECOMPUTED           rows go to the host through the swap engine
+    ON_DEVICE, GEMMS_RECOMPUTED, FULL_RECOMPUTE     autograd saves what stays, and the frame is empty
+    NO_RECOMPUTE, or without gradients              as the user compiled it
+
+A layer that cannot be traced as one graph runs uncompiled, and a warning says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from ds_memo.compiled_layers import ops
+from ds_memo.compiled_layers.backends import CannotCompile, name_of, partitioned
+from ds_memo.compiled_layers.call import CompiledCall
+from ds_memo.compiled_layers.partition import CannotPartition
+from ds_memo.compiled_layers.torch_private import (
+    CANNOT_COMPILE,
+    BackendCompilerFailed,
+    innermost_backend,
+    is_traceable_wrapper_subclass,
+)
+from ds_memo.errors import MemoError
+from ds_memo.placement import FULL_RECOMPUTE, Placement, PlacementKind
+from ds_memo.remat.call import tensor_leaves
+from ds_memo.remat.checkpoint import Layer, OwnForward, Remat
+
+UNCOMPILED = "it {}, so it runs uncompiled, with the same memory and results"
+HOOKS = "is called under saved-tensor hooks (activation offloading), which would move the handle of its frame"
+TILES = (
+    "memo.tile_tokens: layers in tiles run part by part, which torch.compile does not know; leave the key out, or leave layers "
+    "uncompiled"
+)
+
+
+class CompiledLayers:
+    """Compiles layers by one backend.
+
+    Args:
+        backend: what torch.compile was asked for.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        ops.define_joins()
+        self.backend = backend
+        self._compiled: dict[tuple[Any, Any], Callable[..., Any]] = {}
+        """By function and kind of placement."""
+        self._refused: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        """Layers that run uncompiled, and why."""
+
+    def function(self, fn: Callable[..., Any], kind: PlacementKind) -> Callable[..., Any]:
+        """Return `fn`, a plain function, compiled for a kind of placement.
+
+        Raises:
+            CannotCompile: the backend cannot be used.
+        """
+        key = fn, kind
+        if key not in self._compiled:
+            dynamic = getattr(self.backend, "dynamic", None)
+            if kind is PlacementKind.NO_RECOMPUTE:
+                made = torch.compile(fn, backend=self.backend, dynamic=dynamic)
+            else:
+                backend, options = partitioned(self.backend, kind)
+                made = torch.compile(_apart(fn, kind), backend=backend, options=options or None, dynamic=dynamic, fullgraph=True)
+            self._compiled[key] = made
+        return self._compiled[key]
+
+    def refuse(self, layer: Layer, why: str) -> None:
+        """Have a layer run uncompiled from now on."""
+        self._refused[layer.module()] = why
+
+    def refused(self, layer: Layer) -> str | None:
+        """Return why a layer runs uncompiled; None: it is compiled."""
+        return self._refused.get(layer.module()) if layer.module() is not None else "belongs to no module"
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def _apart(fn: Callable[..., Any], kind: PlacementKind) -> Callable[..., Any]:
+    """Return a function that calls `fn`, with code of its own.
+
+    Dynamo counts recompilations by code: those of one placement do not count for another.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    code = call.__code__.replace(co_name=f"memo_{kind.name.lower()}")
+    return types.FunctionType(code, call.__globals__, code.co_name, call.__defaults__, call.__closure__)
+
+
+class CompiledForward(OwnForward):
+    """A layer's forward that the user asked to compile. Called directly, it runs as the user compiled it.
+
+    Args:
+        fn: a plain function: a method's module is the first argument of a call.
+    """
+
+    def __init__(self, compiled: CompiledLayers, fn: Callable[..., Any]) -> None:
+        self.compiled = compiled
+        self.name = name_of(compiled.backend)
+        self.plain = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compiled.function(self.plain, PlacementKind.NO_RECOMPUTE)(*args, **kwargs)
+
+    def run_layer(
+        self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool
+    ) -> Any:
+        """Run a layer call by its compiled graphs; uncompiled, if there can be none."""
+        if placement.tiles is not None:
+            raise MemoError(TILES)
+        why = self.compiled.refused(layer)
+        if why is None and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            remat.warn_of(layer, UNCOMPILED.format(HOOKS))
+            return remat.run_placed(layer, self.plain, args, kwargs, placement, preserve_rng_state)
+        if why is None:
+            if placement.tiles is not None:
+                raise MemoError(TILES)
+            call = None
+            try:
+                call, fn = self._prepare(remat, layer, placement, args, kwargs)
+                return remat.observed(layer, lambda: self._run(remat, layer, call, fn, args, kwargs))
+            except (CannotCompile, *CANNOT_COMPILE) as error:
+                if call is not None and (call.needs_backward or call.recipe is not None):  # its graph ran
+                    raise
+                why = reason_of(error)
+        out = remat.run_placed(layer, self.plain, args, kwargs, placement, preserve_rng_state)
+        self.compiled.refuse(layer, why)  # not earlier: the layer's own errors are raised
+        remat.warn_of(layer, UNCOMPILED.format(why))
+        return out
+
+    def refused(self, layer: Layer) -> str | None:
+        return self.compiled.refused(layer)
+
+    def _prepare(
+        self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[CompiledCall, Callable[..., Any]]:
+        """Return the call, whose frame is open, and the function that runs it."""
+        arguments = (*args, *kwargs.values())
+        if any(map(is_traceable_wrapper_subclass, (*layer.parameters, *arguments))):
+            raise CannotCompile("has tensor subclasses (DTensor, quantised weights) among its inputs or parameters")
+        key = layer.kind_of_call(arguments, placement), self.plain
+        recipe = layer.recipes.get(key)
+        if recipe is not None and not (placement.kind.on_device or remat.policy.has_room(recipe.layout.host_bytes)):
+            placement = FULL_RECOMPUTE
+            key = layer.kind_of_call(arguments, placement), self.plain
+        fn = self.compiled.function(self.plain, placement.kind)
+        return CompiledCall(remat, layer, remat.engine.begin(layer.name, placement), key), fn
+
+    @staticmethod
+    def _run(remat: Remat, layer: Layer, call: CompiledCall, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        ops.begins(call)
+        try:
+            out = remat.with_kernel(layer, functools.partial(fn, **kwargs), *args)
+            if call.needs_backward:
+                call.keep()
+                remat.engine.end(call.frame)
+        finally:
+            ops.ends()
+            if call.frame.state == "recording":  # the layer raised, or no backward will ask for it
+                remat.engine.abort(call.frame)
+        if call.native:
+            if tensors := [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]:
+                register_multi_grad_hook(tensors, call.backward_passes, mode="any")
+        else:
+            for tensor in tensor_leaves(out):  # the caller may change it in place
+                remat.engine.about_to_change(call.frame, tensor)
+        return out
+
+
+class Compilers:
+    """The backends that one model's layers are compiled by. Each torch.compile of a layer makes its own, mostly equal ones."""
+
+    def __init__(self) -> None:
+        self._by_callback: dict[int, tuple[Any, CompiledLayers]] = {}
+        self._all: list[CompiledLayers] = []
+
+    def forward(self, callback: Any, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict]:
+        """Return a layer's forward, as it is compiled, and its arguments.
+
+        Args:
+            callback: dynamo's, under which the layer is called.
+            fn: a function, a bound method, or a partial of one.
+        """
+        while not isinstance(fn, types.FunctionType):
+            if isinstance(fn, functools.partial):
+                args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
+            elif isinstance(fn, types.MethodType):
+                args, fn = (fn.__self__, *args), fn.__func__
+            elif isinstance(fn, nn.Module):
+                args, fn = (fn, *args), _call
+            else:
+                break
+        return CompiledForward(self._of(callback), fn), args, kwargs
+
+    def _of(self, callback: Any) -> CompiledLayers:
+        known = self._by_callback.get(id(callback))
+        if known is None:
+            backend = innermost_backend(callback)
+            same = next((compiled for compiled in self._all if compiled.backend == backend), None)
+            if same is None:
+                same = CompiledLayers(backend)
+                self._all.append(same)
+            known = self._by_callback[id(callback)] = callback, same
+        return known[1]
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a layer cannot be compiled, as the end of "it …"."""
+    if isinstance(error, BackendCompilerFailed):
+        error = error.inner_exception
+    if isinstance(error, (CannotCompile, CannotPartition)):
+        return str(error)
+    what = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    stack = getattr(error, "real_stack", None)
+    where = f" ({Path(stack[-1].filename).name}, line {stack[-1].lineno})" if stack else ""
+    return f"cannot be traced as one graph: {what}{where}"

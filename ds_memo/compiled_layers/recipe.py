@@ -1,0 +1,104 @@
+"""The recipe of a compiled call. Its graph says which tensors it keeps; their sizes make the recipe when it first runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_memo.remat import op_policy
+from ds_memo.remat.recipe import Gemm, Recipe, SavedOp, storable
+from ds_memo.swap.frame import Kept, Layout
+
+
+class Keeps(NamedTuple):
+    """What a forward graph keeps: the layer's inputs, then the outputs of its ops, in order."""
+
+    inputs: int
+    """Number of inputs that are kept."""
+    ops: Sequence[str]
+    """Products and saved ops of the layer, by name."""
+    counts: Sequence[int]
+    """By op: how many of its outputs are kept. 0: nothing needs it. -1: the backward computes all of it again."""
+    whole: Sequence[bool]
+    """By op: True if all rows of the product are kept, because a choice depends on it."""
+    flops: Sequence[int]
+    """By op: FLOPs of a product; 0: a saved op."""
+    softmax: str
+    """Name of an op that materialised attention scores, or empty."""
+
+    def rows_of(self, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors with products as rows."""
+        pairs = zip(kept, self.are_products(), strict=True)
+        return [op_policy.as_rows(tensor.detach()) if product else tensor.detach() for tensor, product in pairs]
+
+    def are_products(self) -> list[bool]:
+        """Return, for each kept tensor, True for a product."""
+        products = [False] * self.inputs
+        for count, work in zip(self.counts, self.flops, strict=True):
+            products += [bool(work)] * max(0, count)
+        return products
+
+    def split(self, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the products of which a share alpha is kept."""
+        ops = zip(self._by_op(kept), self.whole, self.flops, strict=True)
+        return [tensors[0] for tensors, whole, work in ops if work and tensors and not whole]
+
+    def recipe(self, kept: Sequence[torch.Tensor], alpha: float) -> CompiledRecipe:
+        """Return the recipe of a call that keeps these tensors."""
+        layout, slots = Layout(), list[Kept | None]()
+
+        def place(tensor: torch.Tensor) -> Kept | None:
+            slots.append(layout.add(tensor) if storable(tensor) else None)
+            return slots[-1]
+
+        def place_rows(product: torch.Tensor, rows: int) -> Kept | None:
+            slots.append(layout.add(product, rows) if product.is_contiguous() and product.numel() and rows else None)
+            return slots[-1]
+
+        inputs = [place(tensor) for tensor in kept[: self.inputs]]
+        ops: list[Gemm | SavedOp] = []
+        for name, count, whole, work, tensors in zip(
+            self.ops, self.counts, self.whole, self.flops, self._by_op(kept), strict=True
+        ):
+            if not work:
+                ops.append(SavedOp(_op_named(name), None if count < 0 else tuple(map(place, tensors))))
+            elif not tensors:
+                ops.append(Gemm(_op_named(name), (), torch.float32, work, wanted=count < 0))
+            else:
+                product, m = tensors[0], tensors[0].shape[0]
+                rows = place_rows(product, m if whole else int(alpha * m))
+                ops.append(Gemm(_op_named(name), tuple(product.shape), product.dtype, work, rows))
+        return CompiledRecipe(ops, inputs, layout, packs=1, softmax=self.softmax or None, slots=tuple(slots))
+
+    def _by_op(self, kept: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+        begin = self.inputs
+        for count in self.counts:
+            yield kept[begin : begin + max(0, count)]
+            begin += max(0, count)
+
+
+@dataclass(frozen=True)
+class CompiledRecipe(Recipe):
+    """The recipe of a compiled call."""
+
+    slots: tuple[Kept | None, ...] = ()
+    """For each tensor that the graph keeps, its place; None: no row of it is stored, or it is too small for the way."""
+
+    def fits(self, kept: Sequence[torch.Tensor]) -> bool:
+        """Return True if tensors have the shapes, strides and dtypes of the recipe."""
+        return len(kept) == len(self.slots) and all(
+            slot is None or (slot.shape == tensor.shape and slot.stride == tensor.stride() and slot.dtype == tensor.dtype)
+            for slot, tensor in zip(self.slots, kept, strict=True)
+        )
+
+
+def _op_named(name: str) -> Any:
+    """Return the op of a name such as "aten::max.dim", or the higher-order op of that name."""
+    namespace, _, rest = name.rpartition("::")
+    if not namespace:
+        return getattr(torch.ops.higher_order, name)
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")

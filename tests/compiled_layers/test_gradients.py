@@ -1,0 +1,82 @@
+"""Loss, gradients, stored bytes and repeated work of compiled layers, against compiled stock and eager memo."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ds_memo.compiled_layers.call import CompiledCall
+from tests.compiled_layers.rig import TOLERANCE, compare, compiled, layers_of, run, worst
+from tests.everyday import everyday
+from tests.models import LAYERS, Batch, Toy, build
+
+MODELS = ("llama", "qwen3", "gemma3", "neox", "mixtral")
+CASES = [(name, backend, alpha) for name in MODELS for backend in ("aot_eager", "inductor") for alpha in (0.0, 0.5, 1.0)]
+
+
+def check(off: float, compiled: dict[str, Any], eager: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+    assert off <= tolerance
+    for got, want in zip(compiled["stored_bytes_per_layer"], eager["stored_bytes_per_layer"], strict=True):
+        assert got == pytest.approx(want, rel=0.03)
+    assert compiled["attention_recomputed"] == 0
+    assert compiled["gemm_flops_recomputed_fraction"] == pytest.approx(eager["gemm_flops_recomputed_fraction"], abs=0.01)
+    assert compiled["bytes_to_host"] == pytest.approx(eager["bytes_to_host"], rel=0.03)
+    assert compiled["warnings"] == eager["warnings"] == []
+
+
+@pytest.mark.parametrize("name, backend, alpha", everyday([*CASES, ("plain", "aot_eager", 0.5)], [("plain", "aot_eager", 0.5)]))
+def test_against_compiled_stock(name: str, backend: str, alpha: float) -> None:
+    check(*compare(build(name), {"alpha": alpha, "resident_layers": 1}, backend=backend))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["wrapped", "model"])
+@pytest.mark.parametrize("name", ["llama", "plain"])
+def test_ways_to_compile(name: str, how: str) -> None:
+    check(*compare(build(name), {"alpha": 0.5, "resident_layers": 1}, how=how))
+
+
+@pytest.mark.parametrize("config", [{"alpha": 1.0, "resident_layers": LAYERS}, {"ablation": "full_recompute"}])
+def test_layers_on_the_device(config: dict[str, Any]) -> None:
+    off, got, eager = compare(Toy(), config, steps=1)
+    assert off <= TOLERANCE and got["bytes_to_host"] == 0
+    assert got["attention_recomputed"] == eager["attention_recomputed"] == (LAYERS if "ablation" in config else 0)
+    assert got["gemm_flops_recomputed_fraction"] == pytest.approx(eager["gemm_flops_recomputed_fraction"], abs=0.01)
+
+
+def test_a_wrong_row_is_found() -> None:
+    """The control: one number of one supplied tensor is off, and the comparison fails."""
+    read = CompiledCall._in_frame
+
+    def off_by_one(self: CompiledCall, index: int) -> torch.Tensor:
+        tensor = read(self, index)
+        tensor[(0,) * tensor.dim()] += 1.0
+        return tensor
+
+    with mock.patch.object(CompiledCall, "_in_frame", off_by_one):
+        off, *_ = compare(Toy(), {"alpha": 0.5, "resident_layers": 0}, steps=1)
+    assert off > 100 * TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_tolerance_is_that_of_stock(backend: str) -> None:
+    """Two compiled runs of stock that differ in what is saved differ by no more."""
+    torch._dynamo.reset()
+    model, other = build("llama"), build("llama")
+    batch = Batch.random(2, 40)
+    want = run(compiled(model, backend=backend), batch)
+    torch._dynamo.reset()
+    if backend == "inductor":
+        with torch._functorch.config.patch(activation_memory_budget=0.0):
+            got = run(compiled(other, backend=backend), batch)
+    else:
+        for layer in layers_of(other):
+            layer.forward = partial(checkpoint, torch.compile(layer.forward, backend=backend), use_reentrant=False)
+        got = run(other, batch)
+    assert worst(got, want) <= TOLERANCE

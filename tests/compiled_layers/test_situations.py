@@ -1,0 +1,190 @@
+"""Compiled layers in the situations that training brings, against compiled stock."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_memo
+from ds_memo.compiled_layers import ops
+from tests.compiled_layers.rig import TOLERANCE, compiled, layers_of, run, worst
+from tests.models import BF16, HIDDEN, Batch, Block, Outcome, Toy, build, gradients
+
+CONFIG = {"alpha": 0.5, "resident_layers": 1}
+
+
+def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
+    """Return compiled stock, compiled memo and its handle."""
+    torch._dynamo.reset()
+    options = options or {"backend": "aot_eager"}
+    stock = compiled(copy.deepcopy(model), **options)
+    return stock, model, ds_memo.attach(compiled(model, **options), CONFIG)
+
+
+def accumulated(model: nn.Module) -> Outcome:
+    """Two forwards and backwards before a step, with lengths of their own."""
+    losses = []
+    for length in (17, 24):
+        batch = Batch.random(2, length)
+        losses.append(model(inputs_embeds=batch.embeds, labels=batch.labels).loss)
+        losses[-1].backward()
+    return Outcome(sum(losses).detach(), gradients(model))
+
+
+def two_forwards(model: nn.Module) -> Outcome:
+    """Two forwards before the backward of either."""
+    batches = [Batch.random(2, 17, seed=seed) for seed in range(2)]
+    losses = [model(inputs_embeds=batch.embeds, labels=batch.labels).loss for batch in batches]
+    sum(losses).backward()
+    return Outcome(sum(losses).detach(), gradients(model))
+
+
+def evaluated_between(model: nn.Module) -> Outcome:
+    batch = Batch.random(2, 17)
+    with torch.no_grad():
+        model.eval()(inputs_embeds=batch.embeds, labels=batch.labels)
+    return run(model.train(), batch)
+
+
+def under_autocast(model: nn.Module) -> Outcome:
+    with torch.autocast("cpu", torch.bfloat16):
+        return run(model, Batch.random(2, 17))
+
+
+def partly_frozen(model: nn.Module) -> Outcome:
+    for layer in layers_of(model)[:2]:
+        layer.requires_grad_(False)
+    return run(model, Batch.random(2, 17))
+
+
+def retained(model: nn.Module) -> Outcome:
+    """A second backward through the same graph."""
+    batch = Batch.random(2, 17)
+    with torch._functorch.config.patch(donated_buffer=False):
+        loss = model(inputs_embeds=batch.embeds, labels=batch.labels).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+    return Outcome(loss.detach(), gradients(model))
+
+
+def dropped(model: nn.Module) -> Outcome:
+    """A graph that no backward comes for."""
+    batch = Batch.random(2, 17)
+    model(inputs_embeds=batch.embeds, labels=batch.labels)
+    return run(model, batch)
+
+
+SITUATIONS = (accumulated, two_forwards, evaluated_between, under_autocast, partly_frozen, retained, dropped)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.__name__)
+def test_as_compiled_stock(situation: Callable[[nn.Module], Outcome]) -> None:
+    torch.manual_seed(0)
+    stock, model, handle = pair(Toy())
+    for _ in range(2):
+        got, want = situation(model), situation(stock)
+        assert worst(got, want) <= (BF16 if situation is under_autocast else TOLERANCE)
+    del got, want
+    assert ops.calls_alive() == 0
+    report = handle.report()
+    assert report["bytes_to_host"] > 0 and report["attention_recomputed"] == 0 and not report["warnings"]
+    handle.detach()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_dropout(backend: str) -> None:
+    """Random numbers are drawn once: the backward has the forward's masks."""
+
+    class Drops(Block):
+        def __init__(self) -> None:
+            super().__init__(dropout=0.3)
+
+    torch.manual_seed(0)
+    stock, model, handle = pair(Toy(Drops), backend=backend)
+    for _ in range(2):
+        batch = Batch.random(2, 17)
+        assert worst(run(model, batch), run(stock, batch)) <= TOLERANCE
+    assert handle.report()["attention_recomputed"] == 0
+    handle.detach()
+
+
+def test_lora() -> None:
+    class Lora(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.requires_grad_(False)
+            self.a, self.b = nn.Linear(HIDDEN, 4, bias=False), nn.Linear(4, 2 * HIDDEN, bias=False)
+
+        def feed(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm2(x)
+            return self.down(torch.nn.functional.gelu(self.up(y) + self.b(self.a(y))))
+
+    torch.manual_seed(0)
+    stock, model, handle = pair(Toy(Lora))
+    for _ in range(2):
+        batch = Batch.random(2, 17)
+        assert worst(run(model, batch), run(stock, batch)) <= TOLERANCE
+    handle.detach()
+
+
+def test_a_kept_tensor_that_is_changed_after_the_layer() -> None:
+    """As in stock, it is an error."""
+    torch.manual_seed(0)
+    model = Toy()
+    torch._dynamo.reset()
+    handle = ds_memo.attach(compiled(model, backend="aot_eager"), {"alpha": 0.5, "resident_layers": 0})
+    x = torch.randn(2, 17, HIDDEN, requires_grad=True)
+    hidden = x * 2
+    out = model.blocks[1](model.blocks[0](hidden))
+    hidden.add_(1)
+    with pytest.raises(ds_memo.MemoError, match=r"was changed in place after the layer ran"):
+        out.sum().backward()
+    handle.detach()
+
+
+def test_models_that_call_checkpoint_themselves() -> None:
+    class Calls(Toy):
+        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> Any:
+            x = inputs_embeds
+            for block in self.blocks:
+                x = ds_memo.checkpoint(block, x)
+            logits = self.head(x)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return type("Result", (), {"loss": loss})
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Calls()
+    stock = copy.deepcopy(model)
+    stock.forward = Toy.forward.__get__(stock)
+    model.compile(backend="aot_eager")
+    handle = ds_memo.attach(model, CONFIG, layers=())
+    for _ in range(2):
+        batch = Batch.random(2, 17)
+        assert worst(run(model, batch), run(stock, batch)) <= TOLERANCE
+    assert {type(layer.latest).__name__ for layer in handle._session.layers} == {"CompiledRecipe"}
+    handle.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "plain"])
+def test_solved(name: str) -> None:
+    """Without alpha the layers are profiled as they run, and solved for."""
+    model = build(name)
+    stock, model, handle = None, compiled(model, "model", backend="aot_eager"), None
+    torch._dynamo.reset()
+    stock = copy.deepcopy(build(name))
+    handle = ds_memo.attach(model, {"device_memory_gib": 0.002, "host_memory_gib": 1})
+    batch = Batch.random(2, 96)
+    for _ in range(3):
+        assert worst(run(model, batch), run(stock, batch)) <= TOLERANCE
+    profile = handle._session.tuner.profile
+    assert [kind["compiled_by"] for kind in profile.key["kinds"]] == ["aot_eager"]
+    assert all("torch.compile compiles it" in kind.not_tiled for kind in profile.kinds if len(kind.samples) > 1)
+    assert not any("cannot be" in warning for warning in handle.report()["warnings"])
+    handle.detach()
