@@ -240,7 +240,7 @@ class Session:
             calls.forward_begins()
             if self.tuner.profile is None and not self.tuner.gave_up:
                 self.addresses.profile_begins()
-            training_pass = TrainingPass(shapes_of(args, kwargs, self._as_called), model, args, kwargs, self._as_called)
+            training_pass = TrainingPass(shapes_of(args, kwargs), model, args, kwargs, self._as_called)
             solution = self.tuner.solve(training_pass, self.layers, calls.most, calls.earlier)
             self.policy.follow(solution)
             if solution is not None:
