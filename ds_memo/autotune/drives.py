@@ -22,6 +22,8 @@ _WATCHED = 3
 """Optimizer steps between the first and the one after which people hear what is written a day."""
 _TOLERATED = 0.05
 """Share of a pass that compute may wait longer for files than predicted before their bandwidth counts as lower."""
+_NOISE = 0.03
+"""Share by which bandwidths may be lower without being new."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,9 @@ class Drives:
             return None
         before = self._rates
         write, read = (min([was, *(rates[way] for rates in slow if rates[way])]) for way, was in enumerate(before))
-        self._rates = write, read
-        if self._rates == before:
+        if write > before[0] * (1 - _NOISE) and read > before[1] * (1 - _NOISE):
             return None
+        self._rates = write, read
         return f"drives write {self._rates[0] / 1e9:.3g} and read {self._rates[1] / 1e9:.3g} GB/s, less than before"
 
     # ---- for people
