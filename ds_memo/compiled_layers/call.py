@@ -35,8 +35,8 @@ class CompiledCall:
         self._remat = remat
         self._layer = layer
         self._key = key
-        self._loose: list[torch.Tensor | None] = []
-        """The tensors without a place in the frame, by index."""
+        self._loose: list[tuple[torch.Tensor, int] | None] = []
+        """The tensors without a place in the frame, and their version counters when they were kept, by index."""
         self._served: set[int] = set()
         """Indices that the present backward has asked for."""
 
@@ -68,7 +68,7 @@ class CompiledCall:
             return
         remat.engine.adopt(self.frame, recipe.layout)
         for slot, tensor, product in zip(recipe.slots, kept, keeps.are_products(), strict=True):
-            self._loose.append(tensor if slot is None and not product else None)
+            self._loose.append((tensor, tensor._version) if slot is None and not product else None)
             if slot is not None:
                 remat.engine.keep(self.frame, slot, tensor)
 
@@ -93,7 +93,9 @@ class CompiledCall:
         """Return a tensor that was kept whole."""
         self._serve(index)
         loose = self._loose[index]
-        tensor = self._in_frame(index) if loose is None else loose.clone()
+        if loose is not None and loose[0]._version != loose[1]:
+            raise self.frame.changed_in_place(tuple(loose[0].shape))
+        tensor = self._in_frame(index) if loose is None else loose[0].clone()
         self._served_one()
         return tensor
 

@@ -77,7 +77,8 @@ class CompiledLayers:
 
     def refuse(self, layer: Layer, why: str) -> None:
         """Have a layer run uncompiled from now on."""
-        self._refused[layer.module()] = why
+        if (module := layer.module()) is not None:
+            self._refused[module] = why
 
     def refused(self, layer: Layer) -> str | None:
         """Return why a layer runs uncompiled; None: it is compiled."""

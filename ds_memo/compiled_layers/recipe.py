@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ds_memo.placement import stored_rows
 from ds_memo.remat import op_policy
 from ds_memo.remat.recipe import Gemm, Recipe, SavedOp, storable
 from ds_memo.swap.frame import Kept, Layout
@@ -69,7 +70,7 @@ class Keeps(NamedTuple):
                 ops.append(Gemm(_op_named(name), (), torch.float32, work, wanted=count < 0))
             else:
                 product, m = tensors[0], tensors[0].shape[0]
-                rows = place_rows(product, m if whole else int(alpha * m))
+                rows = place_rows(product, m if whole else stored_rows(alpha, m))
                 ops.append(Gemm(_op_named(name), tuple(product.shape), product.dtype, work, rows))
         return CompiledRecipe(ops, inputs, layout, packs=1, softmax=self.softmax or None, slots=tuple(slots))
 

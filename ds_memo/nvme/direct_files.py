@@ -117,7 +117,7 @@ class DirectFiles:
         nbytes = round_up(nbytes, PAGE)
         while (extent := self._space.allocate(nbytes)) is None:
             more = nbytes - self._space.missing_for
-            left = self.budget - self._space.size
+            left = max(0, self.budget - self._space.size)
             if more > left:
                 raise MemoError(
                     f"files for activations: {wanted_by} needs {nbytes / GIB:.3g} GiB, {left / GIB:.3g} of "
@@ -125,8 +125,8 @@ class DirectFiles:
                 )
             try:
                 self._grow(min(left, max(more, _GROWS_BY)))
-            except MemoError:  # what is wanted now may still find room
-                self._grow(more)
+            except MemoError:
+                self._grow_at_last(more)
         return extent
 
     def free(self, extent: Extent) -> None:
@@ -203,6 +203,14 @@ class DirectFiles:
                 part[1].append(piece)
                 memory, at = memory[len(piece) :], at + len(piece)
         return parts
+
+    def _grow_at_last(self, nbytes: int) -> None:
+        """Make the space larger by what is wanted now. If not even that is there, never ask the system again."""
+        try:
+            self._grow(nbytes)
+        except MemoError:
+            self.limit(self._space.size)
+            raise
 
     def _grow(self, nbytes: int) -> None:
         """Make the space larger by at least this, in whole rows of stripes."""

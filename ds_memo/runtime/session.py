@@ -211,7 +211,9 @@ class Session:
             self._patches.hold()
             if not self._passes and conflicts.is_offloaded():
                 self.warn(conflicts.OFFLOADED)
-            if self._gather_whole is not None and (self._as_called is not as_it_is or has_compiled(module)):
+            if self._gather_whole is not None and (
+                self._as_called is not as_it_is or (not self._passes and has_compiled(module))
+            ):
                 self._gather_whole([layer.module() for layer in self.layers])  # hooks inside a layer cannot be traced
                 self._gather_whole = None
             self._place(module, args, kwargs)

@@ -192,11 +192,15 @@ class Frame:
         """Raise MemoError if code outside the layer changed a kept tensor in place: a copy may have read either value."""
         for index, tensor in self.device.items():
             if tensor._version != self.versions[index]:
-                raise MemoError(
-                    f"frame {self.name}: a tensor of shape {self.layout.kept[index].shape} that the layer needs for its backward "
-                    "(an input or a kept output) was changed in place after the layer ran. torch.utils.checkpoint and plain "
-                    "autograd refuse that too; write the result to a new tensor."
-                )
+                raise self.changed_in_place(self.layout.kept[index].shape)
+
+    def changed_in_place(self, shape: tuple[int, ...]) -> MemoError:
+        """Return the error for a kept tensor of this shape that was changed in place."""
+        return MemoError(
+            f"frame {self.name}: a tensor of shape {shape} that the layer needs for its backward (an input or a kept output) was "
+            "changed in place after the layer ran. torch.utils.checkpoint and plain autograd refuse that too; write the result "
+            "to a new tensor."
+        )
 
     def __del__(self) -> None:
         self._defer(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import ds_memo
 from ds_memo.compiled_layers import ops
+from ds_memo.placement import stored_rows
 from tests.compiled_layers.rig import TOLERANCE, compiled, layers_of, run, worst
 from tests.models import BF16, HIDDEN, Batch, Block, Outcome, Toy, build, gradients
 
@@ -187,4 +189,55 @@ def test_solved(name: str) -> None:
     assert [kind["compiled_by"] for kind in profile.key["kinds"]] == ["aot_eager"]
     assert all("torch.compile compiles it" in kind.not_tiled for kind in profile.kinds if len(kind.samples) > 1)
     assert not any("cannot be" in warning for warning in handle.report()["warnings"])
+    handle.detach()
+
+
+class Product(nn.Module):
+    """Its layer reads a part of its input that no frame can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))])
+
+    def forward(self, x: torch.Tensor, changed: bool) -> torch.Tensor:
+        part = x[..., ::2]
+        out = self.layers[0](part)
+        if changed:
+            with torch.no_grad():
+                part.mul_(0.5)
+        return out
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_an_input_outside_of_the_frame_is_watched_for_changes(changed: bool) -> None:
+    model = Product()
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0}, layers=["layers.0"])
+    model.layers[0].compile(backend="aot_eager")
+    loss = model(torch.randn(2, 512, 128), changed).pow(2).mean()
+    with pytest.raises(ds_memo.MemoError, match="was changed in place after") if changed else nullcontext():
+        loss.backward()
+    handle.detach()
+
+
+def test_a_function_of_no_module_runs_uncompiled_and_says_so() -> None:
+    class Model(Product):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ds_memo.checkpoint(lambda y: y.sin() @ y.transpose(-1, -2), self.layers[0](x))
+
+    model = Model()
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0}, layers=["layers.0"])
+    model.compile(backend="aot_eager")
+    with pytest.warns(ds_memo.MemoWarning, match="belongs to no module"):
+        model(torch.randn(2, 512, 64)).pow(2).mean().backward()
+    handle.detach()
+
+
+@pytest.mark.parametrize("rows, stored", [(1000, 300), (4096, 1152)])
+def test_rows_are_split_as_in_uncompiled_layers(rows: int, stored: int) -> None:
+    model = Product()
+    handle = ds_memo.attach(model, {"alpha": 0.3, "resident_layers": 0}, layers=["layers.0"])
+    model.layers[0].compile(backend="aot_eager")
+    model(torch.randn(1, rows, 128), False).pow(2).mean().backward()
+    kept = [slot.rows for slot in handle._session.layers[0].latest.layout.kept]
+    assert stored in kept and stored_rows(0.3, rows) == stored
     handle.detach()
