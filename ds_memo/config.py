@@ -32,6 +32,16 @@ class _Section(BaseModel):  # not DeepSpeedConfigModel, which would silently dro
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
 
+def _check_path(path: str) -> None:
+    """Raise ValueError if a path cannot be one."""
+    try:
+        os.fsencode(files.expanded(path))
+    except UnicodeEncodeError:
+        raise ValueError("file names cannot hold it") from None
+    except files.NotPrivate as error:
+        raise ValueError(str(error)) from None
+
+
 class PlanConfig(_Section):
     """Address planning of transient tensors."""
 
@@ -50,12 +60,7 @@ class PlanConfig(_Section):
     @field_validator("cache_dir")
     @classmethod
     def _is_a_path(cls, value: str) -> str:
-        try:
-            os.fsencode(files.expanded(value))
-        except UnicodeEncodeError:
-            raise ValueError("file names cannot hold it") from None
-        except files.NotPrivate as error:
-            raise ValueError(str(error)) from None
+        _check_path(value)
         return value
 
 
@@ -102,13 +107,8 @@ class NvmeConfig(_Section):
         named = [value] if isinstance(value, str) else value
         if not named or not all(named):
             raise ValueError("names no directory")
-        try:
-            for path in named:
-                os.fsencode(files.expanded(path))
-        except UnicodeEncodeError:
-            raise ValueError("file names cannot hold it") from None
-        except files.NotPrivate as error:
-            raise ValueError(str(error)) from None
+        for path in named:
+            _check_path(path)
         return value
 
 

@@ -128,8 +128,6 @@ class CompiledForward(OwnForward):
             remat.warn_of(layer, UNCOMPILED.format(HOOKS))
             return remat.run_placed(layer, self.plain, args, kwargs, placement, preserve_rng_state)
         if why is None:
-            if placement.tiles is not None:
-                raise MemoError(TILES)
             call = None
             try:
                 call, fn = self._prepare(remat, layer, placement, args, kwargs)
