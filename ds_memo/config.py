@@ -191,6 +191,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
     field = quoted(".".join([SECTION, *path]))
     if problem["type"] == "extra_forbidden":
         return f"{field}: unknown key; allowed here: {', '.join(_model_at(path[:-1]).model_fields)}"
+    if problem["type"] == "missing":
+        return f"{field}: missing; expected: {_allowed(path)}"
     why = f" ({quoted(str(problem['ctx']['error']))})" if problem["type"] == "value_error" else ""
     return f"{field}: got {brief(problem['input'])}{why}; allowed: {_allowed(path)}"
 

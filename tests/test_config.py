@@ -128,3 +128,12 @@ def test_defaults() -> None:
     assert config == MemoConfig()
     assert (config.enabled, config.alpha, config.resident_layers, config.attention) == (False, None, None, None)
     assert (config.plan.enabled, config.plan.solver, config.profile.method) == (True, "cbc", "fit")
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ds_memo.MemoConfigError) as refused:
+        memo_config({"nvme": {"paht": "/tmp"}})
+    assert str(refused.value).splitlines() == [
+        "memo.nvme.paht: unknown key; allowed here: path, gib, max_tb_per_day",
+        "memo.nvme.path: missing; expected: a directory that exists, or a list of them",
+    ]
