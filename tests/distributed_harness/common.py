@@ -131,11 +131,12 @@ class _Rank:
 
     def poll(self) -> None:
         """Record the process's answer, or that it died without one."""
+        ended = not self.process.is_alive()  # asked first: it may answer and end between the two questions
         said = None
         with suppress(EOFError, OSError):
             if self.result.poll():
                 said = self.result.recv()
-        if said is None and self.process.is_alive():
+        if said is None and not ended:
             return
         self.ended = time.monotonic()
         self.process.join(GRACE_S)

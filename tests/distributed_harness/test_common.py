@@ -141,6 +141,33 @@ def test_the_search_for_orphans_finds_one():
         child.kill()
 
 
+class Answers(OwnDistributedTest):
+    init_distributed = False
+
+    def late(self):
+        time.sleep(0.2)
+
+
+def test_an_answer_between_two_looks_at_a_rank_is_heard(tmp_path):
+    """The parent looks for the answer, is held up until the rank has answered and ended, and then asks if the rank lives."""
+    rank = common._Rank(forkserver(), Answers(), "late", {}, 0, 1, tmp_path)
+    result, process = rank.result, rank.process
+
+    def poll() -> bool:
+        there = result.poll()
+        process.join()
+        return there
+
+    rank.result = SimpleNamespace(poll=poll, recv=result.recv, close=result.close)
+    try:
+        rank.poll()
+        assert rank.running
+        rank.poll()
+        assert (rank.running, rank.skipped, rank.failure) == (False, None, None)
+    finally:
+        rank.kill()
+
+
 class Skips(OwnDistributedTest):
     def everywhere(self):
         pytest.skip("no such machine")
