@@ -213,7 +213,7 @@ class _Attention:
         """Rows, and the attention over whole sequences, by the position_ids that a forward, and so its replay, gives layers."""
         self._layers = model.config.get_text_config().num_hidden_layers
         self._group = group
-        self._ranks = dist.get_world_size(group)
+        self.ranks = dist.get_world_size(group)
         self._by_shape: dict[tuple[int, ...], UlyssesSPAttentionHF] = {}
         self._calls = 0
         self.check_first: Any = None
@@ -222,10 +222,10 @@ class _Attention:
         """query (b, heads, s / ranks, head size), and the rest of Hugging Face's attention interface."""
         self._calls += 1
         key, value, mask, *rest = args
-        length, window = query.shape[2] * self._ranks, kwargs.get("sliding_window")
+        length, window = query.shape[2] * self.ranks, kwargs.get("sliding_window")
         if window is not None and window < length and self._name in _MASKS_WINDOWS:
             raise MemoError(
-                f"{FIELD} {self._ranks}: the model attends to a window of {window} tokens of {length}, which "
+                f"{FIELD} {self.ranks}: the model attends to a window of {window} tokens of {length}, which "
                 f'attn_implementation="{self._name}" knows from its mask alone, and Ulysses drops that. Use "flash_attention_2".'
             )
         positions = kwargs.get("position_ids")
@@ -251,18 +251,18 @@ class _Attention:
             tokens = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 1), None)
             length, rank = tokens.shape[1] if tokens is not None else 0, dist.get_rank(self._group)
             raise MemoError(
-                f"{FIELD} {self._ranks}: the model was called without position_ids. Part {rank} of each sequence holds its "
-                f"tokens {rank * length} to {(rank + 1) * length - 1} of {self._ranks * length}, and position_ids must say so. "
+                f"{FIELD} {self.ranks}: the model was called without position_ids. Part {rank} of each sequence holds its "
+                f"tokens {rank * length} to {(rank + 1) * length - 1} of {self.ranks * length}, and position_ids must say so. "
                 "Let UlyssesSPDataLoaderAdapter or ds_memo.deepspeed.ulysses.split cut batches that have them."
             )
         if positions.dim() != 2:
             raise MemoError(
-                f"{FIELD} {self._ranks}: position_ids have the shape {tuple(positions.shape)}; expected (rows, tokens). "
+                f"{FIELD} {self.ranks}: position_ids have the shape {tuple(positions.shape)}; expected (rows, tokens). "
                 "Ulysses knows positions of one axis; train models with more on whole sequences."
             )
         if kwargs.get("cu_seq_lens_q") is not None:
             raise MemoError(
-                f"{FIELD} {self._ranks}: the model was called with cu_seq_lens_q, but a rank holds a part of each sequence. "
+                f"{FIELD} {self.ranks}: the model was called with cu_seq_lens_q, but a rank holds a part of each sequence. "
                 "Leave it out: position_ids that start again with each document say the same."
             )
         own = positions.clone(memory_format=torch.contiguous_format)  # the caller may write to theirs before a replay looks
@@ -275,7 +275,7 @@ class _Attention:
         Args:
             positions: of this rank's part (b, s / ranks). A profile cuts the end of each part off: documents go on behind it.
         """
-        parts = [torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(self._ranks)]
+        parts = [torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
         dist.all_gather(parts, positions.contiguous(), group=self._group)
         whole = torch.cat(parts, dim=1)
         whole = without_gaps(whole) if is_shortened(key) else whole
@@ -283,6 +283,9 @@ class _Attention:
 
     def _attend(self, module: nn.Module, query: torch.Tensor, *args: Any, within: Attention | None, **kwargs: Any) -> Any:
         """Run between the all-to-alls: query (b, heads / ranks, s, head size), position_ids of whole sequences (b, s)."""
+        shared = query.shape[1] // args[0].shape[1]
+        if getattr(module, "num_key_value_groups", shared) != shared:  # tiles give some heads; functions repeat keys by this number
+            module.num_key_value_groups = shared
         if within is None:  # the layer was given other position_ids than the model, or one row for all
             within = attention_within(self._name, self._core, kwargs["position_ids"].expand(len(query), -1))
         return within(module, query, *args, **kwargs)
@@ -291,7 +294,7 @@ class _Attention:
         self.check_first.remove()
         if module in _parallel and not self._calls:
             raise MemoError(
-                f"{FIELD} {self._ranks}: {type(module).__name__} does not ask Transformers for its attention function, so "
+                f"{FIELD} {self.ranks}: {type(module).__name__} does not ask Transformers for its attention function, so "
                 "each rank attended to its own part of the sequence alone. Ulysses needs a model that does."
             )
 
@@ -331,6 +334,7 @@ def _take_over(name: str) -> Attention:
         def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return _parallel.get(module, core)(module, *args, **kwargs)
 
+        attend.ranks = lambda module: _parallel[module].ranks if module in _parallel else 1  # see AttentionCall.ranks
         return attend
 
     return wrap_attention(name, around)

@@ -19,6 +19,7 @@ from ds_memo.estimate.model import Model
 from ds_memo.estimate.requests import ATTENDED, head_tape, kept, layer_tape, tail_tape
 from ds_memo.estimate.tape import INPUT, most_alive
 from ds_memo.estimate.traffic import head_traffic, traffic
+from ds_memo.head_groups import HeadGroup, most_head_groups
 from ds_memo.placement import Tiles
 from ds_memo.profile.tile_sample import PARTS, Cut, working_of
 from ds_memo.solve.costs import LayerCosts, Output, TileCosts
@@ -37,7 +38,7 @@ def tilings(costs: Costs) -> Iterator[Tiles]:
     model, layout = costs.model, costs.layout
     if layout.tp > 1 or layout.cp > 1:
         return  # attention's own parallelism: ds_memo has none of it
-    groups = 1 if layout.sp > 1 else math.gcd(_MOST_GROUPS, model.kv_heads)
+    groups = most_head_groups(model.kv_heads, model.heads, layout.sp, _MOST_GROUPS)
     doublings = max(0, math.ceil(math.log2(costs.tokens / LEAST_TOKENS)))
     for doubled in reversed(range(doublings)):
         yield Tiles(LEAST_TOKENS << doubled, groups)
@@ -120,8 +121,8 @@ def parts(model: Model, layout: Layout, groups: int, stored: bool = False) -> di
     outgoing one, the gradient of attention's output and the operands stand on the device; the output itself is counted where a
     layer's placement is known (ds_memo/solve/memory.py). Under Ulysses
     attention's operands, its output and the gradients of both exist before and after all-to-alls; its backward needs the output
-    before, from attention's frame. It also has its output's gradient in the kernel's order, and a sum in float32 of the
-    gradients of keys, or values, that heads share.
+    before, from attention's frame. It also has its output's gradient in the kernel's order. Groups of heads that share keys add the
+    gradients of keys and values up in float32.
     """
     hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * 2 * model.kv_width
     operands, weights, qkv = width + kv, _weights(model), _head_weights(model)
@@ -143,9 +144,16 @@ def parts(model: Model, layout: Layout, groups: int, stored: bool = False) -> di
     result = 0
     if layout.sp > 1:
         result = width  # made again, of the kernel's output
-        traded = width + kv * max(1.0, layout.sp / model.kv_heads)
-        forward += traded + 3 * width + statistics
-        backward = behind + attention.back + 3 * traded + width + statistics
+        traded_kv = kv * max(1.0, layout.sp / model.kv_heads)
+        forward += width + traded_kv + 3 * width + statistics
+        group = HeadGroup(groups=groups, key_heads=max(1, model.kv_heads // layout.sp), ranks=layout.sp)
+        backward = behind + 3 * (width / groups + traded_kv / group.of_keys) + (width + statistics) / groups
+        expands = model.heads // layout.sp // group.key_heads > group.of_sharers  # a kernel then makes such gradients of all heads
+        backward += (attention.back if expands else 2 * width) / groups
+        if groups > 1:  # copies of the group's operands and output
+            backward += 2 * width / groups + (kv / group.of_keys if group.of_keys > 1 else 0.0)
+        if group.of_sharers > 1:  # sums in float32
+            backward += 2 * kv / group.of_keys
     elif groups > 1:  # copies of the group's operands, output and its gradient; the gradients of the group before
         backward = behind + (attention.back + 3 * operands + 2 * width + statistics) / groups
     found = (

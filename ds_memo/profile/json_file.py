@@ -14,7 +14,7 @@ from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
 from ds_memo.profile.tile_sample import PART_BYTES, PARTS, SAMPLES, PartSample, TileSample
 from ds_memo.solve.costs import Output
 
-FORMAT = 8
+FORMAT = 9
 MOST_PROFILE_BYTES = 1 << 24
 MOST_KINDS, MOST_LAYERS, MOST_SAMPLES, MOST_OUTPUTS = 1 << 12, 1 << 16, 16, 1 << 12
 """Kinds and layers of a model; samples and kept tensors of one kind."""
@@ -24,6 +24,8 @@ MOST_BYTES = 1 << 50
 MOST_SECONDS = 1e6
 MOST_TILES = 1 << 10
 """Tiles of a sample."""
+MOST_DOUBLINGS = 16
+"""Of the groups of heads of a sample."""
 MOST_REASON = 1 << 12
 """Characters."""
 MOST_FLOPS = 1 << 70
@@ -73,7 +75,7 @@ def _layer_profile(data: dict[str, Any]) -> LayerProfile:
 
 
 def _tile_sample(data: dict[str, Any]) -> TileSample:
-    return TileSample(**{**data, "parts": tuple(PartSample(**part) for part in data["parts"])})
+    return TileSample(**{**data, "group_bytes": tuple(data["group_bytes"]), "parts": tuple(PartSample(**part) for part in data["parts"])})
 
 
 def _sample(data: dict[str, Any]) -> LayerSample:
@@ -146,8 +148,8 @@ def _tiles_ok(kind: LayerProfile) -> bool:
     if not isinstance(kind.not_tiled, str) or len(kind.not_tiled) > MOST_REASON or len(kind.in_tiles) not in (0, SAMPLES):
         return False
     for sample in kind.in_tiles:
-        counts = (sample.batch, sample.length, sample.tile_tokens, sample.most_groups)
-        if not all(type(count) is int and 0 < count <= MOST_TOKENS for count in counts) or len(sample.parts) != len(PARTS):
+        counts = (sample.batch, sample.length, sample.tile_tokens)
+        if not all(type(count) is int and 0 < count <= MOST_TOKENS for count in counts) or len(sample.parts) != len(PARTS) or len(sample.group_bytes) > MOST_DOUBLINGS:
             return False
         if not 2 <= sample.tile_tokens < sample.length <= MOST_TOKENS // sample.batch:
             return False
@@ -156,7 +158,7 @@ def _tiles_ok(kind: LayerProfile) -> bool:
         if type(sample.result_differs) is not bool or sample.result_differs is not kind.in_tiles[0].result_differs:
             return False
         for part in sample.parts:
-            sizes = (*(getattr(part, name) for name in PART_BYTES), sample.group_bytes)
+            sizes = (*(getattr(part, name) for name in PART_BYTES), *sample.group_bytes)
             if not all(type(nbytes) is int and 0 <= nbytes <= MOST_BYTES for nbytes in sizes):
                 return False
             if type(part.seconds) not in (int, float) or not 0 <= part.seconds <= MOST_SECONDS:

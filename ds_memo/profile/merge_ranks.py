@@ -43,11 +43,9 @@ def _needing_most_in_tiles(samples: Sequence[TileSample]) -> TileSample:
         replace(of_ranks[0], **{name: max(getattr(part, name) for part in of_ranks) for name in PART_BYTES})
         for of_ranks in zip(*(sample.parts for sample in samples), strict=True)
     ]
-    groups = min(sample.most_groups for sample in samples)
-    group_bytes = max(-(-sample.group_bytes * sample.most_groups // groups) for sample in samples)
-    group_bytes = group_bytes if groups > 1 else 0
+    group_bytes = tuple(map(max, zip(*(sample.group_bytes for sample in samples), strict=False)))  # groups that all ranks can make
     differs = any(sample.result_differs for sample in samples)
-    return replace(samples[0], most_groups=groups, group_bytes=group_bytes, result_differs=differs, parts=tuple(parts))
+    return replace(samples[0], group_bytes=group_bytes, result_differs=differs, parts=tuple(parts))
 
 
 def _needs(kind: LayerProfile, there: LayerSample) -> list[int]:

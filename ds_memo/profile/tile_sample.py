@@ -45,15 +45,19 @@ class TileSample:
     length: int
     tile_tokens: int
     """As asked for."""
-    most_groups: int
-    """The most groups of heads that attention's backward can be divided into: a power of two."""
-    group_bytes: int
-    """The most bytes that attention's backward makes for one of `most_groups` groups; 0 for one group. Kernels may copy what
-    belongs to a group, so it is more than such a share of what all heads take."""
+    group_bytes: tuple[int, ...]
+    """The most bytes that attention's backward makes in 2, 4, … groups of heads, as many as it can be divided into. Kernels may copy
+    what belongs to a group, and gradients of keys are summed over groups that share them: it is more than a share of what all
+    heads take."""
     result_differs: bool
     """As in :class:`ds_memo.solve.costs.TileCosts`. What the backward begins with is then in "tails_backward"."""
     parts: tuple[PartSample, ...]
     """In the order of PARTS."""
+
+    @property
+    def most_groups(self) -> int:
+        """The most groups of heads that attention's backward can be divided into."""
+        return 1 << len(self.group_bytes)
 
     @property
     def cut(self) -> Cut:
@@ -99,9 +103,10 @@ def in_tiles(
     stored = [_plane([part.stored_peak_bytes for part in of_part], _by_tokens, cuts, cut) for of_part in of_parts]
     of_attention = PARTS.index("attention_backward")
     live = _plane([part.live_bytes for part in of_parts[of_attention]], _by_tokens, cuts, cut)
-    if tiles.head_groups > 1:
-        made = _plane([sample.group_bytes * sample.most_groups for sample in samples], _by_tokens, cuts, cut)
-        peaks[of_attention] = stored[of_attention] = live + made / tiles.head_groups
+    doubled = min(tiles.head_groups.bit_length() - 1, *(len(sample.group_bytes) for sample in samples))
+    if doubled:
+        made = _plane([sample.group_bytes[doubled - 1] for sample in samples], _by_tokens, cuts, cut)
+        peaks[of_attention] = stored[of_attention] = live + made
     forward_s = seconds[heads] + whole.attention_s + seconds[tails]
     backward_s = seconds[tails_backward] + attention_backward_s + seconds[heads_backward]
     differs = samples[0].result_differs  # then the heads run again as a part of "tails_backward"

@@ -77,7 +77,7 @@ def _measure(
                 torch.cuda.synchronize(device)
             seconds = [[seconds_between(*pair) for pair in pairwise(points)] for points in times]
             held = _held(bench, _placed(tiles), device)
-            in_groups = _held(bench, _placed(tiles._replace(head_groups=groups)), device) if groups > 1 else held
+            in_groups = [_held(bench, _placed(tiles._replace(head_groups=few)), device) for few in _doublings(groups)]
             into, frame = inputs[0].untyped_storage().nbytes(), bench.frame_bytes
             stored, stored_frame = _held(bench, _placed(tiles, PlacementKind.ON_DEVICE), device), bench.frame_bytes
             differs = tiling.result_differs
@@ -91,8 +91,13 @@ def _measure(
         sizes = live + beside, peak + beside, stored_peak + beside_stored
         parts.append(PartSample(statistics.median(of_part), *(max(0, nbytes) for nbytes in sizes)))
     of_attention = PARTS.index("attention_backward")
-    group_bytes = max(0, in_groups[of_attention + 1][1] - in_groups[of_attention][0]) if groups > 1 else 0
-    return TileSample(call.batch, length, tiles.tokens, groups, group_bytes, differs, tuple(parts))
+    group_bytes = tuple(max(0, there[of_attention + 1][1] - there[of_attention][0]) for there in in_groups)
+    return TileSample(call.batch, length, tiles.tokens, group_bytes, differs, tuple(parts))
+
+
+def _doublings(groups: int) -> list[int]:
+    """Return 2, 4, … up to a number of groups."""
+    return [1 << doubled for doubled in range(1, groups.bit_length())]
 
 
 def _held(bench: Bench, placement: Placement, device: torch.device) -> list[tuple[int, int]]:

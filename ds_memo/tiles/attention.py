@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from ds_memo.head_groups import ALL_HEADS, HeadGroup, head_groups
 from ds_memo.placement import GEMMS_RECOMPUTED, Placement
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, storage_of, tensor_leaves
@@ -25,7 +26,6 @@ from ds_memo.remat.record import Record
 from ds_memo.swap.frame import Frame
 from ds_memo.tiles.around import dropping, from_generators, generators, without_autocast
 from ds_memo.tiles.attention_call import Gathered
-from ds_memo.tiles.heads import Heads
 from ds_memo.tiles.modes import SupplyHeads, may_split_heads
 from ds_memo.tiles.probe import Shapes
 from ds_memo.tiles.weight_gradients import GradientSums
@@ -226,7 +226,7 @@ class TiledAttention:
                 self._remat.work.attention_ops_recomputed += self._call.recipe.attention_ops
                 return result
             self._engine.bring_back(self._call.frame, then=then)
-            with SupplyHeads(self._call, Heads(0, 1)):
+            with SupplyHeads(self._call, ALL_HEADS):
                 return self._attend(gathered, self._leaves(gathered)).detach()
 
     def backward(
@@ -241,29 +241,35 @@ class TiledAttention:
         """Run the backward, a group of heads at a time. Gradients of attention's arguments overwrite them.
 
         Args:
-            groups: of key-value heads, as asked for.
+            groups: of heads, as asked for.
             then: the frame to reload next.
         """
         shapes, call = self._shapes, self._call
         assert call is not None
         if call.frame.state != "ready":
             self._engine.bring_back(call.frame, then=then)
+        sums_of_keys: dict[int, torch.Tensor] = {}
         for heads in self._groups(gathered, d_result, groups):
             leaves = list(gathered.leaves)
             for index in shapes.differentiable:
-                leaves[index] = heads.of(leaves[index], shapes.arguments[index]).detach().requires_grad_()
+                leaves[index] = self._of(heads, leaves[index], shapes.arguments[index]).detach().requires_grad_()
             inputs = [leaves[index] for index in shapes.differentiable]
             with torch.enable_grad(), from_generators(self._generators, self._engine.device), SupplyHeads(call, heads):
                 result = get_gradient_edge(self._attend(gathered, leaves))  # its memory is of no use
             with without_autocast():
-                found = torch.autograd.grad(result, inputs, heads.of(d_result, shapes.result.dim))
+                found = list(torch.autograd.grad(result, inputs, self._of(heads, d_result, shapes.result.dim)))
             del result, leaves, inputs
-            for index, gradient in zip(shapes.differentiable, found, strict=True):
-                whole, dim = gathered.leaves[index], shapes.arguments[index]
+            for number, index in enumerate(shapes.differentiable):
+                whole, dim, gradient = gathered.leaves[index], shapes.arguments[index], found[number]
+                found[number] = None
                 if dim is None:
                     sums.add(next(i for i, alias in enumerate(aliases) if alias is whole), gradient)
-                else:
-                    heads.of(whole, dim).copy_(gradient)
+                elif not heads.shares(whole, 3 - dim):
+                    heads.write(whole, 3 - dim, gradient)
+                else:  # the keys themselves are needed until the last group that shares them
+                    add_to(sums_of_keys, index, gradient)
+                    if heads.is_last_of_keys:
+                        heads.write(whole, 3 - dim, sums_of_keys.pop(index))
         self._engine.replayed(call.frame)
         self.supply(None)
 
@@ -286,32 +292,47 @@ class TiledAttention:
             outputs[where.position] = None if result is None else where.within(result)
             call.loose[where.op] = tuple(outputs)
 
-    def _groups(self, gathered: Gathered, d_result: torch.Tensor, groups: int) -> list[Heads]:
+    def _of(self, heads: HeadGroup, tensor: torch.Tensor, token_dim: int | None) -> torch.Tensor:
+        """Return a group's part of a tensor (b, s, heads, d) or (b, heads, s, d), or of one without heads, which all groups need."""
+        return tensor if token_dim is None else heads.of(tensor, 3 - token_dim)
+
+    def _groups(self, gathered: Gathered, d_result: torch.Tensor, groups: int) -> list[HeadGroup]:
         """Return the groups of heads that the backward runs for, one after another."""
-        shapes = self._shapes
+        if groups == 1:
+            return [ALL_HEADS]
+        shapes, call = self._shapes, gathered.call
+        assert call is not None
         tensors = [(gathered.leaves[index], shapes.arguments[index]) for index in shapes.differentiable]
         tensors.append((d_result, shapes.result.dim))
         heads = [tensor.shape[3 - dim] if dim in (1, 2) and tensor.dim() == 4 else 0 for tensor, dim in tensors]
-        if groups == 1:
-            return [Heads(0, 1)]
         others = [
             leaf for i, leaf in enumerate(gathered.leaves) if isinstance(leaf, torch.Tensor) and i not in shapes.differentiable
         ]
+        ranks = call.ranks(gathered.leaves)
         why = None
-        if self._output is None:
-            why = "heads are traded among ranks (Ulysses), or its kernel's output is not its result"
+        if self._output is None and ranks == 1:
+            why = "its kernel's output is not its result"
         elif not all(heads) or not may_split_heads(self._call):
             why = "its kernel runs for all heads at once"
         elif self._generators is not None:
             why = "its dropout depends on the number of a head"
-        elif min(heads) % groups:
-            why = f"they do not divide its {min(heads)} key-value heads"
         elif any(leaf.dim() == 4 and leaf.shape[1] > 1 for leaf in others):
             why = "its mask differs among heads"
-        if why:
-            self._remat.warn(f"memo.head_groups: {groups} groups are not used in the backward of {self._name}'s attention: {why}")
-            return [Heads(0, 1)]
-        return [Heads(number, groups) for number in range(groups)]
+        else:
+            try:
+                return list(head_groups(groups, min(heads), max(heads), ranks))
+            except ValueError as error:
+                why = str(error)
+        self._remat.warn(f"memo.head_groups: {groups} groups are not used in the backward of {self._name}'s attention: {why}")
+        return [ALL_HEADS]
+
+
+def add_to(sums: dict[int, torch.Tensor], index: int, gradient: torch.Tensor) -> None:
+    """Add to a sum, which is in float32 if gradients have less."""
+    if index in sums:
+        sums[index] += gradient
+    else:
+        sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
 def remember(table: dict[Any, Any], key: Any, value: Any) -> None:

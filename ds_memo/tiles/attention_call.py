@@ -47,6 +47,12 @@ class AttentionCall:
     def is_sdpa(self) -> bool:
         return self.fn is F.scaled_dot_product_attention
 
+    def ranks(self, leaves: list[Any]) -> int:
+        """Return the number of ranks among which the function trades heads (Ulysses). If it is known to give each a block of
+        neighbouring heads, and to do so with fewer heads too, the function's `ranks` says so of a module."""
+        ranks = getattr(self.fn, "ranks", None)
+        return 1 if ranks is None else ranks(next(leaf for leaf in leaves if isinstance(leaf, nn.Module)))
+
     def stand_in(self) -> Any:
         """Return something shaped like the function's result that treats each token by itself, with gradients for all three."""
         args, kwargs = tree_unflatten(self.leaves, self.spec)

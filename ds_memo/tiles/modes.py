@@ -20,6 +20,7 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from ds_memo.head_groups import HeadGroup
 from ds_memo.remat import op_policy
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call
@@ -30,7 +31,6 @@ from ds_memo.remat.recipe import Gemm, Observed, ObservedGemm, SavedOp
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.tiles.around import thread
-from ds_memo.tiles.heads import Heads
 
 
 @dataclass
@@ -267,7 +267,7 @@ class ReplayTile(SometimesOn, Replay):
 class SupplyHeads(Replay):
     """Replay attention for a group of heads: supply that group's part of what was kept."""
 
-    def __init__(self, call: Call, heads: Heads) -> None:
+    def __init__(self, call: Call, heads: HeadGroup) -> None:
         super().__init__(call)
         self._heads = heads
 
@@ -277,7 +277,7 @@ class SupplyHeads(Replay):
             return outputs
         (out, log_sum_exp, *others), dims = outputs, HEAD_DIMS[op.func.name()]
         # Kernels read the log-sum-exp without its strides.
-        return (self._heads.along(out, dims[0]), self._heads.along(log_sum_exp, dims[1]).contiguous(), *others)
+        return (self._heads.of_kernel(out, dims[0]), self._heads.of_kernel(log_sum_exp, dims[1]).contiguous(), *others)
 
     def __exit__(self, *exception: Any) -> None:
         super(Replay, self).__exit__(*exception)  # the frame is released after the last group

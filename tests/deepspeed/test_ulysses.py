@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import deepspeed.comm as dist
@@ -12,6 +13,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import ds_memo
 from ds_memo.deepspeed import ulysses
+from ds_memo.head_groups import HeadGroup
+from ds_memo.tiles import attention
 from tests.deepspeed.matrix import mean_loss
 from tests.distributed_harness.common import DistributedTest
 from tests.models import FP32, VOCAB, Toy, assert_same_grads, build, gradients
@@ -170,6 +173,82 @@ class TestFewKeyHeads(DistributedTest):
         ds_memo.attach(parallel, MEMO)
         for _ in range(2):
             assert_same_grads(gradients_of_parts(parallel), want, FP32)
+
+
+IN_TILES = {"alpha": 0.0, "resident_layers": 0, "plan": {"enabled": False}, "tile_tokens": 4}
+
+
+def gradients_in_groups(name, ranks, groups, **shape):
+    """Return those of a model in tiles, and the groups that attention's backward ran for."""
+    parallel, ran = build(name, **shape), set()
+    ulysses.set_up(parallel, ranks)
+    handle = ds_memo.attach(parallel, IN_TILES | {"head_groups": groups})
+    of_kernel = HeadGroup.of_kernel
+
+    def noted(self, tensor, dim):
+        ran.add((self.number, self.groups))
+        return of_kernel(self, tensor, dim)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeadGroup, "of_kernel", noted)
+        for _ in range(2):
+            found = gradients_of_parts(parallel)
+    report = handle.report()
+    assert len(report["tiles"]["layers"]) == len(handle._session.layers) and report["attention_recomputed"] == 0
+    handle.detach()
+    return found, ran, report["warnings"]
+
+
+class TestHeadGroups(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize(
+        "name, groups, shape",
+        [
+            ("llama", 2, {}),  # of two heads that share a key-value head
+            ("neox", 2, {}),  # of two key-value heads
+            ("llama", 4, {"num_attention_heads": 8, "num_key_value_heads": 4}),  # of both
+            ("llama", 3, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}),
+        ],
+    )
+    def test_in_groups_of_each_ranks_heads(self, name, groups, shape):
+        want = whole_gradients(build(name, **shape))
+        found, ran, warnings = gradients_in_groups(name, 2, groups, **shape)
+        assert_same_grads(found, want, FP32)
+        assert ran == {(number, groups) for number in range(groups)} and not warnings
+
+    @pytest.mark.parametrize("wrong", ["neighbours", "last"])
+    def test_other_groups_are_noticed(self, wrong, monkeypatch):
+        """Groups as of one rank's heads; gradients of keys from the last group that shares them alone."""
+        shape = {"num_attention_heads": 8, "num_key_value_heads": 4}
+        want = whole_gradients(build("llama", **shape))
+        if wrong == "last":
+            monkeypatch.setattr(attention, "add_to", dict.__setitem__)
+        else:
+            part = HeadGroup._part
+
+            def of_neighbours(self, tensor, dim, ranks):
+                keys = min(self.key_heads * ranks, tensor.shape[dim])
+                return part(replace(self, key_heads=keys, ranks=1), tensor, dim, 1)
+
+            monkeypatch.setattr(HeadGroup, "_part", of_neighbours)
+        found, _, _ = gradients_in_groups("llama", 2, 2 if wrong == "neighbours" else 4, **shape)
+        with pytest.raises(AssertionError):
+            assert_same_grads(found, want, FP32)
+
+    def test_groups_that_do_not_divide_a_ranks_heads_are_named(self):
+        want = whole_gradients(build("llama"))
+        found, ran, (warning,) = gradients_in_groups("llama", 2, 4)
+        assert_same_grads(found, want, FP32)
+        assert not ran and "do not divide the 2 heads of a rank" in warning
+
+    @pytest.mark.world_size(4)
+    def test_more_ranks_than_key_and_value_heads(self):
+        shape = {"num_attention_heads": 8, "num_key_value_heads": 2}
+        want = whole_gradients(build("llama", **shape))
+        found, ran, warnings = gradients_in_groups("llama", 4, 2, **shape)
+        assert_same_grads(found, want, FP32)
+        assert ran == {(0, 2), (1, 2)} and not warnings
 
 
 # ---- before anything starts

@@ -86,7 +86,7 @@ def test_groups_of_heads_divide_attentions_own_bytes(samples: tuple[TileSample, 
     assert all(part.peak_bytes > part.live_bytes > 0 for part in at_attention)
     one, two = (in_tiles(whole(1 << 16), 0.0, samples, 1, 1 << 16, Tiles(64, groups)) for groups in (1, 2))
     own = (at_attention[1].peak_bytes - at_attention[1].live_bytes) / 512 * (1 << 16)
-    of_group = samples[1].group_bytes / 512 * (1 << 16)
+    of_group = samples[1].group_bytes[0] / 512 * (1 << 16)
     assert own / 2 <= of_group <= 1.5 * own, "half of what attention takes itself, and copies of what belongs to a group"
     assert one.working.backward - two.working.backward == pytest.approx(own - of_group, rel=0.02)
 
@@ -148,8 +148,9 @@ def test_there_and_back(samples: tuple[TileSample, ...]) -> None:
         (("tile_tokens",), 0),
         (("tile_tokens",), 1 << 40),
         (("length",), 3),
-        (("most_groups",), 0),
-        (("group_bytes",), -1),
+        (("group_bytes",), [-1]),
+        (("group_bytes",), [1] * 17),
+        (("group_bytes",), [0.5]),
         (("parts",), []),
         (("parts", 2, "seconds"), -1.0),
         (("parts", 2, "seconds"), float("nan")),
@@ -169,7 +170,7 @@ def test_damaged_samples_are_refused(samples: tuple[TileSample, ...], path: tupl
 
 def test_ranks_agree_on_the_most_memory(samples: tuple[TileSample, ...]) -> None:
     part = dataclasses.replace(samples[0].parts[3], peak_bytes=1 << 40)
-    hungry = dataclasses.replace(samples[0], parts=(*samples[0].parts[:3], part, *samples[0].parts[4:]), most_groups=1)
+    hungry = dataclasses.replace(samples[0], parts=(*samples[0].parts[:3], part, *samples[0].parts[4:]), group_bytes=())
     merged = most_careful([tiled_profile(samples), tiled_profile((hungry, *samples[1:]))]).kinds[0].in_tiles
     assert merged[0].parts[3].peak_bytes == 1 << 40 and merged[0].most_groups == 1
     assert merged[1:] == samples[1:]

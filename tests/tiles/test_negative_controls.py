@@ -15,7 +15,7 @@ from torch import nn
 from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.spans import Span
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.tiles import attention_call, heads, layer, modes, probe, recipes, weight_gradients
+from ds_memo.tiles import attention_call, layer, modes, probe, recipes, weight_gradients
 from ds_memo.tiles.layer import TiledCall
 from tests.everyday import everyday
 from tests.models import Batch, Different, Outcome, step
@@ -103,7 +103,7 @@ def wrong_group_of_heads(patch: Patch) -> None:
     right = modes.SupplyHeads._supplied
 
     def first(self: Any, index: int, op: Any) -> Any:
-        own, self._heads = self._heads, heads.Heads(0, self._heads.groups)
+        own, self._heads = self._heads, replace(self._heads, number=0)
         try:
             return right(self, index, op)
         finally:
