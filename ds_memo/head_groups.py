@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 class HeadGroup:
     """One of several groups of heads, as many of each rank's.
 
-    Where ranks trade heads (Ulysses), each runs attention for a block of neighbouring heads. A block's heads that share a key-value
-    head are neighbours. A group has some of the key-value heads, or some of the heads that share one: of few key-value heads the
-    latter makes more groups.
+    Where ranks trade heads (Ulysses), each runs attention for a block of neighbouring heads. Heads that share a key-value head
+    are neighbours. A group has some of the key-value heads; or, for more groups than these, some of the heads that share each.
     """
 
     number: int = 0
@@ -50,27 +49,23 @@ class HeadGroup:
         """Return the group's heads of a tensor whose heads lie along `dim`: a view where strides allow, else a copy."""
         if self.groups == 1 or self._has_all(tensor, dim):
             return tensor
-        return self._part(tensor, dim, self.ranks).flatten(dim, dim + 2)
-
-    def of_kernel(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the same of a tensor of this rank's kernel."""
-        return self._part(tensor, dim, 1).flatten(dim, dim + 2)
+        return self._part(tensor, dim).flatten(dim, dim + 2)
 
     def write(self, tensor: torch.Tensor, dim: int, values: torch.Tensor) -> None:
         """Write the group's heads."""
         if self.groups == 1 or self._has_all(tensor, dim):
             tensor.copy_(values)
         else:
-            part = self._part(tensor, dim, self.ranks)
+            part = self._part(tensor, dim)
             part.copy_(values.unflatten(dim, part.shape[dim : dim + 3]))
 
     def _has_all(self, tensor: torch.Tensor, dim: int) -> bool:
         """Return True for key-value heads which are fewer than the ranks: each rank's kernel gets one."""
         return tensor.shape[dim] < self.ranks
 
-    def _part(self, tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+    def _part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return a view with three dimensions for that of heads: ranks, key-value heads, heads that share one."""
-        part = tensor.unflatten(dim, (ranks, self.key_heads, -1))
+        part = tensor.unflatten(dim, (self.ranks, self.key_heads, -1))
         of_keys, of_sharers = divmod(self.number, self.of_sharers)
         keys, sharers = self.key_heads // self.of_keys, part.shape[dim + 2] // self.of_sharers
         part = part.narrow(dim + 1, of_keys * keys, keys)

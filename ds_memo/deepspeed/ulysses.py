@@ -284,7 +284,7 @@ class _Attention:
     def _attend(self, module: nn.Module, query: torch.Tensor, *args: Any, within: Attention | None, **kwargs: Any) -> Any:
         """Run between the all-to-alls: query (b, heads / ranks, s, head size), position_ids of whole sequences (b, s)."""
         shared = query.shape[1] // args[0].shape[1]
-        if getattr(module, "num_key_value_groups", shared) != shared:  # tiles give some heads; functions repeat keys by this number
+        if getattr(module, "num_key_value_groups", shared) != shared:  # functions repeat keys so often, and tiles give some heads
             module.num_key_value_groups = shared
         if within is None:  # the layer was given other position_ids than the model, or one row for all
             within = attention_within(self._name, self._core, kwargs["position_ids"].expand(len(query), -1))
@@ -334,7 +334,7 @@ def _take_over(name: str) -> Attention:
         def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return _parallel.get(module, core)(module, *args, **kwargs)
 
-        attend.ranks = lambda module: _parallel[module].ranks if module in _parallel else 1  # see AttentionCall.ranks
+        attend.ranks = lambda module: _parallel[module].ranks if module in _parallel else 1  # type: ignore[attr-defined]
         return attend
 
     return wrap_attention(name, around)

@@ -17,7 +17,7 @@ from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
 from ds_memo.estimate.requests import ATTENDED, head_tape, kept, layer_tape, tail_tape
-from ds_memo.estimate.tape import INPUT, most_alive
+from ds_memo.estimate.tape import INPUT, Op, most_alive
 from ds_memo.estimate.traffic import head_traffic, traffic
 from ds_memo.head_groups import HeadGroup, most_head_groups
 from ds_memo.placement import Tiles
@@ -73,7 +73,9 @@ def tiled_layer(costs: Costs, tiles: Tiles) -> LayerCosts:
     heads_backward_s = 2 * costs.gemm_s(qkv) + moved_s(before.forward + before.backward + 3 * hidden, qkv)
     again_s = heads_again_s + moved_s(copied, weights)
     if differs:  # the backward begins with what comes before attention, and trades heads once more
-        again_s += gathered_again_s + costs.layer.exchange
+        traded_again_s = _keys_again(model, costs.layout.sp, tiles.head_groups) * costs.layer.exchange
+        forward_s += traded_again_s
+        again_s += gathered_again_s + costs.layer.exchange + 3 * traded_again_s
 
     born = max(0.0, 1 - tails_s / forward_s)
     outputs: list[Output] = []
@@ -105,9 +107,12 @@ class PartBytes:
     """Transients, for each token of a tile."""
     of_weights: float = 0.0
     """Gradients of weights, whatever the length."""
+    first_of_token: float = 0.0
+    """Tensors of all tokens at another moment, before any tile."""
 
     def nbytes(self, cut: Cut) -> float:
-        return self.of_token * cut.tokens + self.of_tile * cut.of_tile + self.of_weights
+        in_tiles = self.of_token * cut.tokens + self.of_tile * cut.of_tile + self.of_weights
+        return max(in_tiles, self.first_of_token * cut.tokens)
 
 
 @lru_cache(maxsize=256)
@@ -119,10 +124,7 @@ def parts(model: Model, layout: Layout, groups: int, stored: bool = False) -> di
 
     In the forward, attention runs next to the input and its operands. In the backward, the incoming gradient, which becomes the
     outgoing one, the gradient of attention's output and the operands stand on the device; the output itself is counted where a
-    layer's placement is known (ds_memo/solve/memory.py). Under Ulysses
-    attention's operands, its output and the gradients of both exist before and after all-to-alls; its backward needs the output
-    before, from attention's frame. It also has its output's gradient in the kernel's order. Groups of heads that share keys add the
-    gradients of keys and values up in float32.
+    layer's placement is known (ds_memo/solve/memory.py).
     """
     hidden, width, kv = 2 * model.hidden, 2 * model.attention_width, 2 * 2 * model.kv_width
     operands, weights, qkv = width + kv, _weights(model), _head_weights(model)
@@ -140,31 +142,56 @@ def parts(model: Model, layout: Layout, groups: int, stored: bool = False) -> di
     experts = weights - _dense_weights(model)
 
     behind = hidden + width + operands
-    forward, backward = operands + width + statistics, behind + attention.back + operands + statistics
-    result = 0
+    forward, backward, again = operands + width + statistics, behind + attention.back + operands + statistics, 0.0
     if layout.sp > 1:
-        result = width  # made again, of the kernel's output
-        traded_kv = kv * max(1.0, layout.sp / model.kv_heads)
-        forward += width + traded_kv + 3 * width + statistics
-        group = HeadGroup(groups=groups, key_heads=max(1, model.kv_heads // layout.sp), ranks=layout.sp)
-        backward = behind + 3 * (width / groups + traded_kv / group.of_keys) + (width + statistics) / groups
-        expands = model.heads // layout.sp // group.key_heads > group.of_sharers  # a kernel then makes such gradients of all heads
-        backward += (attention.back if expands else 2 * width) / groups
-        if groups > 1:  # copies of the group's operands and output
-            backward += 2 * width / groups + (kv / group.of_keys if group.of_keys > 1 else 0.0)
-        if group.of_sharers > 1:  # sums in float32
-            backward += 2 * kv / group.of_keys
+        forward, again, backward = _traded(model, layout.sp, groups, attention)
+        forward, again, backward = forward + operands, again + hidden + operands, backward + behind
     elif groups > 1:  # copies of the group's operands, output and its gradient; the gradients of the group before
         backward = behind + (attention.back + 3 * operands + 2 * width + statistics) / groups
+    result = width if layout.sp > 1 else 0.0  # made again, of the kernel's output
     found = (
         PartBytes(hidden + operands + of_head, head_there),
         PartBytes(hidden + forward + of_head),
-        PartBytes(2 * hidden + width + statistics + chosen + of_head + of_tail + (width if layout.sp > 1 else 0.0), tail_there),
-        PartBytes(behind + result, max(tail_back, head_back), _SUM * (weights - qkv) + _ROUNDED * experts),
+        PartBytes(2 * hidden + width + statistics + chosen + of_head + of_tail + result, tail_there),
+        PartBytes(behind + result, max(tail_back, head_back), _SUM * (weights - qkv) + _ROUNDED * experts, first_of_token=again),
         PartBytes(backward, 0.0, _ROUNDED * (weights - qkv)),
         PartBytes(hidden + operands, head_back, _ROUNDED * (weights - qkv) + _SUM * qkv),
     )
     return dict(zip(PARTS, found, strict=True))
+
+
+def _traded(model: Model, ranks: int, groups: int, attention: Op) -> tuple[float, float, float]:
+    """Return the bytes of a token that attention takes under Ulysses beside its arguments: in the forward; where its result is
+    made again, of the kernel's output, which its frame has; in the backward.
+
+    A group's operands, its output and the gradients of both exist before and after all-to-alls. Kernels take heads one after
+    another in memory, and a copy is made if a rank has several. The forward has the outputs of all groups. The backward adds the
+    gradients of keys and values up in float32: inside of a kernel that gets heads which share keys, and over groups that do. A
+    rehearsal of eight ranks measured these (docs/parallel.md).
+    """
+    width, statistics = 2 * model.attention_width, attention.nbytes - 2 * model.attention_width
+    local_kv, kv = 4 * model.kv_width, 4 * model.kv_width * max(1.0, ranks / model.kv_heads)
+    whole = HeadGroup(groups=groups, key_heads=max(1, model.kv_heads // ranks), ranks=ranks)
+    of_group, of_keys = width / groups, kv / whole.of_keys
+    heads = model.heads // ranks // groups
+    if groups == 1:
+        again = 4 * width + kv
+        return again + width + 2 * statistics, again, attention.back + 3 * (width + kv) + width + statistics
+    copied = 2 * of_group if heads > 1 else 0.0
+    again = width + 3 * of_group + of_keys + copied
+    backward = 2 * of_group + 2 * (of_group + of_keys) + 2 * of_group + copied + statistics / groups
+    if heads > whole.key_heads // whole.of_keys:
+        backward += 2 * of_group + of_keys / 2
+    if whole.of_sharers > 1:
+        backward += 2 * local_kv / whole.of_keys
+    return again + width + 2 * statistics, again, backward
+
+
+def _keys_again(model: Model, ranks: int, groups: int) -> float:
+    """Return what is traded more because groups share keys, as a share of what is traded for all heads at once."""
+    group = HeadGroup(groups=groups, key_heads=max(1, model.kv_heads // ranks), ranks=ranks)
+    kv = 4 * model.kv_width * max(1.0, ranks / model.kv_heads)
+    return (group.of_sharers - 1) * kv / (4 * model.attention_width + kv)
 
 
 def _weights(model: Model) -> int:

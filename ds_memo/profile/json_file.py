@@ -75,7 +75,8 @@ def _layer_profile(data: dict[str, Any]) -> LayerProfile:
 
 
 def _tile_sample(data: dict[str, Any]) -> TileSample:
-    return TileSample(**{**data, "group_bytes": tuple(data["group_bytes"]), "parts": tuple(PartSample(**part) for part in data["parts"])})
+    in_groups = tuple(tuple(map(tuple, of_groups)) for of_groups in data["in_groups"])
+    return TileSample(**{**data, "parts": tuple(PartSample(**part) for part in data["parts"]), "in_groups": in_groups})
 
 
 def _sample(data: dict[str, Any]) -> LayerSample:
@@ -149,7 +150,9 @@ def _tiles_ok(kind: LayerProfile) -> bool:
         return False
     for sample in kind.in_tiles:
         counts = (sample.batch, sample.length, sample.tile_tokens)
-        if not all(type(count) is int and 0 < count <= MOST_TOKENS for count in counts) or len(sample.parts) != len(PARTS) or len(sample.group_bytes) > MOST_DOUBLINGS:
+        if not all(type(count) is int and 0 < count <= MOST_TOKENS for count in counts):
+            return False
+        if len(sample.parts) != len(PARTS) or len(sample.in_groups) > MOST_DOUBLINGS:
             return False
         if not 2 <= sample.tile_tokens < sample.length <= MOST_TOKENS // sample.batch:
             return False
@@ -157,10 +160,12 @@ def _tiles_ok(kind: LayerProfile) -> bool:
             return False
         if type(sample.result_differs) is not bool or sample.result_differs is not kind.in_tiles[0].result_differs:
             return False
-        for part in sample.parts:
-            sizes = (*(getattr(part, name) for name in PART_BYTES), *sample.group_bytes)
-            if not all(type(nbytes) is int and 0 <= nbytes <= MOST_BYTES for nbytes in sizes):
+        for peaks in map(list, (sample.peaks(1 << doubled) for doubled in range(len(sample.in_groups) + 1))):
+            if len(peaks) != len(PARTS) or any(len(of_part) != len(PART_BYTES) for of_part in peaks):
                 return False
+            if not all(type(nbytes) is int and 0 <= nbytes <= MOST_BYTES for of_part in peaks for nbytes in of_part):
+                return False
+        for part in sample.parts:
             if type(part.seconds) not in (int, float) or not 0 <= part.seconds <= MOST_SECONDS:
                 return False
     if not kind.in_tiles:

@@ -43,9 +43,12 @@ def _needing_most_in_tiles(samples: Sequence[TileSample]) -> TileSample:
         replace(of_ranks[0], **{name: max(getattr(part, name) for part in of_ranks) for name in PART_BYTES})
         for of_ranks in zip(*(sample.parts for sample in samples), strict=True)
     ]
-    group_bytes = tuple(map(max, zip(*(sample.group_bytes for sample in samples), strict=False)))  # groups that all ranks can make
+    in_groups = tuple(  # as many groups as all ranks can make
+        tuple(tuple(map(max, zip(*of_part, strict=True))) for of_part in zip(*of_ranks, strict=True))
+        for of_ranks in zip(*(sample.in_groups for sample in samples), strict=False)
+    )
     differs = any(sample.result_differs for sample in samples)
-    return replace(samples[0], group_bytes=group_bytes, result_differs=differs, parts=tuple(parts))
+    return replace(samples[0], result_differs=differs, parts=tuple(parts), in_groups=in_groups)
 
 
 def _needs(kind: LayerProfile, there: LayerSample) -> list[int]:

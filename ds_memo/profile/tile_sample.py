@@ -9,7 +9,7 @@ peak bytes   a + b·tokens + c·tokens of a tile: weight gradients, tensors of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ds_memo.placement import Tiles
@@ -26,15 +26,13 @@ class PartSample:
     """One part of a tiled layer. GEMM outputs are not stored, unless the field says so."""
 
     seconds: float
-    live_bytes: int
-    """Device bytes that the layer has made when the part begins, without its frame in the backward."""
     peak_bytes: int
-    """The most of them at once."""
+    """The most device bytes at once, without the layer's frame in the backward."""
     stored_peak_bytes: int
     """The same if all GEMM outputs are stored on the device: with them in the forward, without them in the backward."""
 
 
-PART_BYTES = ("live_bytes", "peak_bytes", "stored_peak_bytes")
+PART_BYTES = ("peak_bytes", "stored_peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -45,19 +43,21 @@ class TileSample:
     length: int
     tile_tokens: int
     """As asked for."""
-    group_bytes: tuple[int, ...]
-    """The most bytes that attention's backward makes in 2, 4, … groups of heads, as many as it can be divided into. Kernels may copy
-    what belongs to a group, and gradients of keys are summed over groups that share them: it is more than a share of what all
-    heads take."""
     result_differs: bool
     """As in :class:`ds_memo.solve.costs.TileCosts`. What the backward begins with is then in "tails_backward"."""
     parts: tuple[PartSample, ...]
     """In the order of PARTS."""
+    in_groups: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """PART_BYTES of the same parts in 2, 4, … groups of heads, as many as attention can be divided into."""
 
     @property
     def most_groups(self) -> int:
-        """The most groups of heads that attention's backward can be divided into."""
-        return 1 << len(self.group_bytes)
+        return 1 << len(self.in_groups)
+
+    def peaks(self, groups: int) -> Iterator[tuple[int, int]]:
+        """Yield PART_BYTES of each part in the most of the groups measured that are not more than these."""
+        doubled = min(groups.bit_length() - 1, len(self.in_groups))
+        yield from self.in_groups[doubled - 1] if doubled else ((part.peak_bytes, part.stored_peak_bytes) for part in self.parts)
 
     @property
     def cut(self) -> Cut:
@@ -99,14 +99,9 @@ def in_tiles(
     of_parts = list(zip(*(sample.parts for sample in samples), strict=True))
     cuts = [sample.cut for sample in samples]
     seconds = [_plane([part.seconds for part in of_part], _by_tiles, cuts, cut) for of_part in of_parts]
-    peaks = [_plane([part.peak_bytes for part in of_part], _by_tokens, cuts, cut) for of_part in of_parts]
-    stored = [_plane([part.stored_peak_bytes for part in of_part], _by_tokens, cuts, cut) for of_part in of_parts]
-    of_attention = PARTS.index("attention_backward")
-    live = _plane([part.live_bytes for part in of_parts[of_attention]], _by_tokens, cuts, cut)
-    doubled = min(tiles.head_groups.bit_length() - 1, *(len(sample.group_bytes) for sample in samples))
-    if doubled:
-        made = _plane([sample.group_bytes[doubled - 1] for sample in samples], _by_tokens, cuts, cut)
-        peaks[of_attention] = stored[of_attention] = live + made
+    in_groups = zip(*(sample.peaks(tiles.head_groups) for sample in samples), strict=True)
+    of_bytes = [zip(*of_part, strict=True) for of_part in in_groups]
+    peaks, stored = zip(*([_plane(b, _by_tokens, cuts, cut) for b in of_part] for of_part in of_bytes), strict=True)
     forward_s = seconds[heads] + whole.attention_s + seconds[tails]
     backward_s = seconds[tails_backward] + attention_backward_s + seconds[heads_backward]
     differs = samples[0].result_differs  # then the heads run again as a part of "tails_backward"

@@ -23,6 +23,8 @@ _TILES = 4
 """Tiles of the sample that has most."""
 _GROUPS = (8, 4, 2)
 """Groups of heads that are tried."""
+_KINDS = (PlacementKind.GEMMS_RECOMPUTED, PlacementKind.ON_DEVICE)
+"""Placements whose peak bytes are PART_BYTES."""
 
 
 def measure_in_tiles(
@@ -76,34 +78,32 @@ def _measure(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds = [[seconds_between(*pair) for pair in pairwise(points)] for points in times]
-            held = _held(bench, _placed(tiles), device)
-            in_groups = [_held(bench, _placed(tiles._replace(head_groups=few)), device) for few in _doublings(groups)]
-            into, frame = inputs[0].untyped_storage().nbytes(), bench.frame_bytes
-            stored, stored_frame = _held(bench, _placed(tiles, PlacementKind.ON_DEVICE), device), bench.frame_bytes
+            into = inputs[0].untyped_storage().nbytes()
+            peaks = []
+            for way in (tiles._replace(head_groups=1 << doubled) for doubled in range(groups.bit_length())):
+                _run(bench, _placed(way), lambda: None)  # other groups are analysed
+                peaks.append([_peaks(bench, _placed(way, kind), device, gathered, into) for kind in _KINDS])
             differs = tiling.result_differs
         finally:
             bench.close()
-    parts = []
-    for number, of_part in enumerate(zip(*seconds, strict=True)):
-        forward = number < len(PARTS) // 2
-        beside, beside_stored = (gathered + (into if forward else -of_frame) for of_frame in (frame, stored_frame))
-        live, peak, stored_peak = held[number][0], held[number + 1][1], stored[number + 1][1]
-        sizes = live + beside, peak + beside, stored_peak + beside_stored
-        parts.append(PartSample(statistics.median(of_part), *(max(0, nbytes) for nbytes in sizes)))
-    of_attention = PARTS.index("attention_backward")
-    group_bytes = tuple(max(0, there[of_attention + 1][1] - there[of_attention][0]) for there in in_groups)
-    return TileSample(call.batch, length, tiles.tokens, group_bytes, differs, tuple(parts))
+    one, *in_groups = (tuple(zip(*of_way, strict=True)) for of_way in peaks)
+    of_parts = zip(zip(*seconds, strict=True), one, strict=True)
+    parts = tuple(PartSample(statistics.median(of_part), *nbytes) for of_part, nbytes in of_parts)
+    return TileSample(call.batch, length, tiles.tokens, differs, parts, tuple(in_groups))
 
 
-def _doublings(groups: int) -> list[int]:
-    """Return 2, 4, … up to a number of groups."""
-    return [1 << doubled for doubled in range(1, groups.bit_length())]
+def _peaks(bench: Bench, placement: Placement, device: torch.device, gathered: int, into: int) -> list[int]:
+    """Return the peak bytes of each part.
 
-
-def _held(bench: Bench, placement: Placement, device: torch.device) -> list[tuple[int, int]]:
-    """Return `_live_and_peak` of a forward and backward, at the begin of each part and at the end."""
+    Args:
+        gathered: bytes that are on the device whenever the layer runs.
+        into: bytes of its input, which is not made in it.
+    """
     with bytes_made(device) as count:
-        return _run(bench, placement, partial(_live_and_peak, count))
+        begins = _run(bench, placement, partial(_peak, count))
+    forward = len(PARTS) // 2
+    beside = [gathered + (into if number < forward else -bench.frame_bytes) for number in range(len(PARTS))]
+    return [max(0, peak + more) for peak, more in zip(begins[1:], beside, strict=True)]
 
 
 def _run(bench: Bench, placement: Placement, read: Callable[[], Any]) -> list[Any]:
@@ -119,9 +119,9 @@ def _run(bench: Bench, placement: Placement, read: Callable[[], Any]) -> list[An
     return [*readings, read()]
 
 
-def _live_and_peak(count: LiveBytes | AllocatedBytes) -> tuple[int, int]:
-    """Return the bytes that are alive, and the most since the last reading."""
-    found = count.live, count.peak
+def _peak(count: LiveBytes | AllocatedBytes) -> int:
+    """Return the most bytes since the last reading."""
+    found = count.peak
     count.reset_peak()
     return found
 

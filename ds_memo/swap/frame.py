@@ -180,11 +180,14 @@ class Frame:
         self.state = state
 
     def tensor(self, kept: Kept) -> torch.Tensor:
-        """Return a kept tensor at full shape, during replay. If the frame is swapped, only its stored rows hold values."""
+        """Return a kept tensor at full shape, during replay. If the frame is swapped, only its stored rows hold values.
+
+        It is a new object each time: autograd gives it a graph, which the frame must not keep.
+        """
         if self.state != "ready":
             raise MemoError(f"frame {self.name} was read while '{self.state}'; only a 'ready' frame can be read")
         if not self.resident:
-            return self.slots[kept.index]
+            return self.slots[kept.index].detach()
         tensor = self.device[kept.index]
         return tensor.clone() if kept.index in self.changed else tensor.detach()
 

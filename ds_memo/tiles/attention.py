@@ -3,12 +3,16 @@
 Its frame keeps what its backward needs. As a rule that is a log-sum-exp: the kernel's output is attention's result, of which the
 tiles' frames keep parts. Where the two differ (Ulysses trades heads among ranks), the frame keeps the kernel's output, and the
 backward makes the result of it. If attention is recomputed, no frame keeps anything: the backward begins with another forward.
+
+Groups of heads run backward one after another. Where ranks trade heads they run forward so, too: each group has a kernel's output
+of its own.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +75,7 @@ class TiledAttention:
         recipes: of the layer's attention calls, by kind of call.
         size: batch and length of the call.
         training: the layer's mode, part of the key of a recipe.
+        groups: of heads, as asked for.
         whole: True if the frame keeps the kernel's output even if it is the result.
         recomputed: True if nothing is kept.
     """
@@ -83,6 +88,7 @@ class TiledAttention:
         recipes: dict[Any, AttentionRecipe],
         size: tuple[int, int],
         training: bool,
+        groups: int,
         whole: bool,
         recomputed: bool,
         remat: Remat,
@@ -93,6 +99,7 @@ class TiledAttention:
         self._recipes = recipes
         self._size = size
         self._training = training
+        self._groups = groups
         self._whole = whole
         self._recomputed = recomputed
         self._remat = remat
@@ -101,8 +108,10 @@ class TiledAttention:
         self._output: Output | None = None
         self.result_differs = False
         """True if attention's result is not its kernel's output, as its latest run showed."""
-        self._generators: Any = None
-        """States before attention ran, if it draws random numbers."""
+        self._ran_for = [ALL_HEADS]
+        """Groups that the forward ran for."""
+        self._generators: list[list[bytes]] | None = None
+        """States before each of them, if attention draws random numbers."""
 
     @property
     def frame(self) -> Frame | None:
@@ -123,8 +132,8 @@ class TiledAttention:
 
     def run(self, gathered: Gathered) -> torch.Tensor:
         """Run attention, keep what its backward needs, close the frame, and return the result."""
-        leaves = self._leaves(gathered)
-        key, known = self._known(leaves)
+        self._ran_for = self._groups_of_ranks(gathered)
+        key, known = self._known(gathered)
         self._engine.let_go_but(0)
         call = self._call
         assert call is not None
@@ -133,16 +142,18 @@ class TiledAttention:
         mode: Analyse | Record
         if known:
             self._engine.adopt(call.frame, known.recipe.layout)
-            mode = Record(call, functools.partial(tensor_leaves, leaves), self._recipes.clear)
+            mode = Record(call, functools.partial(tensor_leaves, gathered.leaves), self._recipes.clear)
         else:
-            mode = Analyse(call, observed, None, tensor_leaves(leaves))
-        before = generators(self._engine.device) if known is None or known.draws else None
+            mode = Analyse(call, observed, None, tensor_leaves(gathered.leaves))
+        self._generators = [] if known is None or known.draws else None
         with mode:
-            result = self._attend(gathered, leaves).detach()
+            result = self._result_by_group(gathered, self._begins)
         if known is None:
-            known = self._settle(observed, result, draws=before != generators(self._engine.device))
+            assert self._generators is not None
+            known = self._settle(observed, result, draws=self._generators[0] != generators(self._engine.device))
             remember(self._recipes, key, known)
-        self._generators = before if known.draws else None
+        if not known.draws:
+            self._generators = None
         self._output, self.result_differs = known.output, known.result_differs
         self.supply(None)
         self._engine.end(call.frame)
@@ -150,28 +161,55 @@ class TiledAttention:
 
     def run_and_forget(self, gathered: Gathered) -> torch.Tensor:
         """Run attention and return its result. The backward will run it again."""
-        leaves = self._leaves(gathered)
-        known = self._known(leaves)[1]
+        self._ran_for = self._groups_of_ranks(gathered)
+        known = self._known(gathered)[1]
         if known is None:  # it is analysed: may it run in tiles?
             self.begin(GEMMS_RECOMPUTED)
             result = self.run(gathered)
             self.release()
             return result
         self._engine.let_go_but(0)
-        self._generators = generators(self._engine.device) if known.draws else None
+        self._generators = [] if known.draws else None
         with torch.no_grad():
-            return self._attend(gathered, leaves)
+            return self._result_by_group(gathered, self._begins)
 
-    def _leaves(self, gathered: Gathered) -> list[Any]:
+    def _begins(self, heads: HeadGroup) -> AbstractContextManager[Any]:
+        """Note the generators' states before a group's forward, if they may be needed."""
+        if self._generators is not None:
+            self._generators.append(generators(self._engine.device))
+        return nullcontext()
+
+    def _result_by_group(self, gathered: Gathered, around: Callable[[HeadGroup], AbstractContextManager[Any]]) -> torch.Tensor:
+        """Run attention for one group after another, each inside of what `around` returns, and return the result of all."""
+        if len(self._ran_for) == 1:
+            with around(ALL_HEADS):
+                return self._attend(gathered, self._leaves(gathered, ALL_HEADS)).detach()
+        whole: torch.Tensor | None = None
+        for heads in self._ran_for:
+            with around(heads):
+                result = self._attend(gathered, self._leaves(gathered, heads)).detach()
+            if whole is None:
+                whole = self._shapes.result.new(*self._size, result.dtype, result.device)
+            heads.write(whole, 3 - self._shapes.result.dim, result)
+            del result  # before the next group runs
+        assert whole is not None
+        return whole
+
+    def _leaves(self, gathered: Gathered, heads: HeadGroup) -> list[Any]:
+        """Return attention's arguments for a group, those with gradients as leaves of a new graph."""
         leaves = list(gathered.leaves)
         for index in self._shapes.differentiable:
-            leaves[index] = leaves[index].detach().requires_grad_()
+            leaves[index] = self._of(heads, leaves[index], self._shapes.arguments[index]).detach().requires_grad_()
         return leaves
 
-    def _known(self, leaves: list[Any]) -> tuple[Any, AttentionRecipe | None]:
+    def _of(self, heads: HeadGroup, tensor: torch.Tensor, token_dim: int | None) -> torch.Tensor:
+        """Return a group's part of a tensor (b, s, heads, d) or (b, heads, s, d); or all of one without heads."""
+        return tensor if token_dim is None else heads.of(tensor, 3 - token_dim)
+
+    def _known(self, gathered: Gathered) -> tuple[Any, AttentionRecipe | None]:
         """Return the key of such a call, and its recipe if there is one."""
-        sizes = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        key = sizes, self._training, self._whole
+        sizes = tuple((leaf.shape, leaf.dtype) for leaf in gathered.leaves if isinstance(leaf, torch.Tensor))
+        key = sizes, self._training, self._whole, len(self._ran_for)
         return key, self._recipes.get(key)
 
     def _attend(self, gathered: Gathered, leaves: list[Any]) -> torch.Tensor:
@@ -218,16 +256,16 @@ class TiledAttention:
         Args:
             then: the frame to reload next.
         """
-        with torch.enable_grad(), dropping(), from_generators(self._generators, self._engine.device):
-            if self._call is None:
+        with torch.enable_grad(), dropping(), self._drawing_again(self._ran_for[0]):
+            call = self._call
+            if call is None:
                 self.begin(GEMMS_RECOMPUTED)
                 result = self.run(gathered)
                 assert self._call is not None and self._call.recipe is not None
-                self._remat.work.attention_ops_recomputed += self._call.recipe.attention_ops
+                self._remat.work.attention_ops_recomputed += self._call.recipe.attention_ops // len(self._ran_for)
                 return result
-            self._engine.bring_back(self._call.frame, then=then)
-            with SupplyHeads(self._call, ALL_HEADS):
-                return self._attend(gathered, self._leaves(gathered)).detach()
+            self._engine.bring_back(call.frame, then=then)
+            return self._result_by_group(gathered, functools.partial(SupplyHeads, call))
 
     def backward(
         self,
@@ -235,13 +273,11 @@ class TiledAttention:
         aliases: Sequence[torch.Tensor],
         gathered: Gathered,
         d_result: torch.Tensor,
-        groups: int,
         then: Frame,
     ) -> None:
         """Run the backward, a group of heads at a time. Gradients of attention's arguments overwrite them.
 
         Args:
-            groups: of heads, as asked for.
             then: the frame to reload next.
         """
         shapes, call = self._shapes, self._call
@@ -249,12 +285,10 @@ class TiledAttention:
         if call.frame.state != "ready":
             self._engine.bring_back(call.frame, then=then)
         sums_of_keys: dict[int, torch.Tensor] = {}
-        for heads in self._groups(gathered, d_result, groups):
-            leaves = list(gathered.leaves)
-            for index in shapes.differentiable:
-                leaves[index] = self._of(heads, leaves[index], shapes.arguments[index]).detach().requires_grad_()
+        for heads in self._groups_backward(gathered):
+            leaves = self._leaves(gathered, heads)
             inputs = [leaves[index] for index in shapes.differentiable]
-            with torch.enable_grad(), from_generators(self._generators, self._engine.device), SupplyHeads(call, heads):
+            with torch.enable_grad(), self._drawing_again(heads), SupplyHeads(call, heads):
                 result = get_gradient_edge(self._attend(gathered, leaves))  # its memory is of no use
             with without_autocast():
                 found = list(torch.autograd.grad(result, inputs, self._of(heads, d_result, shapes.result.dim)))
@@ -292,38 +326,48 @@ class TiledAttention:
             outputs[where.position] = None if result is None else where.within(result)
             call.loose[where.op] = tuple(outputs)
 
-    def _of(self, heads: HeadGroup, tensor: torch.Tensor, token_dim: int | None) -> torch.Tensor:
-        """Return a group's part of a tensor (b, s, heads, d) or (b, heads, s, d), or of one without heads, which all groups need."""
-        return tensor if token_dim is None else heads.of(tensor, 3 - token_dim)
+    def _drawing_again(self, heads: HeadGroup) -> AbstractContextManager[None]:
+        """Draw inside the block what the forward of a group drew."""
+        return from_generators(self._generators[heads.number] if self._generators else None, self._engine.device)
 
-    def _groups(self, gathered: Gathered, d_result: torch.Tensor, groups: int) -> list[HeadGroup]:
-        """Return the groups of heads that the backward runs for, one after another."""
-        if groups == 1:
-            return [ALL_HEADS]
-        shapes, call = self._shapes, gathered.call
-        assert call is not None
+    def _groups_of_ranks(self, gathered: Gathered) -> list[HeadGroup]:
+        """Return the groups that forward and backward run for: several only where ranks trade heads."""
+        assert gathered.call is not None
+        ranks = 1 if self._groups == 1 else gathered.call.ranks(gathered.leaves)
+        return [ALL_HEADS] if ranks == 1 else self._divided(gathered, ranks)
+
+    def _groups_backward(self, gathered: Gathered) -> list[HeadGroup]:
+        """Return the groups that the backward runs for."""
+        assert gathered.call is not None
+        if self._groups == 1 or gathered.call.ranks(gathered.leaves) > 1:
+            return self._ran_for
+        if self._output is None:
+            return self._undivided("its kernel's output is not its result")
+        if not may_split_heads(self._call):
+            return self._undivided("its kernel runs for all heads at once")
+        if self._generators is not None:
+            return self._undivided("its dropout depends on the number of a head")
+        return self._divided(gathered, 1)
+
+    def _divided(self, gathered: Gathered, ranks: int) -> list[HeadGroup]:
+        shapes = self._shapes
         tensors = [(gathered.leaves[index], shapes.arguments[index]) for index in shapes.differentiable]
-        tensors.append((d_result, shapes.result.dim))
         heads = [tensor.shape[3 - dim] if dim in (1, 2) and tensor.dim() == 4 else 0 for tensor, dim in tensors]
         others = [
             leaf for i, leaf in enumerate(gathered.leaves) if isinstance(leaf, torch.Tensor) and i not in shapes.differentiable
         ]
-        ranks = call.ranks(gathered.leaves)
-        why = None
-        if self._output is None and ranks == 1:
-            why = "its kernel's output is not its result"
-        elif not all(heads) or not may_split_heads(self._call):
-            why = "its kernel runs for all heads at once"
-        elif self._generators is not None:
-            why = "its dropout depends on the number of a head"
-        elif any(leaf.dim() == 4 and leaf.shape[1] > 1 for leaf in others):
-            why = "its mask differs among heads"
-        else:
-            try:
-                return list(head_groups(groups, min(heads), max(heads), ranks))
-            except ValueError as error:
-                why = str(error)
-        self._remat.warn(f"memo.head_groups: {groups} groups are not used in the backward of {self._name}'s attention: {why}")
+        if not all(heads) or len(shapes.result.shape) != 4:
+            return self._undivided("its kernel runs for all heads at once")
+        if any(leaf.dim() == 4 and leaf.shape[1] > 1 for leaf in others):
+            return self._undivided("its mask differs among heads")
+        try:
+            return list(head_groups(self._groups, min(heads), max(heads), ranks))
+        except ValueError as error:
+            return self._undivided(str(error))
+
+    def _undivided(self, why: str) -> list[HeadGroup]:
+        """Warn that attention runs for all heads at once."""
+        self._remat.warn(f"memo.head_groups: {self._groups} groups are not used in {self._name}'s attention: {why}")
         return [ALL_HEADS]
 
 

@@ -174,6 +174,7 @@ class TiledCall:
             tiled.attention_recipes,
             (self._arguments.batch, self._arguments.length),
             tiled.module.training,
+            placement.tiles.head_groups,
             whole=not (self._recomputes or self._keeps_result),
             recomputed=self._recomputes,
             remat=remat,
@@ -383,10 +384,9 @@ class TiledCall:
             self._tails_backward(sums, gathered, gradient, d_hidden, d_inputs, result, d_result)
             sums.settle()
             self._remat.part_begins("attention_backward")
-            groups = self._placement.tiles.head_groups
             self._attention.supply(result)
             del result
-            self._attention.backward(sums, aliases, gathered, d_result, groups, then=self._last_frame)
+            self._attention.backward(sums, aliases, gathered, d_result, then=self._last_frame)
             del d_result
             self._remat.part_begins("heads_backward")
             self._heads_backward(sums, gathered, d_hidden, d_inputs)

@@ -265,19 +265,27 @@ class ReplayTile(SometimesOn, Replay):
 
 
 class SupplyHeads(Replay):
-    """Replay attention for a group of heads: supply that group's part of what was kept."""
+    """Replay attention for a group of heads: supply that group's part of what was kept.
+
+    Where ranks trade heads, the forward ran for one group after another too, and each has ops of its own.
+    """
 
     def __init__(self, call: Call, heads: HeadGroup) -> None:
         super().__init__(call)
         self._heads = heads
 
+    def __enter__(self) -> SupplyHeads:
+        super().__enter__()
+        self._next = self._heads.number * len(self.call.recipe.ops) // self._heads.groups if self._heads.ranks > 1 else 0
+        return self
+
     def _supplied(self, index: int, op: Any) -> tuple[Any, ...]:
         outputs = super()._supplied(index, op)
-        if self._heads.groups == 1:
+        if self._heads.groups == 1 or self._heads.ranks > 1:
             return outputs
         (out, log_sum_exp, *others), dims = outputs, HEAD_DIMS[op.func.name()]
         # Kernels read the log-sum-exp without its strides.
-        return (self._heads.of_kernel(out, dims[0]), self._heads.of_kernel(log_sum_exp, dims[1]).contiguous(), *others)
+        return (self._heads.of(out, dims[0]), self._heads.of(log_sum_exp, dims[1]).contiguous(), *others)
 
     def __exit__(self, *exception: Any) -> None:
         super(Replay, self).__exit__(*exception)  # the frame is released after the last group

@@ -82,9 +82,9 @@ class Returned:
             CannotTile: it holds another, or of another shape.
         """
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if len(tensors) == 1 and tensors[0].dim() == 3 and len(self.shape) == 4 and self.dim == 1:
-            if tensors[0].shape[2] % self.shape[3] == 0:  # there may be fewer heads
-                return tensors[0].unflatten(2, (-1, self.shape[3]))
+        joined = len(tensors) == 1 and tensors[0].dim() == 3 and len(self.shape) == 4 and self.dim == 1
+        if joined and tensors[0].shape[2] % self.shape[3] == 0:  # there may be fewer heads
+            return tensors[0].unflatten(2, (-1, self.shape[3]))
         if len(tensors) != 1 or tensors[0].dim() != len(self.shape):
             raise CannotTile(f"attention returns tensors of the shapes {[tuple(tensor.shape) for tensor in tensors]}")
         return tensors[0]

@@ -54,7 +54,7 @@ def test_another_run_measures_for_itself() -> None:
         *(
             pytest.param(*case, marks=pytest.mark.slow)  # each kind of damage is in tests/profile/test_sample.py
             for case in [
-                (lambda text: text.replace('"format": 8', '"format": 3'), "no profile of format 8"),
+                (lambda text: text.replace('"format": 9', '"format": 3'), "no profile of format 9"),
                 (lambda text: json.dumps({**json.loads(text), "key": {"layers": 7}}), "another run"),
                 (lambda text: text.replace('"forward_s": ', '"forward_s": -'), "negative"),
                 (lambda text: text.replace('"forward_s"', '"forwards"'), "fields"),

@@ -15,6 +15,7 @@ import ds_memo
 from ds_memo.deepspeed import ulysses
 from ds_memo.head_groups import HeadGroup
 from ds_memo.tiles import attention
+from ds_memo.tiles.modes import SupplyHeads
 from tests.deepspeed.matrix import mean_loss
 from tests.distributed_harness.common import DistributedTest
 from tests.models import FP32, VOCAB, Toy, assert_same_grads, build, gradients
@@ -183,14 +184,14 @@ def gradients_in_groups(name, ranks, groups, **shape):
     parallel, ran = build(name, **shape), set()
     ulysses.set_up(parallel, ranks)
     handle = ds_memo.attach(parallel, IN_TILES | {"head_groups": groups})
-    of_kernel = HeadGroup.of_kernel
+    init = SupplyHeads.__init__
 
-    def noted(self, tensor, dim):
-        ran.add((self.number, self.groups))
-        return of_kernel(self, tensor, dim)
+    def noted(self, call, heads):
+        ran.add((heads.number, heads.groups))
+        init(self, call, heads)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HeadGroup, "of_kernel", noted)
+        patch.setattr(SupplyHeads, "__init__", noted)
         for _ in range(2):
             found = gradients_of_parts(parallel)
     report = handle.report()
@@ -217,22 +218,22 @@ class TestHeadGroups(DistributedTest):
         assert_same_grads(found, want, FP32)
         assert ran == {(number, groups) for number in range(groups)} and not warnings
 
-    @pytest.mark.parametrize("wrong", ["neighbours", "last"])
-    def test_other_groups_are_noticed(self, wrong, monkeypatch):
-        """Groups as of one rank's heads; gradients of keys from the last group that shares them alone."""
+    @pytest.mark.parametrize("wrong", ["keys of another group", "last gradient"])
+    def test_what_is_wrong_is_noticed(self, wrong, monkeypatch):
+        """Gradients of keys are those of the last group that shares them, without the others."""
         shape = {"num_attention_heads": 8, "num_key_value_heads": 4}
         want = whole_gradients(build("llama", **shape))
-        if wrong == "last":
+        if wrong == "last gradient":
             monkeypatch.setattr(attention, "add_to", dict.__setitem__)
         else:
             part = HeadGroup._part
 
-            def of_neighbours(self, tensor, dim, ranks):
-                keys = min(self.key_heads * ranks, tensor.shape[dim])
-                return part(replace(self, key_heads=keys, ranks=1), tensor, dim, 1)
+            def wrong_keys(self, tensor, dim):
+                other = replace(self, number=1 - self.number) if tensor.shape[dim] == 4 else self
+                return part(other, tensor, dim)
 
-            monkeypatch.setattr(HeadGroup, "_part", of_neighbours)
-        found, _, _ = gradients_in_groups("llama", 2, 2 if wrong == "neighbours" else 4, **shape)
+            monkeypatch.setattr(HeadGroup, "_part", wrong_keys)
+        found, _, _ = gradients_in_groups("llama", 2, 4 if wrong == "last gradient" else 2, **shape)
         with pytest.raises(AssertionError):
             assert_same_grads(found, want, FP32)
 
@@ -240,7 +241,7 @@ class TestHeadGroups(DistributedTest):
         want = whole_gradients(build("llama"))
         found, ran, (warning,) = gradients_in_groups("llama", 2, 4)
         assert_same_grads(found, want, FP32)
-        assert not ran and "do not divide the 2 heads of a rank" in warning
+        assert ran == {(0, 1)} and "do not divide the 2 heads of a rank" in warning
 
     @pytest.mark.world_size(4)
     def test_more_ranks_than_key_and_value_heads(self):

@@ -35,7 +35,7 @@ def test_a_file_from_when_encoders_lengths_were_measured() -> None:
         kind["half_source"] = None
         for sample in (*kind["samples"], kind["check"]):
             sample["source"] = 0
-    with pytest.raises(ProfileError, match="no profile of format 8"):
+    with pytest.raises(ProfileError, match="no profile of format 9"):
         from_json(json.dumps(old))
 
 

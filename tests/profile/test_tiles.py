@@ -80,15 +80,15 @@ def test_without_a_tiles_transients_they_are_wrong(call: LayerCall, samples: tup
     assert costs.working_at_0.backward < 0.95 * backward
 
 
-def test_groups_of_heads_divide_attentions_own_bytes(samples: tuple[TileSample, ...]) -> None:
+def test_groups_of_heads_take_what_was_measured(samples: tuple[TileSample, ...]) -> None:
     assert {sample.most_groups for sample in samples} == {2}, "as many as there are key-value heads"
-    at_attention = [part for sample in samples for part in sample.parts[PARTS.index("attention_backward") :][:1]]
-    assert all(part.peak_bytes > part.live_bytes > 0 for part in at_attention)
-    one, two = (in_tiles(whole(1 << 16), 0.0, samples, 1, 1 << 16, Tiles(64, groups)) for groups in (1, 2))
-    own = (at_attention[1].peak_bytes - at_attention[1].live_bytes) / 512 * (1 << 16)
-    of_group = samples[1].group_bytes[0] / 512 * (1 << 16)
-    assert own / 2 <= of_group <= 1.5 * own, "half of what attention takes itself, and copies of what belongs to a group"
-    assert one.working.backward - two.working.backward == pytest.approx(own - of_group, rel=0.02)
+    number = PARTS.index("attention_backward")
+    one, two = (in_tiles(whole(512), 0.0, samples, 1, 512, Tiles(128, groups)) for groups in (1, 2))
+    assert one.working_at_0.backward == max(part.peak_bytes for part in samples[1].parts[number - 1 :])
+    assert two.working_at_0.backward == max(peak for peak, _ in samples[1].in_groups[0][number - 1 :])
+    assert 0.7 < samples[1].in_groups[0][number][0] / samples[1].parts[number].peak_bytes < 0.95
+    more = in_tiles(whole(512), 0.0, samples, 1, 512, Tiles(128, 8))
+    assert more.working_at_0 == two.working_at_0, "eight groups are not used"
 
 
 def test_seconds_are_those_of_the_parts(samples: tuple[TileSample, ...]) -> None:
@@ -148,14 +148,15 @@ def test_there_and_back(samples: tuple[TileSample, ...]) -> None:
         (("tile_tokens",), 0),
         (("tile_tokens",), 1 << 40),
         (("length",), 3),
-        (("group_bytes",), [-1]),
-        (("group_bytes",), [1] * 17),
-        (("group_bytes",), [0.5]),
+        (("in_groups",), [[[1, 1]] * 5]),
+        (("in_groups", 0, 2), [1]),
+        (("in_groups", 0, 2, 1), -1),
+        (("in_groups", 0, 2, 1), 0.5),
         (("parts",), []),
         (("parts", 2, "seconds"), -1.0),
         (("parts", 2, "seconds"), float("nan")),
         (("parts", 2, "peak_bytes"), 1.5),
-        (("parts", 2, "live_bytes"), 1 << 60),
+        (("parts", 2, "stored_peak_bytes"), 1 << 60),
     ],
 )
 def test_damaged_samples_are_refused(samples: tuple[TileSample, ...], path: tuple, value: Any) -> None:
@@ -170,7 +171,7 @@ def test_damaged_samples_are_refused(samples: tuple[TileSample, ...], path: tupl
 
 def test_ranks_agree_on_the_most_memory(samples: tuple[TileSample, ...]) -> None:
     part = dataclasses.replace(samples[0].parts[3], peak_bytes=1 << 40)
-    hungry = dataclasses.replace(samples[0], parts=(*samples[0].parts[:3], part, *samples[0].parts[4:]), group_bytes=())
+    hungry = dataclasses.replace(samples[0], parts=(*samples[0].parts[:3], part, *samples[0].parts[4:]), in_groups=())
     merged = most_careful([tiled_profile(samples), tiled_profile((hungry, *samples[1:]))]).kinds[0].in_tiles
     assert merged[0].parts[3].peak_bytes == 1 << 40 and merged[0].most_groups == 1
     assert merged[1:] == samples[1:]
