@@ -138,8 +138,9 @@ class MemoConfig(_Section):
     whole if alpha and resident_layers are given."""
 
     head_groups: int | None = Field(None, ge=1, le=MOST_LAYERS, strict=True)
-    """Groups of key-value heads that attention's backward runs for, one after another, in a tiled layer; a divisor of the
-    (local) key-value heads. Absent: solved; 1 if alpha and resident_layers are given."""
+    """Groups of heads that attention's backward runs for, one after another, in a tiled layer; a divisor of the (local) key-value
+    heads. Where ranks trade heads (Ulysses) forward and backward run so, and it divides a rank's heads. Absent: solved; 1 if
+    alpha and resident_layers are given."""
 
     nvme: NvmeConfig | None = None
     """Absent: host memory bounds what is swapped."""
@@ -216,7 +217,7 @@ _ALLOWED = {
     "host_memory_gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what the cgroup leaves)",
     "device_memory_gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what is free)",
     "tile_tokens": "a whole number of tokens, at least 0 (0: layers run whole; leave the key out to have it solved)",
-    "head_groups": "a whole number from 1, which divides the key-value heads (leave the key out to have it solved)",
+    "head_groups": "a whole number from 1, which divides the key-value heads, or a rank's heads (leave the key out to have it solved)",
     "ablation": '"full_recompute" or "full_swap" (leave the key out for memo itself)',
     "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3" or "flash_attn_4" (leave the key out for the best available)',
     "nvme": 'a JSON object with "path" (leave the key out to use no files)',

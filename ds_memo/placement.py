@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
     tokens: int
     """Tokens of a tile, at most, of the flattened batch."""
     head_groups: int = 1
-    """Groups of key-value heads that attention's backward runs for, one after another."""
+    """Groups of heads that attention's backward runs for, one after another; under Ulysses its forward, too."""
 
 
 @dataclass(frozen=True)

@@ -277,12 +277,12 @@ def train(run: Run) -> None:
             steps.append(run.step(batches, peak))
             measured.show(bar, steps[-1])
             last = engine.global_steps == args.steps
+            if args.save and (last or (args.save_every and engine.global_steps % args.save_every == 0)):
+                run.save()  # first: layers of a validation run whole, for which there may be no room
             if last or (args.eval_every and engine.global_steps % args.eval_every == 0):
                 validations.append({"step": engine.global_steps, "loss": run.validate()})
                 if first:
                     bar.write(f"step {engine.global_steps}: validation loss {validations[-1]['loss']:.4f}")
-            if args.save and (last or (args.save_every and engine.global_steps % args.save_every == 0)):
-                run.save()
     if hasattr(engine, "memo") and first:
         print(ds_memo.report(engine))
     if args.metrics_json and first:

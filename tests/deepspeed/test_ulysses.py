@@ -12,8 +12,11 @@ from transformers import AutoConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import ds_memo
+from ds_memo.autotune.policy import PlacementPolicy
 from ds_memo.deepspeed import ulysses
 from ds_memo.head_groups import HeadGroup
+from ds_memo.hf.attention import wrap_attention
+from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.tiles import attention
 from ds_memo.tiles.modes import SupplyHeads
 from tests.deepspeed.matrix import mean_loss
@@ -217,6 +220,38 @@ class TestHeadGroups(DistributedTest):
         found, ran, warnings = gradients_in_groups(name, 2, groups, **shape)
         assert_same_grads(found, want, FP32)
         assert ran == {(number, groups) for number in range(groups)} and not warnings
+
+    def test_attention_is_recomputed_in_groups(self, monkeypatch):
+        again = Placement(PlacementKind.SWAPPED_ATTENTION_RECOMPUTED, 0.0, tiles=Tiles(4, 2))
+        monkeypatch.setattr(PlacementPolicy, "placement", lambda self, layer: again)
+        want, parallel = whole_gradients(build("llama")), build("llama")
+        ulysses.set_up(parallel, 2)
+        handle = ds_memo.attach(parallel, IN_TILES)
+        for step in range(1, 3):
+            assert_same_grads(gradients_of_parts(parallel), want, FP32)
+            assert handle.report()["attention_recomputed"] == step * parallel.config.num_hidden_layers
+
+    def test_each_group_draws_in_the_backward_what_it_drew(self):
+        drawn = []
+
+        def noisy(core):
+            def attend(module, query, *args, **kwargs):
+                noise = torch.rand_like(query)
+                drawn.append(noise.sum().item())
+                return core(module, query * noise, *args, **kwargs)
+
+            return attend
+
+        wrap_attention("sdpa", noisy)
+        parallel = build("llama", num_hidden_layers=2)
+        ulysses.set_up(parallel, 2)
+        ds_memo.attach(parallel, IN_TILES | {"head_groups": 2})
+        for _ in range(3):
+            drawn.clear()
+            gradients_of_parts(parallel)
+            first, second = drawn[:2], drawn[2:4]
+            assert len({*first, *second}) == 4
+            assert drawn[4:] == 2 * second + 2 * first, "the result is made again, then come the groups' backwards"
 
     @pytest.mark.parametrize("wrong", ["keys of another group", "last gradient"])
     def test_what_is_wrong_is_noticed(self, wrong, monkeypatch):
