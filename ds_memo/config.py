@@ -217,7 +217,7 @@ _ALLOWED = {
     "host_memory_gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what the cgroup leaves)",
     "device_memory_gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what is free)",
     "tile_tokens": "a whole number of tokens, at least 0 (0: layers run whole; leave the key out to have it solved)",
-    "head_groups": "a whole number from 1, which divides the key-value heads, or a rank's heads (leave the key out to have it solved)",
+    "head_groups": "a whole number from 1 that divides the (local) key-value heads (leave the key out to have it solved)",
     "ablation": '"full_recompute" or "full_swap" (leave the key out for memo itself)',
     "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3" or "flash_attn_4" (leave the key out for the best available)',
     "nvme": 'a JSON object with "path" (leave the key out to use no files)',

@@ -1,4 +1,4 @@
-"""Groups of heads, for which attention's backward runs one after another. Does not import torch."""
+"""Groups of heads, for which attention runs one after another. No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class HeadGroup:
     """One of several groups of heads, as many of each rank's.
 
-    Where ranks trade heads (Ulysses), each runs attention for a block of neighbouring heads. Heads that share a key-value head
-    are neighbours. A group has some of the key-value heads; or, for more groups than these, some of the heads that share each.
+    Where ranks trade heads (Ulysses), each runs attention for a block of neighbouring heads. Query heads that share a key-value
+    head are neighbours. A group has some of the key-value heads; or, for more groups than these, some of the query heads of each.
     """
 
     number: int = 0
@@ -32,18 +32,18 @@ class HeadGroup:
         return math.gcd(self.groups, self.key_heads)
 
     @property
-    def of_sharers(self) -> int:
-        """Groups of the heads that share a key-value head."""
+    def of_queries(self) -> int:
+        """Groups of the query heads that share a key-value head."""
         return self.groups // self.of_keys
 
     @property
     def is_last_of_keys(self) -> bool:
         """True if no further group has the same key-value heads."""
-        return (self.number + 1) % self.of_sharers == 0
+        return (self.number + 1) % self.of_queries == 0
 
     def shares(self, tensor: torch.Tensor, dim: int) -> bool:
         """Return True if other groups have the same heads of a tensor, whose heads lie along `dim`."""
-        return self.of_sharers > 1 and tensor.shape[dim] <= self.ranks * self.key_heads
+        return self.of_queries > 1 and tensor.shape[dim] <= self.ranks * self.key_heads
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the group's heads of a tensor whose heads lie along `dim`: a view where strides allow, else a copy."""
@@ -64,12 +64,12 @@ class HeadGroup:
         return tensor.shape[dim] < self.ranks
 
     def _part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a view with three dimensions for that of heads: ranks, key-value heads, heads that share one."""
+        """Return a view with three dimensions for that of heads: ranks, key-value heads, query heads that share one."""
         part = tensor.unflatten(dim, (self.ranks, self.key_heads, -1))
-        of_keys, of_sharers = divmod(self.number, self.of_sharers)
-        keys, sharers = self.key_heads // self.of_keys, part.shape[dim + 2] // self.of_sharers
-        part = part.narrow(dim + 1, of_keys * keys, keys)
-        return part.narrow(dim + 2, of_sharers * sharers, sharers) if sharers else part  # key-value heads themselves: one each
+        key_group, query_group = divmod(self.number, self.of_queries)
+        keys, queries = self.key_heads // self.of_keys, part.shape[dim + 2] // self.of_queries
+        part = part.narrow(dim + 1, key_group * keys, keys)
+        return part.narrow(dim + 2, query_group * queries, queries) if queries else part  # a tensor of key-value heads
 
 
 ALL_HEADS = HeadGroup()
@@ -86,10 +86,10 @@ def head_groups(groups: int, key_heads: int, heads: int, ranks: int) -> Iterator
         ValueError: they do not divide so, with the numbers.
     """
     of_rank, own = max(1, key_heads // ranks), heads // ranks
-    of_sharers, shared = groups // math.gcd(groups, of_rank), own // of_rank
-    if ranks == 1 and of_sharers > 1:  # functions of Transformers repeat keys by a number that the module knows
+    of_queries, shared = groups // math.gcd(groups, of_rank), own // of_rank
+    if ranks == 1 and of_queries > 1:  # functions of Transformers repeat keys by a number that the module knows
         raise ValueError(f"they do not divide its {key_heads} key-value heads")
-    if shared % of_sharers:
+    if shared % of_queries:
         raise ValueError(f"they do not divide the {own} heads of a rank, of which {shared} share a key-value head")
     for number in range(groups):
         yield HeadGroup(number, groups, of_rank, ranks)

@@ -182,7 +182,7 @@ def _traded(model: Model, ranks: int, groups: int, attention: Op) -> tuple[float
     backward = 2 * of_group + 2 * (of_group + of_keys) + 2 * of_group + copied + statistics / groups
     if heads > whole.key_heads // whole.of_keys:
         backward += 2 * of_group + of_keys / 2
-    if whole.of_sharers > 1:
+    if whole.of_queries > 1:
         backward += 2 * local_kv / whole.of_keys
     return again + width + 2 * statistics, again, backward
 
@@ -191,7 +191,7 @@ def _keys_again(model: Model, ranks: int, groups: int) -> float:
     """Return what is traded more because groups share keys, as a share of what is traded for all heads at once."""
     group = HeadGroup(groups=groups, key_heads=max(1, model.kv_heads // ranks), ranks=ranks)
     kv = 4 * model.kv_width * max(1.0, ranks / model.kv_heads)
-    return (group.of_sharers - 1) * kv / (4 * model.attention_width + kv)
+    return (group.of_queries - 1) * kv / (4 * model.attention_width + kv)
 
 
 def _weights(model: Model) -> int:

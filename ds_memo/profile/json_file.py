@@ -25,7 +25,7 @@ MOST_SECONDS = 1e6
 MOST_TILES = 1 << 10
 """Tiles of a sample."""
 MOST_DOUBLINGS = 16
-"""Of the groups of heads of a sample."""
+"""How often groups of heads may be doubled in a sample."""
 MOST_REASON = 1 << 12
 """Characters."""
 MOST_FLOPS = 1 << 70
