@@ -86,6 +86,11 @@ class Analyse(NotingMode):
         self._fresh = None
 
     @property
+    def next_op(self) -> int:
+        """Index of the recipe's next op."""
+        return len(self.observed.ops)
+
+    @property
     def packs(self) -> int:
         """Number of tensors that autograd has saved so far."""
         return self.observed.packs

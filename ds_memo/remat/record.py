@@ -47,6 +47,11 @@ class Record(NotingMode):
         if exception[0] is None and self._following and not complete:
             self._leave()
 
+    @property
+    def next_op(self) -> int:
+        """Index of the recipe's next op. Once the call has left its recipe, the end of what is left of that."""
+        return self._next
+
     def _note(self, tensor: torch.Tensor) -> None:
         self.packs += 1
         if self._left_out and self._following and storage_of(tensor) in self._left_out:

@@ -110,6 +110,8 @@ class TiledAttention:
         """True if attention's result is not its kernel's output, as its latest run showed."""
         self._ran_for = [ALL_HEADS]
         """Groups that the forward ran for."""
+        self._first_ops: list[int] = []
+        """Index of the first op of each of them in the recipe."""
         self._generators: list[list[bytes]] | None = None
         """States before each of them, if attention draws random numbers."""
 
@@ -146,8 +148,9 @@ class TiledAttention:
         else:
             mode = Analyse(call, observed, None, tensor_leaves(gathered.leaves))
         self._generators = [] if known is None or known.draws else None
+        self._first_ops = []
         with mode:
-            result = self._result_by_group(gathered, self._begins)
+            result = self._result_by_group(gathered, functools.partial(self._begins, mode))
         if known is None:
             assert self._generators is not None
             known = self._settle(observed, result, draws=self._generators[0] != generators(self._engine.device))
@@ -171,13 +174,20 @@ class TiledAttention:
         self._engine.let_go_but(0)
         self._generators = [] if known.draws else None
         with torch.no_grad():
-            return self._result_by_group(gathered, self._begins)
+            return self._result_by_group(gathered, functools.partial(self._begins, None))
 
-    def _begins(self, heads: HeadGroup) -> AbstractContextManager[Any]:
-        """Note the generators' states before a group's forward, if they may be needed."""
+    def _begins(self, mode: Analyse | Record | None, heads: HeadGroup) -> AbstractContextManager[Any]:
+        """Note where a group's forward begins."""
         if self._generators is not None:
             self._generators.append(generators(self._engine.device))
+        if mode is not None:
+            self._first_ops.append(mode.next_op)
         return nullcontext()
+
+    def _supplying(self, heads: HeadGroup) -> SupplyHeads:
+        """Replay a group, one that the forward ran for or a part of that."""
+        assert self._call is not None
+        return SupplyHeads(self._call, heads, self._first_ops[heads.number if heads.ranks > 1 else 0])
 
     def _result_by_group(self, gathered: Gathered, around: Callable[[HeadGroup], AbstractContextManager[Any]]) -> torch.Tensor:
         """Run attention for one group after another, each inside of what `around` returns, and return the result of all."""
@@ -265,7 +275,7 @@ class TiledAttention:
                 self._remat.work.attention_ops_recomputed += self._call.recipe.attention_ops // len(self._ran_for)
                 return result
             self._engine.bring_back(call.frame, then=then)
-            return self._result_by_group(gathered, functools.partial(SupplyHeads, call))
+            return self._result_by_group(gathered, self._supplying)
 
     def backward(
         self,
@@ -288,7 +298,7 @@ class TiledAttention:
         for heads in self._groups_backward(gathered):
             leaves = self._leaves(gathered, heads)
             inputs = [leaves[index] for index in shapes.differentiable]
-            with torch.enable_grad(), self._drawing_again(heads), SupplyHeads(call, heads):
+            with torch.enable_grad(), self._drawing_again(heads), self._supplying(heads):
                 result = get_gradient_edge(self._attend(gathered, leaves))  # its memory is of no use
             with without_autocast():
                 found = list(torch.autograd.grad(result, inputs, self._of(heads, d_result, shapes.result.dim)))

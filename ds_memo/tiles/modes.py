@@ -268,15 +268,19 @@ class SupplyHeads(Replay):
     """Replay attention for a group of heads: supply that group's part of what was kept.
 
     Where ranks trade heads, the forward ran for one group after another too, and each has ops of its own.
+
+    Args:
+        first_op: of the group, in the recipe.
     """
 
-    def __init__(self, call: Call, heads: HeadGroup) -> None:
+    def __init__(self, call: Call, heads: HeadGroup, first_op: int) -> None:
         super().__init__(call)
         self._heads = heads
+        self._first_op = first_op
 
     def __enter__(self) -> SupplyHeads:
         super().__enter__()
-        self._next = self._heads.number * len(self.call.recipe.ops) // self._heads.groups if self._heads.ranks > 1 else 0
+        self._next = self._first_op
         return self
 
     def _supplied(self, index: int, op: Any) -> tuple[Any, ...]:

@@ -189,9 +189,9 @@ def gradients_in_groups(name, ranks, groups, **shape):
     handle = ds_memo.attach(parallel, IN_TILES | {"head_groups": groups})
     init = SupplyHeads.__init__
 
-    def noted(self, call, heads):
+    def noted(self, call, heads, first_op):
         ran.add((heads.number, heads.groups))
-        init(self, call, heads)
+        init(self, call, heads, first_op)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SupplyHeads, "__init__", noted)
@@ -252,6 +252,31 @@ class TestHeadGroups(DistributedTest):
             first, second = drawn[:2], drawn[2:4]
             assert len({*first, *second}) == 4
             assert drawn[4:] == 2 * second + 2 * first, "the result is made again, then come the groups' backwards"
+
+    @pytest.mark.parametrize("departs", [0, 1])
+    def test_a_group_that_leaves_the_recipe(self, departs):
+        """It attends to one row after another in the second step, in the forward and in each replay."""
+        now = SimpleNamespace(step=0, calls=0)
+
+        def fickle(core):
+            def attend(module, *args, **kwargs):
+                group, now.calls = now.calls % 2, now.calls + 1
+                if now.step != 1 or group != departs:
+                    return core(module, *args, **kwargs)
+                rows = zip(*(tensor.split(1) for tensor in args[:3]), strict=True)
+                return torch.cat([core(module, *row, *args[3:], **kwargs)[0] for row in rows]), None
+
+            return attend
+
+        wrap_attention("sdpa", fickle)
+        want = whole_gradients(build("llama"))
+        parallel = build("llama")
+        ulysses.set_up(parallel, 2)
+        handle = ds_memo.attach(parallel, IN_TILES | {"head_groups": 2})
+        for now.step in range(3):
+            now.calls = 0
+            assert_same_grads(gradients_of_parts(parallel), want, FP32)
+        assert handle.report()["attention_recomputed"] > 0
 
     @pytest.mark.parametrize("wrong", ["keys of another group", "last gradient"])
     def test_what_is_wrong_is_noticed(self, wrong, monkeypatch):

@@ -213,9 +213,9 @@ def test_attention_runs_backward_once_for_each_group(groups: int, monkeypatch: p
     seen: list[tuple[int, int]] = []
     init = SupplyHeads.__init__
 
-    def noted(self: SupplyHeads, call: Any, heads: Any) -> None:
+    def noted(self: SupplyHeads, call: Any, heads: Any, first_op: int) -> None:
         seen.append((heads.number, heads.groups))
-        init(self, call, heads)
+        init(self, call, heads, first_op)
 
     monkeypatch.setattr(SupplyHeads, "__init__", noted)
     run("gpt2", 16, (1, 33), 0.3, groups)
