@@ -57,7 +57,7 @@ def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def gloo_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have all_reduce return when gloo's thread has let go of the tensor. By itself it returns when the sum is there, and the thread
+    """Have all_reduce return when gloo's thread has let go of the tensor. By itself it returns when the sum is there; the thread
     may hold on to the memory for as long as others have the CPU."""
     all_reduce = torch.distributed.all_reduce
 
