@@ -170,7 +170,9 @@ def _opened(path: Path, opened: Callable[[str], T]) -> T:
         if content[-_CHECKSUM:] != _checksum(content[:-_CHECKSUM]):
             raise OSError(f"{path}: is damaged")
         # The descriptor stays open: the loader knows libraries by name, and would take a later file of this number for this one.
-        return opened(f"/proc/self/fd/{handle}")
+        # The name holds the process's number, as others open it: for its stacks, torch gives it to addr2line, and throws if that
+        # finds no file.
+        return opened(f"/proc/{os.readlink('/proc/self')}/fd/{handle}")
     except BaseException:
         os.close(handle)
         raise

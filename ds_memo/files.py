@@ -196,7 +196,7 @@ def open_private(path: Path) -> int:
     """Open a file of this user for reading, never through a link, without waiting at a pipe.
 
     Returns:
-        A file descriptor of the checked file, even if the name changes meanwhile: load a library from ``/proc/self/fd/N``,
+        A file descriptor of the checked file, even if the name changes meanwhile: load a library from ``/proc/PID/fd/N``,
         not by its name.
 
     Raises:

@@ -47,4 +47,5 @@ trainer = Trainer(model=model, args=args, train_dataset=windows)
 trainer.train()
 if torch.distributed.get_rank() == 0:
     print(ds_memo.report(trainer.model_wrapped))
-torch.distributed.destroy_process_group()  # or gloo's threads may outlive the interpreter
+torch.distributed.barrier()  # a rank that leaves early breaks the others' last exchange
+torch.distributed.destroy_process_group()

@@ -66,7 +66,7 @@ def no_thread_stays() -> Iterator[None]:
     yield
     gc.collect()
     for thread in set(memo_threads()) - before:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
 
 

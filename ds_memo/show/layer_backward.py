@@ -27,6 +27,8 @@ _PURPOSES = {
     "tiles/attention_call.py:add": _OF_ALL_TOKENS,
     "swap/": "reload buffers",
     "remat/": "outputs that are computed again",
+    "tiles/attention_call.py:run_to_attention": "outputs that are computed again",
+    "tiles/attention_call.py:run_with_attention": "outputs that are computed again",
     "tiles/weight_gradients.py:": _OTHERS,
     "tiles/attention.py:": _OTHERS,
     "tiles/": _OF_ALL_TOKENS,

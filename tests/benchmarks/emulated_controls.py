@@ -102,7 +102,7 @@ class WaitsForTheQueue(SwapEngine):
         super().about_to_change(frame, tensor)
 
 
-IN_A_NEW_PROCESS = "_drain: self.streams.wait(COMPUTE, pending.back or self.streams.mark(H2D))"
+(IN_A_NEW_PROCESS,) = (wait for wait in waits() if "pending.back" in wait)
 """A wait whose absence shows only where the process has no idle host memory: to release that, the host waits for the device."""
 
 

@@ -17,6 +17,7 @@ from ds_memo.profile.json_file import from_json
 from tests.command import complaint
 from tests.distributed_harness.common import DistributedTest
 from tests.everyday import everyday
+from tests.launch.launcher import free_port
 from tests.processes import ROOT, python
 
 TINY = str(ROOT / "ds_configs" / "models" / "tiny.json")
@@ -254,7 +255,7 @@ def test_launched(tmp_path, launcher):
     path = tmp_path / "profile.json"
     if launcher[0].startswith("deepspeed"):
         world = "eyJsb2NhbGhvc3QiOiBbMCwgMV19"  # {"localhost": [0, 1]}, as deepspeed passes it on
-        launcher = (*launcher, f"--world_info={world}", "--master_addr=127.0.0.1", "--master_port=29677", "--module")
+        launcher = (*launcher, f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={free_port()}", "--module")
     done = python("-m", *launcher, "ds_memo.cli", *BASE, "--model", TINY, "-o", str(path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("written to") == 1

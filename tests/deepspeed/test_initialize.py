@@ -7,6 +7,7 @@ import copy
 import gc
 import inspect
 import json
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,14 +55,28 @@ def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
     engine.memo.detach()
 
 
+@pytest.fixture
+def gloo_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all_reduce return when gloo's thread has let go of the tensor. By itself it returns when the sum is there; the thread
+    may hold on to the memory for as long as others have the CPU."""
+    all_reduce = torch.distributed.all_reduce
+
+    def patiently(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        storage = tensor.untyped_storage()
+        users = torch._C._storage_Use_Count(storage._cdata)
+        work = all_reduce(tensor.view_as(tensor), *args, **kwargs)
+        while work is None and torch._C._storage_Use_Count(storage._cdata) > users:
+            time.sleep(0)
+        return work
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", patiently)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("gloo_lets_go")
 @pytest.mark.parametrize("stage, dtype", STAGES_AND_DTYPES, ids=str)
 def test_planned_addresses(stage: int, dtype: torch.dtype) -> None:
-    """99 % of the requests have theirs from the third optimizer step on, of two micro-batches each; the losses stay the same.
-
-    In one step of some hundreds, one of gloo's threads lets go of a reduced bucket late, and some requests find it in their
-    place. That is counted, and must be all that is ever missed.
-    """
+    """99 % of the requests have theirs from the third optimizer step on, of two micro-batches each; the losses stay the same."""
     losses = []
     for planned in (False, True):
         engine = start(ds_config(stage, dtype, memo={**MEMO, "plan": {"enabled": planned}}, train_micro_batch_size_per_gpu=4))
@@ -78,10 +93,9 @@ def test_planned_addresses(stage: int, dtype: torch.dtype) -> None:
             after = engine.memo.report()["plan"]
             if planned and number >= 2:
                 missed = {name: count - before["misses"][name] for name, count in after["misses"].items()}
-                steps.append((after["hits"] - before["hits"], missed.pop("overlap"), missed))
-        for hits, _, missed in steps:
+                steps.append((after["hits"] - before["hits"], missed))
+        for hits, missed in steps:
             assert hits > 500 and sum(missed.values()) <= 0.01 * hits, steps
-        assert sum(late > 0.01 * hits for hits, late, _ in steps) <= 1, steps
         assert engine.memo.report()["warnings"] == []
         engine.memo.detach()
     assert losses[0] == losses[1]

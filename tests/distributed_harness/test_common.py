@@ -68,7 +68,7 @@ def test_it_runs_with_each_size(tmp_path, tmp_path_factory):
 class Wrong(OwnDistributedTest):
     """Not collected: each of these is run by hand. All of them leave a child behind."""
 
-    exec_timeout = 8  # until both ranks are where they hang, on a busy machine too
+    exec_timeout = 60
 
     def begin(self, marker: str) -> bool:
         """Start a child that outlives everything; whether this is the rank that goes wrong."""
@@ -107,7 +107,7 @@ TOLD = {
     "fails_while_its_peer_waits": ["rank 1 of 2: Traceback", "AssertionError: no luck", "rank 0 of 2: still ran"],
     "dies": ["rank 1 of 2: died of SIGKILL", "rank 0 of 2: Traceback"],
     "leaves": ["rank 1 of 2: exited with code 3"],
-    "hangs": ["hung: killed after 8 s", "rank 0 is at", "in barrier", "rank 1 is at", "in hangs"],
+    "hangs": ["hung: killed after 20 s", "rank 0 is at", "in barrier", "rank 1 is at", "in hangs"],
     "disagrees": ["some ranks skipped, others did not: [None, 'only here']"],
 }
 
@@ -124,8 +124,11 @@ def a_server_at_work():
 def test_what_goes_wrong_is_told_and_leaves_nothing(how, tmp_path, a_server_at_work):
     marker = f"orphan_{os.getpid()}_{how}"
     before = shared_memory()
+    wrong = Wrong()
+    if how == "hangs":
+        wrong.exec_timeout = 20  # until both ranks are where they hang, on a busy machine too
     with pytest.raises(pytest.fail.Exception) as failure:
-        Wrong()._run(how, {"marker": marker}, 2, tmp_path)
+        wrong._run(how, {"marker": marker}, 2, tmp_path)
     for words in TOLD[how]:
         assert words in str(failure.value)
     assert_gone(marker)
@@ -144,17 +147,20 @@ def test_the_search_for_orphans_finds_one():
 class Answers(OwnDistributedTest):
     init_distributed = False
 
-    def late(self):
-        time.sleep(0.2)
+    def late(self, looked):
+        while not looked.exists():
+            time.sleep(0.01)
 
 
 def test_an_answer_between_two_looks_at_a_rank_is_heard(tmp_path):
     """The parent looks for the answer, is held up until the rank has answered and ended, and then asks if the rank lives."""
-    rank = common._Rank(forkserver(), Answers(), "late", {}, 0, 1, tmp_path)
+    looked = tmp_path / "looked"
+    rank = common._Rank(forkserver(), Answers(), "late", {"looked": looked}, 0, 1, tmp_path)
     result, process = rank.result, rank.process
 
     def poll() -> bool:
         there = result.poll()
+        looked.touch()
         process.join()
         return there
 

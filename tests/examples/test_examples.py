@@ -33,6 +33,7 @@ def printed(name: str) -> str:
     here = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PET_STANDALONE": "1",  # torchrun's --standalone, at a port of its own; by default only torch 2.13's does so
     }
     words = command(ROOT / "examples" / f"{name}.py")
     done = subprocess.run(words, cwd=ROOT, env=os.environ | here, capture_output=True, text=True, timeout=TIMEOUT_S)

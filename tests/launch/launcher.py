@@ -1,6 +1,7 @@
 """Starting the ranks of a test, each in its own process."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -9,10 +10,20 @@ from pathlib import Path
 REPO = Path(__file__).parents[2]
 
 
+PORTS = range(20_000, 32_768)
+"""Below those that Linux gives to outgoing connections: other ranks' would take one between its choice and its use."""
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a port that nothing listens at."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)  # tests seed the other generators, alike in all processes
+        with socket.socket() as s:
+            try:
+                s.bind(("", port))
+            except OSError:
+                continue
+            return port
 
 
 def cpu_environment(ranks: int) -> dict[str, str]:

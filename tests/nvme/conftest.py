@@ -15,7 +15,7 @@ def nothing_is_left(tmp_path) -> Iterator[None]:
     yield
     gc.collect()
     for thread in set(memo_threads()) - threads:
-        thread.join(10)
+        thread.join(60)
     assert not set(memo_threads()) - threads
     assert descriptors() <= handles
     assert not list(tmp_path.rglob(".ds_memo-*"))

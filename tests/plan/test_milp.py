@@ -182,4 +182,4 @@ def test_the_child_dies_with_its_parent(tmp_path, marker):
     assert len(processes_with(marker)) == 2
     parent.kill()
     parent.wait()
-    assert_gone(marker, within_s=2)
+    assert_gone(marker)

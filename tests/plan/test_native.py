@@ -72,6 +72,19 @@ def test_it_is_compiled_once(cache: Path, quick: tuple[str, Path]) -> None:
     assert builds(quick[1]) == 1
 
 
+READ_BY_ANOTHER = """
+import subprocess
+from ds_memo.plan import native
+print(subprocess.run(["wc", "-c", native.load()._name], capture_output=True, text=True))
+"""
+
+
+def test_other_programs_find_it_by_the_loaders_name(cache: Path, quick: tuple[str, Path]) -> None:
+    """Such as addr2line, with which torch's memory snapshots put names to C++ stacks."""
+    done = python("-c", READ_BY_ANOTHER, XDG_CACHE_HOME=str(cache), CXX=quick[0])
+    assert f"stdout='{library(cache).stat().st_size} " in done.stdout, done.stdout + done.stderr
+
+
 def test_only_this_user_can_write_what_is_kept(tmp_path: Path, quick: tuple[str, Path]) -> None:
     """Also under umask 0, and then it is still trusted."""
     before = os.umask(0)

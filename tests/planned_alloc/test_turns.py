@@ -202,7 +202,7 @@ def test_a_child_of_fork_does_not_wait_for_a_thread_that_it_does_not_have() -> N
     thread.start()
     holds.wait()
     if not (child := os.fork()):
-        os._exit(not addresses._lock.acquire(timeout=5))
+        os._exit(not addresses._lock.acquire(timeout=60))
     done.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0

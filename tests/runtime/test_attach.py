@@ -125,7 +125,7 @@ def test_threads_end_with_the_model(name: str, trained: bool) -> None:
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
 
 

@@ -43,6 +43,7 @@ def main() -> None:
     if torch.distributed.get_rank() == 0:  # on a CPU, Accelerate takes every rank for the main process
         with open(args.losses, "w") as file:
             json.dump(losses, file)
+    accelerator.wait_for_everyone()  # gloo's threads let go of the last tensors here: as the interpreter ends they would abort
 
 
 if __name__ == "__main__":

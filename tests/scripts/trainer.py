@@ -32,6 +32,7 @@ def main() -> None:
     trainer = Trainer(model=model, args=args, train_dataset=Numbers())
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model(os.path.join(args.output_dir, "final"))
+    torch.distributed.barrier()  # gloo's threads let go of the last tensors here: in an interpreter that ends they would abort
 
 
 if __name__ == "__main__":

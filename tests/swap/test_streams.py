@@ -194,7 +194,8 @@ def test_the_streams_do_not_wait_for_each_other_unasked(held):
 def test_waiting_counts_as_stall(held):
     held.copy(D2H, torch.zeros(4), torch.ones(4))
     event = held.mark(D2H)
-    threading.Timer(0.05, held.release).start()
+    wait = event.done.wait
+    event.done.wait = lambda: (threading.Timer(0.05, held.release).start(), wait())  # no earlier than compute waits
     held.wait(COMPUTE, event)
     stall = held.stall_s()
     assert stall[D2H] > 0.02

@@ -115,7 +115,7 @@ def _zero_3_losses(planned: bool) -> list[float]:
 
     for name, value in {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29511",
+        "MASTER_PORT": "0",
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
