@@ -180,6 +180,23 @@ class CompiledForward(OwnForward):
         return out
 
 
+class AnyLength:
+    """A callback of dynamo that compiles for any size at once, as ``dynamic=True`` does.
+
+    Layers break the model's graph into pieces. With sizes fixed at first, a new length would compile each piece again.
+
+    Args:
+        inner: the callback that compiles.
+    """
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner = self._torchdynamo_orig_backend = inner  # dynamo keeps compiled code by the innermost of such a chain
+
+    def __call__(self, *frame: Any) -> Any:
+        with torch._dynamo.config.patch(assume_static_by_default=False):
+            return self.inner(*frame)
+
+
 class Compilers:
     """The backends that one model's layers are compiled by. Each torch.compile of a layer makes its own, mostly equal ones."""
 
@@ -204,6 +221,17 @@ class Compilers:
             else:
                 break
         return CompiledForward(self._of(callback), fn), args, kwargs
+
+    @staticmethod
+    def between(callback: Any) -> Any:
+        """Return the callback under which dynamo compiles what lies between layers, in place of the model's."""
+        chosen = getattr(innermost_backend(callback), "dynamic", None)
+        return callback if chosen is not None or isinstance(callback, AnyLength) else AnyLength(callback)
+
+    @staticmethod
+    def beyond(callback: Any) -> Any:
+        """Return the model's callback again."""
+        return callback.inner if isinstance(callback, AnyLength) else callback
 
     def _of(self, callback: Any) -> CompiledLayers:
         known = self._by_callback.get(id(callback))
