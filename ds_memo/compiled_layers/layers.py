@@ -26,6 +26,7 @@ from ds_memo.compiled_layers.call import CompiledCall
 from ds_memo.compiled_layers.partition import CannotPartition
 from ds_memo.compiled_layers.torch_private import (
     CANNOT_COMPILE,
+    MARK_OF_ANY_SIZE,
     BackendCompilerFailed,
     innermost_backend,
     is_traceable_wrapper_subclass,
@@ -183,7 +184,8 @@ class CompiledForward(OwnForward):
 class AnyLength:
     """A callback of dynamo that compiles for any size at once, as ``dynamic=True`` does.
 
-    Layers break the model's graph into pieces. With sizes fixed at first, a new length would compile each piece again.
+    Layers break the model's graph into pieces. With sizes fixed at first, a new length would compile each piece again. Layers
+    are compiled as the user asked: AOTAutograd marks outputs of any size, and the marks would reach them.
 
     Args:
         inner: the callback that compiles.
@@ -195,6 +197,12 @@ class AnyLength:
     def __call__(self, *frame: Any) -> Any:
         with torch._dynamo.config.patch(assume_static_by_default=False):
             return self.inner(*frame)
+
+    @staticmethod
+    def unmark(arguments: Any) -> None:
+        """Remove the marks from a layer's arguments."""
+        for tensor in tensor_leaves(arguments):
+            vars(tensor).pop(MARK_OF_ANY_SIZE, None)
 
 
 class Compilers:
@@ -220,6 +228,8 @@ class Compilers:
                 args, fn = (fn, *args), _call
             else:
                 break
+        if isinstance(callback, AnyLength):
+            callback.unmark((args, kwargs))
         return CompiledForward(self._of(callback), fn), args, kwargs
 
     @staticmethod
