@@ -73,9 +73,7 @@ def drive(model: nn.Module, steps: Iterable[tuple[float, int]] = STEPS, resident
     stored = set()
     for alpha, length in steps:
         swapped = Placement(PlacementKind.SWAPPED, alpha)
-        policy.placement = lambda layer, p=swapped: (
-            Placement(PlacementKind.ON_DEVICE) if resident and layer.index == last else p
-        )
+        policy.placement = lambda layer, p=swapped: Placement(PlacementKind.ON_DEVICE) if resident and layer.index == last else p
         run(model, Batch.random(2, length))
         stored.add(handle.report()["stored_bytes_per_layer"][0])
     assert len(stored) == len(steps)  # alpha and length had an effect
