@@ -26,6 +26,7 @@ from ds_memo.compiled_layers.call import CompiledCall
 from ds_memo.compiled_layers.partition import CannotPartition
 from ds_memo.compiled_layers.torch_private import (
     CANNOT_COMPILE,
+    MARK_OF_ANY_SIZE,
     BackendCompilerFailed,
     innermost_backend,
     is_traceable_wrapper_subclass,
@@ -180,6 +181,30 @@ class CompiledForward(OwnForward):
         return out
 
 
+class AnyLength:
+    """A callback of dynamo that compiles for any size at once, as ``dynamic=True`` does.
+
+    Layers break the model's graph into pieces. With sizes fixed at first, a new length would compile each piece again. Layers
+    are compiled as the user asked: AOTAutograd marks outputs of any size, and the marks would reach them.
+
+    Args:
+        inner: the callback that compiles.
+    """
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner = self._torchdynamo_orig_backend = inner  # dynamo keeps compiled code by the innermost of such a chain
+
+    def __call__(self, *frame: Any) -> Any:
+        with torch._dynamo.config.patch(assume_static_by_default=False):
+            return self.inner(*frame)
+
+    @staticmethod
+    def unmark(arguments: Any) -> None:
+        """Remove the marks from a layer's arguments."""
+        for tensor in tensor_leaves(arguments):
+            vars(tensor).pop(MARK_OF_ANY_SIZE, None)
+
+
 class Compilers:
     """The backends that one model's layers are compiled by. Each torch.compile of a layer makes its own, mostly equal ones."""
 
@@ -203,7 +228,20 @@ class Compilers:
                 args, fn = (fn, *args), _call
             else:
                 break
+        if isinstance(callback, AnyLength):
+            callback.unmark((args, kwargs))
         return CompiledForward(self._of(callback), fn), args, kwargs
+
+    @staticmethod
+    def between(callback: Any) -> Any:
+        """Return the callback under which dynamo compiles what lies between layers, in place of the model's."""
+        chosen = getattr(innermost_backend(callback), "dynamic", None)
+        return callback if chosen is not None or isinstance(callback, AnyLength) else AnyLength(callback)
+
+    @staticmethod
+    def beyond(callback: Any) -> Any:
+        """Return the model's callback again."""
+        return callback.inner if isinstance(callback, AnyLength) else callback
 
     def _of(self, callback: Any) -> CompiledLayers:
         known = self._by_callback.get(id(callback))

@@ -10,11 +10,15 @@
 | torch._inductor.custom_graph_pass     | CustomPartitionerFn, get_hash_for_files | the same for inductor                    |
 | torch._dynamo.exc                     | the names imported below                | layers that cannot be traced             |
 | torch._guards                         | TracingContext                          | mutated inputs                           |
+| torch._functorch._aot_autograd        | runtime_wrappers                        | the name of a mark                       |
 | torch._functorch.partitioners         | the names imported below                | the joint graph and its two halves       |
 | torch.fx.experimental.symbolic_shapes | free_unbacked_symbols                   | sizes that depend on values              |
 | torch.utils._python_dispatch          | is_traceable_wrapper_subclass           | tensor subclasses                        |
 | torch.utils._sympy                    | sympy_interp, PythonReferenceAnalysis   | sizes that are symbols                   |
 | torch._C._autograd                    | _top_saved_tensors_default_hooks        | calls under saved-tensor hooks           |
+| torch._dynamo.config                  | assume_static_by_default                | what lies between layers                 |
+| callbacks of dynamo                   | _torchdynamo_orig_backend               | the same                                 |
+| tensors                               | _dynamo_…_dynamic_indices               | the same                                 |
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from torch import _TorchCompileWrapper as NamedBackend
 from torch._dynamo.backends.common import AotAutograd
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch.partitioners import (
     _extract_fwd_bwd_modules,
     _extract_fwd_bwd_outputs,
@@ -50,8 +55,16 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 CANNOT_COMPILE = (TorchDynamoException, FailOnRecompileLimitHit)
 """Raised where a function cannot be compiled as one graph. No op of it has run by then."""
 
+MARK_OF_ANY_SIZE = (
+    "_dynamo_propagated_dynamic_indices"  # from torch 2.13 on
+    if hasattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices")
+    else "_dynamo_weak_dynamic_indices"
+)
+"""The attribute by which AOTAutograd tells the next graph that a size of a tensor is a symbol."""
+
 __all__ = [
     "CANNOT_COMPILE",
+    "MARK_OF_ANY_SIZE",
     "AotAutograd",
     "BackendCompilerFailed",
     "CustomPartitionerFn",

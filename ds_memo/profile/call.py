@@ -287,7 +287,9 @@ def layer_calls(
 
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer's forward as it is without torch.compile."""
+    """Return a layer's forward, or a partial of it, as it is without torch.compile."""
+    if isinstance(fn, partial):
+        return partial(uncompiled(fn.func), *fn.args, **fn.keywords)
     return fn.plain if isinstance(fn, OwnForward) else fn
 
 

@@ -23,7 +23,7 @@ from ds_memo.profile.live import bytes_made
 from ds_memo.profile.sample import LayerSample
 from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
 from ds_memo.remat.call import tensor_leaves
-from ds_memo.remat.checkpoint import Layer, Remat, Tiler
+from ds_memo.remat.checkpoint import Layer, OwnForward, Remat, Tiler
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.solve.costs import Output, OutputKind
@@ -167,7 +167,7 @@ class Bench:
     """One layer, set up to run repeatedly on its own.
 
     Args:
-        fn, args: of the call.
+        fn, args: of the call; fn may be a partial that holds keywords.
         leaves: tensors that get a gradient.
         warn: hears what would be said to the user.
     """
@@ -184,7 +184,9 @@ class Bench:
         tiler: Tiler | None = None,
     ) -> None:
         self._layer = Layer(layer.index, layer.name, layer.module())
-        self._fn, self._args = fn, args
+        self._fn, self._args, self._kwargs = fn, args, dict[str, Any]()
+        if isinstance(fn, partial) and isinstance(fn.func, OwnForward):  # memo knows it by its type
+            self._fn, self._kwargs = fn.func, fn.keywords
         self.leaves = leaves
         self._device = device
         self._policy = _Fixed()
@@ -196,7 +198,7 @@ class Bench:
 
     def forward(self, placement: Placement) -> list[torch.Tensor]:
         self._policy.now = placement
-        out = self.remat.run(self._layer, self._fn, *self._args)
+        out = self.remat.run(self._layer, self._fn, *self._args, **self._kwargs)
         return [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]
 
     def backward(self, outputs: list[torch.Tensor]) -> None:
@@ -264,7 +266,7 @@ class Bench:
         """Return the bytes that autograd saves, without parameters, buffers and arguments that other layers share."""
         module = self._layer.module()
         own = (*module.parameters(), *module.buffers())
-        shared = tensor_leaves((self._args, self._fn.keywords if isinstance(self._fn, partial) else ()))
+        shared = tensor_leaves((self._args, self._kwargs, self._fn.keywords if isinstance(self._fn, partial) else ()))
         known = {x.untyped_storage().data_ptr() for x in (*own, *shared) if x is not self.leaves[0]}
         saved: dict[int, torch.UntypedStorage] = {}
 
@@ -273,6 +275,8 @@ class Bench:
             if storage.data_ptr() not in known and not isinstance(tensor, nn.Parameter):
                 saved[storage.data_ptr()] = storage
 
+        if isinstance(self._fn, OwnForward):  # dynamo is at work when it is called
+            note = torch.compiler.disable(note)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
             self.forward(NO_RECOMPUTE)
         return sum(storage.nbytes() for storage in saved.values())

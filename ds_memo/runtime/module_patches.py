@@ -63,13 +63,21 @@ class ModulePatches:
                 self._checkpoint_with(module, run)
                 self.before_forward(module, conflicts.refuse_cache)
 
-    def before_forward(self, module: nn.Module, hook: Callable[..., Any], compiled: Callable[..., Any] | None = None) -> None:
+    def before_forward(
+        self,
+        module: nn.Module,
+        hook: Callable[..., Any],
+        compiled: Callable[..., Any] | None = None,
+        then: Callable[[Any], Any] | None = None,
+    ) -> None:
         """Call ``hook(module, args, kwargs)``; ``compiled(callback, module, args, kwargs)`` where dynamo traces the call."""
-        self.undo_with(module.register_forward_pre_hook(Patched(hook, nothing, compiled), with_kwargs=True).remove)
+        self.undo_with(module.register_forward_pre_hook(Patched(hook, nothing, compiled, then), with_kwargs=True).remove)
 
-    def after_forward(self, module: nn.Module, hook: Callable[..., Any], always: bool = False) -> None:
+    def after_forward(
+        self, module: nn.Module, hook: Callable[..., Any], always: bool = False, then: Callable[[Any], Any] | None = None
+    ) -> None:
         """Call ``hook(module, args, output)``; `always`: also where the forward raised."""
-        self.undo_with(module.register_forward_hook(Patched(hook, nothing), always_call=always).remove)
+        self.undo_with(module.register_forward_hook(Patched(hook, nothing, then=then), always_call=always).remove)
 
     def hold(self) -> None:
         """gradient_checkpointing_enable() and _disable() after attach: memo stays in charge of training forwards."""
@@ -133,12 +141,20 @@ class Patched:
 
     Args:
         compiled: called as ``compiled(callback, ...)`` in place of `call` where dynamo would have traced it.
+        then: returns the callback that dynamo goes on with after the call, from the one before it. None: the same.
     """
 
-    def __init__(self, call: Callable[..., Any], plain: Callable[..., Any], compiled: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        plain: Callable[..., Any],
+        compiled: Callable[..., Any] | None = None,
+        then: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.call = call
         self.plain = plain
         self.compiled = compiled
+        self.then = then
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("made without _keep_dynamo_out")
@@ -162,7 +178,7 @@ def _keep_dynamo_out() -> None:
                 return self.call(*args, **kwargs)
             return self.compiled(callback, *args, **kwargs)
         finally:
-            set_eval_frame(callback)
+            set_eval_frame(callback if callback is False or self.then is None else self.then(callback))
 
     Patched.__call__ = skip(call)  # type: ignore[method-assign]
     call._torchdynamo_disable_msg = "ds_memo runs layers, and compiles each by itself"  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ from ds_memo.placement import PlacementKind
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.profile.call import AsCalled, as_it_is
 from ds_memo.remat.checkpoint import Layer, Remat
-from ds_memo.remat.diagnostics import has_compiled
+from ds_memo.remat.diagnostics import has_compiled, within_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime import first_step_warnings as first_step
@@ -160,9 +160,10 @@ class Session:
         for name, module in layers[:1]:
             self._patches.before_forward(module, conflicts.MaskWatch(name, self.warn))
         self._gather_whole = ties.gather_whole
-        self._patches.before_forward(model, self._forward_begins, self._compiled_forward_begins)
-        self._patches.after_forward(model, self._forward_is_over, always=True)
-        self._patches.after_forward(model, self._forward_ends)
+        inner = within_compiled(model)  # dynamo is at work there, and not yet around it
+        self._patches.before_forward(inner, self._forward_begins, self._compiled_forward_begins, self._between_layers)
+        self._patches.after_forward(inner, self._forward_is_over, always=True, then=self._beyond_layers)
+        self._patches.after_forward(inner, self._forward_ends)
 
     # ---- running
 
@@ -233,6 +234,14 @@ class Session:
             self._forward_begins(module, args, kwargs)
         finally:
             self._as_called = as_it_is
+
+    def _between_layers(self, callback: Any) -> Any:
+        """Return what dynamo compiles the pieces of this pass with, if layers will break its graph into pieces."""
+        training = self._model().training and torch.is_grad_enabled()
+        return self._patches.compilers.between(callback) if training else callback
+
+    def _beyond_layers(self, callback: Any) -> Any:
+        return self._patches.compilers.beyond(callback)
 
     def _place(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Have the placements for the training pass that begins."""

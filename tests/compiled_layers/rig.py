@@ -33,7 +33,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 def compiled(model: nn.Module, how: str = "layer", **options: Any) -> nn.Module:
-    """Compile a model as users do: each layer, each layer wrapped, or the whole."""
+    """Compile a model as users do: each layer, each layer wrapped, the whole, or the whole wrapped."""
     layers = layers_of(model)
     if how == "layer":
         for layer in layers:
@@ -41,8 +41,10 @@ def compiled(model: nn.Module, how: str = "layer", **options: Any) -> nn.Module:
     elif how == "wrapped":
         for index, layer in enumerate(layers):
             layers[index] = torch.compile(layer, **options)
-    else:
+    elif how == "model":
         model.compile(**options)
+    else:
+        return torch.compile(model, **options)
     return model
 
 

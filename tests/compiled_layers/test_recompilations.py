@@ -1,34 +1,83 @@
-"""How often layers are compiled again: never for alpha, and for lengths as often as stock."""
+"""How often code is compiled again: never for alpha, and for lengths as often as stock."""
 
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Iterable
+from itertools import product
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import ds_memo
+from ds_memo.compiled_layers.layers import Compilers
 from ds_memo.placement import Placement, PlacementKind
 from tests.compiled_layers.rig import TOLERANCE, compiled, recompilations, run, worst
 from tests.everyday import everyday
-from tests.models import Batch, build
+from tests.models import HIDDEN, VOCAB, Batch, Block, build
 
 STEPS = ((0.1, 40), (0.3, 24), (0.7, 40), (0.9, 56), (1.0, 24), (0.0, 33))
 """Alpha and length of each step."""
 
 
-def drive(model: nn.Module, steps: Iterable[tuple[float, int]] = STEPS) -> None:
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+class Trunk(nn.Module):
+    """Layers between two norms, each of which is a function that dynamo compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class Headed(nn.Module):
+    """A trunk, a head and a loss, in frames of their own as in Transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.head = Trunk(), nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.head(self.model(inputs_embeds))
+        return types.SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()))
+
+
+def pair(name: str, how: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Return a model and its copy for stock, both compiled."""
+    torch.manual_seed(0)
+    model = Headed() if name == "headed" else build(name)
+    return tuple(compiled(each, how, **{"backend": "aot_eager", **options}) for each in (model, copy.deepcopy(model)))
+
+
+def drive(model: nn.Module, steps: Iterable[tuple[float, int]] = STEPS, resident: bool = True) -> None:
+    """Run steps with memo.
+
+    Args:
+        resident: keep the last layer on the device.
+    """
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": int(resident)})
     policy, last = handle._session.policy, len(handle._session.layers) - 1
     stored = set()
     for alpha, length in steps:
         swapped = Placement(PlacementKind.SWAPPED, alpha)
-        policy.placement = lambda layer, p=swapped: Placement(PlacementKind.ON_DEVICE) if layer.index == last else p
+        policy.placement = lambda layer, p=swapped: Placement(PlacementKind.ON_DEVICE) if resident and layer.index == last else p
         run(model, Batch.random(2, length))
         stored.add(handle.report()["stored_bytes_per_layer"][0])
     assert len(stored) == len(steps)  # alpha and length had an effect
+    assert {type(layer.latest).__name__ for layer in handle._session.layers} == {"CompiledRecipe"}
     handle.detach()
 
 
@@ -37,20 +86,54 @@ def drive_stock(model: nn.Module) -> None:
         run(model, Batch.random(2, length))
 
 
-@pytest.mark.parametrize(
-    "name, how",
-    everyday([(name, how) for name in ("plain", "llama", "gemma3") for how in ("layer", "model")], [("plain", "layer")]),
-)
-def test_no_more_than_stock(name: str, how: str) -> None:
-    model = build(name)
-    stock = compiled(copy.deepcopy(model), how, backend="aot_eager")
-    compiled(model, how, backend="aot_eager")
+CASES = list(product(("plain", "headed", "llama", "gemma3"), ("layer", "model", "around"), (1, 2)))
+
+
+@pytest.mark.parametrize("name, how, placements", everyday(CASES, [("plain", "layer", 2), ("headed", "model", 1)]))
+def test_no_more_than_stock(name: str, how: str, placements: int) -> None:
+    """Layers on the device have graphs of their own, beside those of swapped layers."""
+    model, stock = pair(name, how)
     of_stock = recompilations(lambda: drive_stock(stock))
-    of_memo = recompilations(lambda: drive(model))
+    of_memo = recompilations(lambda: drive(model, resident=placements == 2))
+    assert of_stock and of_memo
     assert max(of_memo.values()) <= max(of_stock.values())
-    if how == "layer":  # a whole model is cut into pieces, and each of them has lengths of its own
-        placements = 2  # swapped and resident, each of which is a compiled layer by itself
-        assert of_memo.total() <= placements * of_stock.total()
+    assert of_memo.total() <= placements * of_stock.total()
+
+
+def test_pieces_of_a_fixed_length() -> None:
+    """The control: dynamo by itself compiles each piece for the first length, and once more for others."""
+    model, stock = pair("headed", "model")
+    of_stock = recompilations(lambda: drive_stock(stock))
+    with mock.patch.object(Compilers, "between", staticmethod(lambda callback: callback)):
+        of_memo = recompilations(lambda: drive(model, resident=False))
+    assert max(of_memo.values()) <= max(of_stock.values())
+    assert of_memo.total() > 2 * of_stock.total()
+
+
+def test_pieces_for_each_length() -> None:
+    """A user who asks for code of each length gets it between layers too."""
+    model, _ = pair("headed", "model", dynamic=False)
+    assert "norm" in {name for *_, name in recompilations(lambda: drive(model))}
+
+
+def test_code_behind_the_model() -> None:
+    """It is compiled as the user asked, for a fixed length at first."""
+    model = Headed().model
+
+    @torch.compile(backend="aot_eager")
+    def step(x: torch.Tensor, target: torch.Tensor) -> Any:
+        out = model(x)
+        torch._dynamo.graph_break()
+        return out, target.square().sum()
+
+    def run_steps() -> None:
+        for length in (24, 40):
+            step(torch.randn(2, length, HIDDEN, requires_grad=True), torch.zeros(2, length))
+
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
+    names = {name for *_, name in recompilations(run_steps)}
+    handle.detach()
+    assert any("resume_in_step" in name for name in names) and "norm" not in names
 
 
 def test_alpha_alone_recompiles_nothing() -> None:
@@ -59,12 +142,13 @@ def test_alpha_alone_recompiles_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["layer", "model"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_gradients_while_alpha_and_length_change(backend: str) -> None:
+def test_gradients_while_alpha_and_length_change(backend: str, how: str) -> None:
     torch._dynamo.reset()
     model = build("llama")
-    stock = compiled(copy.deepcopy(model), backend=backend)
-    handle = ds_memo.attach(compiled(model, backend=backend), {"alpha": 0.5, "resident_layers": 1})
+    stock = compiled(copy.deepcopy(model), how, backend=backend)
+    handle = ds_memo.attach(compiled(model, how, backend=backend), {"alpha": 0.5, "resident_layers": 1})
     policy = handle._session.policy
     for alpha, length in STEPS:
         policy.placement = lambda layer, alpha=alpha: Placement(PlacementKind.SWAPPED, alpha)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 import ds_memo
 from ds_memo.compiled_layers import ops
 from ds_memo.placement import stored_rows
-from tests.compiled_layers.rig import TOLERANCE, compiled, layers_of, run, worst
+from tests.compiled_layers.rig import TOLERANCE, compiled, layers_of, recompilations, run, worst
 from tests.models import BF16, HIDDEN, Batch, Block, Outcome, Toy, build, gradients
 
 CONFIG = {"alpha": 0.5, "resident_layers": 1}
@@ -174,21 +175,26 @@ def test_models_that_call_checkpoint_themselves() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "plain"])
-def test_solved(name: str) -> None:
-    """Without alpha the layers are profiled as they run, and solved for."""
-    model = build(name)
-    stock, model, handle = None, compiled(model, "model", backend="aot_eager"), None
-    torch._dynamo.reset()
-    stock = copy.deepcopy(build(name))
+@pytest.mark.parametrize("name, backend", [("llama", "aot_eager"), ("llama", "inductor"), ("plain", "aot_eager")])
+def test_solved(name: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without alpha the layers are profiled as they run, and solved for. Llama's take keywords."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no profile of before
+    model, stock = compiled(build(name), "model", backend=backend), build(name)
     handle = ds_memo.attach(model, {"device_memory_gib": 0.002, "host_memory_gib": 1})
     batch = Batch.random(2, 96)
-    for _ in range(3):
-        assert worst(run(model, batch), run(stock, batch)) <= TOLERANCE
+
+    def run_steps() -> None:
+        for _ in range(3):
+            assert worst(run(model, batch), run(stock, batch)) <= TOLERANCE
+
+    again = recompilations(run_steps)
+    assert all(name.startswith("memo_") for *_, name in again)  # nothing of the profile is compiled
     profile = handle._session.tuner.profile
-    assert [kind["compiled_by"] for kind in profile.key["kinds"]] == ["aot_eager"]
+    assert [kind["compiled_by"] for kind in profile.key["kinds"]] == [backend]
     assert all("torch.compile compiles it" in kind.not_tiled for kind in profile.kinds if len(kind.samples) > 1)
-    assert not any("cannot be" in warning for warning in handle.report()["warnings"])
+    outputs = [output for kind in profile.kinds for output in kind.samples[-1].outputs]
+    assert {output.kind for output in outputs} == {"input", "gemm", "attention"}
+    assert not any("cannot be" in warning or "do not keep" in warning for warning in handle.report()["warnings"])
     handle.detach()
 
 

@@ -10,27 +10,28 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import ds_memo
+from tests.compiled_layers.rig import recompilations
 from tests.models import VOCAB, build
 
 
 @pytest.mark.slow
 def test_torch_compile(tmp_path: Path) -> None:
     ids = torch.randint(1, VOCAB, (8, 32), generator=torch.Generator().manual_seed(0))
-    data = [{"input_ids": row, "labels": row} for row in ids]
+    data = [{"input_ids": row[:length], "labels": row[:length]} for row, length in zip(ids, 4 * (32, 24), strict=True)]
     base = build("llama")
-    losses = []
+    losses, counts = [], []
     for memo in (False, True):
-        torch._dynamo.reset()
         model = copy.deepcopy(base)
-        handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1}) if memo else None
+        handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0}) if memo else None
         args = TrainingArguments(
-            str(tmp_path), use_cpu=True, torch_compile=True, torch_compile_backend="aot_eager", max_steps=3, logging_steps=1,
-            per_device_train_batch_size=2, report_to=[], save_strategy="no", disable_tqdm=True,
+            str(tmp_path), use_cpu=True, torch_compile=True, torch_compile_backend="aot_eager", max_steps=8, logging_steps=1,
+            per_device_train_batch_size=1, report_to=[], save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         trainer = Trainer(model, args, train_dataset=data)
-        trainer.train()
+        counts.append(recompilations(trainer.train))
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert 0 < counts[1].total() <= counts[0].total()
     assert {type(layer.latest).__name__ for layer in handle._session.layers} == {"CompiledRecipe"}
     report = handle.report()
     assert report["bytes_to_host"] > 0 and report["attention_recomputed"] == 0 and not report["warnings"]

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.compiled_layers.rig import recompilations
 from tests.deepspeed.engines import MEMO, ON_ONE_CPU_RANK, ds_config, start, train
 from tests.everyday import everyday
+from tests.models import Batch
 
 pytestmark = ON_ONE_CPU_RANK
 
@@ -42,4 +44,31 @@ def test_every_stage(stage: int, name: str) -> None:
         assert report[key] == counted[key], key
     assert not report["warnings"]
     engine.memo.detach()
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_lengths_change(stage: int) -> None:
+    """Code is compiled again no more often than stock's."""
+    counts, losses = [], []
+    for memo in ({"enabled": False}, {**MEMO, "resident_layers": 0}):
+        engine = start({**config(stage), "memo": memo})
+        engine.compile(backend="aot_eager")
+        losses.append([])
+
+        def run(engine: Any = engine, found: list[float] = losses[-1]) -> None:
+            for length in (17, 17, 24, 24, 33, 33):
+                ids = Batch.random(2, length).labels  # not embeddings: the first layer's input needs no gradient then
+                loss = engine(input_ids=ids, labels=ids).loss
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+
+        counts.append(recompilations(run))
+        if memo["enabled"]:
+            assert {type(layer.latest).__name__ for layer in engine.memo._session.layers} == {"CompiledRecipe"}
+            engine.memo.detach()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert 0 < counts[1].total() <= counts[0].total(), counts
     torch._dynamo.reset()
