@@ -28,13 +28,15 @@ def trained(model: Any, steps: int = 1, **section: Any) -> tuple[Any, dict[str, 
     """Train under memo; return the last step's outcome and the report."""
     handle = ds_memo.attach(model, section)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    held = []
     for number in range(steps):
         outcome = step(model, Batch.random(1, TOKENS, seed=number))
         optimizer.step()
-    report = handle.report()
+        report = handle.report()
+        held.append((report["predicted"] or {}).get("host_bytes", 0))
     profile = handle._session.tuner.profile
     handle.detach()
-    return outcome, {**report, "profile_itself": profile}
+    return outcome, {**report, "profile_itself": profile, "most_host_bytes": max(held)}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def test_layers_that_do_not_fit_run_in_tiles(profile: Any, alpha: float | None) 
     assert [line for line in report["warnings"] if not line.startswith("profile: ")] == [], "a busy CPU is no warning of tiles"
     # What the test itself and the model's tables hold is a large part of so little: tests/benchmarks/test_emulator.py has 2 %.
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.15)
-    assert report["host"]["slab"] == pytest.approx(report["predicted"]["host_bytes"], rel=0.02)
+    assert report["host"]["slab"] == pytest.approx(report["most_host_bytes"], rel=0.02), "the first steps may hold more"
     assert alpha is None or report["alpha"] == alpha
     missed = {name: count for name, count in report["plan"]["misses"].items() if count and name != "native"}
     assert report["plan"]["hits"] > 100 and not missed, "native: what the test keeps of a step outlives its pass"
