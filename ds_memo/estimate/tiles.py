@@ -19,7 +19,7 @@ from ds_memo.estimate.model import Model
 from ds_memo.estimate.requests import ATTENDED, head_tape, kept, layer_tape, tail_tape
 from ds_memo.estimate.tape import INPUT, Op, most_alive
 from ds_memo.estimate.traffic import head_traffic, traffic
-from ds_memo.head_groups import HeadGroup, most_head_groups
+from ds_memo.head_groups import HeadGroup, head_groups, most_head_groups
 from ds_memo.placement import Tiles
 from ds_memo.profile.tile_sample import PARTS, Cut, working_of
 from ds_memo.solve.costs import LayerCosts, Output, TileCosts
@@ -161,8 +161,10 @@ def parts(model: Model, layout: Layout, groups: int, stored: bool = False) -> di
 
 
 def _traded(model: Model, ranks: int, groups: int, attention: Op) -> tuple[float, float, float]:
-    """Return the bytes of a token that attention takes under Ulysses beside its arguments: in the forward; where its result is
-    made again, of the kernel's output, which its frame has; in the backward.
+    """Return the bytes of a token that attention takes under Ulysses, beside its arguments and its frame.
+
+    Returns:
+        In the forward; where its result is made again, of the kernel's output; in the backward.
 
     A group's operands, its output and the gradients of both exist before and after all-to-alls. Kernels take heads one after
     another in memory, and a copy is made if a rank has several. The forward has the outputs of all groups. The backward adds the
@@ -170,9 +172,8 @@ def _traded(model: Model, ranks: int, groups: int, attention: Op) -> tuple[float
     rehearsal of eight ranks measured these (docs/parallel.md).
     """
     width, statistics = 2 * model.attention_width, attention.nbytes - 2 * model.attention_width
-    local_kv, kv = 4 * model.kv_width, 4 * model.kv_width * max(1.0, ranks / model.kv_heads)
-    whole = HeadGroup(groups=groups, key_heads=max(1, model.kv_heads // ranks), ranks=ranks)
-    of_group, of_keys = width / groups, kv / whole.of_keys
+    group, local_kv, kv = _group(model, ranks, groups), 4 * model.kv_width, _traded_keys(model, ranks)
+    of_group, of_keys = width / groups, kv / group.of_keys
     heads = model.heads // ranks // groups
     if groups == 1:
         again = 4 * width + kv
@@ -180,18 +181,27 @@ def _traded(model: Model, ranks: int, groups: int, attention: Op) -> tuple[float
     copied = 2 * of_group if heads > 1 else 0.0
     again = width + 3 * of_group + of_keys + copied
     backward = 2 * of_group + 2 * (of_group + of_keys) + 2 * of_group + copied + statistics / groups
-    if heads > whole.key_heads // whole.of_keys:
+    if heads > group.key_heads // group.of_keys:
         backward += 2 * of_group + of_keys / 2
-    if whole.of_queries > 1:
-        backward += 2 * local_kv / whole.of_keys
+    if group.of_queries > 1:
+        backward += 2 * local_kv / group.of_keys
     return again + width + 2 * statistics, again, backward
 
 
 def _keys_again(model: Model, ranks: int, groups: int) -> float:
     """Return what is traded more because groups share keys, as a share of what is traded for all heads at once."""
-    group = HeadGroup(groups=groups, key_heads=max(1, model.kv_heads // ranks), ranks=ranks)
-    kv = 4 * model.kv_width * max(1.0, ranks / model.kv_heads)
-    return (group.of_queries - 1) * kv / (4 * model.attention_width + kv)
+    kv = _traded_keys(model, ranks)
+    return (_group(model, ranks, groups).of_queries - 1) * kv / (4 * model.attention_width + kv)
+
+
+def _group(model: Model, ranks: int, groups: int) -> HeadGroup:
+    """Return one of a layer's groups of heads."""
+    return next(head_groups(groups, model.kv_heads, model.heads, ranks))
+
+
+def _traded_keys(model: Model, ranks: int) -> float:
+    """Return the bytes of a token's keys and values as ranks trade them: each rank gets one head at least."""
+    return 4 * model.kv_width * max(1.0, ranks / model.kv_heads)
 
 
 def _weights(model: Model) -> int:

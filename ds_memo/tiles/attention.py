@@ -305,7 +305,7 @@ class TiledAttention:
             del result, leaves, inputs
             for number, index in enumerate(shapes.differentiable):
                 whole, dim, gradient = gathered.leaves[index], shapes.arguments[index], found[number]
-                found[number] = None
+                found[number] = None  # each goes before the next is added up
                 if dim is None:
                     sums.add(next(i for i, alias in enumerate(aliases) if alias is whole), gradient)
                 elif not heads.shares(whole, 3 - dim):

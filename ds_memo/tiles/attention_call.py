@@ -48,8 +48,11 @@ class AttentionCall:
         return self.fn is F.scaled_dot_product_attention
 
     def ranks(self, leaves: list[Any]) -> int:
-        """Return the number of ranks among which the function trades heads (Ulysses). If it is known to give each a block of
-        neighbouring heads, and to do so with fewer heads too, the function's `ranks` says so of a module."""
+        """Return the number of ranks among which the function trades heads (Ulysses); 1 if that is not known.
+
+        A function says so by its attribute `ranks`, called with the module. It then gives each rank a block of neighbouring
+        heads, of any number of query heads to a key-value head.
+        """
         ranks = getattr(self.fn, "ranks", None)
         return 1 if ranks is None else ranks(next(leaf for leaf in leaves if isinstance(leaf, nn.Module)))
 

@@ -154,7 +154,7 @@ def run(how: Tiles | None, tokens: int = 1 << 17, layers: int = 4, ranks: int = 
 @pytest.mark.parametrize("residents", (0, 1))
 @pytest.mark.parametrize("tokens, tile", [(1 << 15, 4096), (1 << 17, 4096), (1 << 17, 16384)])
 def test_the_engine_takes_the_solvers_time(tokens: int, tile: int, residents: int, alpha: float, ranks: int) -> None:
-    how, kinds = run(Tiles(tile, 8), tokens, ranks=ranks), [PlacementKind(kind) for kind in place(4, residents)]
+    how, kinds = run(Tiles(tile, 4), tokens, ranks=ranks), [PlacementKind(kind) for kind in place(4, residents)]
     solved, engine = Schedule(how, kinds).at(alpha), simulate(how, placed(kinds, alpha))
     least = 0.99 if ranks == 1 else 0.97
     assert least < solved.seconds / engine.seconds < (1.01 if alpha == 0 else 1.06), "careful where compute waits"
@@ -162,7 +162,7 @@ def test_the_engine_takes_the_solvers_time(tokens: int, tile: int, residents: in
 
 @pytest.mark.parametrize("ranks", (1, 8))
 def test_attention_again_takes_the_solvers_time(ranks: int) -> None:
-    how = run(Tiles(4096, 8), ranks=ranks)
+    how = run(Tiles(4096, 4), ranks=ranks)
     kinds = [PlacementKind.SWAPPED_ATTENTION_RECOMPUTED, PlacementKind.SWAPPED, PlacementKind.FULL_RECOMPUTE] * 2
     how = replace(how, layers=how.layers[:1] * 6)
     solved, engine = Schedule(how, kinds).at(0.0), simulate(how, placed(kinds, 0.0))
