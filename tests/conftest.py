@@ -1,18 +1,15 @@
 """Tests of DistributedTest classes run in processes of their own; see tests/distributed_harness/common.py."""
 
 import gc
-import os
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 
 import pytest
 
 from tests.fixtures import *  # noqa: F403  pytest finds fixtures by their names here
 from tests.haste import make_haste
-from tests.processes import processes_with
+from tests.processes import new_marker, signal_all
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
 
@@ -96,11 +93,9 @@ def nothing_stays_attached():
 @pytest.fixture
 def marker():
     """A word for the environment of every process that a test starts. Processes that are left are killed at the end."""
-    marker = f"ds_memo_test_{os.getpid()}_{time.monotonic_ns()}"
+    marker = new_marker()
     yield marker
-    for process in processes_with(marker):
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+    signal_all(marker, signal.SIGKILL)
 
 
 def attached():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,43 @@ def forked(function: Callable[..., Any], *arguments: object, timeout: float = 12
     """
     with forkserver().Pool(1) as process:
         return process.apply_async(function, arguments).get(timeout)
+
+
+def finished(words: Sequence[object], environment: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run a launcher or a script in the repository until it and all that it started have closed their output.
+
+    Raises:
+        TimeoutError: They have not in this many seconds. All were killed; the message has what they printed and, of each Python
+            process that has no handler of its own for SIGABRT, the stacks.
+    """
+    marker = new_marker()
+    traced = {**environment, marker: "1", "PYTHONFAULTHANDLER": "1"}
+    process = subprocess.Popen(
+        list(map(str, words)), env=traced, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        signal_all(marker, signal.SIGABRT)
+        time.sleep(2)
+        signal_all(marker, signal.SIGKILL)
+        raise TimeoutError("\n".join([f"{words} still ran after {timeout} s", *process.communicate()])) from None
+    finally:
+        signal_all(marker, signal.SIGKILL)
+        process.wait()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def new_marker() -> str:
+    """Return a word for the environment of every process that a test starts."""
+    return f"ds_memo_test_{os.getpid()}_{time.monotonic_ns()}"
+
+
+def signal_all(marker: str, which: signal.Signals) -> None:
+    """Send a signal to every process with this word."""
+    for process in processes_with(marker):
+        with suppress(ProcessLookupError):
+            os.kill(process, which)
 
 
 def processes_with(marker: str) -> list[int]:

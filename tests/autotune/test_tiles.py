@@ -67,7 +67,7 @@ def test_layers_that_do_not_fit_run_in_tiles(profile: Any, alpha: float | None) 
     want = step(stock, Batch.random(1, TOKENS, seed=4))
     assert_within(outcome.grads, want.grads, FP32)
     assert report["tiles"]["layers"] == [0, 1] and report["tiles"]["not_tiled"] == {}
-    assert report["attention_recomputed"] == 0
+    assert alpha is None or report["attention_recomputed"] == 0, "a solved split recomputes it where copies are slow"
     assert [line for line in report["warnings"] if not line.startswith("profile: ")] == [], "a busy CPU is no warning of tiles"
     # What the test itself and the model's tables hold is a large part of so little: tests/benchmarks/test_emulator.py has 2 %.
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.15)

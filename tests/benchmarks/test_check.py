@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def gpu_sh(*arguments: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
 
 
 @pytest.mark.slow

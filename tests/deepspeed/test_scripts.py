@@ -7,7 +7,6 @@ import io
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ds_memo.runtime.attach import attached
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.everyday import everyday
 from tests.launch.launcher import cpu_environment, free_port
+from tests.processes import finished
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 MEMO = {"enabled": True, "alpha": 0.5, "resident_layers": 1}
@@ -257,8 +257,8 @@ class TestAccelerate(DistributedTest):
 
 def launch(*command: object, ranks: int = 2, **environment: str) -> str:
     """Run a command of this Python's as a person would; returns what it printed."""
-    words = [str(Path(sys.executable).parent / str(command[0])), *map(str, command[1:])]
-    done = subprocess.run(words, env=cpu_environment(ranks) | environment, capture_output=True, text=True, timeout=300)
+    words = [Path(sys.executable).parent / str(command[0]), *command[1:]]
+    done = finished(words, cpu_environment(ranks) | environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no effect" not in done.stderr
     assert (done.stdout + done.stderr).count("ds_memo is active: ") == 1

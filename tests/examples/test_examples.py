@@ -7,18 +7,18 @@ import functools
 import os
 import re
 import shlex
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, finished
+
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EVERYDAY = ("attach",)
-TIMEOUT_S = 600
-"""On a CPU, DeepSpeed's first start on a machine compiles its shared-memory collectives."""
+TIMEOUT_S = 280
 REPORT = re.compile(r"^ds_memo +active: .*^over the link +(\S+) [KMGT]iB to the host, (\S+) [KMGT]iB back$", re.M | re.S)
 
 
@@ -28,15 +28,24 @@ def command(example: Path) -> list[str]:
 
 
 @functools.cache
+def compiled() -> tempfile.TemporaryDirectory[str]:
+    """The folder in which DeepSpeed compiles its shared-memory collectives when it first starts on a CPU.
+
+    It is this process's own, as one that is killed meanwhile leaves a lock there, which all later ones wait for without end.
+    """
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
 def printed(name: str) -> str:
     """Standard output of an example, run as a user of this Python's environment runs it."""
     here = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "TORCH_EXTENSIONS_DIR": compiled().name,
         "PET_STANDALONE": "1",  # torchrun's --standalone, at a port of its own; by default only torch 2.13's does so
     }
-    words = command(ROOT / "examples" / f"{name}.py")
-    done = subprocess.run(words, cwd=ROOT, env=os.environ | here, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = finished(command(ROOT / "examples" / f"{name}.py"), os.environ | here, TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

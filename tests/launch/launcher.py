@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.processes import finished
+
 REPO = Path(__file__).parents[2]
 
 
@@ -39,4 +41,4 @@ def train(*arguments: object) -> subprocess.CompletedProcess[str]:
     """`deepspeed launch/train.py` with two ranks on the CPU."""
     launcher = Path(sys.executable).parent / "deepspeed"
     command = [launcher, "--num_gpus", 2, "--master_port", free_port(), REPO / "launch" / "train.py", *arguments]
-    return subprocess.run(list(map(str, command)), env=cpu_environment(2), capture_output=True, text=True, timeout=300)
+    return finished(command, cpu_environment(2), timeout=300)

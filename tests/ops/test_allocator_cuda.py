@@ -89,7 +89,7 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def run(python: str, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = [python, *(words or ("-m", "tests.ops.cuda_scenarios"))]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=540, cwd=ROOT)
 
 
 def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
