@@ -1,5 +1,6 @@
 """The planner on long traces: never worse than greedy, in time and memory that grow with their length."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +29,11 @@ def swept(trace: Trace) -> int:
     """Return the peak of one sweep over everything."""
     buffers = [Buffer(t.id, Lifespan(t.birth, t.death), rounded(t.size)) for t in trace.tensors() if t.size]
     return peak(buffers, greedy.in_time(buffers))
+
+
+def computed_s() -> float:
+    """Return the processor seconds of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def instructions(work) -> int:
@@ -190,12 +196,12 @@ def test_ctrl_c_ends_the_search():
 @pytest.mark.parametrize("solver", ["greedy", "cbc"])
 @pytest.mark.parametrize("make", [layered, flat])
 def test_the_limit_is_kept(make, solver):
-    """Twice the limit is allowed: other work shares the machine."""
+    """In seconds of a processor, which other work on the machine does not take. Twice the limit is allowed."""
     trace = make(100_000)
-    began = time.monotonic()
+    began = computed_s()
     plan = plan_trace(trace, solver=solver, seconds=20)
-    assert time.monotonic() - began < 40 and plan.peak <= swept(trace)
+    assert computed_s() - began < 40 and plan.peak <= swept(trace)
     problem = dense(3000, seed=1, trim=0.2)
-    began = time.monotonic()
+    began = computed_s()
     solve(problem, solver=solver, seconds=5)
-    assert time.monotonic() - began < 10
+    assert computed_s() - began < 10
