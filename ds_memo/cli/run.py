@@ -105,8 +105,9 @@ def _wait_for(command: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         child = subprocess.Popen(command, env=environment, preexec_fn=unblock)
         while child.poll() is None:
-            received = signal.sigwaitinfo(awaited)
-            if received.si_code <= 0:  # from a process; the terminal (Ctrl-C) signals the command too
+            # Another thread, which does not block SIGCHLD, may take it before this one waits for it.
+            received = signal.sigtimedwait(awaited, 1.0)
+            if received is not None and received.si_code <= 0:  # from a process; the terminal (Ctrl-C) signals the command too
                 child.send_signal(received.si_signo)
         return child.returncode
     finally:

@@ -214,3 +214,23 @@ def test_signals_arrive_once_and_the_exit_is_the_commands(tmp_path: Path) -> Non
         running.kill()
         os.close(ours)
         os.close(theirs)
+
+
+TAKEN = """
+import os, signal, sys, threading, time
+from ds_memo.cli import main
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+def late(*arguments, wait=signal.{wait}):
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    time.sleep(0.2)
+    return wait(*arguments)
+
+signal.{wait} = late
+sys.exit(main.main(["run", "sh", "-c", "exit 3"]))
+"""
+
+
+def test_another_thread_takes_the_signal_of_the_commands_end() -> None:
+    """The command ends between a look at it and the wait for its signal."""
+    assert python("-c", TAKEN.format(wait="sigtimedwait"), timeout=60).returncode == 3
