@@ -43,21 +43,20 @@ def finished(words: Sequence[object], environment: Mapping[str, str], timeout: f
         TimeoutError: They have not in this many seconds. All were killed; the message has what they printed and, of each Python
             process that has no handler of its own for SIGABRT, the stacks.
     """
-    marker = new_marker()
+    marker, pipe = new_marker(), subprocess.PIPE
     traced = {**environment, marker: "1", "PYTHONFAULTHANDLER": "1"}
-    process = subprocess.Popen(
-        list(map(str, words)), env=traced, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        signal_all(marker, signal.SIGABRT)
-        time.sleep(2)
-        signal_all(marker, signal.SIGKILL)
-        raise TimeoutError("\n".join([f"{words} still ran after {timeout} s", *process.communicate()])) from None
-    finally:
-        signal_all(marker, signal.SIGKILL)
-        process.wait()
+    with subprocess.Popen(list(map(str, words)), env=traced, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            signal_all(marker, signal.SIGABRT)
+            deadline = time.monotonic() + 10
+            while processes_with(marker) and time.monotonic() < deadline:  # they write their stacks, and end
+                time.sleep(0.05)
+            signal_all(marker, signal.SIGKILL)
+            raise TimeoutError("\n".join([f"{words} still ran after {timeout} s", *process.communicate()])) from None
+        finally:
+            signal_all(marker, signal.SIGKILL)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

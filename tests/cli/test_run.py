@@ -221,16 +221,18 @@ import os, signal, sys, threading, time
 from ds_memo.cli import main
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
-def late(*arguments, wait=signal.{wait}):
+def late(*arguments, wait=signal.sigtimedwait):
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
     time.sleep(0.2)
+    print("late", flush=True)
     return wait(*arguments)
 
-signal.{wait} = late
+signal.sigtimedwait = late
 sys.exit(main.main(["run", "sh", "-c", "exit 3"]))
 """
 
 
 def test_another_thread_takes_the_signal_of_the_commands_end() -> None:
     """The command ends between a look at it and the wait for its signal."""
-    assert python("-c", TAKEN.format(wait="sigtimedwait"), timeout=60).returncode == 3
+    done = python("-c", TAKEN, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "late\n")
