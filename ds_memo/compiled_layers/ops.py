@@ -112,7 +112,10 @@ def _supply(
     tensor = _call_of(handle).supply(index)
     if tensor.stride() == tuple(stride):
         return tensor
-    return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(tensor)
+    found = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    once = tuple(slice(1 if step == 0 else None) for step in stride)  # an expanded dimension repeats its first element
+    found[once].copy_(tensor[once])
+    return found
 
 
 def _join(func: OpOverload) -> Callable[..., torch.Tensor]:

@@ -126,6 +126,9 @@ class VirtualKept:
     extent: Extent
     buffer_offset: int = 0
 
+    def laid(self, tensor: Extent) -> Extent:
+        return tensor
+
     def rows_in(self, block: Any) -> Extent:
         return self.extent
 

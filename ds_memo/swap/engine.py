@@ -120,9 +120,9 @@ class SwapEngine:
         """Keep a tensor that compute has just produced. If the frame is swapped, its rows go to the host.
 
         The next call issues the copy, behind the event recorded here. So a tensor that the very next op changes in place can be
-        cloned first.
+        cloned first. A tensor in another order of memory than the frame's is copied on the device first.
         """
-        source = tensor.detach()
+        source = kept.laid(tensor.detach())
         frame.device[kept.index] = source
         frame.versions[kept.index] = source._version
         if not frame.resident:

@@ -14,7 +14,7 @@ A frame lives as long as the graph of its layer call. Its device memory is at mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,13 @@ class Kept:
     stored_bytes: int
     host_offset: int
     buffer_offset: int
+
+    def laid(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor if it lies in memory as this says, else a copy that does: `rows_of` reads flat memory."""
+        stride = tensor.stride()
+        if stride == self.stride or lie_alike(self.shape, stride, self.stride):
+            return tensor
+        return tensor.new_empty_strided(self.shape, self.stride).copy_(tensor)
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the stored rows of a tensor of this shape and stride, as a flat view: the first bytes, since it is dense."""
@@ -121,6 +128,11 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
         return None
     order = tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True))
     return order if tensor.permute(order).is_contiguous() else None
+
+
+def lie_alike(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return True if two strides are the same for a shape."""
+    return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
 
 
 class Frame:

@@ -27,7 +27,7 @@ from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
 from ds_memo.remat.functions import FunctionCall
 from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, make_recipe
 from ds_memo.remat.record import Record
-from ds_memo.swap.frame import Frame
+from ds_memo.swap.frame import Frame, lie_alike
 from ds_memo.tiles.around import dropping, from_generators, generators, without_autocast
 from ds_memo.tiles.attention_call import Gathered
 from ds_memo.tiles.modes import SupplyHeads, may_split_heads
@@ -394,8 +394,3 @@ def remember(table: dict[Any, Any], key: Any, value: Any) -> None:
     if len(table) >= _REMEMBERED:
         del table[next(iter(table))]
     table[key] = value
-
-
-def lie_alike(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return True if two strides are the same for a shape."""
-    return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)

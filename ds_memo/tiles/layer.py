@@ -34,7 +34,7 @@ from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Recipe, SavedOp
 from ds_memo.spans import Span
-from ds_memo.swap.frame import Frame, Kept, Layout
+from ds_memo.swap.frame import Frame, Layout
 from ds_memo.tiles.around import (
     aliased,
     autocast_again,
@@ -43,7 +43,7 @@ from ds_memo.tiles.around import (
     own_linear,
     refuse_create_graph,
 )
-from ds_memo.tiles.attention import AttentionRecipe, TiledAttention, lie_alike, remember
+from ds_memo.tiles.attention import AttentionRecipe, TiledAttention, remember
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.modes import LeftRecipe, On, RecordHead, RecordTail, ReplayTile
@@ -243,8 +243,7 @@ class TiledCall:
 
     def _analysed(self, hidden: torch.Tensor, span: Span) -> SizeRecipes:
         with self._remat.aside():
-            x = part(hidden.detach(), span, 1).clone().requires_grad_()
-            args, kwargs, _ = self._arguments.tile(x, span)
+            args, kwargs, _ = self._arguments.tile(_hidden_of(hidden, span), span)
             call = Call(self._tiled.layer.index, (), self._engine, None, None, self._remat.work)
             return analyse(call, self._tiled.module, self._forward, (args, kwargs), span, self._shapes)
 
@@ -280,7 +279,9 @@ class TiledCall:
             sum(layout.host_bytes for layout in layouts),
             sum(layout.buffer_bytes for layout in layouts),
         )
-        self._tiled.layer.latest = replace(self._tiles[0].call.recipe, layout=layout, inputs=[Layout().add(hidden)])
+        of_tile = self._tiles[0].call.recipe
+        whole = replace(of_tile.inputs[0], shape=tuple(hidden.shape))
+        self._tiled.layer.latest = replace(of_tile, layout=layout, inputs=[whole])
 
     def _frames(self) -> list[Frame]:
         """Return the frames that are open, or keep something."""
@@ -301,9 +302,9 @@ class TiledCall:
             tile = Tile(span, call, of_tile, stored, None if self._seed is None else self._seed + number)
             self._tiles.append(tile)
             self._engine.adopt(frame, recipe.layout)
-            x = part(hidden, span, 1).detach()
+            x = _hidden_of(hidden, span)
             self._engine.keep(frame, recipe.inputs[0], x)
-            args, kwargs, wholes = self._arguments.tile(x.requires_grad_(), span)
+            args, kwargs, wholes = self._arguments.tile(x, span)
             mode = RecordHead(call, len(of_tile.head)) if of_tile.records_head else None
             with self._seeded(tile.seed), mode or nullcontext():
                 reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
@@ -328,11 +329,10 @@ class TiledCall:
 
     def _tail(self, tile: Tile, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Return a tile of the layer's output."""
-        args, kwargs, _ = self._arguments.tile(part(hidden, tile.span, 1).detach().requires_grad_(), tile.span)
+        args, kwargs, _ = self._arguments.tile(_hidden_of(hidden, tile.span), tile.span)
         own = part(result, tile.span, self._shapes.result.dim).detach()
         if self._keeps_result:
-            kept = tile.call.recipe.inputs[1]
-            self._engine.keep(tile.call.frame, kept, _in_order_of(kept, own))
+            self._engine.keep(tile.call.frame, tile.call.recipe.inputs[1], own)
         given = self._shapes.result.of(own.requires_grad_())
         if tile.followed:
             mode = RecordTail(tile.call, tile.recipe.needed_behind, tile.recipe.head_on, tile.recipe.records_tail)
@@ -510,11 +510,9 @@ class TiledCall:
             yield
 
 
-def _in_order_of(kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that lies in memory as `kept` says: itself, or a copy."""
-    if lie_alike(tensor.shape, tensor.stride(), kept.stride):
-        return tensor
-    return torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype, device=tensor.device).copy_(tensor)
+def _hidden_of(hidden: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return a tile's hidden states as a leaf, in row-major order: its ops are then the same for any layout of the whole."""
+    return part(hidden.detach(), span, 1).contiguous().requires_grad_()
 
 
 def stored_tiles(tiles: int, alpha: float) -> set[int]:

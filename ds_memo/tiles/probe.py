@@ -131,7 +131,8 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     tokens = min(_TOKENS, (arguments.length - 1) // 2)
     length = min(arguments.length, 2 * tokens + max(1, tokens // 3))
     rows = min(arguments.batch, 2)
-    x = part(hidden.detach(), Span(slice(0, rows), slice(0, length)), 1).clone().requires_grad_()
+    few = part(hidden.detach(), Span(slice(0, rows), slice(0, length)), 1)
+    x = few.clone(memory_format=torch.contiguous_format).requires_grad_()  # row-major, as tiles of any layout are
     own_args, own_kwargs = arguments.first(x)
     own = Arguments(own_args, own_kwargs, like=arguments)
     cuts = [0, tokens, 2 * tokens, length]

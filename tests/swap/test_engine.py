@@ -205,3 +205,27 @@ def test_at_most_two_reload_buffers_are_alive(rig):
     for frame in reversed(frames):
         rig.replay(frame)
         assert sum(bool(other.slots) for other in frames) <= 2
+
+
+LAYS = {
+    "as laid out": lambda x: x,
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "columns": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "every other row": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "expanded": lambda x: x[:, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("lay", LAYS)
+def test_a_tensor_is_kept_as_its_frame_lays_it_out(lay, resident):
+    rig, own = Rig(), LAYS[lay](torch.randn(3, 40, 16))
+    frame = rig.begin([torch.empty(own.shape)], resident=resident)
+    (kept,) = frame.layout.kept
+    rig.engine.keep(frame, kept, own)
+    rig.engine.end(frame)
+    rig.engine.bring_back(frame)
+    found = frame.tensor(kept)
+    assert torch.equal(found, own) and found.stride() == kept.stride
+    assert (found.data_ptr() == own.data_ptr()) == (resident and lay == "as laid out")  # else a copy
+    rig.engine.close()
