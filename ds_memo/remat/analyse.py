@@ -68,6 +68,8 @@ class Analyse(NotingMode):
         self._alive = [StorageWeakRef(tensor.untyped_storage()) for tensor in givens if storage_of(tensor)]
         self._weights = {storage_of(parameter) for parameter in self._parameters}
         self._weights.discard(0)
+        self._without_tokens = set(self._weights)
+        """Storages of parameters, constants, and what was computed from these alone."""
         self._filled: dict[int, Filled] = {}
         self._gemms: list[ObservedGemm] = []
         self._fresh: ObservedGemm | None = None  # the op before this one, views aside
@@ -80,6 +82,7 @@ class Analyse(NotingMode):
         self._sources.clear()
         self._filled.clear()
         self._weights.clear()
+        self._without_tokens.clear()
         self._parameters.clear()
         self._alive.clear()
         self._gemms.clear()
@@ -131,10 +134,11 @@ class Analyse(NotingMode):
             self.observed.softmax = str(func)
         out = func(*args, **kwargs)
         has_weight = self._follow_weights(kind, args, out)
+        without_tokens = self._follow_constants(func, (args, kwargs), out)
         if fresh is not None and fresh.biased:
             fresh.fingerprint = fingerprint(fresh.out)
         if kind is OpKind.GEMM or has_weight:
-            self._saw_gemm(func, args, out, sources)
+            self._saw_gemm(func, args, out, sources, without_tokens)
         elif func in op_policy.BLANK:
             self._made_blank(func, out)
         else:
@@ -176,12 +180,12 @@ class Analyse(NotingMode):
         self._made(ran.out, 0)
         return ran.out
 
-    def _saw_gemm(self, func: Any, args: tuple, out: torch.Tensor, sources: int) -> None:
+    def _saw_gemm(self, func: Any, args: tuple, out: torch.Tensor, sources: int, without_tokens: bool) -> None:
         product, flops = out.detach(), op_policy.gemm_flops(func, args, out)
         self.observed.unkept.gemm_flops += flops if under_a_checkpoint() else 0
         splits = op_policy.splits_by_rows(func, args, out)
         product = op_policy.as_rows(product) if splits else product
-        gemm = ObservedGemm(func, tuple(out.shape), product, flops, sources, splits, fingerprint(product))
+        gemm = ObservedGemm(func, tuple(out.shape), product, flops, sources, splits, fingerprint(product), without_tokens)
         self.observed.ops.append(gemm)
         if not op_policy.are_dense(args):  # never left out: an empty output like its operands would be sparse
             self.observed.wanted |= 1 << 2 * len(self._gemms)
@@ -220,6 +224,14 @@ class Analyse(NotingMode):
             self._weights.add(storage_of(out))
             self._alive.append(StorageWeakRef(out.untyped_storage()))
         return False
+
+    def _follow_constants(self, func: Any, given: Any, out: Any) -> bool:
+        """Return True if an op reads parameters and constants alone, and note so of its outputs."""
+        alone = func not in op_policy.BLANK and self._without_tokens.issuperset(map(storage_of, tensor_leaves(given)))
+        note = self._without_tokens.add if alone else self._without_tokens.discard
+        for tensor in tensor_leaves(out):
+            note(storage_of(tensor))
+        return alone
 
     def _made_of(self, tensor: torch.Tensor) -> int:
         storage = storage_of(tensor)

@@ -144,6 +144,8 @@ class ObservedGemm:
     splits: bool
     """True if a part of its rows can be stored."""
     fingerprint: torch.Tensor
+    without_tokens: bool = False
+    """True if its operands come from parameters and constants alone (an adapter's weights times each other)."""
     biased: bool = False
     chosen_from: bool = False
     """True if a router's choice depends on it: all its rows are kept."""

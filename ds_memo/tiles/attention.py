@@ -162,6 +162,12 @@ class TiledAttention:
         self._engine.end(call.frame)
         return result
 
+    def run_alone(self, gathered: Gathered) -> torch.Tensor:
+        """Run attention where no backward will come, and return its result."""
+        self._ran_for = self._groups_of_ranks(gathered)
+        with torch.no_grad():
+            return self._result_by_group(gathered, lambda heads: nullcontext())
+
     def run_and_forget(self, gathered: Gathered) -> torch.Tensor:
         """Run attention and return its result. The backward will run it again."""
         self._ran_for = self._groups_of_ranks(gathered)

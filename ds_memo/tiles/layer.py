@@ -18,7 +18,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,16 +155,18 @@ class TiledCall:
         self._tiled = tiled
         self._shapes = tiled.shapes
         self._spans = spans
-        self._placement = placement
         self._remat = remat
         self._engine = remat.engine
         self._forward = forward
         self._arguments = Arguments(args, kwargs)
         self._inputs = self._arguments.detach()
-        self._hidden: torch.Tensor | None = hidden_states(args, kwargs)
+        self._hidden = hidden_states(args, kwargs)
         self._parameters = by_arrival(tiled.module, tiled.shapes.arrivals)
+        self._trains = torch.is_grad_enabled() and bool(self._inputs or self._parameters or self._hidden.requires_grad)
+        """False: no backward will come, and nothing is kept."""
+        self._placement = placement if self._trains else replace(FULL_RECOMPUTE, tiles=placement.tiles)
         self._tiles: list[Tile] = []
-        self._recomputes = placement.kind.recomputes_attention
+        self._recomputes = self._placement.kind.recomputes_attention
         self._keeps_result = not (self._recomputes or tiled.result_differs)
         """True if the tiles' frames keep attention's result; else the backward makes it before it comes to the tiles."""
         self._attention = TiledAttention(
@@ -190,6 +192,9 @@ class TiledCall:
         """Run the layer; return what it returns."""
         hidden, self._hidden = self._hidden, None
         inputs, self._inputs = self._inputs, []
+        if not self._trains:
+            self._engine.abort(self._engine.begin(self._tiled.layer.name, self._placement))  # frames below it move
+            return self._shapes.output.of(self.forward(hidden))
         # Autograd goes on with the youngest of these views: ZeRO's buckets get gradients in the order of a whole layer, which
         # another rank may run.
         views = [parameter.view_as(parameter) for parameter in self._parameters]
@@ -205,12 +210,12 @@ class TiledCall:
             recipes = self._recipes(hidden)
         self._place(hidden, recipes)
         try:
-            with running_tiles(), own_linear(), torch.enable_grad(), dropping(), aliased(self._tiled.module, self._parameters):
+            with running_tiles(), own_linear(), self._grads(), dropping(), aliased(self._tiled.module, self._parameters):
                 if not self._recomputes:  # the first frame: the backward of the layer above goes on with the last tile's
                     self._attention.begin(self._placement)
                 gathered = self._heads(hidden, recipes)
                 self._remat.part_begins("attention")
-                result = (self._attention.run_and_forget if self._recomputes else self._attention.run)(gathered)
+                result = self._attend(gathered)
                 del gathered
                 output = self._tails(hidden, result)
             self._result_dtype = result.dtype
@@ -226,6 +231,15 @@ class TiledCall:
             raise
         return output
 
+    def _grads(self) -> AbstractContextManager[None]:
+        """Have tiles build graphs, whose backwards are not run, if a backward of the layer will come."""
+        return torch.enable_grad() if self._trains else nullcontext()
+
+    def _attend(self, gathered: Gathered) -> torch.Tensor:
+        if not self._trains:
+            return self._attention.run_alone(gathered)
+        return (self._attention.run_and_forget if self._recomputes else self._attention.run)(gathered)
+
     def _recipes(self, hidden: torch.Tensor) -> dict[tuple[int, int], SizeRecipes]:
         """Return the recipes by the tiles' sizes, after analysing sizes that are new."""
         module, found = self._tiled.module, {}
@@ -233,7 +247,7 @@ class TiledCall:
         for span in self._spans:
             if span.size in found:
                 continue
-            key = span.size, hidden.dtype, trained, module.training, self._autocast
+            key = span.size, hidden.dtype, trained, self._trains, module.training, self._autocast
             recipe = self._tiled.recipes.get(key)
             if recipe is None:
                 recipe = self._analysed(hidden, span)
@@ -242,8 +256,8 @@ class TiledCall:
         return found
 
     def _analysed(self, hidden: torch.Tensor, span: Span) -> SizeRecipes:
-        with self._remat.aside():
-            args, kwargs, _ = self._arguments.tile(_hidden_of(hidden, span), span)
+        with self._remat.aside(), self._grads():
+            args, kwargs, _ = self._arguments.tile(self._hidden_of(hidden, span), span)
             call = Call(self._tiled.layer.index, (), self._engine, None, None, self._remat.work)
             return analyse(call, self._tiled.module, self._forward, (args, kwargs), span, self._shapes)
 
@@ -280,13 +294,14 @@ class TiledCall:
             sum(layout.buffer_bytes for layout in layouts),
         )
         of_tile = self._tiles[0].call.recipe
-        whole = replace(of_tile.inputs[0], shape=tuple(hidden.shape))
-        self._tiled.layer.latest = replace(of_tile, layout=layout, inputs=[whole])
+        whole = [replace(kept, shape=tuple(hidden.shape)) for kept in of_tile.inputs[:1] if kept is not None]
+        self._tiled.layer.latest = replace(of_tile, layout=layout, inputs=whole)
 
     def _frames(self) -> list[Frame]:
         """Return the frames that are open, or keep something."""
         of_attention = self._attention.frame
-        return [*(tile.call.frame for tile in self._tiles), *([] if of_attention is None else [of_attention])]
+        found = [*(tile.call.frame for tile in self._tiles), of_attention]
+        return [frame for frame in found if frame is not None]
 
     def _heads(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], SizeRecipes]) -> Gathered:
         self._remat.part_begins("heads")
@@ -296,22 +311,27 @@ class TiledCall:
             keeps, stored = recipes[span.size].kept(self._keeps_result), number in all_stored
             of_tile = keeps.stored if stored else keeps.recomputed
             recipe = of_tile.whole
-            frame = self._engine.begin(f"{self._tiled.layer.name}, tile {number}", self._placement)
-            frame.ahead = True
+            frame = self._engine.begin(f"{self._tiled.layer.name}, tile {number}", self._placement) if self._trains else None
             call = Call(self._tiled.layer.index, (), self._engine, frame, recipe, self._remat.work)
             tile = Tile(span, call, of_tile, stored, None if self._seed is None else self._seed + number)
             self._tiles.append(tile)
-            self._engine.adopt(frame, recipe.layout)
-            x = _hidden_of(hidden, span)
-            self._engine.keep(frame, recipe.inputs[0], x)
+            x = self._hidden_of(hidden, span)
+            if frame is not None:
+                frame.ahead = True
+                self._engine.adopt(frame, recipe.layout)
+                self._engine.keep(frame, recipe.inputs[0], x)
             args, kwargs, wholes = self._arguments.tile(x, span)
             mode = RecordHead(call, len(of_tile.head)) if of_tile.records_head else None
             with self._seeded(tile.seed), mode or nullcontext():
                 reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
             tile.followed = mode is None or mode.followed
             gathered.add(span, reached, wholes)
-            self._remat.work.gemm_flops += recipe.gemm_flops
+            self._remat.work.gemm_flops += recipe.gemm_flops if self._trains else 0
         return gathered
+
+    def _hidden_of(self, hidden: torch.Tensor, span: Span) -> torch.Tensor:
+        """Return a tile's hidden states as a leaf, in row-major order: its ops are then the same for any layout of the whole."""
+        return part(hidden.detach(), span, 1).contiguous().requires_grad_(self._trains)
 
     def _tails(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         self._remat.part_begins("tails")
@@ -321,7 +341,8 @@ class TiledCall:
             if output is None:
                 output = new_whole(of_tile, self._arguments.batch, self._arguments.length, 1)
             part(output, tile.span, 1).copy_(of_tile)
-            self._engine.end(tile.call.frame)
+            if self._trains:
+                self._engine.end(tile.call.frame)
             if tile.stored:
                 self._engine.let_go_but(2)
         assert output is not None
@@ -329,11 +350,11 @@ class TiledCall:
 
     def _tail(self, tile: Tile, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Return a tile of the layer's output."""
-        args, kwargs, _ = self._arguments.tile(_hidden_of(hidden, tile.span), tile.span)
+        args, kwargs, _ = self._arguments.tile(self._hidden_of(hidden, tile.span), tile.span)
         own = part(result, tile.span, self._shapes.result.dim).detach()
         if self._keeps_result:
             self._engine.keep(tile.call.frame, tile.call.recipe.inputs[1], own)
-        given = self._shapes.result.of(own.requires_grad_())
+        given = self._shapes.result.of(own.requires_grad_(self._trains))
         if tile.followed:
             mode = RecordTail(tile.call, tile.recipe.needed_behind, tile.recipe.head_on, tile.recipe.records_tail)
 
@@ -508,11 +529,6 @@ class TiledCall:
         with forked(self._engine.device):
             torch.manual_seed(seed % (1 << 63))
             yield
-
-
-def _hidden_of(hidden: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return a tile's hidden states as a leaf, in row-major order: its ops are then the same for any layout of the whole."""
-    return part(hidden.detach(), span, 1).contiguous().requires_grad_()
 
 
 def stored_tiles(tiles: int, alpha: float) -> set[int]:

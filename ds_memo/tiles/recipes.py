@@ -47,12 +47,13 @@ class TileRecipe:
     @cached_property
     def records_head(self) -> bool:
         """True if the forward keeps an output of the head, or what the head overwrites."""
-        return self.head_outside.writes or any(op.kept is not None for op in self.head)
+        return bool(self.whole.packs) and (self.head_outside.writes or any(op.kept is not None for op in self.head))
 
     @cached_property
     def records_tail(self) -> bool:
         """True if the forward keeps an output of the tail, or what the tail overwrites."""
-        return self.tail_outside.writes or any(op.kept is not None for op in self.whole.ops[len(self.head) :])
+        tail = self.whole.ops[len(self.head) :]
+        return bool(self.whole.packs) and (self.tail_outside.writes or any(op.kept is not None for op in tail))
 
     @cached_property
     def head_on(self) -> On:
@@ -128,13 +129,15 @@ def analyse(
 
     Args:
         call: what the modes need of a call; its frame is not touched.
-        arguments: of the tile; its hidden states are a leaf.
+        arguments: of the tile; its hidden states are a leaf, which needs no gradient if no backward will come.
     """
     args, kwargs = arguments
     givens = [*module.parameters(), *module.buffers(), *tensor_leaves(arguments)]
-    with forked(call.engine.device), torch.enable_grad(), dropping():
+    x = hidden_states(args, kwargs)
+    with forked(call.engine.device), dropping():
         dtype = shapes.result.tensor(run_to_attention(forward, args, kwargs).stand_in()).dtype
-        result = shapes.result.new(*span.size, dtype, call.engine.device).normal_().requires_grad_()
+        result = shapes.result.new(*span.size, dtype, call.engine.device).normal_()
+        result.requires_grad_(x.requires_grad)
         whole, part = Observed(), Observed()
         with AnalyseTile(call, whole, module, givens) as mode:
 
@@ -148,8 +151,9 @@ def analyse(
             run_to_attention(forward, args, kwargs)
         part.close_over_inputs(all_rows_kept=False)
         whole.note_hidden_writes()
+        for gemm in whole.gemms():
+            gemm.splits &= not gemm.without_tokens  # alike in all tiles: each computes it, and none stores it
         whole.softmax = None  # a router's: attention is not in it
-        x = hidden_states(args, kwargs)
         to_attention = [part.is_wanted(i) for i in range(len(part.gemms()))]
 
         def keeps(inputs: list[torch.Tensor]) -> Keeps:

@@ -12,7 +12,7 @@ from torch import nn
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.spans import Span
 from ds_memo.swap.frame import Kept
-from ds_memo.tiles import layer
+from ds_memo.tiles.layer import TiledCall
 from ds_memo.tiles.slices import part
 from tests.compiled_layers.rig import compiled
 from tests.everyday import everyday
@@ -163,11 +163,11 @@ def test_encoders(name: str, form: str, alpha: float) -> None:
 def test_without_the_handling_gradients_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles lie as parts of the whole, recipes are made of dense ones, and frames read flat memory."""
 
-    def as_it_lies(hidden: torch.Tensor, span: Span) -> torch.Tensor:
+    def as_it_lies(self: TiledCall, hidden: torch.Tensor, span: Span) -> torch.Tensor:
         x = part(hidden, span, 1).detach()
         return (x if inside_a_layer() else x.clone()).requires_grad_()
 
-    monkeypatch.setattr(layer, "_hidden_of", as_it_lies)
+    monkeypatch.setattr(TiledCall, "_hidden_of", as_it_lies)
     monkeypatch.setattr(Kept, "laid", lambda self, tensor: tensor)
     for case in (("sequences second", "tiles", 0.5), ("hidden first", "tiles", 0.0)):
         with pytest.raises(Different):

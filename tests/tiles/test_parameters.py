@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,6 +39,24 @@ def test_a_frozen_layer(frozen: int) -> None:
         return Outcome(loss.detach(), gradients(model))
 
     compare(toy(), ask, steps=3)
+
+
+@pytest.mark.parametrize("settings", [{"alpha": 0.0}, {"alpha": 1.0}, {"alpha": 1.0, "resident_layers": 3}], ids=str)
+def test_layers_to_which_no_backward_comes_keep_nothing(settings: dict[str, Any]) -> None:
+    """The first two are frozen, and so is what is below them."""
+
+    def ask(model: nn.Module, number: int) -> Outcome:
+        loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+        loss.backward()
+        return Outcome(loss.detach(), gradients(model))
+
+    model = toy(layers=3)
+    trained = compare(model, ask, **settings)
+    model.blocks[:2].requires_grad_(False)
+    frozen = compare(model, ask, **settings)
+    assert_was_tiled(frozen, layers=3)
+    assert frozen["stored_bytes_per_layer"] == [0, 0, trained["stored_bytes_per_layer"][2]]
+    assert frozen["bytes_to_host"] == (0 if "resident_layers" in settings else trained["bytes_to_host"] // 3)
 
 
 @pytest.mark.slow
@@ -98,6 +119,41 @@ def test_a_product_with_a_factor() -> None:
             return super().feed(torch.addmm(flat, flat, self.o.weight, alpha=0.5).view_as(x))
 
     assert_was_tiled(compare(toy(Scales), drive))
+
+
+class Merges(Block):
+    """Its weights are sums and products of others, as adapters merge them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, HIDDEN) / 8), nn.Parameter(torch.randn(HIDDEN, 4) / 8)
+        self.maps = nn.Parameter(torch.randn(2, HIDDEN, HIDDEN) / 8)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        merged = (self.b @ (self.a @ torch.eye(HIDDEN))).add_(self.maps[0])
+        return super().attend(F.linear(x, merged))
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        return super().feed(F.linear(x, torch.bmm(self.maps, self.maps)[1] / (self.b @ self.a).norm(dim=1)))
+
+
+def dora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "v_proj", "up_proj"]
+    return peft.get_peft_model(
+        small("llama"), peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, use_dora=True)
+    )
+
+
+@pytest.mark.parametrize("make", [lambda: toy(Merges), dora], ids=["merges", "dora"])
+def test_products_of_weights_are_not_stored_for_each_tile(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    reports = [compare(model, drive, alpha=1.0, tile=tile) for tile in (5, 12, 64, 0)]
+    for report in reports[:2]:
+        assert_was_tiled(report)
+    *in_tiles, one_tile, whole = (report["stored_bytes_per_layer"] for report in reports)
+    assert in_tiles[0] == in_tiles[1]
+    assert in_tiles[0][0] < whole[0] == one_tile[0]  # a whole layer stores them once
 
 
 def test_adapters_on_frozen_weights() -> None:
