@@ -111,6 +111,8 @@ def tiled_cross_entropy(
         A scalar in fp32; 0 where no label counts.
     """
     hidden = hidden.reshape(-1, hidden.shape[-1])
+    if not torch.is_grad_enabled():  # autograd functions are told that a parameter needs a gradient all the same
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
     return TiledCrossEntropy.apply(hidden, weight, bias, labels.reshape(-1), softcap, tile_rows)
 
 

@@ -278,7 +278,7 @@ def train(run: Run) -> None:
             measured.show(bar, steps[-1])
             last = engine.global_steps == args.steps
             if args.save and (last or (args.save_every and engine.global_steps % args.save_every == 0)):
-                run.save()  # first: layers of a validation run whole, for which there may be no room
+                run.save()  # first: a validation that fails costs no step
             if last or (args.eval_every and engine.global_steps % args.eval_every == 0):
                 validations.append({"step": engine.global_steps, "loss": run.validate()})
                 if first:

@@ -22,7 +22,7 @@ from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work, tensor_leaves
 from ds_memo.remat.diagnostics import diagnose
 from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywords, recording_pack, unpack
-from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
+from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out, under_torch_checkpoint
 from ds_memo.remat.random_states import from_current_states
 from ds_memo.remat.recipe import Observed, Recipe, make_recipe
 from ds_memo.remat.record import Record
@@ -91,9 +91,13 @@ class Tiler(Protocol):
     """Runs layer calls in tiles of tokens."""
 
     def prepare(
-        self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement
+        self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement | None
     ) -> Callable[[], Any] | None:
-        """Return a function that runs ``fn(*args, **kwargs)`` in tiles, or raises CannotTile; None: the call runs whole."""
+        """Return a function that runs ``fn(*args, **kwargs)`` in tiles, or raises CannotTile; None: the call runs whole.
+
+        Args:
+            placement: None: without gradients, as calls with gradients last ran in tiles.
+        """
 
 
 class Layer:
@@ -179,7 +183,7 @@ class Remat:
     def run(self, layer: Layer, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call ``fn(*args, **kwargs)`` and keep what its backward needs, as the policy says.
 
-        Without grad, or inside another layer's run, just call it.
+        Without gradients nothing is kept. Inside another layer's run, just call it.
         """
         return self.run_with(layer, fn, args, kwargs)
 
@@ -206,8 +210,10 @@ class Remat:
             del self._run
 
     def _run(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
-        if inside_a_layer() or not torch.is_grad_enabled():
+        if inside_a_layer():
             return fn(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._run_without_gradients(layer, fn, args, kwargs)
         if inside_a_checkpoint():  # it runs the layer twice whatever is kept, and both runs must be the same
             self.warn(
                 "the model calls torch.utils.checkpoint, or its own, around its layers, so they are recomputed and ds_memo has "
@@ -218,6 +224,14 @@ class Remat:
         if isinstance(fn, OwnForward) and placement.kind is not PlacementKind.NO_RECOMPUTE:
             return fn.run_layer(self, layer, placement, args, kwargs, preserve_rng_state)
         return self.run_placed(layer, fn, args, kwargs, placement, preserve_rng_state)
+
+    def _run_without_gradients(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self._tiler is not None and not under_torch_checkpoint():  # a reentrant one, whose second run is whole
+            tiled = self._tiler.prepare(self, layer, fn, args, kwargs, None)
+            if tiled is not None:
+                with suppress(CannotTile):
+                    return tiled()
+        return fn(*args, **kwargs)
 
     def run_placed(
         self,

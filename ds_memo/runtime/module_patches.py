@@ -45,6 +45,17 @@ class ModulePatches:
         forward, args, kwargs = self.compilers.forward(callback, fn, args, kwargs)
         return run(forward, *args, **kwargs)
 
+    def without_gradients(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        """Have a layer's calls without gradients come to ``run(forward, *args, **kwargs)``, too. Only Hugging Face's do not."""
+        if not is_huggingface_layer(module):
+            return
+        own = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs) if torch.is_grad_enabled() else run(own, *args, **kwargs)
+
+        self._set(module, "forward", Patched(forward, own))
+
     @functools.cached_property
     def compilers(self) -> Compilers:
         from ds_memo.compiled_layers.layers import Compilers  # at need: it imports torch's compilers

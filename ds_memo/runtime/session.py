@@ -31,7 +31,7 @@ from ds_memo.memory.device import device_usage
 from ds_memo.memory.host import budget_bytes, ranks_on_node
 from ds_memo.nvme.engine import NvmeEngine
 from ds_memo.nvme.open_files import open_files
-from ds_memo.placement import PlacementKind
+from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.profile.call import AsCalled, as_it_is
 from ds_memo.remat.checkpoint import Layer, Remat
@@ -117,8 +117,8 @@ class Session:
         self._drives: Drives | None = None
         """None: host memory is all there is."""
         self._as_called: AsCalled = as_it_is
-        self._norms_in_tiles = False
-        """Norms beside the layers come to memo: some pass ran in tiles."""
+        self._tiles_came = False
+        """True from the first pass in tiles on."""
         self._speed = Speed()
         self._patches = ModulePatches()
         self._entry = Patched(self._run, nothing, self._run_compiled)
@@ -144,7 +144,7 @@ class Session:
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
         )
         self.policy = PlacementPolicy(config, self.layers, self.slab, self.warn, self._drives.budget if self._drives else 0)
-        self.tiling = Tiling() if config.may_tile else None
+        self.tiling = Tiling(self.policy.tiles) if config.may_tile else None
         observers = (*ties.observers, self.addresses)
         self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling, self.addresses.aside)
         self.tuner = None
@@ -218,6 +218,8 @@ class Session:
                 self._gather_whole([layer.module() for layer in self.layers])  # hooks inside a layer cannot be traced
                 self._gather_whole = None
             self._place(module, args, kwargs)
+        if self.policy.tiles is not None and not self._tiles_came:
+            self._tiles_come(module)
         if not training:
             self.addresses.leave_phase()
         elif self.policy.no_recompute:
@@ -256,10 +258,18 @@ class Session:
             self.policy.follow(solution)
             if solution is not None:
                 self.slab.pool.lock_ahead(solution.host_blocks)
-        if self.policy.tiles is not None and not self._norms_in_tiles:
-            self._norms_in_tiles = True
-            for norm in norms_beside(model, [layer.name for layer in self.layers]):
-                self._patches.forward(norm, TiledNorm(norm, lambda: self.policy.tiles, self.warn))
+
+    def _tiles_come(self, model: nn.Module) -> None:
+        """Have norms beside the layers run in tiles, too, and layers without gradients."""
+        self._tiles_came = True
+        for norm in norms_beside(model, [layer.name for layer in self.layers]):
+            self._patches.forward(norm, TiledNorm(norm, self._tiles_now, self.warn))
+        for layer in self.layers:
+            if (module := layer.module()) is not None:
+                self._patches.without_gradients(module, functools.partial(self.remat.run, layer))
+
+    def _tiles_now(self) -> Tiles | None:
+        return self.policy.tiles if torch.is_grad_enabled() or self.tiling is None else self.tiling.without_gradients
 
     def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
         active_forward.ends(self)

@@ -164,7 +164,9 @@ class TiledCall:
         self._parameters = by_arrival(tiled.module, tiled.shapes.arrivals)
         self._trains = torch.is_grad_enabled() and bool(self._inputs or self._parameters or self._hidden.requires_grad)
         """False: no backward will come, and nothing is kept."""
-        self._placement = placement if self._trains else replace(FULL_RECOMPUTE, tiles=placement.tiles)
+        if not self._trains:
+            placement, self._parameters = replace(FULL_RECOMPUTE, tiles=placement.tiles), []
+        self._placement = placement
         self._tiles: list[Tile] = []
         self._recomputes = self._placement.kind.recomputes_attention
         self._keeps_result = not (self._recomputes or tiled.result_differs)
@@ -186,14 +188,15 @@ class TiledCall:
         self._result_dtype: torch.dtype | None = None
         self._device_inputs = [DeviceInput(tiled.layer.name, tensor) for tensor in self._arguments.tensors]
         self._autocast = autocast_now()
-        self._seed = int(torch.randint(1 << 62, ())) if tiled.shapes.draws else None
+        self._seed = int(torch.randint(1 << 62, ())) if tiled.shapes.draws and torch.is_grad_enabled() else None
 
     def run(self) -> Any:
         """Run the layer; return what it returns."""
         hidden, self._hidden = self._hidden, None
         inputs, self._inputs = self._inputs, []
         if not self._trains:
-            self._engine.abort(self._engine.begin(self._tiled.layer.name, self._placement))  # frames below it move
+            if torch.is_grad_enabled():  # a frozen layer: frames below it move as below any other
+                self._engine.abort(self._engine.begin(self._tiled.layer.name, self._placement))
             return self._shapes.output.of(self.forward(hidden))
         # Autograd goes on with the youngest of these views: ZeRO's buckets get gradients in the order of a whole layer, which
         # another rank may run.
@@ -223,7 +226,8 @@ class TiledCall:
                 self._tiled.result_differs = self._attention.result_differs
             if self._placement.kind.on_device and self._attention.result_is_output:
                 self._result = result
-            self._describe(hidden)
+            if self._trains or torch.is_grad_enabled():
+                self._describe(hidden)
         except BaseException:  # Ctrl-C, too: the host blocks of frames that no graph will hold
             for frame in self._frames():
                 if frame.state == "recording":
@@ -247,7 +251,8 @@ class TiledCall:
         for span in self._spans:
             if span.size in found:
                 continue
-            key = span.size, hidden.dtype, trained, self._trains, module.training, self._autocast
+            how = self._trains, torch.is_inference_mode_enabled(), module.training, self._autocast
+            key = span.size, hidden.dtype, trained, how
             recipe = self._tiled.recipes.get(key)
             if recipe is None:
                 recipe = self._analysed(hidden, span)

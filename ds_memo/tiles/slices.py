@@ -36,6 +36,11 @@ def new_whole(tile: torch.Tensor, batch: int, length: int, dim: int) -> torch.Te
     return tile.new_empty_strided(shape, strides)  # no view: the caller of a layer may change its output in place
 
 
+def of_graphs(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that autograd may save: itself, or a copy of one that torch.inference_mode() made."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
 class Place(NamedTuple):
     """Where the tokens of an argument lie."""
 
@@ -73,6 +78,12 @@ class Arguments:
     @property
     def tensors(self) -> list[torch.Tensor]:
         return [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def others(self) -> list[str]:
+        """Types of arguments that are no tensors, numbers or texts: a cache of keys and values, say."""
+        plain = (torch.Tensor, bool, int, float, str, type(None))
+        return [type(leaf).__name__ for leaf in self._leaves if not isinstance(leaf, plain)]
 
     def kind(self) -> Any:
         """Return a key for what this class sees of the arguments but sizes: calls of one kind are cut alike."""
@@ -150,9 +161,12 @@ class Arguments:
 
         def cut(value: Any, place: Place | None) -> Any:
             if place is not None:
-                part = place.cut(value, span).detach()
+                part = of_graphs(place.cut(value, span)).detach()
                 return part.requires_grad_(value.requires_grad)
-            if not isinstance(value, torch.Tensor) or value.shape[-2:] != (self.length, self.length):
+            if not isinstance(value, torch.Tensor):
+                return value
+            value = of_graphs(value)
+            if value.shape[-2:] != (self.length, self.length):
                 return value
             mask = value[..., :tokens, :tokens]
             return mask[:rows] if mask.dim() > 2 and mask.shape[0] == self.batch else mask

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_memo.placement import Placement, Tiles
+from ds_memo.placement import FULL_RECOMPUTE, Placement, Tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
 from ds_memo.spans import number_of_spans, spans
 from ds_memo.tiles.around import generators, set_generators
@@ -20,9 +21,15 @@ from ds_memo.tiles.slices import Arguments, hidden_states
 
 
 class Tiling:
-    """Runs the layers of one attached model in tiles, where their placements say so and it can be."""
+    """Runs the layers of one attached model in tiles, where their placements say so and it can be.
 
-    def __init__(self) -> None:
+    Args:
+        tiles: of calls without gradients, until one with gradients has run in tiles. None: they run whole.
+    """
+
+    def __init__(self, tiles: Tiles | None = None) -> None:
+        self.without_gradients = tiles
+        """Tiles of calls without gradients: those of the latest call with gradients that was placed in tiles."""
         self._latest: Tiles | None = None
         """None: no placement has asked for tiles."""
         self._layers: weakref.WeakKeyDictionary[nn.Module, dict[Any, TiledLayer | None]] = weakref.WeakKeyDictionary()
@@ -44,13 +51,13 @@ class Tiling:
         return any(found.result_differs for kinds in self._layers.values() for found in kinds.values() if found is not None)
 
     def prepare(
-        self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement
+        self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement | None
     ) -> Callable[[], Any] | None:
         """Return a function that runs a layer call in tiles; None: it is one tile, or cannot. See `remat.checkpoint.Tiler`."""
-        tiles = placement.tiles
+        tiles = self.without_gradients if placement is None else placement.tiles
         if tiles is None:
             return None
-        self._latest = tiles
+        self._latest = self.without_gradients = tiles
         call = LayerCall(fn, layer.module(), args, kwargs)
         hidden = hidden_states(call.args, call.kwargs)
         if call.module is None or _is_one_tile(hidden, tiles.tokens):
@@ -60,26 +67,33 @@ class Tiling:
         except CannotTile as reason:
             self._refuse(remat, layer, call.module, reason)
             return None
-        kind, kinds = Arguments(call.args, call.kwargs).kind(), self._layers.setdefault(call.module, {})
+        arguments, kinds = Arguments(call.args, call.kwargs), self._layers.setdefault(call.module, {})
+        kind = arguments.kind(), call.module.training
+        if placement is None:
+            trained = kind[0], True
+            kind = trained if trained in kinds else kind
         if kind not in kinds:
             kinds[kind] = None
             try:
-                with remat.aside():
+                if placement is None and (others := arguments.others):
+                    raise CannotTile(f"it gets a {others[0]}, which a check would change. For an evaluation pass use_cache=False")
+                with remat.aside(), torch.inference_mode(False):
                     shapes = probe(call.module, call.forward, call.args, call.kwargs)
                 kinds[kind] = TiledLayer(layer, call.module, shapes)
             except CannotTile as reason:
                 self._refuse(remat, layer, call.module, reason)
         tiled = kinds[kind]
-        if tiled is None:
-            return None
+        if tiled is None or (placement is None and tiled.shapes.draws and any(part.training for part in call.module.modules())):
+            return None  # whole layers draw random numbers as the model does without memo
+        placed = placement or replace(FULL_RECOMPUTE, tiles=tiles)
 
         def in_tiles(*args: Any, **kwargs: Any) -> Any:
             hidden = hidden_states(args, kwargs)
             cut = spans(hidden.shape[0], hidden.shape[1], tiles.tokens)
-            return TiledCall(tiled, call.forward, args, kwargs, cut, placement, remat).run()
+            return TiledCall(tiled, call.forward, args, kwargs, cut, placed, remat).run()
 
         device = remat.engine.device
-        states = None if tiled.attention_recipes else generators(device)
+        states = None if placement is None or tiled.attention_recipes else generators(device)
 
         def run() -> Any:
             try:

@@ -131,6 +131,13 @@ def test_full_logits_never_exist(train):
     assert count.peak < n * vocab * 4 / 4
 
 
+def test_without_gradients_none_is_computed():
+    weight = torch.randn(4096, 64, requires_grad=True)
+    with torch.no_grad(), LiveBytes() as count:
+        tiled_cross_entropy(torch.randn(4, 64), weight, torch.zeros(4, dtype=torch.long), torch.randn(4096, requires_grad=True))
+    assert count.peak < weight.nbytes / 2
+
+
 @pytest.mark.parametrize(
     ("fields", "word"),
     [

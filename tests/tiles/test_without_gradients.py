@@ -1,0 +1,210 @@
+"""Calls without gradients: evaluation, a reference pass, generation. Layers run in tiles, keep nothing, and training goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import ds_memo
+from ds_memo.remat.call import tensor_leaves
+from tests.everyday import everyday
+from tests.models import HIDDEN, Batch, Block, build, poisoned_memory, step
+from tests.tiles.rig import assert_step, attached, layers_of, reasons, small, strict, tiled_layers, toy
+
+LENGTH, TILE = 256, 64
+BATCH = Batch.random(1, LENGTH)
+WAYS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+class Sizes(TorchDispatchMode):
+    """Sizes of the tensors that ops make, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[int] = []
+
+    @property
+    def largest(self) -> int:
+        return max(self.all)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tensor_leaves((args, kwargs))}
+        self.all += [tensor.numel() for tensor in tensor_leaves(out) if tensor.untyped_storage()._cdata not in given]
+        return out
+
+
+def evaluate(model: nn.Module, batch: Batch = BATCH, way: str = "no_grad") -> torch.Tensor:
+    """Return the logits."""
+    no_cache = {"use_cache": False} if hasattr(model, "config") else {}
+    with WAYS[way]():
+        return model(inputs_embeds=batch.embeds, labels=batch.labels, **no_cache).logits.clone()
+
+
+@contextmanager
+def watched(modules: Iterable[nn.Module]) -> Iterator[Sizes]:
+    """See what is made inside some modules: the output head's tensors are large, too."""
+    sizes, hooks = Sizes(), []
+    for module in modules:
+        hooks.append(module.register_forward_pre_hook(lambda *_: sizes.__enter__() and None))
+        hooks.append(module.register_forward_hook(lambda *_: sizes.__exit__(None, None, None)))
+    try:
+        yield sizes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+FAMILIES = ("plain", "llama", "qwen3", "phi3", "neox", "mixtral", "qwen3_moe")
+"""Without learned positions, which end before LENGTH, and without windows, whose mask is of all tokens × all tokens."""
+CASES = [(name, way, when) for name in FAMILIES for way in WAYS for when in ("first", "behind training")]
+DAILY = [case for case in CASES if case[0] in ("plain", "llama")] + [("mixtral", "no_grad", "behind training")]
+
+
+@pytest.mark.parametrize("name, way, when", everyday(CASES, DAILY))
+def test_same_as_stock_and_no_tensor_larger_than_attention_needs(name: str, way: str, when: str) -> None:
+    model, stock = small(name).eval(), small(name).eval()
+    want = evaluate(stock, way=way)
+    with watched(layers_of(stock)) as whole, FlopCounterMode(display=False) as stocks:
+        evaluate(stock, way=way)
+    with attached(model, tile=TILE) as handle:
+        if when != "first":
+            step(model.train(), BATCH)
+        before = handle.report()
+        with poisoned_memory():
+            got = [evaluate(model.eval(), way=way)]
+        with watched(layers_of(model)) as in_tiles, FlopCounterMode(display=False) as flops:
+            got.append(evaluate(model, way=way))
+        for logits in got:
+            torch.testing.assert_close(logits, want, rtol=2e-6, atol=2e-6)
+            assert logits.is_inference() == want.is_inference()
+        after = handle.report()
+        assert tiled_layers(handle) == [0, 1] and not reasons(handle)
+        for kept in ("frames", "bytes_to_host", "stored_bytes_per_layer"):
+            assert after[kept] == before[kept]
+    assert whole.largest >= LENGTH * 2 * HIDDEN  # the MLP
+    assert in_tiles.largest == max(LENGTH * HIDDEN, whole.largest * TILE // LENGTH)  # the output and the queries, or a tile's MLP
+    if way == "no_grad" and not name.endswith(("mixtral", "moe")):  # else what the tail needs is not known, and heads run twice
+        assert flops.get_total_flops() == stocks.get_total_flops()
+
+
+def test_a_model_that_is_solved_for_is_evaluated_in_the_tiles_of_its_training() -> None:
+    model, stock = small("llama"), small("llama").eval()
+    want = evaluate(stock)
+    with strict():
+        handle = ds_memo.attach(model, {"tile_tokens": TILE, "plan": {"enabled": False}})
+    step(model, BATCH)
+    step(model, Batch.random(1, TILE))  # shorter than a tile: whole
+    with watched(layers_of(model.eval())) as in_tiles:
+        torch.testing.assert_close(evaluate(model), want, rtol=2e-6, atol=2e-6)
+    assert in_tiles.largest == LENGTH * HIDDEN
+    handle.detach()
+    assert all("forward" not in vars(layer) for layer in layers_of(model))
+    with watched(layers_of(model)) as whole:
+        evaluate(model)
+    assert whole.largest > LENGTH * HIDDEN
+
+
+@pytest.mark.parametrize("name", ["plain", "llama"])
+def test_a_reference_pass_between_forward_and_backward(name: str) -> None:
+    """As DPO's: the same model, without gradients, while the frames of a pass are alive. Training does not notice."""
+
+    def drive(model: nn.Module) -> Any:
+        torch.manual_seed(1)
+        embeds = BATCH.embeds.clone().requires_grad_()
+        loss = model(inputs_embeds=embeds, labels=BATCH.labels).loss
+        reference = evaluate(model, Batch.random(1, LENGTH, seed=5))
+        (loss + reference.mean()).backward()
+        return step(model, BATCH), reference
+
+    want, reference = drive(small(name))
+    model = small(name)
+    with attached(model, tile=TILE, alpha=0.5) as handle:
+        for _ in range(2):
+            got, found = drive(model)
+            assert_step(got, want)
+            torch.testing.assert_close(found, reference, rtol=2e-6, atol=2e-6)
+            for parameter in model.parameters():
+                parameter.grad = None
+        assert handle.report()["bytes_to_host"]
+
+
+def test_training_after_an_evaluation_came_first() -> None:
+    """What an evaluation finds out about layers does not stand for training, where they drop."""
+    model = toy(lambda: Block(dropout=0.1))
+    outcomes = []
+    for first in (False, True):
+        own = copy.deepcopy(model)
+        with attached(own, tile=TILE):
+            if first:
+                evaluate(own.eval())
+            outcomes.append([step(own.train(), BATCH) for _ in range(2)])
+    for got, want in zip(*outcomes, strict=True):
+        assert_step(got, want)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_random_numbers(training: bool) -> None:
+    """Layers that draw run whole, with stock's numbers. In evaluation they draw none and run in tiles."""
+    model = toy(lambda: Block(dropout=0.1))
+    stock = copy.deepcopy(model)
+    with attached(model, tile=TILE):
+        step(model, BATCH)
+        torch.manual_seed(3)
+        want, state = evaluate(stock.train(training)), torch.get_rng_state()
+        torch.manual_seed(3)
+        with watched(layers_of(model.train(training))) as seen:
+            torch.testing.assert_close(evaluate(model), want, rtol=2e-6, atol=2e-6)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert (seen.largest == LENGTH * HIDDEN) != training
+
+
+def test_norms_beside_the_layers() -> None:
+    model = small("llama").eval()
+    with attached(model, tile=TILE):
+        evaluate(model)
+        with watched([model.model.norm]) as sizes:
+            evaluate(model)
+    assert sum(size > TILE * HIDDEN for size in sizes.all) == 1  # the output
+
+
+def test_a_cache_of_keys_and_values_is_the_models_own() -> None:
+    """Generation from a prompt of several tiles: layers run whole, which one warning says, and no check writes to the cache."""
+    ids = torch.randint(1, 96, (1, 100), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want = build("llama").eval().generate(ids, max_new_tokens=6, do_sample=False)
+        model = build("llama").eval()
+        with attached(model, tile=32, quiet=True) as handle:
+            assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), want)
+            (reason,) = reasons(handle)
+    assert "DynamicCache" in reason and "use_cache=False" in reason
+
+
+def test_a_reentrant_checkpoint_runs_alike_twice() -> None:
+    """Its forward has no gradients. Its second run cannot be in tiles, so the first is not."""
+    model = toy()
+    with attached(model, tile=TILE, quiet=True):
+        step(model, BATCH)
+        with watched(layers_of(model)) as seen:
+            checkpoint(model.blocks[0], BATCH.embeds.clone().requires_grad_(), use_reentrant=True).sum().backward()
+    assert seen.largest > LENGTH * HIDDEN
+
+
+@pytest.mark.parametrize("settings", [{"tile_tokens": 0}, {"alpha": 0.5, "resident_layers": 0}])
+def test_where_training_has_no_tiles_evaluation_has_none(settings: dict[str, Any]) -> None:
+    model = toy()
+    handle = ds_memo.attach(model, {**settings, "plan": {"enabled": False}})
+    step(model, BATCH)
+    with watched(layers_of(model.eval())) as seen:
+        evaluate(model)
+    assert seen.largest > LENGTH * HIDDEN
+    handle.detach()
