@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_memo.placement import FULL_RECOMPUTE, Placement, Tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
+from ds_memo.remat.modes import running_tiles
 from ds_memo.spans import number_of_spans, spans
 from ds_memo.tiles.around import generators, set_generators
 from ds_memo.tiles.layer import TiledCall, TiledLayer
@@ -77,7 +78,7 @@ class Tiling:
             try:
                 if placement is None and (others := arguments.others):
                     raise CannotTile(f"it gets a {others[0]}, which a check would change. For an evaluation pass use_cache=False")
-                with remat.aside(), torch.inference_mode(False):
+                with remat.aside(), torch.inference_mode(False), running_tiles():
                     shapes = probe(call.module, call.forward, call.args, call.kwargs)
                 kinds[kind] = TiledLayer(layer, call.module, shapes)
             except CannotTile as reason:

@@ -152,6 +152,14 @@ def test_training_after_an_evaluation_came_first() -> None:
         assert_step(got, want)
 
 
+def test_a_first_pass_without_gradients_in_training_mode() -> None:
+    """The check runs the layer with gradients, and Transformers would take such a call to memo again."""
+    model, stock = small("llama"), small("llama")
+    with attached(model, tile=TILE) as handle:
+        torch.testing.assert_close(evaluate(model), evaluate(stock), rtol=2e-6, atol=2e-6)
+        assert tiled_layers(handle) == [0, 1] and handle.report()["frames"] == 0
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_random_numbers(training: bool) -> None:
     """Layers that draw run whole, with stock's numbers. In evaluation they draw none and run in tiles."""
