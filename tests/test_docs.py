@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import pkgutil
 import re
 import subprocess
 import sys
@@ -115,6 +116,22 @@ def test_commands_exist(page):
     assert not [name for name in files if not (REPO / name).exists() and not name.endswith("/NAME.json")]
     verbs = set(re.findall(r"(?:^    |`|^)ds-memo ([a-z]+)", text, re.MULTILINE))
     assert verbs <= VERBS.keys()
+
+
+def test_names_of_the_package_exist():
+    """Annotations of tests are never evaluated, and prose is not either. The changelog speaks of what is gone."""
+    pages = {*PAGES, *(REPO / "tests").rglob("*.py")} - {REPO / "CHANGELOG.md"}
+    texts = {page: page.read_text() for page in pages}
+    named = {name: page for page, text in texts.items() for name in re.findall(r"(?<![\w/.-])ds_memo(?:\.[A-Za-z_]\w*)+", text)}
+    assert not {name: page for name, page in named.items() if not name.endswith(".py") and not resolves(name)}
+
+
+def resolves(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        return False
+    return True
 
 
 @pytest.mark.slow

@@ -277,7 +277,7 @@ class Tuner:
             self._warn(
                 f"beside the layers {math.prod(shape[:2]):,} tokens take {needed / GIB:.3g} GiB of device memory "
                 f"for head, loss and gradients on their way ({others['backward'] / GIB:.3g} GiB). With them a step "
-                f"needs {run.device_budget / GIB:.3g} GiB where {limit / GIB:.3g} are free: it may run out of memory. "
+                f"needs {run.device_budget / GIB:.3g} GiB where {limit / GIB:.3g} GiB are free: it may run out of memory. "
                 "A tiled loss helps, or a smaller zero_optimization.reduce_bucket_size"
             )
         again = any(kind.recomputes_attention for kind in solution.kinds)

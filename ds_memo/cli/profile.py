@@ -263,7 +263,7 @@ def _rates(sample: LayerSample) -> str:
     if sample.all_gemms_s:
         said.append(f"GEMMs {rate(sample.gemm_flops, sample.all_gemms_s)}")
     if not sample.attention_s:
-        said.append("no attention kernel observed: it is computed again in each replay")
+        said.append("no attention kernel observed: attention, if it has any, is computed again in each replay")
     elif sample.attention_backward_s:
         back = rate(_BACKWARD * sample.attention_flops, sample.attention_backward_s)
         said.append(f"attention {rate(sample.attention_flops, sample.attention_s)} forward, {back} backward")

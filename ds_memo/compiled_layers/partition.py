@@ -283,7 +283,7 @@ class _Partition:
         with self._graph.inserting_before(self._handle):
             for node in self._early:
                 product = self._is_product(node)
-                if node.target in op_policy.SOFTMAX:
+                if node.target in op_policy.SOFTMAX and op_policy.materialises_scores(node.target, node.args[0].meta["val"]):
                     softmax = str(node.target)
                 if not (product or _is_saved(node)):
                     continue

@@ -37,7 +37,6 @@ from ds_memo.nvme.open_files import shares_drives_with
 from ds_memo.runtime.attach import attach_model, check_residents, refuse_attached, take_from_engine
 from ds_memo.runtime.conflicts import refuse_model
 from ds_memo.runtime.handle import MemoHandle
-from ds_memo.runtime.module_patches import nothing
 from ds_memo.runtime.session import EngineTies, Session
 from ds_memo.units import MIB
 
@@ -204,7 +203,7 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
         before_probe=functools.partial(_gather_nothing_ahead, weakref.ref(engine)),
         gather_whole=whole.gather,
         on_last_micro_batch=weakly(engine.is_gradient_accumulation_boundary),
-        after_first_step=_say_what_moved if _replaced else nothing,
+        tell_what_moved=_tell_what_moved if _replaced else None,
     )
     session = attach_model(engine.module, config, config.layers, engine.device, ties)
     hook_engine(engine, session)
@@ -242,17 +241,25 @@ def _gather_nothing_ahead(engine: weakref.ref[deepspeed.DeepSpeedEngine]) -> Non
     forget_order(engine())
 
 
-def _say_what_moved(session: Session) -> None:
-    """Print what memo did: the script was not changed, and its user wants to see an effect."""
+def _tell_what_moved(session: Session) -> bool:
+    """Print what memo did, since the script was not changed and its user wants to see an effect. Return True if it is told.
+
+    What is solved automatically is solved again after the first step, which shows the memory of head and loss.
+    """
     report = session.report()
+    first = report["step_s"] is None
+    if first and not report["active"] and report["predicted"] is not None:
+        return False
+    steps = "step" if first else "two steps"
     if report["active"]:
         line = (
-            f"is active: {report['bytes_to_host'] / MIB:.1f} MiB went to the host in the first step "
+            f"is active: {report['bytes_to_host'] / MIB:.1f} MiB went to the host in the first {steps} "
             f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)"
         )
     else:
-        line = f"moved no bytes in the first step: {report['binding']}"
+        line = f"moved no bytes in the first {steps}: {report['binding']}"
     _say(line)
+    return True
 
 
 def _say(line: str) -> None:

@@ -23,6 +23,8 @@ from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 
 WRITE, READ = "nvme write", "nvme read"
 """The two directions of the drives, as streams of a timeline."""
+MOST_TILES = 1024
+"""Tiles of a layer that are simulated. Of more, neighbours run as one: that is off by about one of these, 0.1 % of the layer."""
 
 
 class Span(NamedTuple):
@@ -192,17 +194,20 @@ class VirtualFiles:
         self.costs = costs
         self.streams = streams
         self.now = {WRITE: 0.0, READ: 0.0}
+        self._left = costs.budget
         self._names: dict[file_protocol.Extent, str] = {}
 
     def extent(self, nbytes: int, wanted_by: str) -> file_protocol.Extent:
-        if sum(extent.nbytes for extent in self._names) + nbytes > self.costs.budget:
+        if nbytes > self._left:
             _no_room(f"files for {wanted_by}")
+        self._left -= nbytes
         extent = file_protocol.Extent(0, nbytes)
         self._names[extent] = wanted_by
         return extent
 
     def free(self, extent: file_protocol.Extent) -> None:
         del self._names[extent]
+        self._left += extent.nbytes
 
     def extents(self) -> list[file_protocol.Extent]:
         return list(self._names)
@@ -350,8 +355,9 @@ class _InTiles(_Whole):
 
     def forward(self) -> None:
         engine, layer, tiles = self.engine, self.layer, self._tiles
-        stored = tiles.stored(self.placement.decided_alpha)
-        self._whole_tiles = {number * tiles.count // stored for number in range(stored)}
+        self._count = min(tiles.count, MOST_TILES)
+        stored = tiles.stored(self.placement.decided_alpha) * self._count // tiles.count
+        self._whole_tiles = {number * self._count // stored for number in range(stored)}
         at = next((i for i, output in enumerate(layer.outputs) if output.kind == "attention"), len(layer.outputs))
         attended_s = layer.forward_s * (layer.outputs[at].born if at < len(layer.outputs) else 1.0)
         of_attention = [output for output in layer.outputs if output.kind == "attention"]
@@ -364,14 +370,14 @@ class _InTiles(_Whole):
             self._attention = engine.begin(f"layer {self.index}, attention", self.placement)
         self._frames: list[Frame] = []
         slots: list[list[VirtualKept | None]] = []
-        for number in range(tiles.count):
+        for number in range(self._count):
             frame = engine.begin(f"layer {self.index}, tile {number}", self.placement)
             frame.ahead = True
             self._frames.append(frame)
-            host_bytes = with_gemms if number in self._whole_tiles else without
+            host_bytes = (with_gemms if number in self._whole_tiles else without) * tiles.count // self._count
             slots.append(self._adopt(frame, [self._bytes_in_tile(output, number) for output in of_tile], host_bytes))
             self._keep(frame, slots[-1][:1])  # the input
-            self._compute(f"head of tile {number}", "forward", (attended_s - layer.attention_s) / tiles.count)
+            self._compute(f"head of tile {number}", "forward", (attended_s - layer.attention_s) / self._count)
             self._keep(frame, slots[-1][1:at])
         engine.let_go_but(0)
         self._compute("attention", "forward", layer.attention_s)
@@ -381,7 +387,7 @@ class _InTiles(_Whole):
             engine.end(self._attention)
         for number, frame in enumerate(self._frames):
             self._keep(frame, slots[number][at : at + len(result)])
-            self._compute(f"tail of tile {number}", "forward", (layer.forward_s - attended_s) / tiles.count)
+            self._compute(f"tail of tile {number}", "forward", (layer.forward_s - attended_s) / self._count)
             self._keep(frame, slots[number][at + len(result) :])
             engine.end(frame)
             if number in self._whole_tiles:
@@ -401,7 +407,7 @@ class _InTiles(_Whole):
         for number, frame in reversed(list(enumerate(self._frames))):
             engine.bring_back(frame, then=below[number], again=True)
             seconds = tiles.tails_backward_s - (layer.gemm_s if number in self._whole_tiles else 0.0)
-            self._compute(f"tail's backward of tile {number}", "backward", seconds / tiles.count)
+            self._compute(f"tail's backward of tile {number}", "backward", seconds / self._count)
             engine.replayed(frame)
             frame.first_only = True
         if self._attention is not None and not self._begins_with_heads:
@@ -412,7 +418,7 @@ class _InTiles(_Whole):
         for number, frame in reversed(list(enumerate(self._frames))):
             engine.bring_back(frame)
             frame.first_only = False
-            self._compute(f"head's backward of tile {number}", "backward", tiles.heads_backward_s / tiles.count)
+            self._compute(f"head's backward of tile {number}", "backward", tiles.heads_backward_s / self._count)
             engine.replayed(frame)
 
     def _run_heads_again(self, below: Sequence[Frame]) -> None:
@@ -421,7 +427,7 @@ class _InTiles(_Whole):
         for number, frame in reversed(list(enumerate(self._frames))):
             self.engine.bring_back(frame, then=below[number], again=True)
             frame.first_only = False
-            self._compute(f"head of tile {number} again", "replay", self._tiles.heads_again_s / self._tiles.count)
+            self._compute(f"head of tile {number} again", "replay", self._tiles.heads_again_s / self._count)
             self.engine.replayed(frame)
 
     @property
@@ -434,7 +440,7 @@ class _InTiles(_Whole):
         return self.layer.in_tiles
 
     def _bytes_in_tile(self, output: Output, number: int) -> float:
-        return 0.0 if output.kind == "gemm" and number not in self._whole_tiles else output.nbytes / self._tiles.count
+        return 0.0 if output.kind == "gemm" and number not in self._whole_tiles else output.nbytes / self._count
 
 
 def _driver(layer: LayerCosts, placement: Placement) -> type[_Whole]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, as_tuple, detached, needs_right_operands, noticing_draws, storage_of, tensor_leaves
@@ -70,6 +71,7 @@ class Analyse(NotingMode):
         self._weights.discard(0)
         self._without_tokens = set(self._weights)
         """Storages of parameters, constants, and what was computed from these alone."""
+        self._blank: set[int] = set()  # made by an op for others to write to, and no op has yet
         self._filled: dict[int, Filled] = {}
         self._gemms: list[ObservedGemm] = []
         self._fresh: ObservedGemm | None = None  # the op before this one, views aside
@@ -80,6 +82,7 @@ class Analyse(NotingMode):
             self._note_what_is_left_behind(self._module)
         self._module = None
         self._sources.clear()
+        self._blank.clear()
         self._filled.clear()
         self._weights.clear()
         self._without_tokens.clear()
@@ -122,6 +125,8 @@ class Analyse(NotingMode):
         if frame is not None and (stream := self.call.engine.streams.current()) != frame.stream:
             frame.aside.add(stream)
         sources = self._made_of_all(args, kwargs)
+        if self._blank and kind is not OpKind.MUTATES and not func.is_view:
+            self.observed.hidden_kernels |= any(storage_of(tensor) in self._blank for tensor in tensor_leaves((args, kwargs)))
         fresh, self._fresh = self._fresh, self._fresh if func in op_policy.VIEWS else None
         if kind is OpKind.ATTENTION or kind is OpKind.CHOICE:
             return self._run_saved(kind, func, args, kwargs, sources)
@@ -130,7 +135,7 @@ class Analyse(NotingMode):
         if needs_right_operands(kind, func, args, kwargs, lambda: self._older):
             self.observed.wanted |= sources
             self._choose_from(self._made_of_all(op_policy.chooses_by(func, args)))
-        if func in op_policy.SOFTMAX:
+        if func in op_policy.SOFTMAX and op_policy.materialises_scores(func, args[0]):
             self.observed.softmax = str(func)
         out = func(*args, **kwargs)
         has_weight = self._follow_weights(kind, args, out)
@@ -209,6 +214,7 @@ class Analyse(NotingMode):
             self._sources[storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)
         for tensor in written:
             self._made(tensor, sources)
+            self._blank.discard(storage_of(tensor))
         return sources
 
     def _choose_from(self, sources: int) -> None:
@@ -242,16 +248,25 @@ class Analyse(NotingMode):
         if storage not in self._sources:
             self._made(tensor, self._all_so_far)
             self._older.add(storage)
+            self.observed.hidden_kernels |= storage not in self._of_attributes()
         sources = self._sources[storage]
         if sources != ALL_SO_FAR:
             return sources
         filled = self._filled.get(storage)
         if filled is None:
             return self._all_so_far
-        if not torch.equal(filled.fingerprint, _of_all_bytes(tensor)):
+        with _disable_current_modes():  # autograd, which saves a tensor, calls this outside of the dispatch
+            unchanged = torch.equal(filled.fingerprint, _of_all_bytes(tensor))
+        if not unchanged:
             del self._filled[storage]
+            self.observed.hidden_kernels = True
             return self._all_so_far
         return self._all_so_far // 3 | filled.sources  # lower bits only: a kernel may have written the values that were there
+
+    def _of_attributes(self) -> set[int]:
+        """Return the storages of tensors that the layer's modules hold as plain attributes."""
+        parts = self._module.modules() if self._module is not None else ()
+        return {storage_of(value) for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)}
 
     @property
     def _all_so_far(self) -> int:
@@ -260,6 +275,8 @@ class Analyse(NotingMode):
     def _made_blank(self, func: Any, out: torch.Tensor) -> None:
         """Note memory that an op made for others to write to."""
         self._made(out, ALL_SO_FAR)
+        if func in op_policy.EMPTY and out.numel():
+            self._blank.add(storage_of(out))
         if func in op_policy.FILLED and 0 < out.untyped_storage().nbytes() <= _MASK_BYTES:
             self._filled[storage_of(out)] = Filled(_of_all_bytes(out))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ds_memo.remat import op_policy
 from ds_memo.remat.recipe import Gemm, Recipe
 
 MEM_EFFICIENT_TOKENS = 1 << 16
@@ -43,13 +44,22 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
         why = compiled if module is not None and has_compiled(module) else ""
         but = "all of it but attention" if recipe.attention_ops else "all of it, attention too,"
         yield f"no GEMM was seen in it, so each backward runs {but} again{why}"
-    elif not recipe.attention_ops:
-        seen = f"{recipe.softmax} was (attention that materialises its scores)" if recipe.softmax else "nor a softmax"
+    elif not recipe.attention_ops and recipe.softmax == str(op_policy.SAFE_SOFTMAX):
         yield (
-            f"no attention kernel was seen in it, {seen}, so its attention, if any, runs a second time in each backward. "
-            'Use attn_implementation="sdpa" or a flash-attn package, and no 4-D attention mask; a function with kernels that '
-            "PyTorch does not show goes through ds_memo.keep_whole. Where a kernel is in use, PyTorch found none for this call: "
-            "a mask that needs a gradient (T5), or dropout on a CPU"
+            "no attention kernel was seen in it, though it calls scaled_dot_product_attention, so its attention runs a second "
+            "time in each backward. PyTorch has none where a mask needs a gradient (T5), and on a CPU where attention has "
+            "dropout or values are not as wide as keys (multi-head latent attention)"
+        )
+    elif not recipe.attention_ops and recipe.softmax:
+        yield (
+            f"no attention kernel was seen in it, {recipe.softmax} was (attention that materialises its scores), so its "
+            'attention runs a second time in each backward. Use attn_implementation="sdpa" or a flash-attn package, and no 4-D '
+            "attention mask"
+        )
+    elif not recipe.attention_ops and recipe.hidden_kernels:
+        yield (
+            "no attention kernel was seen in it, but the work of a kernel that PyTorch does not show. If that is attention, it "
+            "runs a second time in each backward, unless the function goes through ds_memo.keep_whole"
         )
 
 

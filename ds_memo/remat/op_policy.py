@@ -91,8 +91,10 @@ BLANK = EMPTY | FILLED
 """Ops that make memory which a kernel PyTorch does not show (a Triton launch) may then fill or add to. In FILLED memory the
 changed values reveal the write."""
 
-SOFTMAX = {aten._softmax.default, aten._safe_softmax.default}
-"""Sign of attention that cannot be kept: softmax over materialised scores."""
+SAFE_SOFTMAX = aten._safe_softmax.default
+"""PyTorch's scaled_dot_product_attention calls it where it has no kernel."""
+SOFTMAX = {aten._softmax.default, SAFE_SOFTMAX}
+"""Sign of attention that cannot be kept: softmax over materialised scores, see `materialises_scores`."""
 
 OVERWRITES = {
     aten.bernoulli_.float,  # F.dropout on a CPU: empty_like(x).bernoulli_(1 - p)
@@ -125,6 +127,11 @@ def kind_of(func: OpOverload) -> OpKind:
     if known is None:
         known = _KINDS[id(func)] = (_classify(func), func)
     return known[0]
+
+
+def materialises_scores(func: OpOverload, scores: torch.Tensor) -> bool:
+    """Return True for a softmax over the scores of attention. A router's has a row for each token, and no other dimension."""
+    return func in SOFTMAX and scores.dim() > 2
 
 
 def _classify(func: OpOverload) -> OpKind:

@@ -105,6 +105,8 @@ class Recipe:
     """Tensors that autograd saved. A call that saves another number leaves the recipe."""
     softmax: str | None
     """Name of an op that materialised attention scores."""
+    hidden_kernels: bool = False
+    """True if something was read that only a kernel which PyTorch does not show can have computed."""
     rewritten: str = ""
     """Names of ops whose outputs a kernel that PyTorch does not show changed, separated by commas."""
     unkept: Unkept = field(default_factory=Unkept)
@@ -172,6 +174,7 @@ class Observed:
     """The GEMMs that a saved tensor depends on, by the lower of their two bits."""
     packs: int = 0
     softmax: str | None = None
+    hidden_kernels: bool = False
     set_aside: list[torch.Tensor] = field(default_factory=list)
     """Copies of tensors that the layer later changed in place."""
     rewritten: list[str] = field(default_factory=list)
@@ -278,6 +281,7 @@ def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Ke
         layout=layout,
         packs=observed.packs,
         softmax=observed.softmax,
+        hidden_kernels=observed.hidden_kernels,
         rewritten=", ".join(observed.rewritten),
         unkept=observed.unkept,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import sys
 import time
 import warnings
@@ -59,6 +60,9 @@ def _never() -> bool:
     return False
 
 
+_SIZE = re.compile(r"\b\d[\d,.]*(e[+-]\d+)?(?= (tokens|bytes|GiB)\b)")
+
+
 def _as_it_is(nbytes: int) -> int:
     return nbytes
 
@@ -80,7 +84,8 @@ class EngineTies:
     be told."""
     on_last_micro_batch: Callable[[], bool] | None = None
     """Returns True if an optimizer step follows the present micro-batch; None: steps may not be told of."""
-    after_first_step: Callable[[Session], None] = nothing
+    tell_what_moved: Callable[[Session], bool] | None = None
+    """Called after each step until it returns True. None: no line is printed."""
 
 
 class Session:
@@ -106,11 +111,12 @@ class Session:
             config = config.model_copy(update={"alpha": 1.0, "resident_layers": residents})
         self.config = config
         self.warnings: list[str] = []
+        self._warned: set[str] = set()
         self._model = weakref.ref(model)
         self._detached = False
         self.of_engine = ties.of_engine
         self._on_last_micro_batch = ties.on_last_micro_batch or _never
-        self._after_first_step = ties.after_first_step
+        self._tell_what_moved = ties.tell_what_moved
         self._passes = 0
         """Training forwards that came to their end."""
         self._frames_before = 0
@@ -198,8 +204,9 @@ class Session:
         return module in self._by_module
 
     def warn(self, message: str) -> None:
-        """Warn once and show it in the report."""
-        if message not in self.warnings:
+        """Warn and show it in the report: once, also where sizes differ from those of an earlier one (another batch)."""
+        if (wording := _SIZE.sub("", message)) not in self._warned:
+            self._warned.add(wording)
             self.warnings.append(message)
             warnings.warn(message, MemoWarning, stacklevel=3)
 
@@ -341,9 +348,10 @@ class Session:
         if self._speed.before_first_step:
             for message in self._said_of_first_step():
                 self.warn(message)
-            self._after_first_step(self)
         now = time.perf_counter()
         self._speed.stepped(now)
+        if self._tell_what_moved is not None and self._tell_what_moved(self):
+            self._tell_what_moved = None
         if self._drives and (message := self._drives.stepped(now)) is not None:
             self.warn(message)
         self.policy.in_flight.stepped()

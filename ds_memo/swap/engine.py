@@ -15,9 +15,11 @@ Nothing here computes or imports torch: ds_memo.estimate.simulate runs the same 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +48,15 @@ class Traffic:
     """Reloads issued when the backward already waited: its first frame, or an unexpected order."""
     blocks_lost: int = 0
     """Host blocks still allocated after their frame was gone, because its destructor was interrupted."""
+
+
+class FrameRef(weakref.ref[Frame]):
+    """A weak reference to a frame, and the frame's age, which outlives it."""
+
+    __slots__ = ("age",)
+
+    def __init__(self, frame: Frame) -> None:
+        self.age = frame.age
 
 
 class PendingFree(NamedTuple):
@@ -79,7 +90,7 @@ class SwapEngine:
         self.slab = slab
         self.device = device
         self.traffic = Traffic()
-        self._stack: list[weakref.ref[Frame]] = []  # swapped frames, oldest first
+        self._stack: list[FrameRef] = []  # swapped frames, oldest first
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not freed yet
         self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None  # kept, but its copy is not issued yet
         self._ahead: Callable[[], Frame | None] = lambda: None  # weak: the frame that was reloaded ahead
@@ -160,7 +171,7 @@ class SwapEngine:
             return
         frame.sent = self.streams.mark(D2H)
         frame.move("swapping")
-        self._stack.append(weakref.ref(frame))
+        self._stack.append(FrameRef(frame))
         self._leaving.append(weakref.ref(frame))
 
     def let_go_but(self, frames: int) -> None:
@@ -339,10 +350,10 @@ class SwapEngine:
 
     def _next_below(self, frame: Frame) -> Frame | None:
         """Return the youngest older frame that backward has reached as often as this one, if any."""
-        self._forget_dead()  # else each tile of a layer would pass by all tiles of the layers above
-        for ref in reversed(self._stack):
-            below = ref()
-            if below is not None and below.age < frame.age and below.replays == frame.replays:
+        self._forget_dead()
+        for at in range(bisect_left(self._stack, frame.age, key=attrgetter("age")) - 1, -1, -1):
+            below = self._stack[at]()
+            if below is not None and below.replays == frame.replays:
                 return below
         return None
 

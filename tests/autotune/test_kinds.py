@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
+from ds_memo.runtime.handle import MemoHandle
 from ds_memo.units import GIB
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.everyday import everyday
@@ -57,7 +58,7 @@ def batch(length: int, images: int = 0, seed: int = 0) -> dict[str, torch.Tensor
     return {"input_ids": ids, "labels": labels, **pictures}
 
 
-def attached(model: nn.Module, cache: Path, **memo: Any) -> ds_memo.Memo:
+def attached(model: nn.Module, cache: Path, **memo: Any) -> MemoHandle:
     section = {"device_memory_gib": DEVICE, "resident_layers": 1, **memo, "plan": {"enabled": False, "cache_dir": str(cache)}}
     return ds_memo.attach(model, {"enabled": True, **section})
 
@@ -69,7 +70,7 @@ def outcome(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Outcome:
     return Outcome(loss.detach(), gradients(model))
 
 
-def assert_as_predicted(handle: ds_memo.Memo) -> None:
+def assert_as_predicted(handle: MemoHandle) -> None:
     report = handle.report()
     assert report["predicted"]["stored_bytes_per_layer"] == report["stored_bytes_per_layer"]
     assert report["bytes_to_host"] and not report["warnings"]

@@ -16,6 +16,7 @@ import ds_memo
 from ds_memo.autotune.pending_calls import CallsInFlight
 from ds_memo.profile import run
 from ds_memo.profile.live import LiveBytes
+from ds_memo.runtime.handle import MemoHandle
 from ds_memo.units import GIB
 from tests.everyday import everyday
 from tests.models import Batch, Toy, assert_same, assert_same_grads, build, gradients, step
@@ -45,7 +46,7 @@ def shared(layers: int, calls: int) -> Shared:
     return model
 
 
-def attached(model: nn.Module, cache: Path, **memo: Any) -> ds_memo.Memo:
+def attached(model: nn.Module, cache: Path, **memo: Any) -> MemoHandle:
     return ds_memo.attach(model, {"enabled": True, "plan": {"enabled": False, "cache_dir": str(cache)}, **memo})
 
 

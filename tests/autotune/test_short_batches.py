@@ -12,6 +12,7 @@ from torch import nn
 import ds_memo
 from ds_memo.autotune import model_profile as profiling
 from ds_memo.profile import run
+from ds_memo.runtime.handle import MemoHandle
 from tests.models import HIDDEN, Batch, Toy, assert_same, build, step
 
 SHORT, LONG = Batch.random(1, 16), Batch.random(1, 512)
@@ -24,16 +25,16 @@ def of_this_size(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SHORTEST", 256)
 
 
-def attached(model: Any, folder: Path, **memo: Any) -> ds_memo.Memo:
+def attached(model: Any, folder: Path, **memo: Any) -> MemoHandle:
     return ds_memo.attach(model, {"plan": {"enabled": False, "cache_dir": str(folder)}, "device_memory_gib": 0.01, **memo})
 
 
-def working(handle: ds_memo.Memo) -> float:
+def working(handle: MemoHandle) -> float:
     """Bytes that a replay and backward of a long batch are thought to need."""
     return handle._session.tuner.profile.kinds[0].costs(1, 512).working.backward
 
 
-def measured_again(handle: ds_memo.Memo) -> list[str]:
+def measured_again(handle: MemoHandle) -> list[str]:
     return [change for change in handle.report()["profile"]["changes"] if "again" in change]
 
 

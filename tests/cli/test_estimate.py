@@ -41,6 +41,13 @@ def test_the_example_in_the_docs(capsys):
     assert shown in (ROOT / "docs" / "estimate.md").read_text()
 
 
+def test_a_tiny_model_that_runs_in_many_tiles(capsys):
+    """14,336 tiles a layer: the search simulates some such steps."""
+    tiny = str(ROOT / "ds_configs" / "models" / "tiny.json")
+    longest = answer(capsys, "--max-length", base=("estimate", "--model", tiny, "--hardware", "h100", "--gpus", "64"))
+    assert (longest["status"], longest["seq_length"], longest["tile_tokens"]) == ("ok", 60 << 20, 1024)
+
+
 def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
     assert answer(capsys, "--seq-length", "1M", "--method", "none")["status"] == "oom"
     oohm = answer(capsys, "--seq-length", "384K", "--method", "full_swap", "--tp", "4", "--cp", "2")

@@ -15,7 +15,7 @@ from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, largest
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.solve.memory import device_bytes
 from ds_memo.units import MIB
-from tests.deepspeed.engines import ON_ONE_CPU_RANK, deepspeed, ds_config, start
+from tests.deepspeed.engines import ON_ONE_CPU_RANK, deepspeed, ds_config, start, train
 from tests.models import build
 from tests.placements import sets
 
@@ -130,3 +130,14 @@ def test_an_engine_that_cannot_be_made_leaves_no_setting(monkeypatch: pytest.Mon
     with pytest.raises(AssertionError, match="train_batch_size is not equal"):
         start(ds_config(memo={"enabled": True}, train_batch_size=3))
     assert told == [True, False]
+
+
+def test_a_large_head_is_told_once() -> None:
+    """Not again for each number of tokens."""
+    memo = {"enabled": True, "device_memory_gib": 1.5 / 1024}
+    engine = start(ds_config(memo=memo), model=build("llama", vocab_size=2000))
+    for length in (128, 109, 121):
+        train(engine, steps=1, length=length)
+    told = engine.memo.report()["warnings"]
+    engine.destroy()
+    assert len(told) == 1 and told[0].startswith("beside the layers 218 tokens take"), told

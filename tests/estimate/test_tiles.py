@@ -28,6 +28,7 @@ from ds_memo.runtime.attach import attach_model
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.kinds import place
 from ds_memo.solve.schedule import Schedule
+from ds_memo.swap.engine import FrameRef
 from tests.estimate.test_requests import LLAMA, REAL
 from tests.placements import placed
 
@@ -169,6 +170,31 @@ def test_attention_again_takes_the_solvers_time(ranks: int) -> None:
     assert solved.seconds == pytest.approx(engine.seconds, rel=0.01 if ranks == 1 else 0.02)
     kept = Schedule(how, [PlacementKind.SWAPPED] * 6).at(0.0).seconds
     assert solved.seconds > kept + 2 * how.layers[0].attention_s
+
+
+@pytest.mark.parametrize("alpha", (0.0, 0.3))
+def test_neighbours_of_many_tiles_run_as_one(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work is bounded by layers, and the step is as long."""
+    how, placements = run(Tiles(256)), placed([PlacementKind.SWAPPED] * 4, alpha)
+    exact = simulate(how, placements)
+    monkeypatch.setattr("ds_memo.estimate.simulate.MOST_TILES", 64)
+    few = simulate(how, placements)
+    assert few.seconds == pytest.approx(exact.seconds, rel=1e-3)
+    assert len(few.spans) < 4 * 64 * 12 < len(exact.spans)
+
+
+def test_a_tile_passes_by_no_other_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a layer's backward takes the square of its tiles."""
+    asked = []
+
+    class Counted(FrameRef):
+        def __call__(self) -> Any:
+            asked.append(self)
+            return super().__call__()
+
+    monkeypatch.setattr("ds_memo.swap.engine.FrameRef", Counted)
+    simulate(run(Tiles(512), layers=2), placed([PlacementKind.SWAPPED] * 2, 0.0))
+    assert 2 * 256 < len(asked) < 6 * 2 * 256
 
 
 def test_tiles_cost_what_runs_once_more() -> None:

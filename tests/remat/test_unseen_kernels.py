@@ -90,6 +90,30 @@ def test_a_kernel_out_of_sight(config: dict, compute: Any) -> None:
     compare_with_stock(toy(Calls), drive, config)
 
 
+@pytest.mark.parametrize("compute", [_into_empty, _into_empty_permuted, _onto_new_ones, _onto_zeros, _elsewhere])
+def test_it_is_told_where_it_may_be_attention(compute: Any) -> None:
+    kernel = unseen(compute, lambda grad: 3 * grad)
+
+    class Calls(Lines):
+        def thrice(self, x: torch.Tensor) -> torch.Tensor:
+            return kernel.apply(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(F.gelu(self.thrice(self.a(self.norm(x)))))
+
+    class Seen(Calls):
+        def thrice(self, x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            out[..., 1:], out[..., 0] = 3 * x[..., 1:], 3 * x[..., 0]
+            return out
+
+    for block, warned in ((Calls, ["unless the function goes through ds_memo.keep_whole"]), (Seen, [])):
+        handle = ds_memo.attach(model := toy(block), {"alpha": 0.5, "resident_layers": 0})
+        drive(model, 0)
+        assert [line.rpartition(", ")[2] for line in handle.report()["warnings"]] == [f"{words}." for words in warned]
+        handle.detach()
+
+
 @torch.library.custom_op("ds_memo_tests::scale_", mutates_args={"x"})
 def scale_(x: torch.Tensor, by: torch.Tensor) -> None:
     x.numpy()[...] *= by.item()
