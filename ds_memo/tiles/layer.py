@@ -111,11 +111,14 @@ class TiledLayer:
 
     Args:
         shapes: from its probe.
+        agree: tells other ranks why attention cannot run so, "" if it can, and raises CannotTile if one of them has a reason.
     """
 
-    def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes) -> None:
+    def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes, agree: Callable[[str], None]) -> None:
         self.layer = layer
         self.shapes = shapes
+        self.agree = agree
+        self.attention_ran = False
         self.recipes: dict[Any, SizeRecipes] = {}
         self.attention_recipes: dict[Any, AttentionRecipe] = {}
         self.alphas: dict[Any, float] = {}
@@ -176,6 +179,7 @@ class TiledCall:
             type(tiled.module).__name__,
             tiled.shapes,
             tiled.attention_recipes,
+            self._attention_ran,
             (self._arguments.batch, self._arguments.length),
             tiled.module.training,
             placement.tiles.head_groups,
@@ -281,6 +285,12 @@ class TiledCall:
         if not (self._placement.kind.on_device or self._remat.policy.has_room(needs)):
             on_device = FULL_RECOMPUTE if self._recomputes else GEMMS_RECOMPUTED
             self._placement = replace(on_device, tiles=self._placement.tiles)
+
+    def _attention_ran(self, why: str) -> None:
+        """Agree with other ranks on attention, after its first run. Later a rank speaks only to refuse."""
+        if why or not self._tiled.attention_ran:
+            self._tiled.attention_ran = True
+            self._tiled.agree(why)
 
     def _attention_bytes(self, hidden: torch.Tensor) -> int:
         """Return about how many bytes attention's frame keeps: a log-sum-exp in float32 for each head, and maybe the output."""

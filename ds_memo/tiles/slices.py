@@ -85,11 +85,22 @@ class Arguments:
         plain = (torch.Tensor, bool, int, float, str, type(None))
         return [type(leaf).__name__ for leaf in self._leaves if not isinstance(leaf, plain)]
 
-    def kind(self) -> Any:
-        """Return a key for what this class sees of the arguments but sizes: calls of one kind are cut alike."""
+    def kind(self, masks: bool = True) -> Any:
+        """Return a key for what this class sees of the arguments but sizes: calls of one kind are cut alike.
+
+        Args:
+            masks: False: a tensor that tiles get whole is none. Under Ulysses a mask is of the rank's part alone, some ranks have
+                one and others not, and attention drops it.
+        """
         leaves = [
-            (leaf.dim(), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf if isinstance(leaf, bool) else type(leaf)
-            for leaf in self._leaves
+            type(leaf)
+            if not isinstance(leaf, (bool, torch.Tensor))
+            else leaf
+            if isinstance(leaf, bool)
+            else (leaf.dim(), leaf.requires_grad)
+            if masks or place is not None
+            else type(None)
+            for leaf, place in zip(self._leaves, self._places, strict=True)
         ]
         return self._spec, self._hidden_first, self.batch > 1, tuple(leaves), tuple(self._places)
 
