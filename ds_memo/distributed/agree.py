@@ -35,8 +35,8 @@ _meetings_of: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(i
 class Absent(MemoError):
     """Raised if a rank has not come to a meeting in time."""
 
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank} has not answered: {why}")
+    def __init__(self, rank: int, wait_s: float, why: str) -> None:
+        super().__init__(f"rank {rank} has not come for {wait_s:g} s: look for the error that it ended with ({why})")
         self.rank = rank
 
 
@@ -174,7 +174,7 @@ def meet(mine: str, ranks: Sequence[int], wait_s: float) -> list[str]:
             said.append(store.get(key).decode())
         store.delete_key(_key(f"{where}{meeting - 1}", me))  # all ranks are here, so all have read it
     except RuntimeError as silence:
-        raise Absent(all_of_them[len(said)], str(silence)) from silence
+        raise Absent(all_of_them[len(said)], wait_s, str(silence).partition("\n")[0]) from silence
     return said
 
 
@@ -190,15 +190,12 @@ def _say(problem: str) -> list[str]:
     try:
         return meet(problem, range(world_size()), GRACE_S if problem else PATIENCE_S)
     except Absent as absent:
-        if problem:
-            raise MemoError(
-                f"rank {dist.get_rank()}: {problem}. Rank {absent.rank} has not answered for {GRACE_S:g} s: it waits for this "
-                "rank inside a layer whose ranks talk to each other, so the run cannot go on. With memo.alpha and "
-                "memo.resident_layers both set nothing is measured"
-            ) from absent
+        if not problem:
+            raise
         raise MemoError(
-            f"rank {dist.get_rank()} waited {PATIENCE_S:g} s for rank {absent.rank}, or lost it ({absent}): look for the "
-            "error it ended with"
+            f"rank {dist.get_rank()}: {problem}. Rank {absent.rank} has not answered for {GRACE_S:g} s: it waits for this rank "
+            "inside a layer whose ranks talk to each other, so the run cannot go on. With memo.alpha and memo.resident_layers "
+            "both set nothing is measured"
         ) from absent
 
 
