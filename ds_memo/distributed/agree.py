@@ -152,14 +152,18 @@ def _key(meeting: int | str, rank: int) -> str:
     return f"ds_memo/{meeting}/{rank}"
 
 
-def meet(mine: str, ranks: Sequence[int], wait_s: float) -> list[str]:
+def meet(mine: str, ranks: Sequence[int], wait_s: float | None = None) -> list[str]:
     """Tell some ranks, of which this is one, a text; return the text of each. All of them must call this, and no other rank.
 
+    Args:
+        wait_s: seconds until a rank counts as absent; None: as many as in a collective.
+
     Raises:
-        Absent: a rank has not called it after `wait_s` seconds.
+        Absent: a rank has not called it.
     """
     if len(ranks) == 1:
         return [mine]
+    wait_s = _patience_s() if wait_s is None else wait_s
     store, me, all_of_them = _get_default_store(), dist.get_rank(), tuple(ranks)
     meetings, where = _meetings, ""
     if len(all_of_them) < world_size():
@@ -178,10 +182,10 @@ def meet(mine: str, ranks: Sequence[int], wait_s: float) -> list[str]:
     return said
 
 
-def patience_s() -> float:
-    """Return the seconds that ranks wait for each other before a pass: as long as in a collective, and PATIENCE_S at least."""
+def _patience_s() -> float:
+    """Return the seconds that ranks wait for each other in a collective, and PATIENCE_S at least."""
     world = dist.group.WORLD
-    options = getattr(world._get_backend(world._device_types[0]), "options", None) if world_size() > 1 else None
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
     return max(PATIENCE_S, options._timeout.total_seconds() if options is not None else 0.0)
 
 

@@ -111,10 +111,11 @@ class TiledLayer:
 
     Args:
         shapes: from its probe.
-        agree: tells other ranks why attention cannot run so, "" if it can, and raises CannotTile if one of them has a reason.
+        agree: tells other ranks why attention cannot run so, "" if it can, and raises CannotTile if one of them has a reason. The
+            second argument is True if all of them are sure to call it.
     """
 
-    def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes, agree: Callable[[str], None]) -> None:
+    def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes, agree: Callable[[str, bool], None]) -> None:
         self.layer = layer
         self.shapes = shapes
         self.agree = agree
@@ -288,9 +289,9 @@ class TiledCall:
 
     def _attention_ran(self, why: str) -> None:
         """Agree with other ranks on attention, after its first run. Later a rank speaks only to refuse."""
-        if why or not self._tiled.attention_ran:
-            self._tiled.attention_ran = True
-            self._tiled.agree(why)
+        first, self._tiled.attention_ran = not self._tiled.attention_ran, True
+        if why or first:
+            self._tiled.agree(why, first)
 
     def _attention_bytes(self, hidden: torch.Tensor) -> int:
         """Return about how many bytes attention's frame keeps: a log-sum-exp in float32 for each head, and maybe the output."""

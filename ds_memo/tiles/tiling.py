@@ -127,7 +127,7 @@ class Tiling:
                 set_generators(states, device)
                 verdicts.kinds[kind] = None
                 self._refuse(remat, layer, call.module, str(reason))
-                verdicts.agree(str(reason))
+                verdicts.agree(str(reason), sure=False)
                 raise
 
         return run
@@ -167,35 +167,35 @@ class Verdicts:
             CannotTile: it cannot.
             MemoError: other ranks do not see a new kind of call.
         """
-        wait_s = agree.GRACE_S if self.kinds else agree.PATIENCE_S
+        sure = not self.kinds
         self.kinds[kind] = None
-        self.agree(why, wait_s)  # a rank that refuses would be waited for in the check
+        self.agree(why, sure)  # a rank that refuses would be waited for in the check
         shapes = None
         try:
             shapes = probe(call.module, call.forward, call.args, call.kwargs)
         except CannotTile as reason:
             why = str(reason)
-        self.agree(why, wait_s)
+        self.agree(why, sure)
         self.kinds[kind] = TiledLayer(self._layer, call.module, shapes, self.agree)
 
-    def agree(self, why: str, wait_s: float = 0.0) -> None:
+    def agree(self, why: str, sure: bool) -> None:
         """Hear of other ranks' reasons to refuse the layer.
 
         Args:
             why: this rank's; empty: it has none.
-            wait_s: for the other ranks; 0: as long as a rank that fails waits.
+            sure: True if the other ranks come, however late; else they may not have seen what this one has.
 
         Raises:
             CannotTile: some rank has one.
             MemoError: a rank has not come.
         """
-        said = [why] if self.refused or len(self._ranks) == 1 else self._said(why, wait_s or agree.GRACE_S)
+        said = [why] if self.refused or len(self._ranks) == 1 else self._said(why, None if sure else agree.GRACE_S)
         for rank, reason in zip(self._ranks, said, strict=False):
             if reason:
                 self.refused = len(self._ranks) > 1
                 raise CannotTile(why or f"{reason} (rank {rank})")
 
-    def _said(self, why: str, wait_s: float) -> list[str]:
+    def _said(self, why: str, wait_s: float | None) -> list[str]:
         try:
             return agree.meet(why, self._ranks, wait_s)
         except agree.Absent as absent:

@@ -142,6 +142,18 @@ class TestTilesUnderUlysses(DistributedTest):
                 loss.square().mean().backward()
             assert_tiled(handle, [0, 1, 2, 3])
 
+    @pytest.mark.world_size(4)
+    def test_each_group_agrees_by_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of two groups, each has sequences of one tile while the other has longer ones. Rank 1 refuses a layer."""
+        monkeypatch.setattr(tiling, "probe", refusing(probe.probe, 2))
+        rank, place = dist.get_rank(), dist.get_rank() % 2
+        with in_parts("llama", IN_TILES | {"tile_tokens": 8}) as (model, handle, _):
+            for turn in range(4):
+                length = 12 if turn % 2 == rank // 2 else 4
+                positions = torch.arange(place * length, (place + 1) * length).expand(2, -1)
+                model(input_ids=positions, position_ids=positions, use_cache=False).logits.square().mean().backward()
+            assert_tiled(handle, [0, 1, 2, 3] if rank // 2 else [0, 2, 3])
+
     def test_a_rank_that_refuses_alone_later_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(agree, "GRACE_S", 1.0)
         with pytest.raises(RuntimeError) as caught, in_parts("llama", IN_TILES, seconds=10) as (model, _, want):
