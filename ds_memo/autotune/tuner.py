@@ -30,7 +30,8 @@ from ds_memo.autotune.pending_calls import CallsInFlight, InFlight
 from ds_memo.autotune.policy import WITHOUT_ALPHA
 from ds_memo.autotune.probe_forward import REMEMBERED, Probe, TrainingPass
 from ds_memo.config import MemoConfig
-from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, meet, together
+from ds_memo.distributed import agree
+from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, together
 from ds_memo.distributed.topology import gathers_by_module, is_experts, meet_in_layers, sharing_ranks, talk_in_layers
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
@@ -176,7 +177,7 @@ class Tuner:
         host, addresses = self._budgets.host, self._addresses
         room = _Room(host.reservation, host.left, host.solvable, self._drives.budget if self._drives else 0)
         mine = [must_probe, calls.earlier, *calls.most, *(-nbytes for nbytes in room)]
-        said = meet(json.dumps([mine, addresses.why_not_planned]), self._sharing)
+        said = agree.meet(json.dumps([mine, addresses.why_not_planned]), self._sharing)
         everybodys, whys = zip(*map(json.loads, said), strict=True)
         one_must, calls.earlier, most, forwards, *minus_room = map(max, zip(*everybodys, strict=True))
         self._room = _Room(*(-nbytes for nbytes in minus_room))

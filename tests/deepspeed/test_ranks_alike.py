@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ds_memo
-from ds_memo.autotune import tuner
 from ds_memo.deepspeed import ulysses
 from ds_memo.distributed import agree
 from ds_memo.planned_alloc import runtime
@@ -286,7 +285,7 @@ class TestSolutions(DistributedTest):
             self.run(model, handle, want)
 
     def test_control(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tuner, "meet", alone)
+        monkeypatch.setattr(agree, "meet", alone)
         if dist.get_rank() == 1:
             monkeypatch.setattr(runtime.Addresses, "_built", lambda *_: None)
         memo = {"device_memory_gib": 1.0, "plan": {"cache_dir": str(tmp_path)}}
