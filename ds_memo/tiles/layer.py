@@ -118,8 +118,8 @@ class TiledLayer:
     def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes, agree: Callable[[str, bool], None]) -> None:
         self.layer = layer
         self.shapes = shapes
-        self.agree = agree
-        self.attention_ran = False
+        self._agree = agree
+        self._ran = False
         self.recipes: dict[Any, SizeRecipes] = {}
         self.attention_recipes: dict[Any, AttentionRecipe] = {}
         self.alphas: dict[Any, float] = {}
@@ -128,6 +128,12 @@ class TiledLayer:
         """True if attention's result is not its kernel's output, as the latest call showed. Before the first: where ranks trade
         heads."""
         self._module = weakref.ref(module)
+
+    def attention_ran(self, why: str) -> None:
+        """Agree with other ranks on attention, after its first run. Later a rank speaks only to refuse."""
+        first, self._ran = not self._ran, True
+        if why or first:
+            self._agree(why, first)
 
     @property
     def module(self) -> nn.Module:
@@ -180,7 +186,7 @@ class TiledCall:
             type(tiled.module).__name__,
             tiled.shapes,
             tiled.attention_recipes,
-            self._attention_ran,
+            tiled.attention_ran,
             (self._arguments.batch, self._arguments.length),
             tiled.module.training,
             placement.tiles.head_groups,
@@ -286,12 +292,6 @@ class TiledCall:
         if not (self._placement.kind.on_device or self._remat.policy.has_room(needs)):
             on_device = FULL_RECOMPUTE if self._recomputes else GEMMS_RECOMPUTED
             self._placement = replace(on_device, tiles=self._placement.tiles)
-
-    def _attention_ran(self, why: str) -> None:
-        """Agree with other ranks on attention, after its first run. Later a rank speaks only to refuse."""
-        first, self._tiled.attention_ran = not self._tiled.attention_ran, True
-        if why or first:
-            self._tiled.agree(why, first)
 
     def _attention_bytes(self, hidden: torch.Tensor) -> int:
         """Return about how many bytes attention's frame keeps: a log-sum-exp in float32 for each head, and maybe the output."""

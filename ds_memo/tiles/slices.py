@@ -92,16 +92,13 @@ class Arguments:
             masks: False: a tensor that tiles get whole is none. Under Ulysses a mask is of the rank's part alone, some ranks have
                 one and others not, and attention drops it.
         """
-        leaves = [
-            type(leaf)
-            if not isinstance(leaf, (bool, torch.Tensor))
-            else leaf
-            if isinstance(leaf, bool)
-            else (leaf.dim(), leaf.requires_grad)
-            if masks or place is not None
-            else type(None)
-            for leaf, place in zip(self._leaves, self._places, strict=True)
-        ]
+
+        def of_leaf(leaf: Any, place: Place | None) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return (leaf.dim(), leaf.requires_grad) if masks or place is not None else type(None)
+            return leaf if isinstance(leaf, bool) else type(leaf)
+
+        leaves = map(of_leaf, self._leaves, self._places)
         return self._spec, self._hidden_first, self.batch > 1, tuple(leaves), tuple(self._places)
 
     def differentiable(self) -> list[torch.Tensor]:

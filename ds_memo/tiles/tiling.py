@@ -83,7 +83,8 @@ class Tiling:
             return None
         if _is_one_tile(hidden, tiles.tokens):
             return None
-        why, kind = "", None
+        kind: Any
+        why = ""
         try:
             refuse_call(call.module, call.args, call.kwargs)
         except CannotTile as reason:
