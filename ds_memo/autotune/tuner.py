@@ -3,7 +3,8 @@
 first pass        the first call of each kind of layer is caught before the forward runs; ds_memo.autotune.model_profile has the
                   profile; solved; NothingFits comes out here, before the first step
 other passes      solved from the same profile; ranks that hold parameters in pieces (ZeRO-3) or each some of the experts agree
-                  in each pass on whether they checkpoint, the others need not talk
+                  in each pass on whether they checkpoint; ranks that share sequences (Ulysses) or GEMMs (AutoTP) solve from the
+                  same numbers; the others need not talk
 between steps     budgets are measured again once the first optimizer step has shown what else needs memory, head and loss
                   above all; copies that take longer than profiled lower alpha
 """
@@ -11,11 +12,12 @@ between steps     budgets are measured again once the first optimizer step has s
 from __future__ import annotations
 
 import functools
+import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -24,12 +26,13 @@ from ds_memo.autotune.copy_stalls import StallWatch, Window, slower
 from ds_memo.autotune.drives import Drives
 from ds_memo.autotune.model_profile import Profiling
 from ds_memo.autotune.pass_solution import PassSolution
-from ds_memo.autotune.pending_calls import InFlight
+from ds_memo.autotune.pending_calls import CallsInFlight, InFlight
 from ds_memo.autotune.policy import WITHOUT_ALPHA
 from ds_memo.autotune.probe_forward import REMEMBERED, Probe, TrainingPass
 from ds_memo.config import MemoConfig
+from ds_memo.distributed import agree
 from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, together
-from ds_memo.distributed.topology import gathers_by_module, is_experts, meet_in_layers, talk_in_layers
+from ds_memo.distributed.topology import gathers_by_module, is_experts, meet_in_layers, sharing_ranks, talk_in_layers
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses
@@ -51,6 +54,15 @@ _WORTH_SAYING = 0.05
 """Share of the device's budget: of more than that on other streams people hear where layers lack it."""
 _SETTLED = 4
 """Steps until ZeRO-3 has seen twice in which order layers come, and so keeps and gathers ahead what it will."""
+
+
+class _Room(NamedTuple):
+    """Bytes for a pass; those of the host are HostBudget's properties of these names."""
+
+    reservation: int
+    left: int
+    solvable: int
+    files: int
 
 
 class Tuner:
@@ -102,6 +114,9 @@ class Tuner:
         """Calls of a layer in forwards that wait for their backward, before the pass that begins."""
         self._meets_in_layers = False
         """See ds_memo.distributed.topology."""
+        self._sharing: tuple[int, ...] = ()
+        """Ranks that share this rank's sequences or GEMMs: see ds_memo.distributed.topology."""
+        self._room = _Room(0, 0, 0, 0)
         self._trades_tokens = False
         """Ranks exchange tokens for experts in layers, so all would have to run as many tiles."""
         self._measures_again = False
@@ -121,15 +136,12 @@ class Tuner:
 
     # ---- before each training pass
 
-    def solve(
-        self, training_pass: TrainingPass, layers: Sequence[Layer], in_flight: InFlight, earlier: int
-    ) -> PassSolution | None:
+    def solve(self, training_pass: TrainingPass, layers: Sequence[Layer], calls: CallsInFlight) -> PassSolution | None:
         """The solution of a pass that is about to begin; None: no profile could be made, or none of its layers is in it.
 
         Args:
             layers: of the model, in order.
-            in_flight: the most calls of a layer, and forwards, before a backward.
-            earlier: calls of a layer in forwards that wait for their backward, before this pass.
+            calls: in flight as the pass begins; those before it may be raised to another rank's.
 
         Raises:
             MemoError: ranks are configured differently.
@@ -139,8 +151,10 @@ class Tuner:
             self.changes.append(why)
         if self.gave_up or (self.profile is None and not self._start(training_pass, layers)):
             return None
-        self._expect(in_flight, earlier)
         shapes = self._shapes(training_pass.kind)
+        in_flight, must_probe = self._agreed(calls, shapes is None)
+        shapes = None if must_probe else shapes
+        self._expect(in_flight, calls.earlier)
         self._layers = layers
         if self._meets_in_layers:
             solution = self._solve_together(training_pass, shapes)
@@ -151,6 +165,26 @@ class Tuner:
             self._latest = solution
             self._stalls.another_kind()
         return solution
+
+    def _agreed(self, calls: CallsInFlight, must_probe: bool) -> tuple[InFlight, bool]:
+        """Have ranks that share sequences or GEMMs solve from the same numbers, and plan addresses if all of them can.
+
+        Garbage collection, other models and compilers differ between ranks. A replay on one rank alone would wait for the others.
+
+        Returns:
+            The calls in flight, and True if the pass must be probed, on any of these ranks.
+        """
+        host, addresses = self._budgets.host, self._addresses
+        room = _Room(host.reservation, host.left, host.solvable, self._drives.budget if self._drives else 0)
+        mine = [must_probe, calls.earlier, *calls.most, *(-nbytes for nbytes in room)]
+        said = agree.meet(json.dumps([mine, addresses.why_not_planned]), self._sharing)
+        everybodys, whys = zip(*map(json.loads, said), strict=True)
+        one_must, calls.earlier, most, forwards, *minus_room = map(max, zip(*everybodys, strict=True))
+        self._room = _Room(*(-nbytes for nbytes in minus_room))
+        not_planned = (f"rank {rank}: {why}" for rank, why in zip(self._sharing, whys, strict=True) if why)
+        if addresses.planned and (why := next(not_planned, None)) is not None:
+            addresses.stop_planning(f"{why}; ranks that exchange tensors inside layers plan alike")
+        return InFlight(most, forwards), one_must
 
     def _expect(self, in_flight: InFlight, earlier: int) -> None:
         self._earlier = earlier
@@ -231,10 +265,10 @@ class Tuner:
         were longer. Then it does without."""
         if not any(shapes):
             return None
-        solution = self._solved_within(self._budgets.host.reservation, shapes, may_skip_recompute)
+        solution = self._solved_within(self._room.reservation, shapes, may_skip_recompute)
         if self._earlier:
             end = self._earlier + self._in_flight.calls // self._in_flight.forwards
-            if solution.host_bytes(self._earlier, end) > self._budgets.host.left:
+            if solution.host_bytes(self._earlier, end) > self._room.left:
                 return self._solved_within(0, shapes, may_skip_recompute)
         return solution
 
@@ -253,7 +287,7 @@ class Tuner:
         try:
             return self._solve(host, shapes, may_skip_recompute, alpha)
         except NothingFits as error:
-            if alpha is None or error.where != "host" or host >= self._budgets.host.solvable:
+            if alpha is None or error.where != "host" or host >= self._room.solvable:
                 raise
             solution = self._solve(host, shapes, may_skip_recompute, None)
         self._warn(WITHOUT_ALPHA.format(alpha))
@@ -293,8 +327,8 @@ class Tuner:
 
     def _candidate(self, host: int, shapes: HiddenShapes, tiles: Tiles | None) -> Candidate:
         run = slower(self._budgets.costs(self.profile, shapes, self._in_flight, host, tiles), self._copies_at)
-        if self._drives is not None:
-            run = replace(run, nvme=self._drives.costs())
+        if self._drives is not None and (nvme := self._drives.costs()) is not None:
+            run = replace(run, nvme=replace(nvme, budget=self._room.files))
         # No solution changes what the head takes: is it the layers?
         return Candidate(run, replace(run.layers_alone(), device_budget=self._budgets.device_limit))
 
@@ -328,7 +362,7 @@ class Tuner:
         except Failed as failed:
             return self._give_up(failed)
         self._probe.profiled(training_pass.kind, calls, self._profiling.kinds)
-        self._meets_in_layers = meet_in_layers(model)
+        self._meets_in_layers, self._sharing = meet_in_layers(model), sharing_ranks(model)
         self._trades_tokens = self._meets_in_layers and any(map(is_experts, model.parameters()))
         self._measures_again = self._meets_in_layers or not talk_in_layers(model)
         del calls  # their hidden states are nothing that will be there
@@ -436,7 +470,10 @@ def _in_tiles(solution: PassSolution | None) -> bool:
 def _digest(solution: PassSolution | None) -> int:
     """A number for the layers without recompute. Ranks that solve for other layers (a tower that only some call) may have as many
     of them and not the same."""
-    if solution is None:
-        return 0
-    calls = sorted(number for number, kind in solution.kinds.items() if kind is PlacementKind.NO_RECOMPUTE)
-    return zlib.crc32(repr(calls).encode()) >> 1  # fits int32, with either sign
+    return zlib.crc32(repr(_without_recompute(solution)).encode()) >> 1 if solution else 0  # fits int32, with either sign
+
+
+def _without_recompute(solution: PassSolution | None) -> list[int]:
+    """Return the numbers of the calls without recompute."""
+    kinds = solution.kinds if solution is not None else {}
+    return sorted(number for number, kind in kinds.items() if kind is PlacementKind.NO_RECOMPUTE)

@@ -28,6 +28,16 @@ GRACE_S = 60.0
 ARRIVAL_S = 60.0
 """Seconds that `late` waits for the others."""
 _meetings = itertools.count()
+_meetings_of: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
+"""Meetings of some ranks, by these."""
+
+
+class Absent(MemoError):
+    """Raised if a rank has not come to a meeting in time."""
+
+    def __init__(self, rank: int, wait_s: float, why: str) -> None:
+        super().__init__(f"rank {rank} has not come for {wait_s:g} s: look for the error that it ended with ({why})")
+        self.rank = rank
 
 
 class Failed(MemoError):
@@ -138,34 +148,59 @@ def late() -> list[int]:
     return []
 
 
-def _key(meeting: int, rank: int) -> str:
+def _key(meeting: int | str, rank: int) -> str:
     return f"ds_memo/{meeting}/{rank}"
+
+
+def meet(mine: str, ranks: Sequence[int], wait_s: float | None = None) -> list[str]:
+    """Tell some ranks, of which this is one, a text; return the text of each. All of them must call this, and no other rank.
+
+    Args:
+        wait_s: seconds until a rank counts as absent; None: as many as in a collective.
+
+    Raises:
+        Absent: a rank has not called it.
+    """
+    if len(ranks) == 1:
+        return [mine]
+    wait_s = _patience_s() if wait_s is None else wait_s
+    store, me, all_of_them = _get_default_store(), dist.get_rank(), tuple(ranks)
+    meetings, where = _meetings, ""
+    if len(all_of_them) < world_size():
+        meetings, where = _meetings_of[all_of_them], f"{','.join(map(str, all_of_them))}/"
+    meeting = next(meetings)
+    said: list[str] = []
+    try:
+        store.set(_key(f"{where}{meeting}", me), mine)
+        for other in all_of_them:
+            key = _key(f"{where}{meeting}", other)
+            store.wait([key], timedelta(seconds=wait_s))
+            said.append(store.get(key).decode())
+        store.delete_key(_key(f"{where}{meeting - 1}", me))  # all ranks are here, so all have read it
+    except RuntimeError as silence:
+        raise Absent(all_of_them[len(said)], wait_s, str(silence).partition("\n")[0]) from silence
+    return said
+
+
+def _patience_s() -> float:
+    """Return the seconds that ranks wait for each other in a collective, and PATIENCE_S at least."""
+    world = dist.group.WORLD
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    return max(PATIENCE_S, options._timeout.total_seconds() if options is not None else 0.0)
 
 
 def _say(problem: str) -> list[str]:
     """Tell the other ranks of a problem; return every rank's problem, "" if it has none."""
-    if world_size() == 1:
-        return [problem]
-    store, me, meeting = _get_default_store(), dist.get_rank(), next(_meetings)
-    said: list[str] = []
     try:
-        store.set(_key(meeting, me), problem)
-        for other in range(world_size()):
-            key = _key(meeting, other)
-            store.wait([key], timedelta(seconds=GRACE_S if problem else PATIENCE_S))
-            said.append(store.get(key).decode())
-        store.delete_key(_key(meeting - 1, me))  # all ranks are here, so all have read it
-    except RuntimeError as silence:
-        if problem:
-            raise MemoError(
-                f"rank {me}: {problem}. Rank {len(said)} has not answered for {GRACE_S:g} s: it waits for this rank inside a "
-                "layer whose ranks talk to each other, so the run cannot go on. With memo.alpha and memo.resident_layers both "
-                "set nothing is measured"
-            ) from silence
+        return meet(problem, range(world_size()), GRACE_S if problem else PATIENCE_S)
+    except Absent as absent:
+        if not problem:
+            raise
         raise MemoError(
-            f"rank {me} waited {PATIENCE_S:g} s for rank {len(said)}, or lost it ({silence}): look for the error it ended with"
-        ) from silence
-    return said
+            f"rank {dist.get_rank()}: {problem}. Rank {absent.rank} has not answered for {GRACE_S:g} s: it waits for this rank "
+            "inside a layer whose ranks talk to each other, so the run cannot go on. With memo.alpha and memo.resident_layers "
+            "both set nothing is measured"
+        ) from absent
 
 
 def refuse_differences(what: str, by_rank: Sequence[dict[str, Any]]) -> None:

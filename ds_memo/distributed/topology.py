@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import torch.distributed as dist
 from torch import nn
 
 from ds_memo.distributed.agree import world_size
@@ -26,6 +27,27 @@ def talk_in_layers(model: nn.Module) -> bool:
 def _shares(module: nn.Module) -> bool:
     """Return True for a module that shares a GEMM (AutoTP) or a sequence (DistributedAttention)."""
     return getattr(module, "mp_group", None) is not None or type(module).__module__.startswith("deepspeed.sequence.")
+
+
+def sharing_ranks(model: nn.Module) -> tuple[int, ...]:
+    """Return the ranks, this one among them, that share this rank's sequences (Ulysses) or GEMMs (AutoTP). They have the same
+    lengths, and what one of them replays, or runs in tiles, all must."""
+    groups = {_of_sequences(), *(_ranks_of(module) for module in model.modules() if world_size() > 1 and _shares(module))}
+    largest = max(groups, key=len)
+    return largest if all(set(group) <= set(largest) for group in groups) else tuple(range(world_size()))
+
+
+def _of_sequences() -> tuple[int, ...]:
+    if ranks_per_sequence() == 1:
+        return (dist.get_rank() if world_size() > 1 else 0,)
+    state = sys.modules["deepspeed.runtime.sequence_parallel.parallel_state_sp"]
+    return tuple(dist.get_process_group_ranks(state.get_sequence_parallel_group()))
+
+
+def _ranks_of(module: nn.Module) -> tuple[int, ...]:
+    """Return the ranks that share a module; all of them, if its group cannot be told."""
+    group = getattr(module, "mp_group", None) or getattr(module, "spg", None)
+    return tuple(dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else range(world_size()))
 
 
 def gathers_by_module(layer: nn.Module) -> bool:

@@ -111,6 +111,8 @@ class Addresses:
 
     def __init__(self, device: torch.device, config: PlanConfig, warn: Callable[[str], None], steps_happen: bool = False) -> None:
         self._warn = warn
+        self.why_not_planned = ""
+        """Why addresses are not planned that were to be."""
         self._allocator = self._built(device) if config.enabled else None
         self.planned = self._allocator is not None
         """True if addresses are planned, or will be from the first training pass on."""
@@ -147,15 +149,21 @@ class Addresses:
             try:
                 self._install()
             except RuntimeError as error:
-                self.close()
-                self.planned = False
-                self._warn(NOT_PLANNED.format(error))
+                self.stop_planning(str(error))
         return self.installed
+
+    def stop_planning(self, why: str) -> None:
+        """Leave all addresses to torch's allocator for good, and warn."""
+        self.close()
+        self.planned = False
+        self.why_not_planned = why
+        self._warn(NOT_PLANNED.format(why))
 
     def _built(self, device: torch.device) -> Allocator | None:
         try:
             return Allocator(device, self._warn)
         except RuntimeError as error:
+            self.why_not_planned = str(error)
             self._warn(NOT_PLANNED.format(error))
             return None
 

@@ -261,7 +261,7 @@ class Session:
             if self.tuner.profile is None and not self.tuner.gave_up:
                 self.addresses.profile_begins()
             training_pass = TrainingPass(shapes_of(args, kwargs), model, args, kwargs, self._as_called)
-            solution = self.tuner.solve(training_pass, self.layers, calls.most, calls.earlier)
+            solution = self.tuner.solve(training_pass, self.layers, calls)
             self.policy.follow(solution)
             if solution is not None:
                 self.slab.pool.lock_ahead(solution.host_blocks)

@@ -73,6 +73,7 @@ class TiledAttention:
         layer, shapes: of the tiled layer.
         name: of its class, for messages.
         recipes: of the layer's attention calls, by kind of call.
+        ran: called once attention has run, with why it cannot run in tiles or "". It raises CannotTile if other ranks refuse.
         size: batch and length of the call.
         training: the layer's mode, part of the key of a recipe.
         groups: of heads, as asked for.
@@ -86,6 +87,7 @@ class TiledAttention:
         name: str,
         shapes: Shapes,
         recipes: dict[Any, AttentionRecipe],
+        ran: Callable[[str], None],
         size: tuple[int, int],
         training: bool,
         groups: int,
@@ -97,6 +99,7 @@ class TiledAttention:
         self._name = name
         self._shapes = shapes
         self._recipes = recipes
+        self._ran = ran
         self._size = size
         self._training = training
         self._groups = groups
@@ -149,12 +152,17 @@ class TiledAttention:
             mode = Analyse(call, observed, None, tensor_leaves(gathered.leaves))
         self._generators = [] if known is None or known.draws else None
         self._first_ops = []
-        with mode:
-            result = self._result_by_group(gathered, functools.partial(self._begins, mode))
-        if known is None:
-            assert self._generators is not None
-            known = self._settle(observed, result, draws=self._generators[0] != generators(self._engine.device))
-            remember(self._recipes, key, known)
+        try:
+            with mode:
+                result = self._result_by_group(gathered, functools.partial(self._begins, mode))
+            if known is None:
+                assert self._generators is not None
+                known = self._settle(observed, result, draws=self._generators[0] != generators(self._engine.device))
+                remember(self._recipes, key, known)
+        except CannotTile as reason:
+            self._ran(str(reason))
+            raise
+        self._ran("")
         if not known.draws:
             self._generators = None
         self._output, self.result_differs = known.output, known.result_differs
@@ -201,13 +209,20 @@ class TiledAttention:
             with around(ALL_HEADS):
                 return self._attend(gathered, self._leaves(gathered, ALL_HEADS)).detach()
         whole: torch.Tensor | None = None
+        refused: CannotTile | None = None
         for heads in self._ran_for:
             with around(heads):
-                result = self._attend(gathered, self._leaves(gathered, heads)).detach()
+                try:
+                    result = self._attend(gathered, self._leaves(gathered, heads)).detach()
+                except CannotTile as reason:  # other ranks run the other groups, and exchange tensors in each
+                    refused = reason
+                    continue
             if whole is None:
                 whole = self._shapes.result.new(*self._size, result.dtype, result.device)
             heads.write(whole, 3 - self._shapes.result.dim, result)
             del result  # before the next group runs
+        if refused is not None:
+            raise refused
         assert whole is not None
         return whole
 

@@ -111,11 +111,15 @@ class TiledLayer:
 
     Args:
         shapes: from its probe.
+        agree: tells other ranks why attention cannot run so, "" if it can, and raises CannotTile if one of them has a reason. The
+            second argument is True if all of them are sure to call it.
     """
 
-    def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes) -> None:
+    def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes, agree: Callable[[str, bool], None]) -> None:
         self.layer = layer
         self.shapes = shapes
+        self._agree = agree
+        self._ran = False
         self.recipes: dict[Any, SizeRecipes] = {}
         self.attention_recipes: dict[Any, AttentionRecipe] = {}
         self.alphas: dict[Any, float] = {}
@@ -124,6 +128,12 @@ class TiledLayer:
         """True if attention's result is not its kernel's output, as the latest call showed. Before the first: where ranks trade
         heads."""
         self._module = weakref.ref(module)
+
+    def attention_ran(self, why: str) -> None:
+        """Agree with other ranks on attention, after its first run. Later a rank speaks only to refuse."""
+        first, self._ran = not self._ran, True
+        if why or first:
+            self._agree(why, first)
 
     @property
     def module(self) -> nn.Module:
@@ -176,6 +186,7 @@ class TiledCall:
             type(tiled.module).__name__,
             tiled.shapes,
             tiled.attention_recipes,
+            tiled.attention_ran,
             (self._arguments.batch, self._arguments.length),
             tiled.module.training,
             placement.tiles.head_groups,

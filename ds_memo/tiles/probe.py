@@ -1,7 +1,11 @@
 """The first use of a kind of layer: find where its tokens lie, and check that it can run tile by tile.
 
 A few tokens run as two tiles and a shorter third, and once whole. Outputs and gradients must agree, token by token: what mixes
-tokens outside of attention (a convolution, a token shift, a recurrence) differs where tiles meet.
+tokens outside of attention (a convolution, a token shift, a recurrence) differs where tiles meet. Tiles choose experts as the
+whole did, if the scores of both choices are next to equal.
+
+Hidden states are drawn from a seed, alike on all ranks. Ranks that share GEMMs run the check together: what depends on values or
+time is refused at the end, after all collectives.
 """
 
 from __future__ import annotations
@@ -37,15 +41,17 @@ _TOKENS = 48
 """Length of the check's tiles."""
 _TILES = 3
 """Tiles of one sequence in the check."""
-_LET_GO_S = 0.2
+_LET_GO_S = 1.0
 """Time for gloo's thread to let go of the tensors of a collective (AutoTP). The caller goes on a few ms before that."""
 BY_MODULE = "ZeRO-3 gathers its parameters module by module. Let ds_memo.initialize make the engine"
 """Why a layer runs whole that was attached without its engine."""
+_SCALE = 0.1
+"""Standard deviation of the hidden states. Much larger ones would hide what a layer adds to them."""
 _NEAR = 4
-"""Tokens on each side of a cut, where a router's choice is no excuse for a difference."""
+"""Tokens on each side of a cut, where what mixes tokens shows first."""
 _MOST_FLIPPED = 0.05
-"""Share of tokens that a GEMM of another size may flip: a router chooses otherwise, or an activation's input goes to the other
-side of its kink (ReLU), which shows in gradients alone."""
+"""Share of tokens that a GEMM of another size may flip: an activation's input goes to the other side of its kink (ReLU), which
+shows in gradients alone."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ class Shapes:
 
 
 def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Shapes:
-    """Check a kind of layer on the first tokens of a call.
+    """Check a kind of layer on some tokens, with the arguments of a call's first ones.
 
     Args:
         forward: the layer's own.
@@ -131,8 +137,7 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     tokens = min(_TOKENS, (arguments.length - 1) // 2)
     length = min(arguments.length, 2 * tokens + max(1, tokens // 3))
     rows = min(arguments.batch, 2)
-    few = part(hidden.detach(), Span(slice(0, rows), slice(0, length)), 1)
-    x = few.clone(memory_format=torch.contiguous_format).requires_grad_()  # row-major, as tiles of any layout are
+    x = _drawn((rows, length, hidden.shape[2]), hidden).requires_grad_()  # row-major, as tiles of any layout are
     own_args, own_kwargs = arguments.first(x)
     own = Arguments(own_args, own_kwargs, like=arguments)
     cuts = [0, tokens, 2 * tokens, length]
@@ -140,6 +145,7 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     indices, trained = _trained(module)
     arrived: list[int] = []
     forward = _saying_why(forward)
+    reasons: list[CannotTile] = []
     with forked(x.device), _buffers_put_back(module), aliased(module, trained) as parameters, torch.enable_grad():
         leaves = [x, *own.differentiable(), *parameters]
         draws = _draws(lambda: _run(forward, own_args, own_kwargs), x.device)
@@ -147,19 +153,40 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
         _run(forward, own_args, own_kwargs)
         if _versions(module) != buffers:
             raise CannotTile("it writes to a buffer")
-        _refuse_escapes(lambda: _run(forward, own_args, own_kwargs))
+        with _at_the_end(reasons):
+            _refuse_escapes(lambda: _run(forward, own_args, own_kwargs))
         with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
             whole = run_to_attention(forward, own_args, own_kwargs)
-            with _Chooses() as router:
+            choices = _Choices(rows, length)
+            with choices:
                 expected = _run(forward, own_args, own_kwargs)
-            shapes, found = _in_tiles(forward, own, x, spans, whole, parameters, draws)
+            shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, choices)
+            with _at_the_end(reasons):
+                _refuse_others(whole.leaves, gathered.leaves, _tolerance(x))
             _refuse_other_gradients([shapes.output.tensor(expected), *tensor_leaves(whole.leaves)], leaves)
             for index, parameter in zip(indices, parameters, strict=True):
                 parameter.register_hook(lambda _, index=index: arrived.append(index))
-            _compare(shapes.output.tensor(expected), found, leaves, cuts[1:-1], router.chose)
+            with _at_the_end(reasons):
+                _compare(shapes.output.tensor(expected), found, leaves, cuts[1:-1], choices)
             if any(parameter.grad is not None for parameter in parameters):  # these gradients would be lost with the alias
                 raise CannotTile("a backward inside its own adds to its parameters' gradients, as DeepSpeed's TiledMLP does")
+    if reasons:
+        raise reasons[0]
     return replace(shapes, arrivals=tuple(dict.fromkeys(arrived)))
+
+
+def _drawn(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Return hidden states drawn from a seed, of the type and on the device of others."""
+    return (_SCALE * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(like)
+
+
+@contextmanager
+def _at_the_end(reasons: list[CannotTile]) -> Iterator[None]:
+    """Have a reason to refuse the layer wait until the check is over."""
+    try:
+        yield
+    except CannotTile as reason:
+        reasons.append(reason)
 
 
 def by_arrival(module: nn.Module, arrivals: Sequence[int]) -> list[nn.Parameter]:
@@ -259,19 +286,23 @@ def _in_tiles(
     arguments: Arguments,
     x: torch.Tensor,
     spans: Sequence[Span],
-    whole: AttentionCall,
     parameters: Sequence[torch.Tensor],
     draws: bool,
-) -> tuple[Shapes, torch.Tensor]:
-    """Run the tokens of `x` (b, s, h) in tiles, by ordinary autograd. Return where tokens lie, and the layer's output.
+    choices: _Choices,
+) -> tuple[Shapes, Gathered, torch.Tensor]:
+    """Run the tokens of `x` (b, s, h) in tiles, by ordinary autograd. Return where tokens lie, what attention gets, and the
+    layer's output.
 
     Args:
-        whole: attention's call for all of these tokens.
         parameters: of the layer.
+        choices: of the whole.
     """
     tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
     lengths = spans[0].size[1], spans[-1].size[1]
-    calls = [run_to_attention(forward, *tile[:2]) for tile in tiles]
+    calls = []
+    for tile, span in zip(tiles, spans, strict=True):
+        with choices.of_whole(span):
+            calls.append(run_to_attention(forward, *tile[:2]))
     first, last = calls[0], calls[-1]
     dims = _dims("attention gets", first.leaves, last.leaves, lengths)
     differentiable = tuple(i for i, leaf in enumerate(first.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
@@ -281,14 +312,16 @@ def _in_tiles(
     gathered = Gathered(dims, *x.shape[:2])
     for call, span, (*_, wholes) in zip(calls, spans, tiles, strict=True):
         gathered.add(span, call, wholes)
-    _refuse_others(whole.leaves, gathered.leaves, _tolerance(x))
-    outputs = [_run(forward, *tile[:2]) for tile in tiles]
+    outputs = []
+    for tile, span in zip(tiles, spans, strict=True):
+        with choices.of_whole(span):
+            outputs.append(_run(forward, *tile[:2]))
     output = _one_tensor("it", outputs[0], 1)
     if any(output.tensor(tile).shape != part(x, span, 1).shape for tile, span in zip(outputs, spans, strict=True)):
         raise CannotTile("its output has another shape than its hidden states")
     of_rows = [[output.tensor(tile) for tile in outputs[i : i + _TILES]] for i in range(0, len(outputs), _TILES)]
     found = torch.cat([torch.cat(of_row, 1) for of_row in of_rows])
-    return Shapes(tuple(dims), differentiable, result, output, draws, first.is_sdpa), found
+    return Shapes(tuple(dims), differentiable, result, output, draws, first.is_sdpa), gathered, found
 
 
 def _refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> None:
@@ -341,29 +374,45 @@ def _versions(module: nn.Module) -> list[tuple[int, int]]:
     return [(buffer.data_ptr(), buffer._version) for buffer in module.buffers()]
 
 
-def _compare(expected: torch.Tensor, found: torch.Tensor, leaves: list[torch.Tensor], cuts: list[int], chooses: bool) -> None:
+def _compare(expected: torch.Tensor, found: torch.Tensor, leaves: list[torch.Tensor], cuts: list[int], choices: _Choices) -> None:
+    """Refuse a layer if tiles give other outputs or gradients than the whole.
+
+    A token's gradient may differ by chance (an activation's kink). Gradients of parameters are compared without such tokens.
+    """
     tolerance = _tolerance(leaves[0])
     gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).to(expected)
-    whole, tiled = (torch.autograd.grad(y, leaves, gradient, allow_unused=True) for y in (expected, found))
-    flips = False
-    for what, a, b, may_flip in (
-        ("outputs", expected, found, chooses),
-        ("gradients of its input", whole[0], tiled[0], True),
-    ):
-        off = (a.float() - b.float()).norm(dim=-1) > tolerance * a.float().norm(dim=-1).square().mean().sqrt()
-        near = any(bool(off[:, max(0, cut - _NEAR) : cut + _NEAR].any()) for cut in cuts)
-        mixes = near and (chooses or not may_flip)
-        flips |= may_flip and bool(off.any())
-        if mixes or off.sum() > (max(1, _MOST_FLIPPED * off.numel()) if may_flip else 0):
-            raise CannotTile(f"tiles give other {what} than the whole: something besides attention mixes its tokens")
-    if flips:
-        return
+
+    def backward(gradient: torch.Tensor) -> list[tuple[torch.Tensor | None, ...]]:
+        return [torch.autograd.grad(y, leaves, gradient, retain_graph=True, allow_unused=True) for y in (expected, found)]
+
+    whole, tiled = backward(gradient)
+    off = _off(whole[0], tiled[0], tolerance)
+    whole, tiled = backward(gradient.masked_fill(off[..., None], 0))
+    mixes = "something besides attention mixes its tokens"
+    if not choices.are_alike(tolerance):
+        raise CannotTile(f"tiles choose other experts than the whole: {mixes}")
+    if _off(expected, found, tolerance).any():
+        raise CannotTile(f"tiles give other outputs than the whole: {mixes}")
+    if _at_every_cut(off, cuts) or off.sum() > max(1, _MOST_FLIPPED * off.numel()):
+        raise CannotTile(f"tiles give other gradients of its input than the whole: {mixes}")
     largest = max((g.float().norm() for g in whole if g is not None), default=0)
     for a, b in zip(whole, tiled, strict=True):
         if (a is None) != (b is None) or (
             a is not None and (a.float() - b.float()).norm() > tolerance * max(a.float().norm(), 1e-3 * largest)
         ):
             raise CannotTile("tiles give other gradients of its parameters than the whole")
+
+
+def _off(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Return for each token (b, s) whether two values of it differ."""
+    return (a.float() - b.float()).norm(dim=-1) > tolerance * a.float().norm(dim=-1).square().mean().sqrt()
+
+
+def _at_every_cut(off: torch.Tensor, cuts: Sequence[int]) -> bool:
+    """Return True if a token differs at the same distance from every cut, as where tokens are mixed; by chance few do."""
+    length = off.shape[1]
+    by_distance = ([cut + near for cut in cuts if 0 <= cut + near < length] for near in range(-_NEAR, _NEAR))
+    return any(places and bool(off[:, places].all()) for places in by_distance)
 
 
 def is_by_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:
@@ -381,14 +430,82 @@ def _tolerance(x: torch.Tensor) -> float:
     return max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
 
 
-class _Chooses(SkipsCompiled):
-    """Sees whether a router chooses."""
+class _Choices(SkipsCompiled):
+    """Notes what the whole chooses for each token, and has tiles choose the same.
 
-    chose = False
+    A GEMM of another size may round otherwise. Of two experts with next to equal scores a router then takes the other one, and
+    all that follows for this token differs.
+
+    Args:
+        batch, length: of the whole.
+    """
+
+    def __init__(self, batch: int, length: int) -> None:
+        super().__init__()
+        self._size = batch, length
+        self._span: Span | None = None
+        """None: the whole runs."""
+        self._made: list[tuple[Any, torch.Size, torch.Tensor]] = []
+        """The whole's choices: op, shape of the scores, what it chose."""
+        self._next = 0
+        self._scores: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Scores of what tiles would have chosen, and of what they were given."""
+
+    def of_whole(self, span: Span) -> _Choices:
+        """Supply a tile."""
+        self._span, self._next = span, 0
+        return self
+
+    def are_alike(self, tolerance: float) -> bool:
+        """Return True if tiles would have chosen the same, but for scores that are next to equal."""
+        pairs = [(own.float(), given.float()) for own, given in self._scores]
+        largest = [float(own[own.isfinite()].abs().amax()) if own.isfinite().any() else 0.0 for own, _ in pairs]
+        return all(
+            torch.allclose(*pair, tolerance, tolerance * most, equal_nan=True) for pair, most in zip(pairs, largest, strict=True)
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.chose |= op_policy.kind_of(func) is op_policy.OpKind.CHOICE
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if op_policy.kind_of(func) is not op_policy.OpKind.CHOICE:
+            return out
+        scores, chosen = args[0], out if isinstance(out, torch.Tensor) else out[1]
+        if self._span is None:
+            self._made.append((func, scores.shape, chosen.clone()))  # layers change them in place
+            return out
+        made, self._next = self._made[self._next : self._next + 1], self._next + 1
+        dim = next((given for name, given in _arguments(func, args, kwargs or {}) if name == "dim"), None)
+        if not made or made[0][0] is not func or dim is None:
+            return out
+        given = self._part(made[0][1], made[0][2], scores.shape, dim % scores.dim())
+        if given is None or given.shape != chosen.shape:
+            return out
+
+        def at(index: torch.Tensor) -> torch.Tensor:
+            kept = index.dim() == scores.dim()
+            found = scores.gather(dim, index if kept else index.unsqueeze(dim))
+            return found if kept else found.squeeze(dim)
+
+        values = at(given)
+        self._scores.append((at(chosen), values.clone()))
+        return given if isinstance(out, torch.Tensor) else (values, given)
+
+    def _part(self, of_whole: torch.Size, chosen: torch.Tensor, of_tile: torch.Size, dim: int) -> torch.Tensor | None:
+        """Return the tile's part of what the whole chose for each token; None: it chose among tokens, or they cannot be told."""
+        span = self._span
+        assert span is not None
+        (batch, length), (rows, tokens) = self._size, span.size
+        if of_whole[:2] == (batch, length) and of_tile == (rows, tokens, *of_whole[2:]) and dim > 1:
+            return part(chosen, span, 1).contiguous()
+        if of_whole[0] == batch * length and of_tile == (rows * tokens, *of_whole[1:]) and dim > 0:
+            return part(chosen.unflatten(0, self._size), span, 1).flatten(0, 1)
+        return None
+
+
+def _arguments(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of an op's arguments."""
+    for position, argument in enumerate(func._schema.arguments):
+        given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+        yield argument.name, given
 
 
 class _Makes(SkipsCompiled):

@@ -85,12 +85,20 @@ class Arguments:
         plain = (torch.Tensor, bool, int, float, str, type(None))
         return [type(leaf).__name__ for leaf in self._leaves if not isinstance(leaf, plain)]
 
-    def kind(self) -> Any:
-        """Return a key for what this class sees of the arguments but sizes: calls of one kind are cut alike."""
-        leaves = [
-            (leaf.dim(), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf if isinstance(leaf, bool) else type(leaf)
-            for leaf in self._leaves
-        ]
+    def kind(self, masks: bool = True) -> Any:
+        """Return a key for what this class sees of the arguments but sizes: calls of one kind are cut alike.
+
+        Args:
+            masks: False: a tensor that tiles get whole is none. Under Ulysses a mask is of the rank's part alone, some ranks have
+                one and others not, and attention drops it.
+        """
+
+        def of_leaf(leaf: Any, place: Place | None) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return (leaf.dim(), leaf.requires_grad) if masks or place is not None else type(None)
+            return leaf if isinstance(leaf, bool) else type(leaf)
+
+        leaves = map(of_leaf, self._leaves, self._places)
         return self._spec, self._hidden_first, self.batch > 1, tuple(leaves), tuple(self._places)
 
     def differentiable(self) -> list[torch.Tensor]:

@@ -1,16 +1,24 @@
-"""Which layers of a model run in tiles, and why the others do not."""
+"""Which layers of a model run in tiles, and why the others do not.
+
+Ranks that share sequences (Ulysses) or GEMMs (AutoTP), or trade tokens for experts, exchange tensors inside a layer: other ones
+in tiles than whole. They agree before a layer's first call in tiles, once more when its attention has run for the first time, and
+at a call of a new kind. One refusal counts for all, for good. A rank that refuses alone later ends with an error.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_memo.distributed import agree
+from ds_memo.distributed.topology import is_experts, ranks_per_sequence, sharing_ranks
+from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, Placement, Tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
 from ds_memo.remat.modes import running_tiles
@@ -33,8 +41,7 @@ class Tiling:
         """Tiles of calls without gradients: those of the latest call with gradients that was placed in tiles."""
         self._latest: Tiles | None = None
         """None: no placement has asked for tiles."""
-        self._layers: weakref.WeakKeyDictionary[nn.Module, dict[Any, TiledLayer | None]] = weakref.WeakKeyDictionary()
-        """By layer and kind of call; None: such a call is no chain of token-wise parts and one attention call."""
+        self._layers: weakref.WeakKeyDictionary[nn.Module, Verdicts] = weakref.WeakKeyDictionary()
         self._refusals: dict[str, str] = {}
         """Why a layer's latest call that could not be tiled could not, by the layer's name."""
 
@@ -42,14 +49,17 @@ class Tiling:
         """Return what ``report()["tiles"]`` shows; None: no layer was asked to run in tiles."""
         if self._latest is None:
             return None
-        tiled = {found.layer.index for kinds in self._layers.values() for found in kinds.values() if found is not None}
+        tiled = {found.layer.index for found in self._tiled_layers()}
         refusals = dict(self._refusals)
         return {**self._latest._asdict(), "layers": sorted(tiled), "not_tiled": refusals}
 
     @property
     def result_differs(self) -> bool:
         """True if the result of any layer's attention is not its kernel's output."""
-        return any(found.result_differs for kinds in self._layers.values() for found in kinds.values() if found is not None)
+        return any(found.result_differs for found in self._tiled_layers())
+
+    def _tiled_layers(self) -> Iterator[TiledLayer]:
+        return (found for verdicts in self._layers.values() for found in verdicts.kinds.values() if found is not None)
 
     def prepare(
         self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement | None
@@ -61,29 +71,42 @@ class Tiling:
         self._latest = self.without_gradients = tiles
         call = LayerCall(fn, layer.module(), args, kwargs)
         hidden = hidden_states(call.args, call.kwargs)
-        if call.module is None or _is_one_tile(hidden, tiles.tokens):
+        if call.module is None:
             return None
+        verdicts = self._layers.get(call.module)
+        if verdicts is None:
+            verdicts = self._layers[call.module] = Verdicts(layer, call.module)
+        if verdicts.refused:
+            return None
+        if not verdicts.are_as_long(hidden):
+            self._refuse(remat, layer, call.module, "its ranks trade tokens for experts, and have other lengths")
+            return None
+        if _is_one_tile(hidden, tiles.tokens):
+            return None
+        kind: Any
+        why = ""
         try:
             refuse_call(call.module, call.args, call.kwargs)
         except CannotTile as reason:
-            self._refuse(remat, layer, call.module, reason)
-            return None
-        arguments, kinds = Arguments(call.args, call.kwargs), self._layers.setdefault(call.module, {})
-        kind = arguments.kind(), call.module.training
-        if placement is None:
-            trained = kind[0], True
-            kind = trained if trained in kinds else kind
-        if kind not in kinds:
-            kinds[kind] = None
+            kind = why = str(reason)
+        if not why:
+            arguments = Arguments(call.args, call.kwargs)
+            kind = arguments.kind(masks=ranks_per_sequence() == 1), call.module.training
+            if placement is None and (trained := (kind[0], True)) in verdicts.kinds:
+                kind = trained
+            if placement is None and kind not in verdicts.kinds and (others := arguments.others):
+                what = f"it gets a {others[0]}, which a check would change. For an evaluation pass use_cache=False"
+                self._refuse(remat, layer, call.module, what)
+                return None
+        if kind not in verdicts.kinds:
             try:
-                if placement is None and (others := arguments.others):
-                    raise CannotTile(f"it gets a {others[0]}, which a check would change. For an evaluation pass use_cache=False")
                 with remat.aside(), torch.inference_mode(False), running_tiles():
-                    shapes = probe(call.module, call.forward, call.args, call.kwargs)
-                kinds[kind] = TiledLayer(layer, call.module, shapes)
+                    verdicts.judge(kind, call, why)
             except CannotTile as reason:
-                self._refuse(remat, layer, call.module, reason)
-        tiled = kinds[kind]
+                why = str(reason)
+        tiled = verdicts.kinds[kind]
+        if tiled is None and why:
+            self._refuse(remat, layer, call.module, why)
         if tiled is None or (placement is None and tiled.shapes.draws and any(part.training for part in call.module.modules())):
             return None  # whole layers draw random numbers as the model does without memo
         placed = placement or replace(FULL_RECOMPUTE, tiles=tiles)
@@ -103,15 +126,86 @@ class Tiling:
                 return out
             except CannotTile as reason:
                 set_generators(states, device)
-                kinds[kind] = None
-                self._refuse(remat, layer, call.module, reason)
+                verdicts.kinds[kind] = None
+                self._refuse(remat, layer, call.module, str(reason))
+                verdicts.agree(str(reason), sure=False)
                 raise
 
         return run
 
-    def _refuse(self, remat: Remat, layer: Layer, module: nn.Module, reason: CannotTile) -> None:
-        self._refusals[layer.name] = str(reason)
+    def _refuse(self, remat: Remat, layer: Layer, module: nn.Module, reason: str) -> None:
+        self._refusals[layer.name] = reason
         remat.warn(f"{type(module).__name__} runs whole, not in tiles of memo.tile_tokens: {reason}")
+
+
+class Verdicts:
+    """Whether a layer's calls can run in tiles, by their kind; the same on all ranks that exchange tensors inside the layer."""
+
+    def __init__(self, layer: Layer, module: nn.Module) -> None:
+        self._layer = layer
+        self.kinds: dict[Any, TiledLayer | None] = {}
+        """None: such a call is no chain of token-wise parts and one attention call."""
+        self.refused = False
+        """True: a rank refused, and the layer runs whole on all of them for good."""
+        self._trades_tokens = agree.world_size() > 1 and any(map(is_experts, module.parameters()))
+        self._ranks = tuple(range(agree.world_size())) if self._trades_tokens else sharing_ranks(module)
+
+    def are_as_long(self, hidden: Any) -> bool:
+        """Return True unless ranks trade tokens for experts and have other sizes: each tile is a trade."""
+        if not self._trades_tokens:
+            return True
+        sizes = list(hidden.shape[:2]) if isinstance(hidden, torch.Tensor) else []
+        most = agree.greatest([*sizes, *(-size for size in sizes)])
+        return most == [*sizes, *(-size for size in sizes)]
+
+    def judge(self, kind: Any, call: LayerCall, why: str) -> None:
+        """Find out if a new kind of call can run in tiles.
+
+        Args:
+            why: it is refused already.
+
+        Raises:
+            CannotTile: it cannot.
+            MemoError: other ranks do not see a new kind of call.
+        """
+        sure = not self.kinds
+        self.kinds[kind] = None
+        self.agree(why, sure)  # a rank that refuses would be waited for in the check
+        shapes = None
+        try:
+            shapes = probe(call.module, call.forward, call.args, call.kwargs)
+        except CannotTile as reason:
+            why = str(reason)
+        self.agree(why, sure)
+        self.kinds[kind] = TiledLayer(self._layer, call.module, shapes, self.agree)
+
+    def agree(self, why: str, sure: bool) -> None:
+        """Hear of other ranks' reasons to refuse the layer.
+
+        Args:
+            why: this rank's; empty: it has none.
+            sure: True if the other ranks come, however late; else they may not have seen what this one has.
+
+        Raises:
+            CannotTile: some rank has one.
+            MemoError: a rank has not come.
+        """
+        said = [why] if self.refused or len(self._ranks) == 1 else self._said(why, None if sure else agree.GRACE_S)
+        for rank, reason in zip(self._ranks, said, strict=False):
+            if reason:
+                self.refused = len(self._ranks) > 1
+                raise CannotTile(why or f"{reason} (rank {rank})")
+
+    def _said(self, why: str, wait_s: float | None) -> list[str]:
+        try:
+            return agree.meet(why, self._ranks, wait_s)
+        except agree.Absent as absent:
+            own = why or "a call of a kind that is new to it"
+            raise MemoError(
+                f"layer {self._layer.name} runs in tiles on rank {absent.rank}, and on this one cannot go on so ({own}). Ranks "
+                "that exchange tensors inside a layer must call it alike: give them the same hooks, mode and arguments, or set "
+                "memo.tile_tokens to 0"
+            ) from absent
 
 
 def _is_one_tile(hidden: Any, tile_tokens: int) -> bool:

@@ -397,6 +397,56 @@ def test_an_activations_kink_between_two_roundings() -> None:
         probe(many, many.forward, (x,), {})
 
 
+class ScalesAGradient(Kinks):
+    """Beside the kink, a parameter's gradient depends on the length of the call, and nothing else does."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(share)
+        self.gain = nn.Parameter(torch.ones(HIDDEN))
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        gain = self.gain.detach() + (1.0 if x.shape[1] > 20 else 1.1) * (self.gain - self.gain.detach())
+        return super().feed(x) * gain
+
+
+def test_a_kink_excuses_its_token_alone() -> None:
+    block = ScalesAGradient(0.0)
+    with pytest.raises(CannotTile, match="other gradients of its parameters"):
+        probe(block, block.forward, (BATCH.embeds,), {})
+
+
+class Routes(Block):
+    """Each token goes to one of two experts. Many tokens' scores differ by `margin`, in tiles the other way."""
+
+    def __init__(self, margin: float, shift: float = 0.0) -> None:
+        super().__init__()
+        self.margin, self.shift = margin, shift
+        self.gate, self.experts = nn.Linear(HIDDEN, 2), nn.ModuleList([nn.Linear(HIDDEN, HIDDEN) for _ in range(2)])
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x).softmax(-1)
+        if self.margin:
+            side = self.margin if x.shape[1] > 20 else -self.margin
+            tie = scores.mean(-1, keepdim=True) + torch.tensor([side / 2, -side / 2])
+            scores = torch.where(x[..., :1] > 0, tie, scores)
+        weight, choice = scores.flatten(0, 1).topk(1)
+        outs = torch.stack([expert(x) for expert in self.experts], 2).flatten(0, 1)
+        chosen = outs.gather(1, choice[..., None].expand(-1, 1, HIDDEN)).squeeze(1)
+        out = (weight * chosen).view_as(x)
+        return super().feed(x) + out + self.shift * F.pad(out, (0, 0, 1, -1))
+
+
+def test_a_routers_choice_between_equal_scores() -> None:
+    """A GEMM of another size rounds otherwise, next to a cut too. A larger difference, or a shift of tokens, is no chance."""
+    torch.manual_seed(0)
+    x = BATCH.embeds
+    probe(equal := Routes(1e-7), equal.forward, (x,), {})
+    with pytest.raises(CannotTile, match="tiles choose other experts"):
+        probe(other := Routes(0.1), other.forward, (x,), {})
+    with pytest.raises(CannotTile, match="outputs than the whole"):
+        probe(shifted := Routes(1e-7, 0.1), shifted.forward, (x,), {})
+
+
 def test_a_layer_that_returns_a_tuple() -> None:
     torch.manual_seed(0)
     assert_was_tiled(compare(Unwraps(ReturnsATuple, layers=LAYERS), drive))
