@@ -7,7 +7,7 @@ but as many of each sequence, so that the mean over sequences is the mean over l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,12 +130,13 @@ Loss = Callable[[torch.Tensor, torch.Tensor, deepspeed.DeepSpeedEngine], torch.T
 
 
 def train(
-    case: Case, memo: dict[str, Any] | None, over_ranks: Loss = ulysses.mean_over_ranks
+    case: Case, memo: dict[str, Any] | None, over_ranks: Loss = ulysses.mean_over_ranks, evaluations: Collection[int] = ()
 ) -> tuple[list[float], dict[str, Any] | None]:
     """The losses over all ranks, and memo's report.
 
     Args:
         over_ranks: how a part's loss becomes that of whole sequences.
+        evaluations: steps that only evaluate.
     """
     model = build("llama")
     engine = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=case.config(memo))[0]
@@ -148,11 +149,14 @@ def train(
             first = (micro_batch * case.groups + group) * case.rows
             positions = torch.arange(LENGTH).expand(case.rows, -1)[:, part]
             tokens, labels = (value[first : first + case.rows, part] for value in sequences(step))
-            loss = mean_loss(engine(input_ids=tokens, position_ids=positions, use_cache=False).logits, labels)
+            with torch.set_grad_enabled(step not in evaluations):
+                engine.train(step not in evaluations)
+                loss = mean_loss(engine(input_ids=tokens, position_ids=positions, use_cache=False).logits, labels)
             if case.ranks_per_sequence > 1:
                 loss = over_ranks(loss, labels, engine)
-            engine.backward(loss)
-            engine.step()
+            if step not in evaluations:
+                engine.backward(loss)
+                engine.step()
             total += loss.detach()
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size() / case.micro_batches)

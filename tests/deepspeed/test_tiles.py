@@ -2,6 +2,7 @@
 
 import pytest
 
+from ds_memo.tiles.layer import TiledCall
 from tests.deepspeed import matrix
 from tests.distributed_harness.common import DistributedTest
 
@@ -31,6 +32,22 @@ class TestTiles(DistributedTest):
     def test_every_stage_and_dtype(self, ranks_per_sequence, monkeypatch):
         monkeypatch.setattr(matrix, "LENGTH", LENGTH)
         run(matrix.quick_cases(ranks_per_sequence))
+
+    @pytest.mark.parametrize("ranks_per_sequence", [1, 2])
+    def test_evaluations(self, ranks_per_sequence, monkeypatch):
+        """Before the first step, and between steps."""
+        monkeypatch.setattr(matrix, "LENGTH", LENGTH)
+        kept = []
+        forward = TiledCall.forward
+        monkeypatch.setattr(TiledCall, "forward", lambda self, hidden: kept.append(self._trains) or forward(self, hidden))
+        for stage in (2, 3):
+            case = matrix.Case(stage, "fp32", 1, ranks_per_sequence=ranks_per_sequence)
+            stock, _ = matrix.train(case, None, evaluations=(0, 3))
+            kept.clear()
+            tiled, report = matrix.train(case, TILES, evaluations=(0, 3))
+            assert matrix.apart(tiled, stock) <= matrix.TOLERANCE["fp32"], (tiled, stock)
+            assert report["tiles"]["layers"] == [0, 1, 2, 3] and not report["tiles"]["not_tiled"]
+            assert [kept[step * 4 : step * 4 + 4] for step in range(5)] == [[step not in (0, 3)] * 4 for step in range(5)]
 
     def test_ulysses_stores_attention_once_from_the_first_step_on(self, monkeypatch):
         """What ranks trade behind the kernel is made again from the kernel's output."""
