@@ -118,7 +118,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
             ulysses.refuse_conflicts(section)
             asked["mpu"] = ulysses.set_up(asked["model"], ranks)
-        make = functools.partial(stock, *call.args, **call.kwargs)
+        make = functools.partial(_made, stock, ranks > 1 or config.enabled, *call.args, **call.kwargs)
         with _words_for_mpi():
             if not config.enabled:
                 return make()
@@ -149,6 +149,14 @@ def give_initialize_back() -> None:
         restore(_taken, _replaced, initialize)
         _replaced = None
         checkpoint_api.give_back()
+
+
+def _made(stock: Callable[..., tuple], check_parts: bool, *args: Any, **kwargs: Any) -> tuple:
+    """Return what DeepSpeed makes; `check_parts`: refuse a sequence-parallel model that mixes tokens outside attention."""
+    returned = stock(*args, **kwargs)
+    if check_parts:
+        ulysses.refuse_inexact(returned[0].module, returned[0])
+    return returned
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -23,13 +24,16 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ds_memo.deepspeed import sequence_probe
 from ds_memo.deepspeed.documents import Attention, attention_within, without_gaps
+from ds_memo.deepspeed.sequence_probe import FIELD
+from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.errors import MemoConfigError, MemoError
 from ds_memo.hf.attention import wrap_attention
+from ds_memo.hf.rotary import seen_by_rotary
 from ds_memo.profile.call import is_shortened
 from ds_memo.units import round_up
 
-FIELD = "sequence_parallel_size"
 IGNORE = -100
 """Label of a token that does not count."""
 _MASKS_WINDOWS = ("sdpa", "flex_attention")
@@ -79,7 +83,7 @@ def check(size: int, model_config: Any, world_size: int, seq_length: int | None 
         MemoConfigError: with the numbers.
     """
     model_config = model_config.get_text_config()
-    heads = model_config.num_attention_heads
+    heads = getattr(model_config, "num_attention_heads", None) or size  # a state-space model has none
     key_heads = getattr(model_config, "num_key_value_heads", None) or heads
     if world_size % size:
         raise MemoConfigError(f"{FIELD}: got {size}, but the {world_size} ranks of this run are no multiple of it")
@@ -118,8 +122,48 @@ def set_up(model: nn.Module, size: int) -> ModuleType:
     for module in model.modules():
         _parallel[module] = attention
     model.register_forward_pre_hook(attention.before_forward, with_kwargs=True)
-    attention.check_first = model.register_forward_hook(attention.after_first_forward)
     return parallel_state_sp
+
+
+def refuse_inexact(model: nn.Module, forward: Callable[..., Any]) -> None:
+    """Refuse a sequence-parallel model whose parts do not give what whole sequences give; all ranks call this together.
+
+    Args:
+        model: made so by :func:`set_up`, or by DeepSpeed's own function, as Accelerate calls it. Another is left alone.
+        forward: calls the model as training does.
+
+    Raises:
+        MemoError: the first module that differs, and by how much.
+    """
+    if (own := _parallel.get(model)) is not None:
+        sequence_probe.refuse_inexact(model, forward, own.group, own.whole)
+    elif (theirs := _registered_by_deepspeed(model)) is not None:
+        name, before = _attention_name(model), dict(vars(theirs))
+        theirs.seq_length_is_variable, theirs.disable_in_eval = True, False
+        try:
+            plain = functools.partial(_replaced, name, theirs.attn)
+            sequence_probe.refuse_inexact(model, forward, theirs.process_group, plain, theirs.batch_size)
+        finally:
+            vars(theirs).update(before)
+
+
+def _registered_by_deepspeed(model: nn.Module) -> UlyssesSPAttentionHF | None:
+    """Return the attention that register_with_transformers has put in the table under this model's implementation, if any."""
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if name is None or ranks_per_sequence() == 1:
+        return None
+    function = wrap_attention(name, lambda core: core)
+    theirs = inspect.getclosurevars(function).nonlocals.get("uattn") if inspect.isfunction(function) else None
+    return theirs if isinstance(theirs, UlyssesSPAttentionHF) else None
+
+
+@contextmanager
+def _replaced(name: str, attend: Attention) -> Iterator[None]:
+    before = wrap_attention(name, lambda _: attend)
+    try:
+        yield
+    finally:
+        wrap_attention(name, lambda _: before)
 
 
 def split(batches: Iterable[dict[str, Any]], device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
@@ -211,45 +255,74 @@ class _Attention:
         self._core = _take_over(name)
         self._within = WeakTensorKeyDictionary()
         """Rows, and the attention over whole sequences, by the position_ids that a forward, and so its replay, gives layers."""
-        self._layers = model.config.get_text_config().num_hidden_layers
-        self._group = group
+        self._layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
+        self.group = group
         self.ranks = dist.get_world_size(group)
         self._by_shape: dict[tuple[int, ...], UlyssesSPAttentionHF] = {}
-        self._calls = 0
-        self.check_first: Any = None
+        self._rotary = seen_by_rotary(model.config.get_text_config())
+        self._whole = False
 
-    def __call__(self, module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Attend on this rank alone: it has whole sequences."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
         """query (b, heads, s / ranks, head size), and the rest of Hugging Face's attention interface."""
-        self._calls += 1
-        key, value, mask, *rest = args
-        length, window = query.shape[2] * self.ranks, kwargs.get("sliding_window")
+        if self._whole:
+            return self._core(module, query, key, value, attention_mask, *rest, **kwargs)
+        length, window = query.shape[2] * self.ranks, _window(module, kwargs)
         if window is not None and window < length and self._name in _MASKS_WINDOWS:
             raise MemoError(
                 f"{FIELD} {self.ranks}: the model attends to a window of {window} tokens of {length}, which "
                 f'attn_implementation="{self._name}" knows from its mask alone, and Ulysses drops that. Use "flash_attention_2".'
             )
+        if value.shape[-1] != key.shape[-1]:
+            raise MemoError(
+                f"{FIELD} {self.ranks}: {type(module).__name__} has keys of {key.shape[-1]} and values of {value.shape[-1]} "
+                f'elements a head; DeepSpeed\'s Ulysses exchanges heads of one size. Use "{FIELD}": 1'
+            )
         positions = kwargs.get("position_ids")
-        if isinstance(positions, torch.Tensor) and is_shortened(positions) and positions not in self._within:
+        if not isinstance(positions, torch.Tensor):
+            raise MemoError(
+                f"{FIELD} {self.ranks}: {type(module).__name__} hands its attention function no position_ids, by which Ulysses "
+                f'knows the documents of a sequence. Use "{FIELD}": 1'
+            )
+        if is_shortened(positions) and positions not in self._within:
             self._find_documents(positions, positions.expand(len(query), -1))
-        rows, within = self._within.get(positions, (0, None)) if isinstance(positions, torch.Tensor) else (0, None)
-        if self._name == "flex_attention" and mask is None:
+        rows, within = self._within.get(positions, (0, None))
+        if self._name == "flex_attention" and attention_mask is None:
             within = self._core  # not causal, or there would be one
         elif within is not self._core and rows != len(query):
             within = None
         # The mask is of the part alone.
-        return self._of_shape(query, key)(module, query, key, value, None, *rest, within=within, **kwargs)
+        out, weights = self._of_shape(query, key)(module, query, key, value, None, *rest, within=within, **kwargs)
+        return out.unflatten(-1, (query.shape[1], -1)), weights  # as every attention function of Transformers returns it
 
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Find the documents of whole sequences, alike on all ranks of the group.
 
         Without position_ids the model would number each part's tokens from 0, and train on that without a word.
         """
-        if module not in _parallel:
+        if module not in _parallel or self._whole:
             return None
         positions = kwargs.get("position_ids")
         if positions is None:
             tokens = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 1), None)
-            length, rank = tokens.shape[1] if tokens is not None else 0, dist.get_rank(self._group)
+            length, rank = tokens.shape[1] if tokens is not None else 0, dist.get_rank(self.group)
             raise MemoError(
                 f"{FIELD} {self.ranks}: the model was called without position_ids. Part {rank} of each sequence holds its "
                 f"tokens {rank * length} to {(rank + 1) * length - 1} of {self.ranks * length}, and position_ids must say so. "
@@ -275,11 +348,34 @@ class _Attention:
         Args:
             positions: of this rank's part (b, s / ranks). A profile cuts the end of each part off: documents go on behind it.
         """
-        parts = [torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
-        dist.all_gather(parts, positions.contiguous(), group=self._group)
-        whole = torch.cat(parts, dim=1)
+        on_host = torch.device("cpu") in self.group._device_types  # where it can, a collective that waits for no device
+        shapes = self._gathered(torch.tensor(positions.shape, device="cpu" if on_host else positions.device)).tolist()
+        if any(shape != shapes[0] for shape in shapes):
+            ranks = dist.get_process_group_ranks(self.group)
+            came = ", ".join(f"{rows} x {length} on rank {r}" for r, (rows, length) in zip(ranks, shapes, strict=True))
+            raise MemoError(
+                f"{FIELD} {self.ranks}: the ranks of a sequence came with parts of unequal size (rows x tokens: {came}); "
+                "expected equal parts. Let UlyssesSPDataLoaderAdapter or ds_memo.deepspeed.ulysses.split cut batches"
+            )
+        parts = self._gathered(positions.contiguous())
+        if self._rotary is not None:
+            kind, seen = self._rotary
+            lengths = (parts.amax(dim=(1, 2)) + 1).tolist()
+            if len(set(map(seen, lengths))) > 1:
+                raise MemoError(
+                    f'{FIELD} {self.ranks}: frequencies of rotary embeddings of type "{kind}" depend on the length that a rank '
+                    f"sees, and the parts of this sequence go up to {', '.join(map(str, lengths))}: each rank would take others. "
+                    f'Use "{FIELD}": 1, or a rope_type without lengths ("yarn", "linear")'
+                )
+        whole = parts.transpose(0, 1).flatten(1)
         whole = without_gaps(whole) if is_shortened(key) else whole
         self._within[key] = len(whole), attention_within(self._name, self._core, whole)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks of the group (ranks, …)."""
+        gathered = tensor.new_empty(self.ranks, *tensor.shape)
+        dist.all_gather(list(gathered), tensor, group=self.group)
+        return gathered
 
     def _attend(self, module: nn.Module, query: torch.Tensor, *args: Any, within: Attention | None, **kwargs: Any) -> Any:
         """Run between the all-to-alls: query (b, heads / ranks, s, head size), position_ids of whole sequences (b, s)."""
@@ -289,14 +385,6 @@ class _Attention:
         if within is None:  # the layer was given other position_ids than the model, or one row for all
             within = attention_within(self._name, self._core, kwargs["position_ids"].expand(len(query), -1))
         return within(module, query, *args, **kwargs)
-
-    def after_first_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.check_first.remove()
-        if module in _parallel and not self._calls:
-            raise MemoError(
-                f"{FIELD} {self.ranks}: {type(module).__name__} does not ask Transformers for its attention function, so "
-                "each rank attended to its own part of the sequence alone. Ulysses needs a model that does."
-            )
 
     def __deepcopy__(self, memo: dict) -> _Attention:
         """A copy of the model is not sequence-parallel, and copies its hooks."""
@@ -314,11 +402,18 @@ class _Attention:
                 attn_head_size=size,
                 kv_head_count=key.shape[1],
                 num_hidden_layers=self._layers,
-                process_group=self._group,
+                process_group=self.group,
                 seq_length_is_variable=True,
             )
             self._by_shape[shape].core_attn_implementation = self._name
         return self._by_shape[shape]
+
+
+def _window(module: nn.Module, kwargs: Mapping[str, Any]) -> int | None:
+    """Return the window of an attention call. A layer that does not state it (Phi-MoE) puts that of its model into the mask."""
+    if "sliding_window" in kwargs:
+        return kwargs["sliding_window"]
+    return getattr(getattr(module, "config", None), "sliding_window", None) or None
 
 
 @functools.cache

@@ -82,7 +82,14 @@ def _of_hosts() -> dist.ProcessGroup:
     if torch.device("cpu") in default._device_types:
         return default
     if _hosts is None or _hosts[0] is not default:
-        _hosts = default, dist.new_group(backend="gloo")
+        try:
+            _hosts = default, dist.new_group(backend="gloo")
+        except RuntimeError as error:
+            raise MemoError(
+                f"the ranks cannot connect over gloo, by which memo agrees on host memory ({str(error).partition(chr(10))[0]}). "
+                "Often a host name resolves to 127.0.1.1: set GLOO_SOCKET_IFNAME to the network interface between the nodes "
+                "(ip addr lists them) on every node"
+            ) from error
     return _hosts[1]
 
 

@@ -397,7 +397,6 @@ class TestUlysses(DistributedTest):
     @pytest.mark.parametrize("stage", [0, 3])
     def test_under_deepspeed(self, stage, monkeypatch):
         """Losses of three steps, as one rank has them. ZeRO-3 hands position_ids on as they are, so no layer looks for itself."""
-        looks = counted(monkeypatch)
         packs = [Packed(layout, seed) for seed, layout in enumerate((SPREAD, PADDED, HALVES))]
         model, wants = build("llama"), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -419,6 +418,7 @@ class TestUlysses(DistributedTest):
             "memo": {"enabled": True, **memo(0.5)},
         }
         engine = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        looks = counted(monkeypatch)
         for pack, want in zip(packs, wants, strict=True):
             logits = engine(input_ids=part(pack.tokens), position_ids=part(pack.positions), use_cache=False).logits
             loss = ulysses.mean_over_ranks(mean_loss(logits, part(pack.labels)), part(pack.labels), engine)

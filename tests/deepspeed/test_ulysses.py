@@ -9,7 +9,6 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from transformers import AutoConfig
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import ds_memo
 from ds_memo.autotune.policy import PlacementPolicy
@@ -21,7 +20,7 @@ from ds_memo.tiles import attention
 from ds_memo.tiles.modes import SupplyHeads
 from tests.deepspeed.matrix import mean_loss
 from tests.distributed_harness.common import DistributedTest
-from tests.models import FP32, VOCAB, Toy, assert_same_grads, build, gradients
+from tests.models import FP32, VOCAB, Different, Toy, assert_same_grads, build, gradients
 
 LENGTH = 24
 MEMO = {"alpha": 0.5, "resident_layers": 1, "plan": {"enabled": False}}
@@ -122,11 +121,39 @@ class TestGradients(DistributedTest):
             ulysses.set_up(Toy(), 2)
         with pytest.raises(ds_memo.MemoConfigError, match="sequence_parallel_size: got 4, but the 2 ranks of this run"):
             ulysses.set_up(build("llama"), 4)
-        deaf = build("llama")
-        deaf.model.forward = lambda **kwargs: BaseModelOutputWithPast(torch.zeros(2, 12, 64))
-        ulysses.set_up(deaf, 2)
-        with pytest.raises(ds_memo.MemoError, match="does not ask Transformers for its attention function"):
-            deaf(input_ids=part(tokens), position_ids=part(positions))
+
+    def test_parts_of_unequal_size_are_said_by_every_rank(self):
+        model = build("llama")
+        ulysses.set_up(model, 2)
+        tokens, positions, _ = batch(rows=3)
+        mine = (slice(0, 3), slice(0, 10)) if dist.get_rank() == 0 else (slice(0, 2), slice(10, 24))
+        with pytest.raises(ds_memo.MemoError, match=r"unequal size \(rows x tokens: 3 x 10 on rank 0, 2 x 14 on rank 1\)"):
+            model(input_ids=tokens[mine], position_ids=positions[mine])
+        assert_same_grads(gradients_of_parts(model), whole_gradients(build("llama")), FP32)  # the ranks are still in step
+
+    @pytest.mark.parametrize(
+        "rope, off",
+        [
+            ({"rope_type": "dynamic", "factor": 4.0}, "up to 12, 24"),
+            ({"rope_type": "longrope", "original_max_position_embeddings": 16}, "up to 12, 24"),
+            ({"rope_type": "longrope", "original_max_position_embeddings": 8}, None),
+            ({"rope_type": "longrope", "original_max_position_embeddings": 24}, None),
+        ],
+    )
+    def test_rotary_frequencies_that_depend_on_the_length(self, rope, off, monkeypatch):
+        factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0} if "longrope" in rope.values() else {}
+        shape = {"rope_parameters": {"rope_theta": 1e4, **rope, **factors}, "max_position_embeddings": 16}
+        want = whole_gradients(build("llama", **shape))
+        parallel = build("llama", **shape)
+        ulysses.set_up(parallel, 2)
+        if off is None:
+            assert_same_grads(gradients_of_parts(parallel), want, FP32)
+            return
+        with pytest.raises(ds_memo.MemoError, match=f'embeddings of type "{rope["rope_type"]}" .* {off}'):
+            gradients_of_parts(parallel)
+        ulysses._parallel[parallel]._rotary = None  # without the check gradients are wrong
+        with pytest.raises(Different):
+            assert_same_grads(gradients_of_parts(parallel), want, 1e-2)
 
     def test_a_lean_rank_sets_everyones_alpha(self, monkeypatch):
         """Through the engine, with alpha left out: the host of rank 1 has less room."""

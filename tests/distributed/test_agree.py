@@ -169,6 +169,13 @@ class TestTwoRanks(DistributedTest):
         assert agree.from_all_ranks({"rank": me}) == [{"rank": 0}, {"rank": 1}]
         assert len(made) == 1 and dist.get_backend(made[0]) == "gloo" and seen.names == ["c10d::allreduce_"]
 
+    def test_a_network_that_gloo_does_not_find_is_named(self, monkeypatch) -> None:
+        only_device = types.SimpleNamespace(_device_types=[torch.device("cuda")])
+        monkeypatch.setattr(agree.dist, "group", types.SimpleNamespace(WORLD=only_device))
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+        with pytest.raises(ds_memo.MemoError, match=r"cannot connect over gloo.*nowhere0.*set GLOO_SOCKET_IFNAME"):
+            agree.greatest([1])
+
     def test_different_configurations_name_the_ranks(self, tmp_path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)
         model = Toy()

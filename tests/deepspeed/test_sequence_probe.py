@@ -1,0 +1,201 @@
+"""The probe of sequence parallelism names what mixes tokens outside attention, before training, and lets all else pass."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import ds_memo
+from ds_memo.deepspeed import sequence_probe, ulysses
+from tests import architectures
+from tests.deepspeed.test_ulysses import gradients_of_parts, whole_gradients
+from tests.distributed_harness.common import DistributedTest
+from tests.everyday import everyday
+from tests.models import HIDDEN, assert_same_grads, build, generators
+
+MIXERS = {
+    "qwen3_next": r"layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\)",
+    "nemotron_h": r"layers\.0\.mixer \(NemotronHMamba2Mixer\)",
+    "jamba": r"layers\.0\.mamba \(JambaMambaMixer\)",
+    "lfm2_moe": r"layers\.0\.conv \(Lfm2MoeShortConv\)",
+    "bart": r"decoder\.embed_positions \(BartLearnedPositionalEmbedding\)",
+}
+"""Model types, and the module in which parts differ from whole sequences."""
+TABLES = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def start(model: nn.Module, stage: int = 0, dtype: str = "fp32", memo: bool = False, **how: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": dtype == "bf16"},
+        "memo": {"enabled": memo, "alpha": 0.5, "resident_layers": 1},
+        **({} if how else {"sequence_parallel_size": 2}),
+    }
+    return ds_memo.initialize(model=model, config=config, **how)[0]
+
+
+class Conv(nn.Module):
+    """A causal convolution over tokens. With `exchanging`, a rank's first tokens see the last ones of the rank before."""
+
+    exchanging = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(HIDDEN, HIDDEN, 4, groups=HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tail = x[:, -3:].contiguous()
+        tails = [torch.empty_like(tail) for _ in range(2)]
+        dist.all_gather(tails, tail)
+        before = tails[0] if self.exchanging and dist.get_rank() else torch.zeros_like(tail)
+        return self.conv(torch.cat([before, x], 1).transpose(1, 2)).transpose(1, 2)
+
+
+class Count(nn.Module):
+    """An MLP that counts tokens, as routers do for their bias, and draws random numbers."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.tokens += x.shape[1]
+        torch.rand(3)
+        return self.mlp(x)
+
+
+class Off(nn.Module):
+    """An MLP whose `n`-th call is wrong in one token: another each time, as where a router's choice flips, or the same."""
+
+    def __init__(self, mlp: nn.Module, another: bool) -> None:
+        super().__init__()
+        self.mlp, self.another, self.n = mlp, another, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += self.another
+        out = self.mlp(x)
+        out[:, 5 * self.n] += x.shape[1] == 37  # in parts
+        return out
+
+
+def needing_more() -> nn.Module:
+    model = build("llama")
+    forward = model.forward
+    model.forward = lambda *, extra, **kwargs: forward(**kwargs)
+    return model
+
+
+def probed(mlp: Any = None, exchanging: bool = False) -> None:
+    """Probe a sequence-parallel Llama, of which one MLP is replaced."""
+    torch.manual_seed(0)
+    model = build("llama")
+    layer = model.model.layers[1]
+    layer.mlp = mlp(layer.mlp) if mlp else layer.mlp
+    ulysses.set_up(model, 2)
+    own = ulysses._parallel[model]
+
+    @contextmanager
+    def whole() -> Iterator[None]:
+        layer.mlp.exchanging = False
+        with own.whole():
+            yield
+        layer.mlp.exchanging = exchanging
+
+    sequence_probe.refuse_inexact(model, model, own.group, whole)
+
+
+class TestProbe(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize(
+        "name, stage, dtype",
+        everyday([(name, 0, "fp32") for name in MIXERS] + [("nemotron_h", 3, "bf16")], [("nemotron_h", 3, "bf16")]),
+    )
+    def test_what_mixes_tokens_is_named_before_training(
+        self, name: str, stage: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On every rank, with memo and without. Without the probe gradients are wrong by more than a tenth."""
+        monkeypatch.setitem(architectures.SIZES, "sliding_window", 128)
+        with pytest.raises(ds_memo.MemoError, match=MIXERS[name] + ' computes token 37 of 74 .*sequence_parallel_size": 1'):
+            start(architectures.build(name), stage, dtype, memo=stage == 3)
+        if stage == 0:
+            model = architectures.build(name).eval()
+            want = whole_gradients(model)
+            model.zero_grad()
+            ulysses.set_up(model, 2)
+            with pytest.raises(AssertionError, match="gradient"):
+                assert_same_grads(gradients_of_parts(model), want, 0.1)
+
+    def test_what_mixes_nothing_is_let_pass(self) -> None:
+        probed()
+        probed(lambda mlp: Conv(), exchanging=True)
+        probed(lambda mlp: Off(mlp, another=True))
+        for wrong in (lambda mlp: Conv(), lambda mlp: Off(mlp, another=False)):
+            with pytest.raises(ds_memo.MemoError, match=r"layers\.1\.mlp(\.conv)? \((Conv1d|Off)\)"):
+                probed(wrong)
+
+    def test_nothing_is_left_behind(self) -> None:
+        model = build("llama", num_attention_heads=4, num_key_value_heads=1)
+        model.model.layers[1].mlp = Count(model.model.layers[1].mlp)
+        model.model.layers[2].eval()
+        before = copy.deepcopy(model), generators()
+        ulysses.set_up(model, 2)
+        hooks = [len(vars(module)[table]) for module in model.modules() for table in TABLES]
+        ulysses.refuse_inexact(model, model)
+        assert torch.equal(before[1], generators())
+        assert hooks == [len(vars(module)[table]) for module in model.modules() for table in TABLES]
+        for module, was in zip(model.modules(), before[0].modules(), strict=True):
+            assert module.training == was.training
+            assert getattr(module, "num_key_value_groups", None) == getattr(was, "num_key_value_groups", None)
+        assert model.model.layers[1].mlp.tokens == 0
+        assert all(map(torch.equal, model.state_dict().values(), before[0].state_dict().values()))
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    @pytest.mark.parametrize("how", everyday(["length varies", "one length"], ["one length"]))
+    def test_what_deepspeed_has_registered_itself(self, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As Accelerate does it for ParallelismConfig(sp_size=2)."""
+        given = {"seq_length": 48, "seq_length_is_variable": how != "one length", "disable_in_eval": True}
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", ALL_ATTENTION_FUNCTIONS["sdpa"])
+        mpu = UlyssesSPAttentionHF.register_with_transformers(build("llama"), "sdpa", 2, 2, **given)
+        theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        uattn = inspect.getclosurevars(theirs).nonlocals["uattn"]
+        before = dict(vars(uattn))
+        start(build("llama"), memo=True, mpu=mpu).memo.detach()
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs and vars(uattn) == before
+        with pytest.raises(ds_memo.MemoError, match=r"mlp\.conv \(Conv1d\)"):
+            model = build("llama")
+            model.model.layers[1].mlp = Conv()
+            start(model, memo=True, mpu=mpu)
+        window = build("mistral")  # of 8 tokens, which sdpa knows by the mask that DeepSpeed drops
+        with pytest.raises(ds_memo.MemoError, match=r"layers\.0\.self_attn \(MistralAttention\)"):
+            start(window, memo=True, mpu=mpu)
+
+    @pytest.mark.parametrize(
+        "name, message",
+        [
+            ("deepseek_v3", "DeepseekV3Attention has keys of 24 and values of 16 elements a head"),
+            ("llama4_text", "Llama4TextAttention hands its attention function no position_ids"),
+            ("phimoe", "a window of 8 tokens of 74"),
+            ("needs more", r"LlamaForCausalLM cannot be tried on 74 tokens .*\(TypeError: .* argument: 'extra'\)"),
+        ],
+    )
+    def test_what_deepspeed_cannot_exchange_is_said_in_a_line(
+        self, name: str, message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(architectures.OWN, "deepseek_v3", {**architectures.OWN["deepseek_v3"], "v_head_dim": 16})
+        with pytest.raises(ds_memo.MemoError, match=f"^sequence_parallel_size 2: .*{message}") as refusal:
+            start(needing_more() if name == "needs more" else architectures.build(name))
+        assert "\n" not in str(refusal.value)
