@@ -143,7 +143,7 @@ class TestTilesUnderUlysses(DistributedTest):
 
     @pytest.mark.world_size(4)
     def test_each_group_agrees_by_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of two groups, each has sequences of one tile while the other has longer ones. Rank 1 refuses a layer."""
+        """Each of two groups has sequences of one tile while the other has longer ones. Rank 1 refuses a layer."""
         monkeypatch.setattr(tiling, "probe", refusing(probe.probe, 2))
         rank, place = dist.get_rank(), dist.get_rank() % 2
         with in_parts("llama", IN_TILES | {"tile_tokens": 8}) as (model, handle, _):
