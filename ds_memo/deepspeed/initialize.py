@@ -156,6 +156,7 @@ def _made(stock: Callable[..., tuple], check_parts: bool, *args: Any, **kwargs: 
     returned = stock(*args, **kwargs)
     if check_parts:
         ulysses.refuse_inexact(returned[0].module, returned[0])
+        forget_order(returned[0])  # a forward's alone
     return returned
 
 

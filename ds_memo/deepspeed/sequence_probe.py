@@ -14,6 +14,7 @@ otherwise.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -56,7 +57,8 @@ def refuse_inexact(
 
     Args:
         model: its modules are compared. Parameters, buffers, modes and random states stay as they are.
-        forward: calls the model as training does.
+        forward: calls the model as training does. Where that asks for more than tokens and positions, such as labels for a
+            loss, the model's body without its head is called instead.
         group: ranks that share a sequence.
         whole: makes attention local, within the context.
         rows: sequences in a batch.
@@ -66,6 +68,7 @@ def refuse_inexact(
     """
     ranks, config = dist.get_world_size(group), model.config.get_text_config()
     part = max(LEAST, min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS) // ranks)
+    forward = _on_tokens_alone(model, forward)
     suspects: dict[Key, float] | None = None
     for seed in range(ROUNDS):
         tokens = torch.randint(3, config.vocab_size, (1, part * ranks), generator=torch.Generator().manual_seed(seed))
@@ -92,6 +95,13 @@ def refuse_inexact(
         f'convolution), or numbers them by itself: each of the {ranks} parts would start anew. Use "{FIELD}": 1; layers in tiles '
         "(memo.tile_tokens) or ZeRO-3 make room for longer sequences on a rank"
     )
+
+
+def _on_tokens_alone(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    head = next((module for module in model.modules() if hasattr(type(module), "base_model_prefix")), model)
+    asked = (value for value in inspect.signature(head.forward).parameters.values() if value.default is value.empty)
+    names = {value.name for value in asked if value.kind not in (value.VAR_POSITIONAL, value.VAR_KEYWORD)}
+    return forward if names <= {"input_ids", "position_ids"} else head.base_model
 
 
 def _described(model: nn.Module, name: str) -> str:
@@ -131,8 +141,8 @@ class _Comparison:
         mine = slice(self._start, self._start + self._part)
         with self._watched(self._compare):
             forward(input_ids=tokens[:, mine].contiguous(), position_ids=positions[:, mine].contiguous(), use_cache=False)
-        if not any(name == "" for name, _ in self._apart):
-            raise TypeError("its forward returns no floating-point tensor (rows, tokens, …) that could be compared")
+        if not self._apart:
+            raise TypeError("no module of it takes or returns a floating-point tensor (rows, tokens, …)")
         most = STEPS * max(TF32, *(torch.finfo(dtype).eps for dtype in self._dtypes))
         return {
             (number, name, self._start + token): off

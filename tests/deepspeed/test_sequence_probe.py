@@ -17,8 +17,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_memo
 from ds_memo.deepspeed import sequence_probe, ulysses
+from launch.loss import use_tiled_loss
 from tests import architectures
-from tests.deepspeed.test_ulysses import gradients_of_parts, whole_gradients
+from tests.deepspeed.matrix import mean_loss
+from tests.deepspeed.test_ulysses import batch, gradients_of_parts, part, whole_gradients
 from tests.distributed_harness.common import DistributedTest
 from tests.everyday import everyday
 from tests.models import HIDDEN, assert_same_grads, build, generators
@@ -91,10 +93,15 @@ class Off(nn.Module):
         return out
 
 
+def whole_loss(model: nn.Module) -> float:
+    tokens, positions, labels = batch()
+    return mean_loss(model(input_ids=tokens, position_ids=positions, use_cache=False).logits, labels).item()
+
+
 def needing_more() -> nn.Module:
     model = build("llama")
-    forward = model.forward
-    model.forward = lambda *, extra, **kwargs: forward(**kwargs)
+    forward = model.model.forward
+    model.model.forward = lambda *, extra, **kwargs: forward(**kwargs)
     return model
 
 
@@ -141,6 +148,15 @@ class TestProbe(DistributedTest):
 
     def test_what_mixes_nothing_is_let_pass(self) -> None:
         probed()
+        use_tiled_loss(asks_for_labels := build("llama"))
+        tokens, positions, labels = map(part, batch())
+        want = whole_loss(build("llama"))
+        engine = start(asks_for_labels, stage=3)  # whose order of gathers the probe leaves alone
+        loss = engine(input_ids=tokens, position_ids=positions, labels=labels)
+        loss = ulysses.mean_over_ranks(loss, labels, engine)
+        assert loss.item() == pytest.approx(want, rel=1e-6)
+        engine.backward(loss)
+        engine.step()
         probed(lambda mlp: Conv(), exchanging=True)
         probed(lambda mlp: Off(mlp, another=True))
         for wrong in (lambda mlp: Conv(), lambda mlp: Off(mlp, another=False)):
