@@ -212,7 +212,8 @@ class Remat:
         if inside_a_layer():
             return fn(*args, **kwargs)
         if not torch.is_grad_enabled():
-            return self._run_without_gradients(layer, fn, args, kwargs)
+            with stacks_restored():
+                return self._run_without_gradients(layer, fn, args, kwargs)
         if inside_a_checkpoint():  # it runs the layer twice whatever is kept, and both runs must be the same
             self.warn(
                 "the model calls torch.utils.checkpoint, or its own, around its layers, so they are recomputed and ds_memo has "

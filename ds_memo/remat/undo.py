@@ -67,11 +67,13 @@ def stacks_restored() -> Undoing:
 
     It goes around everything that runs a layer. In a backward PyTorch does the same.
     """
+    stacks = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return Undoing(functools.partial(_restore, _get_current_dispatch_mode_stack(), _get_current_function_mode_stack(), hooks))
+    return Undoing(functools.partial(_restore, *stacks, hooks, torch.is_grad_enabled()))
 
 
-def _restore(modes: list[Any], functions: list[Any], hooks: Any) -> None:
+def _restore(modes: list[Any], functions: list[Any], hooks: Any, with_gradients: bool) -> None:
+    torch._C._set_grad_enabled(with_gradients)
     _refill(modes, _get_current_dispatch_mode_stack(), lambda: _pop_torch_dispatch_stack(None), _push_on_torch_dispatch_stack)
     _refill(functions, _get_current_function_mode_stack(), _pop_torch_function_stack, _push_on_torch_function_stack)
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None and top != hooks:

@@ -224,6 +224,6 @@ def test_without_the_outer_block(owner: Any, name: str, broken: Any, monkeypatch
             failed += 1
             while undo._thread.open:
                 undo._thread.open.pop()._undo()
-            restore([], [], None)
+            restore([], [], None, True)
     host_budget._pools.clear()
     assert failed >= 3
