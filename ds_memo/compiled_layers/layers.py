@@ -162,14 +162,14 @@ class CompiledForward(OwnForward):
 
     @staticmethod
     def _run(remat: Remat, layer: Layer, call: CompiledCall, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        ops.begins(call)
         try:
+            ops.begins(call)
             out = remat.with_kernel(layer, functools.partial(fn, **kwargs), *args)
             if call.needs_backward:
                 call.keep()
                 remat.engine.end(call.frame)
         finally:
-            ops.ends()
+            ops.ends(call)
             if call.frame.state == "recording":  # the layer raised, or no backward will ask for it
                 remat.engine.abort(call.frame)
         if call.native:

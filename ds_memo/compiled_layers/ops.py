@@ -56,9 +56,10 @@ def begins(call: CompiledCall) -> None:
     _running.calls.append(call)
 
 
-def ends() -> None:
-    """Note that the latest compiled forward of this thread is over."""
-    _running.calls.pop()
+def ends(call: CompiledCall) -> None:
+    """Note that a call's compiled forward is over, with those inside it."""
+    if call in _running.calls:
+        del _running.calls[_running.calls.index(call) :]
 
 
 def calls_alive() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from types import CodeType
@@ -14,6 +15,7 @@ from torch import nn
 
 from ds_memo.deepspeed.rebind import replace_in_modules
 from ds_memo.remat.modes import inside_a_layer
+from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.runtime.active_forward import in_forward
 from ds_memo.runtime.session import Session, module_of
 
@@ -57,17 +59,17 @@ def _run(memo: Session, fn: Callable[..., Any], args: tuple, kwargs: dict[str, A
     known = _hold_layers.setdefault(memo, {})
     if code in known:
         return fn(*args, **kwargs) if known[code] else memo.run(fn, *args, **kwargs)
-    seen = []
+    seen, thread = [], threading.get_ident()
 
     def look(module: nn.Module, inputs: Any) -> None:
-        seen.append(memo.owns(module))
+        seen.append(thread == threading.get_ident() and memo.owns(module))
 
-    watching = nn.modules.module.register_module_forward_pre_hook(look)
-    try:
-        return memo.run(fn, *args, **kwargs)
-    finally:
-        watching.remove()
-        known[code] = any(seen)
+    hooks = nn.modules.module._global_forward_pre_hooks
+    with stacks_restored(), Undoing(lambda: [hooks.pop(key) for key, hook in list(hooks.items()) if hook is look]):
+        nn.modules.module.register_module_forward_pre_hook(look)
+        out = memo.run(fn, *args, **kwargs)
+    known[code] = any(seen)
+    return out
 
 
 def _as_deepspeed_does(out: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 
+from ds_memo.remat.undo import changed
 from ds_memo.runtime.session import Session
 
 
@@ -72,11 +73,8 @@ class _EngineHooks:
             yield
             return
         self._session.step_begins()
-        self._in_step = True
-        try:
+        with changed(self, "_in_step", True):
             yield
-        finally:
-            self._in_step = False
         self._session.stepped(is_applied())
 
 

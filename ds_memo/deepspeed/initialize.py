@@ -184,8 +184,8 @@ def _made_and_attached(make: Callable[[], tuple], model: nn.Module, config: Memo
     if config.plan.enabled:
         pieces = (parameter.ds_tensor for parameter in model.parameters() if hasattr(parameter, "ds_tensor"))
         join_split_blocks(device, (*model.parameters(), *model.buffers(), *pieces))
-    keep_blocks_whole(device, config.plan.enabled)
     try:
+        keep_blocks_whole(device, config.plan.enabled)
         returned = make()
         get_accelerator().empty_cache()  # whole blocks are of little use to other sizes
         session = attach_engine(returned[0], config)

@@ -74,8 +74,8 @@ class _Watch:
     ) -> importlib.machinery.ModuleSpec | None:
         if name != WATCHED or self._asking:
             return None
-        self._asking = True
         try:
+            self._asking = True
             spec = importlib.util.find_spec(name)
         finally:
             self._asking = False

@@ -56,9 +56,9 @@ def on(node: Node | None) -> Iterator[None]:
         yield
         return
     before = os.sched_getaffinity(0)
-    with suppress(OSError):  # the CPUs are not this container's: pages may lie on another node
-        os.sched_setaffinity(0, node.cpus)
     try:
+        with suppress(OSError):  # the CPUs are not this container's: pages may lie on another node
+            os.sched_setaffinity(0, node.cpus)
         yield
     finally:
         with suppress(OSError):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
+
+from ds_memo.remat.undo import changed
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
 """Hooks by which ZeRO-3 gathers and releases; the last, of leaf modules (``set_z3_leaf_modules``), reduces their gradients."""
@@ -38,14 +40,11 @@ def gathered(module: nn.Module) -> Iterator[None]:
     import deepspeed
 
     taken = [(part, name, getattr(part, name)) for part in module.modules() for name in _HOOKS]
-    with deepspeed.zero.GatheredParameters(parts):
+    with deepspeed.zero.GatheredParameters(parts), ExitStack() as stack:
         for part, name, hooks in taken:
-            setattr(part, name, OrderedDict((key, hook) for key, hook in hooks.items() if not _is_deepspeeds(hook)))
-        try:
-            yield
-        finally:
-            for part, name, hooks in taken:
-                setattr(part, name, hooks)
+            left = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_deepspeeds(hook))
+            stack.enter_context(changed(part, name, left))
+        yield
 
 
 def _is_deepspeeds(hook: object) -> bool:

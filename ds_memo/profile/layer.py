@@ -26,6 +26,7 @@ from ds_memo.remat.call import tensor_leaves
 from ds_memo.remat.checkpoint import Layer, OwnForward, Remat, Tiler
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Recipe
+from ds_memo.remat.undo import Undoing
 from ds_memo.solve.costs import Output, OutputKind
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
@@ -122,13 +123,15 @@ def _own_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
         if own not in others:
             others[own] = nn.Parameter(own.detach())
             vars(others[own]).update(vars(own))
-    try:
+
+    def put_back() -> None:
+        for part, name, own in owners:
+            part._parameters[name] = own
+
+    with Undoing(put_back):
         for part, name, own in owners:
             part._parameters[name] = others[own]
         yield list(others.values())
-    finally:
-        for part, name, own in owners:
-            part._parameters[name] = own
 
 
 class _Fixed:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _StopRecomputationError
 
 from ds_memo.errors import MemoError
@@ -28,6 +28,7 @@ from ds_memo.remat.recipe import Observed, Recipe, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.remat.second_forward import count_in_functions
+from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
@@ -203,27 +204,27 @@ class Remat:
     @contextmanager
     def instead(self, run: Callable[..., Any]) -> Iterator[None]:
         """Send every layer call inside to ``run(layer, fn, args, kwargs, preserve_rng_state)``."""
-        self._run = run  # type: ignore[method-assign]
-        try:
+        with Undoing(lambda: vars(self).pop("_run", None)):
+            self._run = run  # type: ignore[method-assign]
             yield
-        finally:
-            del self._run
 
     def _run(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         if inside_a_layer():
             return fn(*args, **kwargs)
         if not torch.is_grad_enabled():
-            return self._run_without_gradients(layer, fn, args, kwargs)
+            with stacks_restored():
+                return self._run_without_gradients(layer, fn, args, kwargs)
         if inside_a_checkpoint():  # it runs the layer twice whatever is kept, and both runs must be the same
             self.warn(
                 "the model calls torch.utils.checkpoint, or its own, around its layers, so they are recomputed and ds_memo has "
                 "no part in it. Leave that checkpoint out, or call ds_memo.checkpoint or deepspeed.checkpointing.checkpoint"
             )
             return fn(*args, **kwargs)
-        placement = self.policy.placement(layer)
-        if isinstance(fn, OwnForward) and placement.kind is not PlacementKind.NO_RECOMPUTE:
-            return fn.run_layer(self, layer, placement, args, kwargs, preserve_rng_state)
-        return self.run_placed(layer, fn, args, kwargs, placement, preserve_rng_state)
+        with stacks_restored():
+            placement = self.policy.placement(layer)
+            if isinstance(fn, OwnForward) and placement.kind is not PlacementKind.NO_RECOMPUTE:
+                return fn.run_layer(self, layer, placement, args, kwargs, preserve_rng_state)
+            return self.run_placed(layer, fn, args, kwargs, placement, preserve_rng_state)
 
     def _run_without_gradients(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._tiler is not None and not under_torch_checkpoint():  # a reentrant one, whose second run is whole
@@ -261,16 +262,16 @@ class Remat:
 
     def observed(self, layer: Layer, run: Callable[[], Any]) -> Any:
         """Call `run`, and notify the observers of its begin and end."""
-        for observer in self.observers:
-            observer.layer_begins(layer.index)
         try:
+            for observer in self.observers:
+                observer.layer_begins(layer.index)
             out = run()
+            for observer in self.observers:
+                observer.layer_ends(layer.index)
         except BaseException:
             for observer in self.observers:
                 observer.interrupted()
             raise
-        for observer in self.observers:
-            observer.layer_ends(layer.index)
         return out
 
     def _run_checkpointed(self, layer: Layer, placement: Placement, lifted: Lifted, preserve_rng_state: bool) -> Any:
@@ -381,7 +382,7 @@ class Remat:
         Raises:
             MemoError: PyTorch has no such kernel for this call.
         """
-        with sdpa_kernel(self._sdpa) if self._sdpa is not None else nullcontext():
+        with _only_kernel(self._sdpa) if self._sdpa is not None else nullcontext():
             try:
                 return fn(*args)
             except RuntimeError as error:
@@ -391,6 +392,14 @@ class Remat:
                     f'layer {layer.name}: memo.attention is "{self._attention}", but PyTorch has no such kernel for this call '
                     "(dtype, head size, mask, dropout or device). Leave memo.attention out to take what there is."
                 ) from error
+
+
+@contextmanager
+def _only_kernel(kernel: SDPBackend) -> Iterator[None]:
+    """Have F.scaled_dot_product_attention take this kernel alone inside the block, as torch.nn.attention.sdpa_kernel does."""
+    with Undoing(functools.partial(_sdpa_kernel, _cur_sdpa_kernel_backends())):
+        _sdpa_kernel([kernel])
+        yield
 
 
 def _checkpoint(lifted: Lifted, preserve_rng_state: bool, context_fn: Callable[[], tuple]) -> Any:
@@ -403,14 +412,12 @@ def _checkpoint(lifted: Lifted, preserve_rng_state: bool, context_fn: Callable[[
     generator = _checkpoint_without_reentrant_generator(
         replay, preserve_rng_state, context_fn, "default", False, True, *lifted.args
     )
-    next(generator)
     try:
+        next(generator)
         out = lifted.fn(*lifted.args)
-    except BaseException as error:
-        generator.throw(error)
-        raise
-    for _ in generator:  # leaves the contexts
-        pass
+        next(generator, None)  # leaves the contexts
+    finally:
+        generator.close()
     return out
 
 

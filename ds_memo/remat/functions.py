@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch._C import _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ds_memo.errors import MemoError
+from ds_memo.remat.undo import stacks_restored
 
 
 def keep_whole(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,6 +70,14 @@ class SkipsCompiled(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    # PyTorch's own __enter__ and __exit__ also set flags of the whole process, which two threads would leave set.
+    def __enter__(self) -> Any:
+        _push_on_torch_dispatch_stack(self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _pop_torch_dispatch_stack(None)
+
 
 class ObservesFunctions(SkipsCompiled, ABC):
     """A mode that receives the calls of `keep_whole` functions, and none of the ops inside."""
@@ -79,14 +89,10 @@ class ObservesFunctions(SkipsCompiled, ABC):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Take this mode, and those above it, off the stack inside the block; then put all back."""
-        above: list[TorchDispatchMode] = []
-        while (mode := _pop_mode()) is not self:
-            above.append(mode)
-        try:
+        with stacks_restored():
+            while _pop_torch_dispatch_stack(None) is not self:
+                pass
             yield
-        finally:
-            for mode in (self, *reversed(above)):
-                _push_mode(mode)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ds_memo.remat.functions import ObservesFunctions, Ran, described, tensors_in, versions_of
+from ds_memo.remat.undo import changed
 
 
 class _Thread(threading.local):
@@ -30,11 +31,13 @@ _thread = _Thread()
 @contextmanager
 def running_tiles() -> Iterator[None]:
     """Have :func:`inside_a_layer` return True inside the block, where modes are not on the stack all the time."""
-    before, _thread.in_tiles = _thread.in_tiles, True
-    try:
+    with changed(_thread, "in_tiles", True):
         yield
-    finally:
-        _thread.in_tiles = before
+
+
+def inside_tiles() -> bool:
+    """Return True if this thread is running a layer in tiles."""
+    return _thread.in_tiles
 
 
 def inside_a_layer() -> bool:
@@ -73,7 +76,7 @@ def inside_a_checkpoint() -> bool:
     return within or torch._C._current_graph_task_id() != -1
 
 
-IN_LAYERS = ("analyse", "call", "modes", "op_policy", "recipe", "record", "replay", "second_forward")
+IN_LAYERS = ("analyse", "call", "modes", "op_policy", "recipe", "record", "replay", "second_forward", "undo")
 """Files of this folder whose code runs inside layers."""
 
 
@@ -106,8 +109,7 @@ class NotingMode(Mode):
             self._note(tensor)
             return pack(tensor)
 
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(noting_pack, unpack)
-        self._hooks.__enter__()
+        torch._C._autograd._push_saved_tensors_default_hooks(noting_pack, unpack)
         return super().__enter__()
 
     def _watched(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Ran:
@@ -124,5 +126,4 @@ class NotingMode(Mode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._hooks.__exit__(*exception)
-        del self._hooks  # a reference cycle would keep the frame until the next garbage collection
+        torch._C._autograd._pop_saved_tensors_default_hooks()

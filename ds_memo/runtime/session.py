@@ -38,6 +38,7 @@ from ds_memo.profile.call import AsCalled, as_it_is
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.diagnostics import has_compiled, within_compiled
 from ds_memo.remat.modes import inside_a_layer
+from ds_memo.remat.undo import changed, stacks_restored
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime import first_step_warnings as first_step
 from ds_memo.runtime import report as account
@@ -224,7 +225,8 @@ class Session:
             ):
                 self._gather_whole([layer.module() for layer in self.layers])  # hooks inside a layer cannot be traced
                 self._gather_whole = None
-            self._place(module, args, kwargs)
+            with stacks_restored():
+                self._place(module, args, kwargs)
         if self.policy.tiles is not None and not self._tiles_came:
             self._tiles_come(module)
         if not training:
@@ -238,11 +240,8 @@ class Session:
 
     def _compiled_forward_begins(self, callback: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Do the same where torch.compile was asked for the whole model: its layers will be called under this callback."""
-        self._as_called = functools.partial(self._patches.compilers.forward, callback)
-        try:
+        with changed(self, "_as_called", functools.partial(self._patches.compilers.forward, callback)):
             self._forward_begins(module, args, kwargs)
-        finally:
-            self._as_called = as_it_is
 
     def _between_layers(self, callback: Any) -> Any:
         """Return what dynamo compiles the pieces of this pass with, if layers will break its graph into pieces."""

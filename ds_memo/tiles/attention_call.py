@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
 
 from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.undo import changed
 from ds_memo.spans import Span
 from ds_memo.tiles.slices import new_whole, part
 
@@ -156,12 +157,8 @@ def run_with_attention(
 
 @contextmanager
 def _catching(handler: Callable[[AttentionCall], Any], sdpa: bool) -> Iterator[None]:
-    before, _thread.handler = _thread.handler, handler
-    try:
-        with _CatchSdpa() if sdpa else nullcontext():
-            yield
-    finally:
-        _thread.handler = before
+    with changed(_thread, "handler", handler), _CatchSdpa() if sdpa else nullcontext():
+        yield
 
 
 def _caught(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -33,6 +33,8 @@ from ds_memo.remat.inputs import DeviceInput
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Recipe, SavedOp
+from ds_memo.remat.replay import Replay
+from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.spans import Span
 from ds_memo.swap.frame import Frame, Layout
 from ds_memo.tiles.around import (
@@ -40,13 +42,13 @@ from ds_memo.tiles.around import (
     autocast_again,
     autocast_now,
     dropping,
-    own_linear,
     refuse_create_graph,
+    see_products_of_zero3,
 )
 from ds_memo.tiles.attention import AttentionRecipe, TiledAttention, remember
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.gradient_owner import is_owned
-from ds_memo.tiles.modes import LeftRecipe, On, RecordHead, RecordTail, ReplayTile
+from ds_memo.tiles.modes import LeftRecipe, RecordHead, RecordTail, ReplayTail
 from ds_memo.tiles.probe import Shapes, by_arrival
 from ds_memo.tiles.recipes import SizeRecipes, TileRecipe, analyse
 from ds_memo.tiles.slices import Arguments, fill, hidden_states, new_whole, part
@@ -65,11 +67,6 @@ class Tile:
     """Seed of the tile's random numbers; None: it draws none."""
     followed: bool = False
     """True if the head did what the recipe says, as far as is known. The run behind attention compares it once more."""
-
-    @property
-    def head_on(self) -> On:
-        """Where the mode of a replay is on up to attention."""
-        return self.recipe.head_on if self.followed else On.EVERYWHERE
 
     def hidden(self) -> torch.Tensor:
         """Return its hidden states from its frame, as a leaf."""
@@ -128,6 +125,7 @@ class TiledLayer:
         """True if attention's result is not its kernel's output, as the latest call showed. Before the first: where ranks trade
         heads."""
         self._module = weakref.ref(module)
+        see_products_of_zero3()
 
     def attention_ran(self, why: str) -> None:
         """Agree with other ranks on attention, after its first run. Later a rank speaks only to refuse."""
@@ -220,11 +218,11 @@ class TiledCall:
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the layer's output (b, s, h)."""
-        with own_linear():
+        with running_tiles():
             recipes = self._recipes(hidden)
         self._place(hidden, recipes)
         try:
-            with running_tiles(), own_linear(), self._grads(), dropping(), aliased(self._tiled.module, self._parameters):
+            with running_tiles(), self._grads(), dropping(), aliased(self._tiled.module, self._parameters):
                 if not self._recomputes:  # the first frame: the backward of the layer above goes on with the last tile's
                     self._attention.begin(self._placement)
                 gathered = self._heads(hidden, recipes)
@@ -372,7 +370,7 @@ class TiledCall:
             self._engine.keep(tile.call.frame, tile.call.recipe.inputs[1], own)
         given = self._shapes.result.of(own.requires_grad_(self._trains))
         if tile.followed:
-            mode = RecordTail(tile.call, tile.recipe.needed_behind, tile.recipe.head_on, tile.recipe.records_tail)
+            mode = RecordTail(tile.call, tile.recipe.needed_behind, tile.recipe.records_tail)
 
             def supply(reached: AttentionCall) -> Any:
                 mode.attention_reached()
@@ -396,18 +394,19 @@ class TiledCall:
             given.check()
         for observer in self._remat.observers:
             observer.layer_replays(self._tiled.layer.index)
-        try:
+        with stacks_restored(), Undoing(self._close_frames):
             return self._backward(gradient, may_overwrite)
-        finally:
-            for tile in self._tiles:
-                tile.call.frame.first_only = False
-                if tile.call.frame.state == "ready":  # it raised; the graph may be run again
-                    self._engine.replayed(tile.call.frame)
-            self._attention.release()
+
+    def _close_frames(self) -> None:
+        for tile in self._tiles:
+            tile.call.frame.first_only = False
+            if tile.call.frame.state == "ready":  # it raised; the graph may be run again
+                self._engine.replayed(tile.call.frame)
+        self._attention.release()
 
     def _backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
         aliases_of = aliased(self._tiled.module, self._parameters)
-        with running_tiles(), own_linear(), autocast_again(self._autocast), aliases_of as aliases:
+        with running_tiles(), autocast_again(self._autocast), aliases_of as aliases:
             sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             self._remat.part_begins("tails_backward")
             gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
@@ -445,7 +444,7 @@ class TiledCall:
             self._engine.bring_back(tile.call.frame, then=below[number], again=True)
             tile.call.frame.first_only = False
             args, kwargs, wholes = self._arguments.tile(tile.hidden(), tile.span)
-            with torch.enable_grad(), dropping(), self._seeded(tile.seed), ReplayTile(tile.again_to_attention, tile.head_on):
+            with torch.enable_grad(), dropping(), self._seeded(tile.seed), Replay(tile.again_to_attention):
                 reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
             gathered.add(tile.span, reached, wholes)
 
@@ -493,7 +492,8 @@ class TiledCall:
         def supply(reached: AttentionCall) -> Any:
             if self._keeps_result:
                 gathered.add(tile.span, reached, wholes)
-            mode.attention_reached()
+            if isinstance(mode, ReplayTail):
+                mode.attention_reached()
             return self._shapes.result.of(own)
 
         mode = self._tail_replay(tile)
@@ -501,14 +501,11 @@ class TiledCall:
             output = self._shapes.output.tensor(run_with_attention(self._forward, args, kwargs, supply, self._shapes.sdpa))
         return sums.backward([output], [d_output], [x, own, *self._arguments.inputs(args, kwargs)])
 
-    def _tail_replay(self, tile: Tile) -> ReplayTile:
+    def _tail_replay(self, tile: Tile) -> Replay:
         recipe = tile.recipe
-        call = tile.call if self._keeps_result else tile.behind_attention
-        if not tile.followed:
-            return ReplayTile(call, On.EVERYWHERE)
-        if not self._keeps_result or recipe.head_flops is None:
-            return ReplayTile(call, recipe.head_on, recipe.tail_on)
-        return ReplayTile(call, On.NOWHERE, recipe.tail_on, len(recipe.head), recipe.head_flops)
+        if tile.followed and self._keeps_result and recipe.head_flops is not None:
+            return ReplayTail(tile.call, len(recipe.head), recipe.head_flops)
+        return Replay(tile.call if self._keeps_result else tile.behind_attention)
 
     def _heads_backward(
         self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]
@@ -527,7 +524,7 @@ class TiledCall:
         """Return the gradients of a tile's hidden states and of other inputs, by what comes before attention."""
         x, shapes = tile.hidden(), self._shapes
         args, kwargs, _ = self._arguments.tile(x, tile.span)
-        with torch.enable_grad(), self._seeded(tile.seed), ReplayTile(tile.up_to_attention, tile.head_on):
+        with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.up_to_attention):
             reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
         indices = [index for index in shapes.differentiable if shapes.arguments[index] is not None]
         gradients = [part(gathered.leaves[index], tile.span, shapes.arguments[index]) for index in indices]

@@ -3,22 +3,20 @@
 A tile's recipe lists the ops of a whole run: those before attention (the head), then those behind it (the tail). The forward runs
 the head once up to attention, and once more, dead, on the way to the tail.
 
-A mode doubles the host time of each op. So it is on the stack only where it supplies, keeps or leaves out something, and only
-while F.linear runs if all that it handles happens there. The dead head is always compared with the recipe, and so is the head
-in its own backward.
+A mode doubles the host time of each op. So it is on the stack only during parts, the head or the tail, of which it supplies,
+keeps or leaves out something. The dead head is always compared with the recipe, and so is the head in its own backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _len_torch_dispatch_stack, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ds_memo.head_groups import HeadGroup
 from ds_memo.remat import op_policy
@@ -30,17 +28,6 @@ from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Gemm, Observed, ObservedGemm, SavedOp
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
-from ds_memo.tiles.around import thread
-
-
-@dataclass
-class Outside:
-    """What a part of a tile's run, the head or the tail, does outside F.linear."""
-
-    listed: bool = False
-    """True if ops that recipes list are there."""
-    writes: bool = False
-    """True if ops that write in place are there."""
 
 
 class AnalyseTile(Analyse):
@@ -50,8 +37,8 @@ class AnalyseTile(Analyse):
         super().__init__(call, observed, module, givens)
         self.head: int | None = None
         """Number of ops before attention; None before it is reached."""
-        self.head_outside, self.tail_outside = Outside(), Outside()
-        self._in_linear = False
+        self.head_writes = self.tail_writes = False
+        """True if ops there write in place, other than a product's bias to the product."""
         self._tail_reads = 0
 
     def attention_reached(self, reads: Iterable[torch.Tensor], supplied: Iterable[torch.Tensor]) -> None:
@@ -64,33 +51,14 @@ class AnalyseTile(Analyse):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if self.head is not None and not has_inner_tensors(types):
             self._tail_reads |= self._made_of_all(args, kwargs or {})
-        kind = kind_of(func)
-        if kind is not OpKind.PLAIN and not self._in_linear:
-            self._outside.writes |= kind is OpKind.MUTATES
-            self._outside.listed |= kind is not OpKind.MUTATES
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        self._outside.listed = True
-        return super().run_function(fn, args, kwargs)
-
-    @property
-    def _outside(self) -> Outside:
-        return self.head_outside if self.head is None else self.tail_outside
-
-    def __enter__(self) -> AnalyseTile:
-        thread.in_linear = self
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        thread.in_linear = None
-        super().__exit__(*exception)
-
-    def linear_begins(self) -> None:
-        self._in_linear = True
-
-    def linear_ends(self) -> None:
-        self._in_linear = False
+    def _about_to_write(self, func: Any, args: tuple, kwargs: dict, sources: int, fresh: ObservedGemm | None) -> int:
+        sources = super()._about_to_write(func, args, kwargs, sources, fresh)
+        if fresh is None or not fresh.biased:
+            self.head_writes |= self.head is None
+            self.tail_writes |= self.head is not None
+        return sources
 
     def _choose_from(self, sources: int) -> None:
         self._tail_reads |= sources  # values that steer Python, in the head's second run too
@@ -126,74 +94,47 @@ class RecordHead(Record):
         super().__exit__(*exception)
 
 
-class On(Enum):
-    """Where a mode is on the stack."""
-
-    EVERYWHERE = 1
-    IN_LINEAR = 2
-    NOWHERE = 3
-
-
-class SometimesOn(Mode):
-    """A mode that is not always on the stack. Modes that the layer itself enters stay where they are.
-
-    Args:
-        on: until attention is reached.
-    """
-
-    on: On
+class Switched(Mode):
+    """A mode that is taken off the stack, or put there, where attention is reached."""
 
     def __enter__(self) -> Any:
-        self._depth = len(_get_current_dispatch_mode_stack())
-        super().__enter__()
+        self._depth = _len_torch_dispatch_stack()
         self._is_on = True
-        self._be(self.on)
-        return self
+        return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        self._be(On.EVERYWHERE)
+        self._switch(True)
         super().__exit__(*exception)
 
-    def _be(self, on: On) -> None:
-        if on is On.EVERYWHERE and not self._is_on:
-            self.linear_begins()
-        if on is not On.EVERYWHERE and self._is_on:
-            self.linear_ends()
-        self._is_on = on is On.EVERYWHERE
-        thread.in_linear = self if on is On.IN_LINEAR else None
-
-    def linear_begins(self) -> None:
-        above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()[self._depth :]]
-        for mode in (self, *reversed(above)):
-            _push_mode(mode)
-
-    def linear_ends(self) -> None:
-        above: list[TorchDispatchMode] = []
-        while (mode := _pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
+    def _switch(self, on: bool) -> None:
+        """Put the mode on the stack or take it off. Modes that the layer has entered stay above its place."""
+        if on is self._is_on:
+            return
+        above = _get_current_dispatch_mode_stack()[self._depth + self._is_on :]
+        for _ in range(len(above) + self._is_on):
+            _pop_torch_dispatch_stack(None)
+        for mode in (*(self,) * on, *above):
+            _push_on_torch_dispatch_stack(mode)
+        self._is_on = on
 
 
 class LeftRecipe(BaseException):
     """Ends a tile's run that departs from the recipe where products are left out. No `except Exception` of a layer takes it."""
 
 
-class RecordTail(SometimesOn, Record):
+class RecordTail(Switched, Record):
     """Run a tile behind attention, by its recipe. Of the head's ops it supplies what was chosen and computes what is needed.
 
     Args:
         head: for each op of the recipe's head, whether the tail needs it.
-        on: up to attention.
         records: False if nothing of the tail is kept. Then only what autograd saves is counted there.
 
     Raises:
         LeftRecipe: the run must be repeated without this mode.
     """
 
-    def __init__(self, call: Call, head: list[bool], on: On, records: bool) -> None:
+    def __init__(self, call: Call, head: list[bool], records: bool) -> None:
         super().__init__(call, lambda: (), lambda: None)
-        self.on = on
         self._head = head
         self._records = records
         self._in_head = True
@@ -202,7 +143,7 @@ class RecordTail(SometimesOn, Record):
         if self._next != len(self._head):
             self._leave()
         self._in_head = False
-        self._be(On.EVERYWHERE if self._records else On.NOWHERE)
+        self._switch(self._records)
 
     def __exit__(self, *exception: Any) -> None:
         self._following &= self._records
@@ -240,28 +181,28 @@ class RecordTail(SometimesOn, Record):
         return outputs if len(func._schema.returns) > 1 else outputs[0]
 
 
-class ReplayTile(SometimesOn, Replay):
-    """Replay a tile, or its head alone.
+class ReplayTail(Switched, Replay):
+    """Replay a tile, but compute its head as without a mode.
 
     Args:
-        on: up to attention. NOWHERE if the head is computed as without a mode.
-        on_behind: behind attention.
         head: number of ops of the recipe's head.
-        head_flops: of the products among them, where no mode counts them.
+        head_flops: of the products among them.
     """
 
-    def __init__(self, call: Call, on: On, on_behind: On = On.EVERYWHERE, head: int = 0, head_flops: int = 0) -> None:
+    def __init__(self, call: Call, head: int, head_flops: int) -> None:
         super().__init__(call)
-        self.on = on
-        self._on_behind = on_behind
         self._head = head
         self._head_flops = head_flops
 
+    def __enter__(self) -> Any:
+        super().__enter__()
+        self._switch(False)
+        return self
+
     def attention_reached(self) -> None:
-        if self.on is On.NOWHERE:
-            self._next = self._head
-            self.call.work.gemm_flops_recomputed += self._head_flops
-        self._be(self._on_behind)
+        self._next = self._head
+        self.call.work.gemm_flops_recomputed += self._head_flops
+        self._switch(True)
 
 
 class SupplyHeads(Replay):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ds_memo.placement import Tiles
+from ds_memo.remat.undo import stacks_restored
 from ds_memo.spans import spans
 from ds_memo.tiles import probe
 from ds_memo.tiles.around import aliased, autocast_again, autocast_now, dropping, refuse_create_graph
@@ -72,7 +73,7 @@ class _TiledNorm(torch.autograd.Function):
         ctx.save_for_backward(x, *trained)
         ctx.how = module, forward, tiles, autocast_now()
         output = None
-        with torch.enable_grad(), dropping():
+        with stacks_restored(), torch.enable_grad(), dropping():
             for span in tiles:
                 tile = forward(part(x, span, 1).detach().requires_grad_()).detach()
                 if output is None:
@@ -87,7 +88,7 @@ class _TiledNorm(torch.autograd.Function):
         x, *trained = ctx.saved_tensors
         module, forward, tiles, autocast = ctx.how
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if d_x is None or d_x.dtype != x.dtype else d_x
-        with autocast_again(autocast), aliased(module, trained) as aliases:
+        with stacks_restored(), autocast_again(autocast), aliased(module, trained) as aliases:
             sums = GradientSums(aliases)
             for span in tiles:
                 tile = part(x, span, 1).detach().requires_grad_()

@@ -30,6 +30,7 @@ from ds_memo.remat import op_policy
 from ds_memo.remat.call import storage_of, tensor_leaves
 from ds_memo.remat.functions import SkipsCompiled
 from ds_memo.remat.random_states import forked
+from ds_memo.remat.undo import Undoing
 from ds_memo.spans import Span
 from ds_memo.tiles.around import aliased, autocast_now, dropping, generators
 from ds_memo.tiles.attention_call import AttentionCall, CannotTile, Gathered, run_to_attention, run_with_attention
@@ -249,13 +250,15 @@ def _draws(run: Callable[[], Any], device: torch.device) -> bool:
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """Switch dropout off inside the block."""
     training = [inner for inner in module.modules() if inner.training]
-    for inner in training:
-        inner.training = False
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for inner in training:
             inner.training = True
+
+    with Undoing(put_back):
+        for inner in training:
+            inner.training = False
+        yield
 
 
 def refuse_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from ds_memo.remat.recipe import Gemm, Observed, Recipe, SavedOp, make_recipe
 from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
-from ds_memo.tiles.modes import AnalyseTile, On, Outside
+from ds_memo.tiles.modes import AnalyseTile
 from ds_memo.tiles.probe import Shapes
 from ds_memo.tiles.slices import hidden_states
 
@@ -32,8 +32,10 @@ class TileRecipe:
     """For each GEMM up to attention, whether a backward from attention needs its output."""
     needed_behind: list[bool]
     """For each op up to attention, whether what follows attention needs it."""
-    head_outside: Outside
-    tail_outside: Outside
+    head_writes: bool
+    """True if ops up to attention write in place."""
+    tail_writes: bool
+    """The same for ops that follow attention."""
 
     @property
     def host_bytes(self) -> int:
@@ -47,23 +49,13 @@ class TileRecipe:
     @cached_property
     def records_head(self) -> bool:
         """True if the forward keeps an output of the head, or what the head overwrites."""
-        return bool(self.whole.packs) and (self.head_outside.writes or any(op.kept is not None for op in self.head))
+        return bool(self.whole.packs) and (self.head_writes or any(op.kept is not None for op in self.head))
 
     @cached_property
     def records_tail(self) -> bool:
         """True if the forward keeps an output of the tail, or what the tail overwrites."""
         tail = self.whole.ops[len(self.head) :]
-        return bool(self.whole.packs) and (self.tail_outside.writes or any(op.kept is not None for op in tail))
-
-    @cached_property
-    def head_on(self) -> On:
-        """Where the mode of a run that leaves out products of the head is on up to attention."""
-        return _on(self.head_outside)
-
-    @cached_property
-    def tail_on(self) -> On:
-        """Where the mode of a replay is on behind attention."""
-        return _on(self.tail_outside)
+        return bool(self.whole.packs) and (self.tail_writes or any(op.kept is not None for op in tail))
 
     @cached_property
     def head_flops(self) -> int | None:
@@ -90,10 +82,6 @@ class TileRecipe:
             for op, needed in zip(self.head, self.needed_behind, strict=True)
         ]
         return replace(self.whole, ops=[*head, *self.whole.ops[len(head) :]])
-
-
-def _on(outside: Outside) -> On:
-    return On.EVERYWHERE if outside.listed or outside.writes else On.IN_LINEAR
 
 
 class Keeps(NamedTuple):
@@ -158,7 +146,7 @@ def analyse(
 
         def keeps(inputs: list[torch.Tensor]) -> Keeps:
             recomputed, stored = (
-                TileRecipe(recipe, to_attention, head, mode.head_outside, mode.tail_outside) for recipe in _recipes(whole, inputs)
+                TileRecipe(recipe, to_attention, head, mode.head_writes, mode.tail_writes) for recipe in _recipes(whole, inputs)
             )
             return Keeps(recomputed, stored)
 

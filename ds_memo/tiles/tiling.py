@@ -22,6 +22,7 @@ from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, Placement, Tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
 from ds_memo.remat.modes import running_tiles
+from ds_memo.remat.undo import Undoing
 from ds_memo.spans import number_of_spans, spans
 from ds_memo.tiles.around import generators, set_generators
 from ds_memo.tiles.layer import TiledCall, TiledLayer
@@ -254,11 +255,12 @@ class LayerCall:
             return forward(*self.args, **self.kwargs)
         module: Any = self.module
         own = vars(module).get("forward")
-        module.forward = forward
-        try:
-            return self._fn(*self._args, **self._kwargs)
-        finally:
-            if own is None:
-                del module.forward
-            else:
+
+        def put_back() -> None:
+            vars(module).pop("forward", None)
+            if own is not None:
                 module.forward = own
+
+        with Undoing(put_back):
+            module.forward = forward
+            return self._fn(*self._args, **self._kwargs)

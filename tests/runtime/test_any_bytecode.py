@@ -1,0 +1,229 @@
+"""Ctrl-C at any bytecode of a step: nothing that memo has changed stays changed, and the next step is as if it had never been.
+
+Each *place* is a bytecode that a step runs in memo's files, or in PyTorch's and Python's files for contexts. At one place of a
+step KeyboardInterrupt is raised. CPython looks for signals at fewer places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import ds_memo
+from ds_memo.remat import undo
+from ds_memo.remat.modes import inside_a_layer
+from ds_memo.swap import host_budget
+from tests.everyday import everyday
+from tests.models import Batch, Block, Toy
+
+FILES = (
+    str(Path(ds_memo.__file__).parent),
+    *(file.__file__ for file in (_python_dispatch, torch.utils.checkpoint, torch.autograd.graph, contextlib)),
+)
+BATCH = Batch.random(1, 23)
+
+Place = tuple[CodeType, int, int]
+"""Code, offset of the bytecode, and how many times it runs before."""
+
+
+class Rig:
+    """An attached model with two layers."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Toy(Block, layers=2)
+        self.linear = F.linear
+        self.plain = nn.Linear(3, 2)
+        self.want = self.step()
+        self.settings = {"alpha": 0.5, "resident_layers": 0, "plan": {"enabled": False}, **settings}
+        self.tables = self.tables_now()
+        self.handle = ds_memo.attach(self.model, self.settings)
+
+    def tables_now(self) -> list[dict[str, Any]]:
+        parts = list(self.model.modules())
+        return [*(part._parameters.copy() for part in parts), *({"training": part.training} for part in parts)]
+
+    def step(self) -> list[torch.Tensor]:
+        self.model.zero_grad(set_to_none=True)
+        loss = self.model(BATCH.embeds, BATCH.labels).loss
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in self.model.parameters())]
+
+    def is_like_stock(self) -> bool:
+        return all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(self.step(), self.want, strict=True))
+
+    def check(self) -> None:
+        """Check that nothing is left of an interrupted step, and take the next."""
+        assert _get_current_dispatch_mode_stack() == [] and _get_current_function_mode_stack() == [], "a mode is left"
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None, "hooks are left"
+        assert F.linear is self.linear and self.plain(torch.ones(4, 3)).shape == (4, 2)
+        assert torch.is_grad_enabled() and not inside_a_layer()
+        for now, before in zip(self.tables_now(), self.tables, strict=True):
+            assert now.keys() == before.keys() and all(now[name] is before[name] for name in now), "a module is changed"
+        assert self.is_like_stock(), "the next step is not stock's"
+        session = self.handle._session
+        if session.slab.used:
+            gc.collect()  # frames may be in reference cycles with the interrupt's traceback
+        session.engine._drain()
+        assert session.slab.used == session.slab.pool.used == 0, "host memory is left"
+
+    def ends(self) -> None:
+        assert self.handle.report()["warnings"] == []
+        self.handle.detach()
+        assert self.is_like_stock()
+
+
+def places(run: Callable[[], Any], files: tuple[str, ...] = FILES) -> list[Place]:
+    """Return the places of a run, each once, at a run of it that differs from place to place."""
+    seen: Counter[tuple[CodeType, int]] = Counter()
+
+    def on_opcode(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode":
+            seen[frame.f_code, frame.f_lasti] += 1
+        return on_opcode
+
+    def on_call(frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(files):
+            return None
+        frame.f_trace_opcodes = True
+        return on_opcode
+
+    traced(run, on_call)
+    return [(code, at, number % times) for number, ((code, at), times) in enumerate(seen.items())]
+
+
+def traced(run: Callable[[], Any], on_call: Callable[..., Any]) -> Any:
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        return run()
+    finally:
+        sys.settrace(before)
+
+
+def interrupted(run: Callable[[], Any], place: Place) -> bool:
+    """Raise KeyboardInterrupt at a place of a run. Return False if it came to nobody: Python drops what a destructor raises."""
+    code, at, left = place
+
+    def on_opcode(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        if event == "opcode" and frame.f_lasti == at:
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return on_opcode
+
+    def on_call(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_opcodes = True
+        return on_opcode
+
+    try:
+        traced(run, on_call)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+WHOLE, TILED = {"tile_tokens": 0}, {"tile_tokens": 12}
+SETTINGS = [{"alpha": alpha, **tiles} for alpha, tiles in itertools.product((0.5, 1.0), (WHOLE, TILED))]
+FEW, MANY = 12, 600
+"""Places of a case, of every day and of the slow test."""
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+DAILY = [(SETTINGS[0], FEW), (SETTINGS[1], FEW)]
+
+
+@pytest.mark.parametrize("settings, number", everyday([*DAILY, *itertools.product(SETTINGS, (MANY,))], DAILY))
+def test_in_a_step(settings: dict[str, Any], number: int) -> None:
+    rig = Rig(**settings)
+    for _ in range(2):
+        rig.check()
+    found = places(rig.step)
+    assert len(found) > 5000
+    came = 0
+    for place in found[:: len(found) // number]:
+        came += interrupted(rig.step, place)
+        rig.check()
+    assert came > 0.9 * number
+    rig.ends()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [WHOLE, TILED])
+def test_in_a_first_step(settings: dict[str, Any]) -> None:
+    """The layers are analysed, and probed for tiles."""
+    found = places(Rig(**settings).step)
+    for place in found[:: len(found) // 30]:
+        rig = Rig(**settings)
+        interrupted(rig.step, place)
+        rig.check()
+        rig.ends()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [WHOLE, TILED])
+def test_detach_after_it(settings: dict[str, Any]) -> None:
+    rig = Rig(**settings)
+    rig.check()
+    for place in where_modes_change(places(rig.step))[::25]:
+        interrupted(rig.step, place)
+        rig.ends()
+        rig = Rig(**settings)
+        rig.check()
+
+
+def where_modes_change(found: Iterable[Place]) -> list[Place]:
+    return [place for place in found if place[0].co_name in ("__enter__", "__exit__") and "/remat/" in place[0].co_filename]
+
+
+# ---- negative controls
+
+
+def only_itself(block: undo.Undoing, *exception: Any) -> None:
+    """End a block, and none inside it."""
+    block._undo()
+    if block in undo._thread.open:
+        undo._thread.open.remove(block)
+
+
+CONTROLS = [(undo, "_restore", lambda *stacks: None), (undo.Undoing, "__exit__", only_itself)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owner, name, broken", CONTROLS)
+def test_without_the_outer_block(owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, restore, failed = Rig(**TILED), undo._restore, 0
+    rig.check()
+    monkeypatch.setattr(owner, name, broken)
+    found = places(rig.step, (*FILES, __file__))
+    for place in [place for place in found if place[0] is only_itself.__code__] or where_modes_change(found)[::12]:
+        interrupted(rig.step, place)
+        try:
+            rig.check()
+        except (AssertionError, RuntimeError):
+            failed += 1
+            while undo._thread.open:
+                undo._thread.open.pop()._undo()
+            restore([], [], None, True)
+    host_budget._pools.clear()
+    assert failed >= 3
