@@ -218,8 +218,7 @@ class TiledCall:
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the layer's output (b, s, h)."""
-        with running_tiles():
-            recipes = self._recipes(hidden)
+        recipes = self._recipes(hidden)
         self._place(hidden, recipes)
         try:
             with running_tiles(), self._grads(), dropping(), aliased(self._tiled.module, self._parameters):
@@ -273,7 +272,8 @@ class TiledCall:
         with self._remat.aside(), self._grads():
             args, kwargs, _ = self._arguments.tile(self._hidden_of(hidden, span), span)
             call = Call(self._tiled.layer.index, (), self._engine, None, None, self._remat.work)
-            return analyse(call, self._tiled.module, self._forward, (args, kwargs), span, self._shapes)
+            with running_tiles():
+                return analyse(call, self._tiled.module, self._forward, (args, kwargs), span, self._shapes)
 
     def _place(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], SizeRecipes]) -> None:
         """Settle the share of tiles that are stored, and stay on the device if the host has no room."""
