@@ -110,7 +110,7 @@ class NvmeEngine(SwapEngine):
         super()._reload(frame)
 
     def _is_read(self, frame: Frame) -> bool:
-        """Return True if a frame's block is in host memory, after waiting for it while compute has more work than the last call's.
+        """Return True if a frame's block is in host memory, after waiting while compute has more work than the last call's.
 
         If the host waited until compute has none, the device would have nothing to do until the next kernel is launched.
         """

@@ -312,6 +312,7 @@ def test_a_failed_write_stays_on_the_host(number, make, monkeypatch):
         rig.engine._note_written()
     assert len(rig.warnings) == 1 and "stays in host memory: rank 0 could not write its file in" in rig.warnings[0]
     assert sorted(rig.states(frames)) == ["in_both"] * 4 + ["in_host"]
+    assert rig.files.meters[True].nbytes == 4 * PAGE, "what was not written counts as written"
     frames += [rig.page(float(index)) for index in range(5, 12)]
     assert [rig.value(frame) for frame in reversed(frames)] == [float(index) for index in reversed(range(12))]
 
