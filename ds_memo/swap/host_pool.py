@@ -205,6 +205,7 @@ class HostPool:
             self._ahead = None
         self.free_lost()
         self._release(self._idle())
+        self.most, self.why_no_more, self.given = sys.maxsize, "", 0  # the next model asks the system anew
 
     def _cut(self, nbytes: int, stream: torch.cuda.Stream | None) -> list[Range]:
         """Take `nbytes` from as few free ranges as possible: the largest first, the last from the smallest that is enough."""
