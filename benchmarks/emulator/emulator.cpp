@@ -10,6 +10,7 @@
 //
 // It goes before a CUDA build of torch with LD_PRELOAD, and once more, as libcuda.so.1, in a folder of LD_LIBRARY_PATH.
 // EMULATED_GIB: of device memory; 139.8 without it. EMULATED_LOCK_GIB: of host memory that may be locked; without it, any.
+// EMULATED_DEVICES: that there are; 1 without it. They share memory and streams, and differ in who has a context on them.
 #include "emulated_clock.h"
 
 #include <cuda_runtime_api.h>
@@ -39,8 +40,13 @@ std::atomic<uintptr_t> next_handle{0x1000};
 std::mutex mutex;
 std::map<void*, size_t> blocks;  // addresses of the device
 std::map<uintptr_t, size_t> pieces;  // of its memory, that segments which expand are made of
+thread_local int device = 0;
+std::atomic<unsigned> contexts{0};  // a bit for each device that has one
+// As the runtime does in most calls: it makes a context on the thread's device, of some 0.5 GiB, if there is none.
+void need_context() { contexts |= 1u << device; }
 template <class H>
 cudaError_t make(H* h) {
+  need_context();
   *h = reinterpret_cast<H>(next_handle += 16);
   return cudaSuccess;
 }
@@ -71,10 +77,16 @@ void log(const char* call, const void* a, const void* b = nullptr) {
   calls += line;
 }
 
+int deviceCount() {
+  static const int n = getenv("EMULATED_DEVICES") ? atoi(getenv("EMULATED_DEVICES")) : 1;
+  return n;
+}
+
 using Watcher = void (*)(const char* call, const void* what, const void* from, size_t n, const void* stream);
 std::atomic<Watcher> watcher{nullptr};
 // Never under `mutex`: the watcher is Python code, and waits for the interpreter's lock.
 void tell(const char* call, const void* what = nullptr, cudaStream_t s = nullptr, const void* from = nullptr, size_t n = 0) {
+  need_context();
   if (Watcher w = watcher) w(call, what, from, n, s);
 }
 
@@ -142,6 +154,7 @@ double emulated_at(cudaEvent_t e) { return timing().at(e); }
 void emulated_host_waits_until(double seconds) { timing().host_waits_for_other(seconds); }
 size_t emulated_host_waits() { return timing().host_waits(); }
 size_t emulated_kernels() { return timing().kernels(); }  // launched so far; a GEMM is one
+unsigned emulated_contexts() { return contexts; }
 // Allocations, copies, events recorded, waited for and seen to be done, and host memory that was locked, since the last time: lines of a call, an
 // event or block, and a stream or bytes.
 const char* emulated_calls() {
@@ -155,7 +168,7 @@ const char* emulated_calls() {
 int cuCtxGetCurrent(void** c) { return *c = (void*)0x10, 0; }
 int cuCtxSetCurrent() { return 0; }
 int cuGetErrorString(int, const char** s) { return *s = "an emulated error", 0; }
-int cuDeviceGet(int* d, int) { return *d = 0; }
+int cuDeviceGet(int* d, int number) { return *d = number, 0; }
 int cuInit() { return 0; }
 int cuMemAddressReserve(uintptr_t* a, size_t n, size_t, uintptr_t, unsigned long long) {
   *a = (uintptr_t)reserve(n);
@@ -200,13 +213,13 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** f, unsigne
   return cudaSuccess;
 }
 int cuDriverGetVersion(int* v) { return *v = 13000, 0; }
-int cuDevicePrimaryCtxGetState(int, unsigned* f, int* a) {
-  *f = 0, *a = 1;
+int cuDevicePrimaryCtxGetState(int number, unsigned* f, int* a) {
+  *f = 0, *a = contexts >> number & 1;
   return 0;
 }
-cudaError_t cudaGetDeviceCount(int* c) { return *c = 1, cudaSuccess; }
-cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int* c) { return *c = deviceCount(), cudaSuccess; }
+cudaError_t cudaGetDevice(int* d) { return *d = device, cudaSuccess; }
+cudaError_t cudaSetDevice(int number) { return device = number, need_context(), cudaSuccess; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return timing().host_waits_for_all(), tell("cudaDeviceSynchronize"), cudaSuccess; }
@@ -396,8 +409,9 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* p) { return *p = 0, cudaSuccess; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return make(e); }
 cudaError_t cudaEventCreate(cudaEvent_t* e) { return make(e); }
-cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventDestroy(cudaEvent_t) { return need_context(), cudaSuccess; }
 cudaError_t cudaEventQuery(cudaEvent_t e) {
+  need_context();
   if (timing().at(e) > timing().host()) return cudaErrorNotReady;
   return log("done", e), tell("cudaEventQuery", e), cudaSuccess;
 }

@@ -5,13 +5,15 @@
     python -m benchmarks.emulator step gpt7b 65536 --zero 3 --ranks 8 --device-gib 24 [--rival checkpoint]
     python -m benchmarks.emulator syncs gpt7b 32768 --zero 3 --ranks 8 [--rival checkpoint]
     python -m benchmarks.emulator order gpt7b 16384 [--memo '{"alpha": 0.5}']
+    python -m benchmarks.emulator lengths gpt7b 4096 [--memo '{"plan": {"enabled": false}}']
     python -m benchmarks.emulator capacity [gpt7b] [--device-gib 16] [--host-gib 32] [--rivals …]
     python -m benchmarks.emulator speed [gpt7b] [65536] [--hardware h200] [--device-gib 20] [--host-gib 32] [--rivals …]
 
 emulator.cpp stands in for CUDA below a real CUDA build of torch: the caching allocator, autograd's thread, streams and events,
 and the allocator op are used as on a GPU, kernels do nothing and take the time that emulated_time.py says. `step` shows what each
 step asked for, reserved and missed; `syncs` who makes the host or compute wait in steady steps; `order` which accesses to the
-same bytes nothing orders; `capacity` runs the search of `gpu.sh capacity` in here, `speed` a point of `gpu.sh speed`.
+same bytes nothing orders; `lengths` what steps of alternating lengths ask CUDA for;
+`capacity` runs the search of `gpu.sh capacity` in here, `speed` a point of `gpu.sh speed`.
 None of it is a GPU's result, and none of it is written to results/.
 
 DS_MEMO_CUDA_TORCH: the Python of an environment with a CUDA build of torch, DeepSpeed, Transformers and ninja.
@@ -25,6 +27,7 @@ import functools
 import itertools
 import json
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Callable
@@ -57,6 +60,10 @@ from ds_memo.units import GIB
 STEPS = 9
 WATCHED = 3
 """Last steps that `syncs` and `order` watch."""
+LENGTHS = 34
+"""Steps of `lengths`: six of the given length, then every other one of a length between half and twice that."""
+COUNTED_AFTER = 10
+"""Steps of `lengths` whose calls do not count: plans are made in them."""
 SLOW_AFTER = 7
 """Steps that --slow-link leaves alone; as many as STEPS come after."""
 
@@ -151,6 +158,27 @@ def step(
     return rows
 
 
+def lengths(clock: Clock, workload: str, length: int, memo: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train steps of alternating lengths and return a row for each."""
+    device, draw = torch.device("cuda", 0), random.Random(1)
+    shape = shapes(device)[workload]
+    others = [length if step < 6 or step % 2 else draw.randrange(length // 2, 2 * length, 8) for step in range(LENGTHS)]
+    trainer = Trainer(build(shape, device), batch(shape, length, device))
+    handle, rows = ds_memo.attach(trainer.model, memo), []
+    for number, tokens in enumerate(others, 1):
+        trainer.ids = batch(shape, tokens, device)
+        running = Step(clock, handle)
+        trainer.step(Installed())
+        rows.append(running.row(number, length=tokens))
+    return rows
+
+
+def show_lengths(rows: list[dict[str, Any]], planned: bool) -> None:
+    print(HEADER, *map(line, rows), sep="\n")
+    calls, way = sum(row["mallocs"] for row in rows[COUNTED_AFTER:]), "planned addresses" if planned else "PyTorch's allocator"
+    print(f"{way}: {calls:.0f} cudaMalloc in steps {COUNTED_AFTER + 1} to {len(rows)}")
+
+
 def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: float) -> None:
     """Print the longest length of each rival, as `gpu.sh capacity` searches it."""
     device = torch.device("cuda", 0)
@@ -236,7 +264,7 @@ def show_syncs(found: dict[str, Any], layers: int) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.emulator", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("step", "syncs", "order", "capacity", "speed"))
+    parser.add_argument("what", choices=("step", "syncs", "order", "lengths", "capacity", "speed"))
     parser.add_argument("workload", nargs="?", default="gpt7b")
     parser.add_argument("length", nargs="?", type=int, default=16384)
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='the "memo" section; default: all is solved')
@@ -258,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.emulated:
-        whole = options.device_gib if options.what in ("step", "syncs", "order") and options.device_gib else 139.8
+        whole = options.device_gib if options.what in ("step", "syncs", "order", "lengths") and options.device_gib else 139.8
         asked = [*(sys.argv[1:] if arguments is None else arguments), "--emulated"]
         return run_emulated("benchmarks.emulator", asked, whole, options.lock_gib)
     without_values()
@@ -277,6 +305,10 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
         print(json.dumps(point)) if options.json else show(point)
         return
     memo = {"enabled": True, **options.memo}
+    if options.what == "lengths":
+        rows = lengths(clock, options.workload, options.length, memo)
+        print(json.dumps(rows)) if options.json else show_lengths(rows, memo.get("plan", {}).get("enabled", True))
+        return
     drives = contextlib.nullcontext()
     if options.nvme_gb_per_s:
         memo["nvme"] = {"path": "/emulated"}

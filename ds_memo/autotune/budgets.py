@@ -62,9 +62,14 @@ class Budgets:
         headroom = UNSEEN if self._non_layer is None else HEADROOM
         careful = device_budget(self._device, self._given, to_come, headroom, lost)
         most = device_budget(self._device, self._given, gradients, 0.0)  # Adam's states are a guess, and refuse no run
-        budgets = from_all_ranks((self.host.agreed, careful, most))
-        host, self.device, self.device_limit = map(min, zip(*budgets, strict=True))
-        self.host.agree(host)
+        offers, *devices = zip(*from_all_ranks((self.host.offer, careful, most)), strict=True)
+        self.host.agree(*min(offers))
+        self.device, self.device_limit = map(min, devices)
+
+    def agree_on_host(self) -> None:
+        """Solve for the host memory that all ranks have, also where some rank's system has refused more since the last time. All
+        ranks call this together."""
+        self.host.agree(*min(from_all_ranks(self.host.offer)))
 
     def see(self, logged: NonLayerMemory | None, tokens: int, bytes_of_layers: int) -> bool:
         """Learn the non-layer memory of a pass; the rank, and the pass, that needs most counts. All ranks call this together.

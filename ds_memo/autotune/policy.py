@@ -30,7 +30,11 @@ WITHOUT_ALPHA = (
     "a pass was run without memo.alpha {}: other models, or forwards before it, held what that needs of the host. "
     "Leave memo.alpha out, and each has what there is"
 )
-
+WITHOUT_FILES = (
+    "a pass was run without memo.alpha {}: host memory is full, and the files take no more of it, as another warning says. Free "
+    "the drive or name another, lower memo.alpha, or leave it out"
+)
+REFUSED = "layer calls are recomputed for which the system has no host memory: {}"
 LAYER_TOO_LARGE = (
     "what one layer keeps takes {:.3g} GiB of host memory, {:.3g} GiB are there, and it is recomputed. Files take whole layers. "
     "Raise memo.host_memory_gib or lower memo.alpha"
@@ -197,20 +201,25 @@ class PlacementPolicy:
     def has_room(self, nbytes: int) -> bool:
         """Return True if a layer call may take so many bytes of the host, or if the allocation is to raise.
 
-        A model that is solved for has reserved them for the pass. Where not even an empty host holds what is configured, the
-        allocation raises.
+        A model that is solved for has reserved them for the pass, and only the system can refuse them. Where not even an empty
+        host holds what is configured, the allocation raises.
         """
-        if not (nbytes and self._host.fixed) or self._host.needs > self._host.share:
+        fixed = self._host.fixed
+        if not nbytes or (fixed and self._host.needs > self._host.share):
             return True
         if self._refused and nbytes >= self._refused[0] and self._host.pool.used == self._refused[1]:
             return False  # to ask again takes a collection of garbage, and a pass that goes without has many layers
-        if self._host.has_room(nbytes):
+        if (not fixed or self._host.has_room(nbytes)) and self._host.has_memory(nbytes):
             return True
-        self._refused = nbytes, self._host.pool.used
-        if nbytes > self._host.share:
+        if self._host.allows(nbytes):
+            self._warn(REFUSED.format(self._host.pool.why_no_more))
+        elif nbytes > self._host.share:
             self._warn(LAYER_TOO_LARGE.format(nbytes / GIB, self._host.share / GIB))
+        elif self._nvme_budget:
+            self._warn(WITHOUT_FILES.format(self._config.alpha))
         else:
             self._warn(WITHOUT_ALPHA.format(self._config.alpha))
+        self._refused = nbytes, self._host.pool.used
         return False
 
     def _that_stays(self) -> int:

@@ -31,7 +31,7 @@ from ds_memo.autotune.policy import WITHOUT_ALPHA
 from ds_memo.autotune.probe_forward import REMEMBERED, Probe, TrainingPass
 from ds_memo.config import MemoConfig
 from ds_memo.distributed import agree
-from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, together
+from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, together, world_size
 from ds_memo.distributed.topology import gathers_by_module, is_experts, meet_in_layers, sharing_ranks, talk_in_layers
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
@@ -147,6 +147,8 @@ class Tuner:
             MemoError: ranks are configured differently.
             NothingFits: no solution keeps the budgets.
         """
+        if world_size() == 1:  # ranks agree between steps
+            self._budgets.agree_on_host()
         if (why := self._budgets.host.changed()) is not None:
             self.changes.append(why)
         if self.gave_up or (self.profile is None and not self._start(training_pass, layers)):
@@ -413,7 +415,10 @@ class Tuner:
             self._budgets.measure(model, self._has_engine, stepped=True)
             self._solutions.clear()
             return
-        if self._config.alpha is None and (window := self._stalls.stepped(passes, now)):
+        if (window := self._stalls.stepped(passes, now)) is None:
+            return
+        self._budgets.agree_on_host()
+        if self._config.alpha is None:
             passed = self._latest
             self._copies_are_slower(min(from_all_ranks(window.share(passed.run, passed.solution) if passed else 1.0)))
             if self._drives is not None:

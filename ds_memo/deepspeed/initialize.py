@@ -121,7 +121,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         make = functools.partial(_made, stock, ranks > 1 or config.enabled, *call.args, **call.kwargs)
         with _words_for_mpi():
             if not config.enabled:
-                return make()
+                returned = make()
+                _agree_on_enabled(False, wait=SECTION in section)
+                return returned
             returned, session = _made_and_attached(make, asked["model"], config)
         session.on_detach(undo.pop_all().close, last=True)
         _say_who_shares_drives(session, section)
@@ -199,7 +201,7 @@ def _made_and_attached(make: Callable[[], tuple], model: nn.Module, config: Memo
 def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Session:
     """Attach the model of a ready engine and hook the engine's steps."""
     _refuse_pipelines(engine)
-    if late := agree.late():
+    if late := _agree_on_enabled(True):
         warnings.warn(LATE.format(torch.distributed.get_rank(), late, agree.ARRIVAL_S), MemoWarning, stacklevel=3)
     checkpoint_api.redirect()
     take_from_engine(engine.module)
@@ -221,6 +223,17 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
         whole.gather([module for layer in session.layers if (module := layer.module()) is not None])
     engine.memo = MemoHandle(session)
     return session
+
+
+def _agree_on_enabled(mine: bool, wait: bool = True) -> list[int]:
+    """Refuse to run some ranks with memo and some without: they would wait for each other. Return the ranks that do not answer.
+
+    Args:
+        wait: hear what the others say; False: only tell them.
+    """
+    said = agree.words("on" if mine else "off", wait)
+    agree.refuse_differences("the memo section", [{"enabled": mine if word is None else word == "on"} for word in said])
+    return [rank for rank, word in enumerate(said) if word is None]
 
 
 def _say_who_shares_drives(session: Session, section: dict[str, Any]) -> None:

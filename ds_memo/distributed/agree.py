@@ -2,7 +2,7 @@
 
 Ranks talk in two ways. Where every rank is sure to arrive, they use a collective. But a rank may fail while others wait for it
 inside another collective (a layer's all-to-all, a gather of ZeRO-3). A collective by the failed rank would be matched with
-theirs: the ranks would hang, or read each other's bytes. So `together` and `late` use the process group's key-value store.
+theirs: the ranks would hang, or read each other's bytes. So `together` and `words` use the process group's key-value store.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from textwrap import shorten
 from typing import Any, Protocol, TypeVar
@@ -26,7 +27,7 @@ PATIENCE_S = 600.0
 GRACE_S = 60.0
 """Seconds that a rank that failed waits. Ranks that do not answer in time are waiting for this one."""
 ARRIVAL_S = 60.0
-"""Seconds that `late` waits for the others."""
+"""Seconds that `words` waits for the others."""
 _meetings = itertools.count()
 _meetings_of: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
 """Meetings of some ranks, by these."""
@@ -141,18 +142,22 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def late() -> list[int]:
-    """Wait until all ranks have called this; return the ranks that have not after ARRIVAL_S. For ranks that may have failed."""
+def words(mine: str, wait: bool = True) -> list[str | None]:
+    """Say a word to all ranks; return every rank's, by rank. For ranks that may have failed.
+
+    Args:
+        wait: for the others, up to ARRIVAL_S. The word of a rank that has said none by then is None. False: return no words.
+    """
     if world_size() == 1:
-        return []
+        return [mine]
     store, meeting = _get_default_store(), next(_meetings)
     keys = [_key(meeting, rank) for rank in range(world_size())]
-    store.set(keys[dist.get_rank()], "")
-    try:
+    store.set(keys[dist.get_rank()], mine)
+    if not wait:
+        return []
+    with suppress(RuntimeError):
         store.wait(keys, timedelta(seconds=ARRIVAL_S))
-    except RuntimeError:
-        return [rank for rank, key in enumerate(keys) if not store.check([key])]
-    return []
+    return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
 
 def _key(meeting: int | str, rank: int) -> str:

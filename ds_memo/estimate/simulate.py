@@ -236,7 +236,7 @@ class VirtualFiles:
             self.streams.spans.append(Span(COMPUTE, "waits for nvme", "nvme stall", -1, compute.at, transfer.at))
 
     def wait_beside(self, transfer: VirtualTransfer, compute: Moment) -> bool:
-        return transfer.at <= compute.at
+        return self.done(transfer)  # here the host issues as compute reaches it: `compute` is over
 
     def finish(self) -> None: ...
 

@@ -79,7 +79,13 @@ def _split_segments() -> list[tuple[int, int]]:
     """
     if not torch.cuda.is_initialized():  # the snapshot would make a context, perhaps on another rank's device
         return []
-    torch.cuda.empty_cache()
+    if split := _large_and_split():  # a block that waits for another stream can be joined with its neighbours
+        torch.cuda.empty_cache()
+        split = _large_and_split()
+    return split
+
+
+def _large_and_split() -> list[tuple[int, int]]:
     large = (s for s in torch.cuda.memory_snapshot() if s["total_size"] >= _WHOLE_MIB << 20)
     return [(s["address"], s["address"] + s["total_size"]) for s in large if len(s["blocks"]) > 1]
 

@@ -25,7 +25,7 @@ from ds_memo.nvme.file_protocol import Extent
 from ds_memo.swap.host_slab import Block
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.stream_protocol import Streams
-from ds_memo.swap.streams import finish_first
+from ds_memo.swap.streams import finish_first, use_device_of
 from ds_memo.units import GIB, round_up
 
 STRIPE = 1 << 23
@@ -220,7 +220,8 @@ class DirectFiles:
         self._space.grow(nbytes)
 
     def _start(self, work: Callable[..., None], *args: Any) -> None:
-        thread = threading.Thread(target=work, args=args, name=f"ds_memo-files-{len(self._threads)}", daemon=True)
+        name = f"ds_memo-files-{len(self._threads)}"
+        thread = threading.Thread(target=_work, args=(self._streams, work, *args), name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
 
@@ -234,6 +235,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.nbytes = 0
+        """Those of calls that failed do not count."""
         self.busy_s = 0.0
         self._lock = threading.Lock()
         self._calls = 0
@@ -268,6 +270,12 @@ class _File:
         self.queue: queue.SimpleQueue = queue.SimpleQueue()
 
 
+def _work(streams: Streams, work: Callable[..., None], *args: Any) -> None:
+    """Run one of the threads. Each of them asks for events, or frees the last reference to one."""
+    use_device_of(streams)
+    work(*args)
+
+
 def _begin_transfers(issued: queue.SimpleQueue, files: list[_File], streams: Streams) -> None:
     """Hand the parts of transfers over to the files' threads, each behind its events, in the order of issue."""
     while (transfer := issued.get()) is not None:
@@ -293,11 +301,13 @@ def _move_parts(file: _File, meters: dict[bool, Meter]) -> None:
         nbytes = _nbytes(memory)
         try:
             if transfer.failure is None:
+                moved = 0
                 meters[transfer.writes].begin()
                 try:
                     _move_all(file.handle, memory, at, transfer.writes)
+                    moved = nbytes
                 finally:
-                    meters[transfer.writes].end(nbytes)
+                    meters[transfer.writes].end(moved)
         except BaseException as failure:  # raised where the transfer is waited for, by the thread that can act on it
             what = "write" if transfer.writes else "read"
             rank = os.environ.get("RANK", "0")

@@ -8,7 +8,8 @@
 
     writing ─► in_both ─► in_file ─► reading ─► in_both …        (`reading` to `in_file` if that failed)
 
-Compute never waits for files; the host does, before it issues a copy. It waits ahead of need only as long as compute has work.
+Compute never waits for files; the host does, before it issues a copy. It waits ahead of need only while compute still has all
+work of the last call to do.
 The frame's own states are those of ds_memo.swap.frame.
 """
 
@@ -74,6 +75,8 @@ class NvmeEngine(SwapEngine):
         self._in_file = _ByAge()
         self._reading = _ByAge()
         self._refused = False  # extents, so far
+        self._before_last = self._before_this = streams.mark(COMPUTE)
+        """Events before the work of the last call that a backward came to, and before that of the present one."""
         slab.make_room = weakref.WeakMethod(self._make_room)
 
     # ---- forward
@@ -87,6 +90,7 @@ class NvmeEngine(SwapEngine):
 
     def bring_back(self, frame: Frame, then: Frame | None = None, again: bool = False) -> None:
         self._note_written()
+        self._before_last, self._before_this = self._before_this, self.streams.mark(COMPUTE)
         super().bring_back(frame, then, again)
         self._read_ahead(frame.age)
 
@@ -106,19 +110,27 @@ class NvmeEngine(SwapEngine):
         super()._reload(frame)
 
     def _is_read(self, frame: Frame) -> bool:
-        """Return True if a frame's block is in host memory, after waiting for it as long as compute has work."""
+        """Return True if a frame's block is in host memory, after waiting while compute has more work than the last call's.
+
+        If the host waited until compute has none, the device would have nothing to do until the next kernel is launched.
+        """
         filed = frame.filed
         if filed is None or filed.state in ("writing", "in_both"):
             return True
         if filed.state == "in_file" or filed.transfer is None:
             return False
-        over = self.files.wait_beside(filed.transfer, self.streams.mark(COMPUTE))
+        over = self.files.wait_beside(filed.transfer, self._before_last)
         return over and filed.transfer.failure is None  # a failure is told to the backward of this frame
 
     def _read_ahead(self, age: int) -> None:
         """Read blocks of frames below, the next of the backward first, while host memory has room."""
         while (frame := self._in_file.youngest_below(age)) is not None and self.slab.left >= frame.filed.extent.nbytes:
-            self._read(frame)
+            try:
+                self._read(frame)
+            except MemoError:  # the system refuses memory; `left` is less now
+                if frame.block is not None:
+                    raise
+                return
 
     def _read(self, frame: Frame) -> None:
         filed = frame.filed

@@ -122,7 +122,7 @@ class Addresses:
         self._kind: PassKind | None = None
         """The running pass's kind."""
         self._waited = 0
-        """Iterations that began without a plan since the last one with a plan."""
+        """Iterations of the run that began without a plan."""
         self._good = False
         """True if the running pass got to the end of its forward, and of its backward if it began one."""
         self._in_backward = False
@@ -211,7 +211,7 @@ class Addresses:
             self._allocator.follow(known.number)
         elif known.may_be_planned:
             self._allocator.profile()
-        self._waited = 0 if known.plan is not None else self._waited + first
+        self._waited += first and known.plan is None
         keep_blocks_whole(self._device, self._allocator.mode == "profile" and self._waited <= _PATIENCE)
         self._allocator.phase(Part.EMBED)
 
@@ -400,17 +400,13 @@ class Addresses:
             self._plans.judge(known, counts)
 
     def _have_arena(self, known: Known) -> None:
-        """Make the arena large enough for the plan. Free a smaller arena and torch's cached blocks first."""
-        fits = self._allocator.arena_bytes >= known.plan.peak
-        if fits and not known.fresh:
+        """Make the arena large enough for the plan. Free a smaller arena first, and what torch's cache holds of such passes."""
+        fresh, known.fresh = known.fresh, False
+        if self._allocator.arena_bytes >= known.plan.peak:
             return
-        known.fresh = False
-        if not fits:
-            self._allocator.reserve(0)
-        if self._device.type == "cuda":
+        self._allocator.reserve(0)
+        if fresh and self._device.type == "cuda":  # else torch frees what it must; the next pass would ask for all of it again
             torch.cuda.empty_cache()
-        if fits:
-            return
         try:
             self._allocator.reserve(known.plan.peak)
         except RuntimeError as error:  # torch.OutOfMemoryError is one

@@ -30,6 +30,12 @@ OUTSIDE = (
     'ds_memo.attach(model, config, layers=()), or "memo": {"enabled": true, "layers": []} in the DeepSpeed JSON'
 )
 
+NO_THREAD = "can't start new thread"
+SYSTEM_REFUSED = (
+    "the system refused memory or a thread while the model was attached ({}): look at `ulimit -v` and `ulimit -u`, and at the "
+    "limits of the container"
+)
+
 
 def attach(
     model: nn.Module,
@@ -94,7 +100,12 @@ def attach_model(
     with ExitStack() as undo:
         if ties is None:
             undo.enter_context(use_kernels(model, config))  # last: a refusal leaves the model as it was
-        session = _attached[model] = Session(model, config, found, device, ties or EngineTies())
+        try:
+            session = _attached[model] = Session(model, config, found, device, ties or EngineTies())
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError) or NO_THREAD in str(error):
+                raise MemoError(SYSTEM_REFUSED.format(str(error) or "no memory")) from error
+            raise
         session.on_detach(undo.pop_all().close, last=True)
     session.on_detach(functools.partial(_forget, weakref.ref(model)))
     return session

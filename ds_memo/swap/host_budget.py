@@ -45,7 +45,7 @@ class HostBudget:
     def __init__(self, budget: int, pool: HostPool) -> None:
         self.budget = budget
         self.agreed = budget
-        """Bytes of the budget to solve for: the smallest of all ranks, or what the system gave when it refused more."""
+        """Bytes of the budget to solve for: the smallest of all ranks."""
         self.pool = pool
         self.used = 0
         """Bytes allocated now, in whole pages."""
@@ -64,8 +64,8 @@ class HostBudget:
         """The reservation of the forward that runs; None: none does."""
         self._told = budget
         """`solvable` when `changed` was last called."""
-        self._refused = False
-        """True if the system has refused memory since then."""
+        self._why = ""
+        """Why `agreed` was lowered since then: a rank's system refused memory."""
         pool.clients.add(self)
 
     # ---- how much
@@ -103,22 +103,35 @@ class HostBudget:
     @property
     def left(self) -> int:
         """Bytes that can still be allocated for this model, beyond what it has already."""
+        return min(self._allowed, self.pool.most - self.pool.used)
+
+    @property
+    def _allowed(self) -> int:
+        """`left`, if the system refuses nothing."""
         return min(max(self.share, self._reserved or 0) - self.used, self.pool.limit - self.pool.used)
 
-    def agree(self, nbytes: int) -> None:
-        """Solve for `nbytes` at most: the smallest budget of all ranks. That is no change to tell of."""
-        self.agreed, self._told = nbytes, min(self._told, nbytes)
+    @property
+    def offer(self) -> tuple[int, str]:
+        """Bytes that this rank can solve for, and the system's error if it has refused more."""
+        pool = self.pool
+        return (pool.given, pool.why_no_more) if pool.why_no_more and pool.given < self.agreed else (self.agreed, "")
+
+    def agree(self, nbytes: int, why: str = "") -> None:
+        """Solve for `nbytes` at most: the smallest offer of all ranks. Without an error `why` that is no change to tell of."""
+        if not why:
+            self._told = min(self._told, nbytes)
+        self.agreed, self._why = nbytes, why or self._why
 
     def changed(self) -> str | None:
         """Return in words how `solvable` has changed since the last call; None: it has not."""
-        before, now, refused = self._told, self.solvable, self._refused
-        self._told, self._refused = now, False
+        before, now, refused = self._told, self.solvable, self._why
+        self._told, self._why = now, ""
         if now == before:
             return None
         if now > before:
             return f"host budget raised to {now / GIB:.4g} GiB: models that shared it are gone"
-        why = "the system refused more" if refused else "other models' passes wait for their backward at the same time"
-        return f"host budget lowered to {now / GIB:.4g} GiB: {why}"
+        why = "other models' passes wait for their backward at the same time"
+        return f"host budget lowered to {now / GIB:.4g} GiB: {f'the system refused more: {refused}' if refused else why}"
 
     # ---- passes
 
@@ -164,6 +177,17 @@ class HostBudget:
             self._drain()
         return pages <= self.left
 
+    def allows(self, nbytes: int) -> bool:
+        """Return True if the budget has room for a block of `nbytes` now."""
+        return round_up(nbytes, PAGE) <= self._allowed
+
+    def has_memory(self, nbytes: int) -> bool:
+        """Return False if the system refuses a block of `nbytes` that the budget has room for."""
+        pages = round_up(nbytes, PAGE)
+        if not self.allows(nbytes) or self.pool.has_memory(pages):
+            return True
+        return self.has_room(nbytes) and self.pool.has_memory(pages)  # other blocks go to files
+
     def refusal(self, wanted_by: str, nbytes: int) -> MemoError:
         """Return the error for a block of `nbytes` that there is no room for."""
         others = self.pool.used - self.used
@@ -173,11 +197,6 @@ class HostBudget:
             f"{self.share / GIB:.3g} GiB are left{held}. Lower memo.alpha, raise memo.resident_layers or "
             "memo.host_memory_gib, or run fewer forwards before a backward."
         )
-
-    def system_refused(self, held: int) -> None:
-        """Say that the system refused memory that the budget allowed, when the pool held `held` bytes: solve for no more."""
-        for client in self.pool.clients:
-            client.agreed, client._refused = min(client.agreed, held), True
 
     def leave(self) -> None:
         """Share no more. The last client releases the pool's memory to the system."""

@@ -4,18 +4,19 @@ Host memory is locked for the device once and reused by frames of any length. Lo
 from batch to batch nor models that take turns (an actor and its critic) must lock anew: a frame that fits no free range gets
 several. PyTorch's pinned pool is not used, because it rounds every block up to a power of two.
 
-    segment   mapped and locked in one go; begins and ends on a page, as everything here does
+    segment   mapped and locked in one go, a GiB at most; begins and ends on a page, as everything here does
     range     a part of a segment: either free, or a piece of an allocated block; free neighbours are merged
 
 Two rules keep the pieces few. A frame takes the smallest free range that is large enough, or else several of the largest, and
 cuts only the last. So it makes at most one border, which disappears when both sides are free, by the end of the step. And a new
-segment replaces idle ones that are no larger, so slowly growing lengths do not pile up segments.
+segment replaces idle ones that are smaller, so slowly growing lengths do not pile up segments.
 
 There are no locks; host_budget.py says why.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from bisect import bisect_left
 from collections import deque
@@ -32,7 +33,7 @@ from ds_memo.errors import MemoError
 from ds_memo.memory.numa import node_of
 from ds_memo.swap import pinned_segments
 from ds_memo.swap.lock_ahead import LockAhead, lock, segments_for
-from ds_memo.swap.pinned_segments import Segment
+from ds_memo.swap.pinned_segments import PAGE, Segment
 from ds_memo.swap.streams import finish_abandoned
 from ds_memo.units import GIB
 
@@ -81,6 +82,11 @@ class HostPool:
         """The thread in which a client's training forward runs. It stays set if that was interrupted."""
         self.locked_bytes, self.locking_s = 0, 0.0
         """Bytes that were locked so far, and the seconds that this took, on whatever thread."""
+        self.most = sys.maxsize
+        """The most bytes that the system has not refused; `why_no_more` is its error."""
+        self.why_no_more = ""
+        self.given = 0
+        """The most bytes that were held when the system refused more, or since."""
         self._ahead: LockAhead | None = None
         self._segments: list[Segment] = []
         self._free_ranges: list[Range] = []
@@ -123,13 +129,30 @@ class HostPool:
         self._unsettled = False
 
     def allocate(self, nbytes: int, wanted_by: str) -> list[Range]:
-        """Allocate `nbytes`, a multiple of a page. Map only what free memory lacks, and release idle segments beyond the limit.
+        """Allocate `nbytes`, a multiple of a page.
 
         Raises:
-            Refused: the system refuses. No range has changed.
+            Refused: the system refuses. No allocated range has changed.
         """
-        self.free_lost()
         stream = torch.cuda.current_stream(self.device) if self.pinned else None
+        self._prepare(nbytes, stream, wanted_by)
+        self.used += nbytes
+        return self._cut(nbytes, stream)
+
+    def has_memory(self, nbytes: int) -> bool:
+        """Return True if `nbytes` are free now. Ask the system for those that are not."""
+        if self.used + nbytes <= self.size <= self.limit:
+            return True
+        with self.changing():
+            try:
+                self._prepare(nbytes, torch.cuda.current_stream(self.device) if self.pinned else None, "a layer call")
+            except Refused:
+                return False
+        return True
+
+    def _prepare(self, nbytes: int, stream: torch.cuda.Stream | None, wanted_by: str) -> None:
+        """Have `nbytes` free. Map only what free memory lacks, and release idle segments beyond the limit."""
+        self.free_lost()
         if not self._freed_on <= {stream}:  # other streams' copies may still use it, and no event orders them
             torch.cuda.synchronize(self.device)
             self._freed_on.clear()
@@ -138,16 +161,17 @@ class HostPool:
             self._shrink(beyond)
         if (missing := self.used + nbytes - self.size) > 0:
             self._grow(missing, wanted_by)
-        self.used += nbytes
-        return self._cut(nbytes, stream)
 
     def lock_ahead(self, blocks: Sequence[int]) -> None:
         """Begin to lock memory for blocks of these bytes, whole pages, on a thread. `allocate` waits for it."""
         if not self.pinned or sum(blocks) <= self.size:
             return
         self._take_locked(0)
-        if self._ahead is None and (sizes := segments_for(blocks, self.size, self.limit - self.size)):
-            self._ahead = LockAhead(sizes, self.device, self.node)
+        if self._ahead is None and (sizes := segments_for(blocks, self.size, min(self.limit, self.most) - self.size)):
+            try:
+                self._ahead = LockAhead(sizes, self.device, self.node)
+            except RuntimeError:  # no thread is to be had: frames lock their memory themselves
+                return
             weakref.finalize(self, self._ahead.stopped.set)
 
     def finish_locking(self) -> None:
@@ -181,6 +205,7 @@ class HostPool:
             self._ahead = None
         self.free_lost()
         self._release(self._idle())
+        self.most, self.why_no_more, self.given = sys.maxsize, "", 0  # the next model asks the system anew
 
     def _cut(self, nbytes: int, stream: torch.cuda.Stream | None) -> list[Range]:
         """Take `nbytes` from as few free ranges as possible: the largest first, the last from the smallest that is enough."""
@@ -199,7 +224,7 @@ class HostPool:
     def _take_locked(self, nbytes: int | None) -> None:
         """Take over segments that a thread has locked. Wait for as many as a block of `nbytes` needs; None: for all."""
         while (ahead := self._ahead) is not None:
-            locked = ahead.take(wait=nbytes is None or not any(free.nbytes >= nbytes for free in self._free_ranges))
+            locked = ahead.take(wait=nbytes is None or not self._has_free(nbytes))
             if locked is not None:
                 self._add(*locked)
             elif ahead.is_over:
@@ -207,18 +232,29 @@ class HostPool:
             else:
                 return
 
+    def _has_free(self, nbytes: int) -> bool:
+        """Return True if `nbytes` are free, in no more segments than they need."""
+        together = min(nbytes, pinned_segments.SEGMENT)
+        return self.size - self.used >= nbytes and any(free.nbytes >= together for free in self._free_ranges)
+
     def _grow(self, missing: int, wanted_by: str) -> None:
-        held = self.size
-        nbytes = missing + self._swallow(missing)
-        try:
-            segment, seconds = lock(nbytes, self.node) if self.pinned else (pinned_segments.map_pages(nbytes), 0.0)
-        except MemoError as error:
-            raise Refused(f"host memory: {wanted_by} needs {missing / GIB:.3g} GiB more; {error}", held) from error
-        self._add(segment, seconds)
+        if (held := self.size) + missing <= self.most:
+            nbytes, size = missing + self._swallow(missing), 0
+            try:
+                while nbytes:
+                    size = min(nbytes, pinned_segments.SEGMENT)
+                    self._add(*(lock(size, self.node) if self.pinned else (pinned_segments.map_pages(size), 0.0)))
+                    nbytes -= size
+                return
+            except MemoError as error:
+                self.given, self.why_no_more = max(held, self.size), str(error)
+                self.most = max(self.given, self.size + size - PAGE)
+        raise Refused(f"host memory: {wanted_by} needs {missing / GIB:.3g} GiB more; {self.why_no_more}")
 
     def _add(self, segment: Segment, seconds: float) -> None:
         self._segments.append(segment)
         self.size += segment.nbytes
+        self.given = max(self.given, self.size)
         if self.pinned:
             self.locked_bytes += segment.nbytes
             self.locking_s += seconds
@@ -232,7 +268,7 @@ class HostPool:
         """
         going, grown = [], nbytes
         for idle in self._idle():
-            if idle.nbytes > grown:
+            if idle.nbytes > grown or idle.nbytes >= pinned_segments.SEGMENT:
                 break
             going.append(idle)
             grown += idle.nbytes
@@ -265,11 +301,6 @@ class HostPool:
 
 class Refused(MemoError):
     """The system refused memory that the budget allowed."""
-
-    def __init__(self, message: str, held: int) -> None:
-        super().__init__(message)
-        self.held = held
-        """Bytes that the pool held then: the most that the system gives."""
 
 
 def _size(part: Range) -> int:

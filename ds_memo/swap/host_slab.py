@@ -71,14 +71,19 @@ class HostSlab(HostBudget):
             raise self.refusal(wanted_by, nbytes)
         pages = round_up(nbytes, PAGE)
         try:
-            with self.pool.changing():
-                block = Block(self.pool.allocate(pages, wanted_by))
-                self._blocks[block] = block.pieces
-                self.used += pages
-        except Refused as refusal:
-            self.system_refused(refusal.held)
-            raise
+            block = self._allocated(pages, wanted_by)
+        except Refused:
+            if not self.has_room(nbytes):  # now that less is left, other blocks go to files
+                raise
+            block = self._allocated(pages, wanted_by)
         self.peak_used = max(self.peak_used, self.used)
+        return block
+
+    def _allocated(self, pages: int, wanted_by: str) -> Block:
+        with self.pool.changing():
+            block = Block(self.pool.allocate(pages, wanted_by))
+            self._blocks[block] = block.pieces
+            self.used += pages
         return block
 
     def free(self, block: Block) -> None:

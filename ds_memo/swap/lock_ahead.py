@@ -1,7 +1,7 @@
 """Lock host memory on a thread, before frames need it.
 
 Locking runs at a few GB/s, so tens of GiB take seconds. Once a pass is solved it is known how much its frames will take. A thread
-locks that in a few segments while the main thread goes on to the first layers, and the pool takes them over one by one.
+locks that in segments while the main thread goes on to the first layers, and the pool takes them over one by one.
 """
 
 from __future__ import annotations
@@ -17,33 +17,31 @@ from ds_memo.errors import MemoError
 from ds_memo.memory.numa import Node, on
 from ds_memo.swap import pinned_segments
 from ds_memo.swap.pinned_segments import Segment
-from ds_memo.units import GIB
-
-_SEGMENTS = 8
-"""Segments of one pass at most, unless they are smaller than a GiB. The first layer waits for the first."""
 
 Locked = tuple[Segment, float]
 """A locked segment, and the seconds that locking took."""
 
 
 def segments_for(blocks: Sequence[int], held: int, most: int) -> list[int]:
-    """Return the sizes of segments for blocks beyond `held` bytes. Each holds whole blocks, so that none lies in two.
+    """Return the sizes of segments for blocks beyond `held` bytes. Blocks that are smaller than a segment lie in one.
 
     Args:
         blocks: bytes of each block, whole pages, in order of allocation.
         held: bytes that the first of them will take and that exist.
         most: bytes of all segments together.
     """
-    least = max(GIB, (sum(blocks) - held) // _SEGMENTS)
+    largest = pinned_segments.SEGMENT
     sizes, segment = [], 0
     for nbytes in blocks:
         if held >= nbytes:
             held -= nbytes
             continue
-        segment += nbytes
-        if segment >= least:
+        if segment + nbytes > largest:
             sizes.append(segment)
             segment = 0
+        whole, rest = divmod(nbytes, largest)
+        sizes += [largest] * whole
+        segment += rest
     sizes.append(segment)
     within = []
     for nbytes in sizes:

@@ -17,6 +17,9 @@ from ds_memo.memory.host import memlock_limit
 from ds_memo.units import GIB
 
 PAGE = mmap.PAGESIZE
+SEGMENT = GIB
+"""Bytes of a segment, at most. While the driver locks one, CUDA's calls of all processes wait; Linux 6.11 to 6.13 lock at most
+2 GB in one call."""
 TOUCHED_APART = 1 << 26
 """Bytes that one thread touches at a time in a segment that is about to be locked."""
 _TRY_OUT = 1 << 28
@@ -81,13 +84,14 @@ def touch(segment: Segment) -> None:
     first, end = segment.memory.data_ptr(), segment.memory.data_ptr() + segment.nbytes
     if segment.nbytes <= TOUCHED_APART:
         return
-    with ThreadPoolExecutor(min(_TOUCHERS, len(os.sched_getaffinity(0)))) as threads:  # they inherit this thread's CPUs
+    # Threads inherit this thread's CPUs. Where none is to be had, locking faults the pages in.
+    with suppress(RuntimeError), ThreadPoolExecutor(min(_TOUCHERS, len(os.sched_getaffinity(0)))) as threads:
         parts = range(first, end, TOUCHED_APART)
         list(threads.map(lambda part: ctypes.memset(part, 0, min(TOUCHED_APART, end - part)), parts))
 
 
 def pin(segment: Segment) -> None:
-    """Lock a segment for CUDA until it is garbage-collected.
+    """Lock a segment for the thread's CUDA device until it is garbage-collected, on any thread.
 
     Raises:
         MemoError: CUDA refuses.
@@ -99,8 +103,13 @@ def pin(segment: Segment) -> None:
         with suppress(RuntimeError):  # the runtime remembers the failure and would report it for the next kernel
             torch.zeros(1, device="cuda")
         raise MemoError(
-            f"cudaHostRegister refused {segment.nbytes / GIB:.3g} GiB ({status}): "
-            "look at `ulimit -l` and at the memory limit of the cgroup, or lower memo.host_memory_gib."
+            f"cudaHostRegister refused {segment.nbytes / GIB:.3g} GiB ({cudart.cudaGetErrorString(status)}): "
+            "look at `ulimit -l` and at the memory limit of the cgroup, or lower memo.host_memory_gib"
         )
     # Runs before the mapping goes, which the segment still holds. Not at exit, where CUDA may be gone.
-    weakref.finalize(segment, cudart.cudaHostUnregister, address).atexit = False
+    weakref.finalize(segment, _unpin, torch.cuda.current_device(), address).atexit = False
+
+
+def _unpin(device: int, address: int) -> None:
+    with torch.cuda.device(device):  # the thread may be on another, where CUDA would make a context
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -29,6 +29,16 @@ def streams_for(device: torch.device) -> Streams:
     raise MemoError(f"ds_memo swaps on cuda and cpu devices; the layers are on {device}")
 
 
+def use_device_of(streams: Streams) -> None:
+    """Have a new thread call CUDA on the device of these streams.
+
+    A thread begins on device 0. If it queries or frees an event there, CUDA makes a context of half a GiB on that device, and
+    Python stands still meanwhile.
+    """
+    if isinstance(streams, CudaStreams):
+        torch.cuda.set_device(streams.device)
+
+
 class _ThreadEvent:
     __slots__ = ("done", "stream")
 
@@ -197,23 +207,23 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", index)
+        self.device = torch.device("cuda", index)
         # Objects of this model alone: a stream keeps, while it is entered, what to return to, and models may train in threads.
-        self._copy_streams = {name: _same_stream(shared) for name, shared in _copy_streams(self._device).items()}
+        self._copy_streams = {name: _same_stream(shared) for name, shared in _copy_streams(self.device).items()}
         self._compute_streams: dict[int, torch.cuda.Stream] = {}
         """Those that were current so far, by their CUDA handle."""
         self._stall = {D2H: 0.0, H2D: 0.0}
         self._waits: deque[tuple[str, torch.Event, torch.Event]] = deque()
 
     def _compute(self) -> torch.cuda.Stream:
-        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         stream = self._compute_streams.get(handle)
         if stream is None:
-            stream = self._compute_streams[handle] = torch.cuda.current_stream(self._device)
+            stream = self._compute_streams[handle] = torch.cuda.current_stream(self.device)
         return stream
 
     def mark(self, stream: str) -> _CudaEvent:
-        event = _CudaEvent(self._device)
+        event = _CudaEvent(self.device)
         event.stream = stream
         event.record(self._compute() if stream == COMPUTE else self._copy_streams[stream])
         return event
@@ -225,7 +235,7 @@ class CudaStreams:
         if event.query():  # all that is issued from now on comes after it anyway
             return
         compute = self._compute()
-        before, after = torch.Event(self._device, enable_timing=True), torch.Event(self._device, enable_timing=True)
+        before, after = torch.Event(self.device, enable_timing=True), torch.Event(self.device, enable_timing=True)
         before.record(compute)
         event.wait(compute)
         after.record(compute)
@@ -250,7 +260,7 @@ class CudaStreams:
 
     def record(self, tensor: torch.Tensor, stream: Any) -> None:
         copies = self._copy_streams.get(stream)
-        tensor.record_stream(copies or torch.cuda.ExternalStream(stream, self._device))
+        tensor.record_stream(copies or torch.cuda.ExternalStream(stream, self.device))
 
     def stall_s(self) -> dict[str, float]:
         self._measure()  # only what is over: training reads this now and then, and must not wait for the device

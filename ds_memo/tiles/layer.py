@@ -37,6 +37,7 @@ from ds_memo.remat.replay import Replay
 from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.spans import Span
 from ds_memo.swap.frame import Frame, Layout
+from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.tiles.around import (
     aliased,
     autocast_again,
@@ -53,6 +54,7 @@ from ds_memo.tiles.probe import Shapes, by_arrival
 from ds_memo.tiles.recipes import SizeRecipes, TileRecipe, analyse
 from ds_memo.tiles.slices import Arguments, fill, hidden_states, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
+from ds_memo.units import round_up
 
 
 @dataclass
@@ -286,7 +288,8 @@ class TiledCall:
                 remember(self._tiled.alphas, key, self._remat.policy.alpha(self._tiled.layer, whole, split))
             self._placement = replace(self._placement, alpha=self._tiled.alphas[key])
         stored = stored_tiles(len(of_tiles), self._placement.decided_alpha)
-        needs = whole + sum(of_tiles[i].stored.host_bytes - of_tiles[i].recomputed.host_bytes for i in stored)
+        kept = [recipe.stored if number in stored else recipe.recomputed for number, recipe in enumerate(of_tiles)]
+        needs = sum(round_up(nbytes, PAGE) for nbytes in [*(recipe.host_bytes for recipe in kept), self._attention_bytes(hidden)])
         if not (self._placement.kind.on_device or self._remat.policy.has_room(needs)):
             on_device = FULL_RECOMPUTE if self._recomputes else GEMMS_RECOMPUTED
             self._placement = replace(on_device, tiles=self._placement.tiles)

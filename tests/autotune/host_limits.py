@@ -87,7 +87,7 @@ def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> None:
             model.zero_grad()
     report = handle.report()
     said["report"] = {key: report[key] for key in ("host", "alpha", "binding", "predicted", "bytes_to_host")}
-    said["changes"] = report["profile"]["changes"]
+    said["changes"], said["warnings"] = report["profile"]["changes"], report["warnings"]
 
 
 def memlock(nbytes: int, look: bool) -> dict[str, Any]:

@@ -151,10 +151,12 @@ def test_locked_memory_stays_below_rlimit_memlock() -> None:
 
 @pytest.mark.slow
 def test_without_looking_the_kernel_refuses_and_training_goes_on_with_less() -> None:
-    """The control: the limit binds. And a refusal is an error of one step; the next ones ask for less."""
+    """The control: the limit binds. Calls without room are recomputed; the next passes are solved for less."""
     said = forked(host_limits.memlock, 6 * MIB, False)
     assert said["budget_at_start"] > 6 * MIB
-    assert all("mlock refused" in error for error in said["errors"]) and len(said["errors"]) < 4
+    assert said.get("errors") is None
+    (warning,) = (warning for warning in said["warnings"] if warning.startswith("layer calls are recomputed"))
+    assert "mlock refused" in warning
     assert said["changes"][0].startswith("host budget lowered to") and "the system refused more" in said["changes"][0]
     host = said["report"]["host"]
     assert host["peak_used"] <= host["slab"] <= 6 * MIB

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import itertools
 import re
 import time
@@ -358,7 +357,7 @@ class Refusing:
     "analysed, nth", everyday(itertools.product((False, True), range(LAYERS)), [(False, LAYERS - 1), (True, 1)])
 )
 def test_a_failure_at_every_slab_request(monkeypatch: pytest.MonkeyPatch, nth: int, analysed: bool) -> None:
-    """In the first step, which analyses layers, or a later one: a clean error, nothing leaked, and training goes on with less."""
+    """In the first step, which analyses layers, or a later one: calls without room are recomputed, and nothing leaks."""
     model = build("llama")
     stock = copy.deepcopy(model)
     handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 0, "plan": {"enabled": False}})
@@ -368,7 +367,9 @@ def test_a_failure_at_every_slab_request(monkeypatch: pytest.MonkeyPatch, nth: i
         handle._session.slab.pool.release()  # or its blocks are used again
     with monkeypatch.context() as patch:
         Refusing(patch, nth)
-        assert re.search(r"host memory: frame .* needs .* the system refused", refused(model))
+        model.zero_grad()
+        with pytest.warns(ds_memo.MemoWarning, match="layer calls are recomputed .*: the system refused"):
+            assert_same(step(model, BATCH), step(copy.deepcopy(stock), BATCH))
     handle._session.engine._drain()
     assert (handle._session.slab.used, handle._session.slab.size) == (
         0,
@@ -381,17 +382,6 @@ def test_a_failure_at_every_slab_request(monkeypatch: pytest.MonkeyPatch, nth: i
     assert handle._session.slab.size == 0
 
 
-def refused(model: Any) -> str:
-    """What a step that is refused memory says; nothing of it is held afterwards, as a traceback would."""
-    try:
-        step(model, BATCH)
-    except ds_memo.MemoError as error:
-        return str(error)
-    finally:
-        gc.collect()
-    pytest.fail("nothing was refused")
-
-
 def test_after_a_refusal_the_tuner_asks_for_less(costs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     stock = copy.deepcopy(model)
@@ -400,7 +390,8 @@ def test_after_a_refusal_the_tuner_asks_for_less(costs: Any, monkeypatch: pytest
     asked = handle.report()["predicted"]["host_bytes"]
     with monkeypatch.context() as patch:
         Refusing(patch, LAYERS - 1)
-        assert "the system refused" in refused(model)
+        with pytest.warns(ds_memo.MemoWarning, match="layer calls are recomputed .*: the system refused"):
+            step(model, BATCH)
     model.zero_grad()
     assert_same(step(model, BATCH), step(stock, BATCH))
     report = handle.report()

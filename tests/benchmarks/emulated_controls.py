@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
+import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,10 +22,15 @@ from benchmarks.emulated_order import Unordered
 from benchmarks.emulated_process import run_emulated, without_values
 from benchmarks.emulated_time import Clock, keeping_time
 from ds_memo.estimate import hardware
+from ds_memo.nvme.direct_files import DirectFiles
 from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.host_pool import HostPool
+from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.stream_protocol import D2H
 from ds_memo.swap.streams import CudaStreams
+from ds_memo.units import MIB
 from tests.models import Block
+from tests.nvme.files import directory
 from tests.swap import scenarios
 from tests.swap.mutants import engine_without, waits
 from tests.swap.rig import attached
@@ -209,6 +218,39 @@ def compute_streams(clock: Clock, *models: str, guarded: bool = True) -> dict[st
     return found
 
 
+# ---- several devices
+
+
+def threads_of_the_second_device(clock: Clock) -> dict[str, Any]:
+    """A rank of GPU 1 locks memory, writes it to a file behind a copy, and a thread of its user's drops what was locked.
+
+    Returns:
+        The devices that have a context, and why the transfer failed.
+    """
+    device = torch.device("cuda", 1)
+    torch.cuda.set_device(device)
+    cuda = ctypes.CDLL("libcuda.so.1")
+    streams, pool = CudaStreams(device), HostPool(device)
+    held = [slab := HostSlab(2 * MIB, pool)]
+    pool.lock_ahead([MIB])
+    block, there = slab.allocate(MIB, "a test"), torch.empty(MIB, dtype=torch.uint8, device=device)
+    with tempfile.TemporaryDirectory() as folder:
+        files = DirectFiles([directory(Path(folder))], 64 * MIB, streams, preallocate=False)
+        streams.copy(D2H, block.views(0, MIB)[0], there)
+        transfer = files.write(block, files.extent(MIB, "a test"), (streams.mark(D2H),))
+        torch.cuda.synchronize(device)  # the clock goes on
+        assert transfer.over.wait(60)
+        files.close()
+    before = cuda.emulated_contexts()
+    failure = transfer.failure
+    held += [block, pool]
+    del slab, block, transfer, pool, files
+    dropper = threading.Thread(target=held.clear)
+    dropper.start()
+    dropper.join()
+    return {"running": before, "dropped": cuda.emulated_contexts(), "failure": failure and str(failure)}
+
+
 CASES: dict[str, Callable[[Clock], Any]] = {
     "item": item_in_a_hook,
     "routed": routed,
@@ -217,6 +259,7 @@ CASES: dict[str, Callable[[Clock], Any]] = {
     IN_A_NEW_PROCESS: removed_in_a_new_process,
     "streams": compute_streams,
     "inside a layer, unguarded": lambda clock: compute_streams(clock, "inside a layer", guarded=False),
+    "second device": threads_of_the_second_device,
     "layers in turn, unguarded": lambda clock: compute_streams(clock, "layers in turn", guarded=False),
 }
 

@@ -118,12 +118,27 @@ def test_an_engine_that_knows_of_one_stream_alone_races_there(model: str, capfd:
     assert control(capfd, f"{model}, unguarded")[model]["races"]
 
 
+# ---- several devices
+
+
+def test_a_rank_makes_no_context_on_another_ranks_device(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context takes half a GiB. The runtime makes one on the device of the thread that calls it, and threads begin on GPU 0."""
+    monkeypatch.setenv("EMULATED_DEVICES", "2")
+    assert control(capfd, "second device") == {"running": 1 << 1, "dropped": 1 << 1, "failure": None}
+
+
 # ---- host memory that cannot be locked
 
 
-def test_host_memory_that_cuda_refuses_to_lock_is_an_error_that_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_where_cuda_refuses_to_lock_host_memory_layers_are_recomputed_and_solved_for_less(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """The negative control is every other step in here."""
     memo = json.dumps({"device_memory_gib": 16, "host_memory_gib": 32})
-    assert emulator.main(["step", "gpt7b", "32768", "--memo", memo, "--lock-gib", "2"]) == 1
-    *_, last = capfd.readouterr().err.splitlines()
-    assert re.search(r"host memory: frame gpt_neox.layers.2 needs (0\.\d+) GiB more; cudaHostRegister refused \1 GiB", last)
+    *_, last = ran(capfd, "step", "gpt7b", "32768", "--memo", memo, "--lock-gib", "2")
+    (warning,) = last["warnings"]
+    assert re.search(r"^layer calls are recomputed .*: cudaHostRegister refused [\d.]+ GiB \(out of memory\)", warning)
+    (change,) = (change for change in last["changes"] if change.startswith("host budget lowered to"))
+    assert 1 < float(re.search(r"to ([\d.]+) GiB", change)[1]) <= 2 and "cudaHostRegister refused" in change

@@ -57,6 +57,17 @@ def test_a_planned_step_asks_cuda_for_nothing(memo: dict[str, Any], length: int,
         assert last["predicted"] == pytest.approx(last["arena"], rel=0.02)
 
 
+def test_alternating_lengths_ask_cuda_for_no_more_than_without_plans(capfd: pytest.CaptureFixture[str]) -> None:
+    calls = {}
+    for planned in (True, False):
+        memo = {"alpha": 0.5, "resident_layers": 1, "plan": {"enabled": planned}}
+        assert emulator.main(["lengths", "gpt7b", "4096", "--json", "--memo", json.dumps(memo)]) == 0
+        rows = json.loads(capfd.readouterr().out.splitlines()[-1])
+        calls[planned] = sum(row["mallocs"] for row in rows[emulator.COUNTED_AFTER :])
+        assert (rows[-1]["hits"] > 0) is planned
+    assert calls[True] <= calls[False]
+
+
 def test_a_picture_of_one_layers_backward(tmp_path: Path) -> None:
     """In tiles: q, k, v, attention's output and its gradient are of all tokens, everything else of a tile."""
     unit, drawn = 16384 * 4096 * 2, {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -26,6 +27,7 @@ from ds_memo.solve import headroom
 from ds_memo.solve.kinds import place
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import Solution, judged
+from ds_memo.swap import pinned_segments
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.models import HIDDEN, LAYERS, VOCAB, Batch, Block, Toy, assert_same, build, step
 from tests.placements import sets
@@ -37,14 +39,14 @@ ONLY_SHORT, NOTHING_LONG = 5e-3, 2e-3
 """GiB of a device that holds a pass without checkpointing of the short length alone, and no long pass at all."""
 
 
-def start(stage: int, **memo: Any) -> Any:
+def start(stage: int, make: Callable[..., tuple] = ds_memo.initialize, **memo: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "memo": {"enabled": bool(memo), **memo},
     }
-    return ds_memo.initialize(model=build("llama"), config=config)[0]
+    return make(model=build("llama"), config=config)[0]
 
 
 def train(engine: Any, lengths: list[int]) -> list[float]:
@@ -235,13 +237,20 @@ class TestMissingRanks(DistributedTest):
         """It would be waited for, without a reason."""
         monkeypatch.setattr(agree, "ARRIVAL_S", 0.5)
         if dist.get_rank() == 1:
-            start(2)
+            start(2, make=deepspeed.initialize)
             dist.all_reduce(torch.tensor(0))  # the one that attach_engine waits in, so that the other rank goes on
         else:
             with pytest.warns(
                 ds_memo.MemoWarning, match=r"waits in ds_memo.initialize, and ranks \[1\] have not come there for 0.5 s"
             ):
                 start(2, alpha=0.5)
+
+    def test_a_rank_without_memo_ends_all(self) -> None:
+        """At once, where both would wait for each other until their time-out."""
+        with pytest.raises(
+            ds_memo.MemoError, match=r"the memo section differs between ranks, .* enabled: True on rank 0, False on rank 1"
+        ):
+            start(2, **({} if dist.get_rank() else {"alpha": 0.5}))
 
     def test_attaching_takes_one_collective(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The rank of the test above that is not under memo answers one all_reduce, and no more."""
@@ -262,7 +271,37 @@ class TestMissingRanks(DistributedTest):
     def test_nobody_is_missed_who_comes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(agree, "ARRIVAL_S", 30.0)
         engine = start(2, alpha=0.5)
-        assert agree.late() == [] == engine.memo.report()["warnings"]
+        assert agree.words("here") == ["here"] * 2 and engine.memo.report()["warnings"] == []
+
+
+class TestRefusedMemory(DistributedTest):
+    world_size = 2
+
+    def test_what_one_ranks_system_refuses_is_solved_for_on_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """That rank recomputes layer calls meanwhile. The refusal comes after the first steps, with longer batches."""
+        memo, lengths = {"resident_layers": 0, "device_memory_gib": 0.05, "plan": {"enabled": False}}, [SHORT] * 2 + [LONG] * 8
+        want = train(start(2), lengths)
+        engine = start(2, **memo)
+        train(engine, lengths[:3])
+        most, mapped = engine.memo.report()["host"]["peak_used"] // 2, pinned_segments.map_pages
+        engine.memo.detach()
+
+        def refuse(nbytes: int) -> Any:
+            if pool.size + nbytes > most:
+                raise ds_memo.MemoError("no more")
+            return mapped(nbytes)
+
+        engine = start(2, **memo)
+        pool = engine.memo._session.slab.pool
+        if dist.get_rank():
+            monkeypatch.setattr(pinned_segments, "map_pages", refuse)
+        assert train(engine, lengths) == pytest.approx(want, rel=1e-5)
+        report = engine.memo.report()
+        budgets = agree.from_all_ranks(report["profile"]["host_budget"])
+        assert budgets[0] == budgets[1] <= most and report["bytes_to_host"] > 0
+        assert any(change.endswith("the system refused more: no more") for change in report["profile"]["changes"])
+        told = [warning for warning in report["warnings"] if warning.startswith("layer calls are recomputed")]
+        assert len(told) == dist.get_rank()
 
 
 class TestShortFirst(DistributedTest):

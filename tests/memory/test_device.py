@@ -112,11 +112,14 @@ def test_settings_of_the_users_own_stay(settings, monkeypatch, name):
 
 @pytest.mark.parametrize("mib, blocks, split", [(96, 2, True), (96, 1, False), (20, 2, False)])
 def test_where_a_large_block_is_split_already(settings, monkeypatch, mib, blocks, split):
-    """Torch would give a part of its segment back to the device."""
+    """Torch would give a part of its segment back to the device. Only there is its cache emptied, at 20 cudaMallocs a time."""
+    flushes = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: flushes.append(1))
     segments = [{"address": 0, "total_size": n << 20, "blocks": [0] * held} for n, held in ((64, 1), (mib, blocks))]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     keep_blocks_whole(CUDA, True)
     assert bool(settings) is not split and device_memory._blocks_are_whole is not split
+    assert bool(flushes) is split
     segments.clear()
     keep_blocks_whole(CUDA, True)  # asked once
     assert device_memory._blocks_are_whole is not split

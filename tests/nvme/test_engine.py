@@ -21,7 +21,7 @@ from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.stream_protocol import COMPUTE, D2H
-from ds_memo.swap.streams import ThreadStreams
+from ds_memo.swap.streams import ThreadStreams, _ThreadEvent
 from tests.nvme.files import CPU, directory
 from tests.nvme.ordered_files import OrderedFiles
 from tests.nvme.rig import late_files
@@ -93,6 +93,34 @@ def test_a_host_of_four_pages_holds_twelve(make):
     assert rig.files.meters[False].nbytes == 8 * PAGE, "what stays in the cache is not read"
     rig.layer_of([])
     assert rig.files.extents() == []
+
+
+class MarkedStreams(ThreadStreams):
+    """Streams whose marks of compute are told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: list[object] = []
+
+    def mark(self, stream):
+        if stream != COMPUTE:
+            return super().mark(stream)
+        self.marks.append(event := _ThreadEvent(stream))
+        event.done.set()
+        return event
+
+
+def test_the_host_waits_ahead_only_while_the_work_of_the_last_call_is_queued(make):
+    """Behind all that is queued, the device would run out of work while the host sleeps."""
+    rig = make(4, MarkedStreams())
+    frames = [rig.page(float(number)) for number in range(10)]
+    begins, waited = [], []
+    rig.files.wait_beside = lambda transfer, compute: waited.append((rig.streams.marks.index(compute), *begins[-2:])) or True
+    while frames:
+        begins.append(len(rig.streams.marks))
+        rig.replay(frames.pop())
+    assert len(waited) >= 5
+    assert all(last <= mark < this for mark, last, this in waited)
 
 
 def test_blocks_are_read_ahead_as_far_as_the_host_has_room(make):
@@ -284,6 +312,7 @@ def test_a_failed_write_stays_on_the_host(number, make, monkeypatch):
         rig.engine._note_written()
     assert len(rig.warnings) == 1 and "stays in host memory: rank 0 could not write its file in" in rig.warnings[0]
     assert sorted(rig.states(frames)) == ["in_both"] * 4 + ["in_host"]
+    assert rig.files.meters[True].nbytes == 4 * PAGE, "what was not written counts as written"
     frames += [rig.page(float(index)) for index in range(5, 12)]
     assert [rig.value(frame) for frame in reversed(frames)] == [float(index) for index in reversed(range(12))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import itertools
 import mmap
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 from ds_memo.errors import MemoError
+from ds_memo.nvme import direct_files
 from ds_memo.runtime.attach import attach
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.streams import ThreadStreams
 from tests.everyday import everyday
 from tests.models import Batch, build
-from tests.nvme.rig import FILES_GIB, Watched, attached_with_files, host_of, late_files
+from tests.nvme.rig import FILES_GIB, FRAMES, Watched, attached_with_files, host_of, late_files
 from tests.swap.delayed import DelayedStreams
 from tests.swap.rig import HOST, attached, gradients
 
@@ -72,6 +74,25 @@ def assert_equal(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 def settings(alpha: float, residents: int, tile: int | None) -> dict:
     config = {"alpha": alpha, "resident_layers": residents, "plan": {"enabled": False}}
     return config | ({"tile_tokens": tile} if tile else {})
+
+
+def test_a_drive_that_fails_is_what_is_blamed(tmp_path, monkeypatch):
+    config = settings(0.5, 0, None)
+    wanted, _, largest = by_host("llama", config, accumulate)
+    model = model_of("llama")
+
+    def full(*_) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with attached_with_files(model, ThreadStreams(), config, tmp_path, FRAMES * largest) as memo:
+        monkeypatch.setattr(direct_files.os, "pwritev", full)
+        accumulate(model)
+        assert_equal(gradients(model), wanted)
+        written, why = (memo.report()["nvme"]["bytes_written"], memo.warnings)
+        monkeypatch.undo()
+    assert written == 0
+    assert any("could not be written and stays in host memory: rank 0 could not write" in warning for warning in why)
+    assert any("the files take no more of it" in warning for warning in why) and not any("other models" in w for w in why)
 
 
 @pytest.mark.parametrize(("name", "alpha", "residents", "tile"), everyday(CASES, [("llama", 0.5, 0, None)]))

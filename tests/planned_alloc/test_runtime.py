@@ -276,6 +276,17 @@ def test_requests_that_never_repeat_are_left_alone(monkeypatch: pytest.MonkeyPat
         assert whole == [True] * 4 + [False] * 2
 
 
+def test_blocks_are_kept_whole_in_the_first_passes_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned passes in between give no new patience: each switch splits and joins the blocks of all passes."""
+    whole: list[bool] = []
+    monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
+    model = build("llama")
+    with Counting(model):
+        for batch in [BATCH] * 3 + [batch for rows in (3, 5, 6, 7) for batch in (Batch.random(rows, 14 * rows), BATCH)]:
+            step(model, batch)
+        assert whole == [True] * 2 + [False] + [True, False] * 2 + [False, False] * 2
+
+
 def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Switching empties the device's cache, so it must not happen in every pass of a run without a profile."""
     whole: list[bool] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import types
 import warnings
 import weakref
@@ -107,6 +108,23 @@ def test_what_sets_alpha_where_all_layers_are_resident(layers: int, given: bool)
 def test_report_of_something_else() -> None:
     with pytest.raises(ds_memo.MemoError, match="Linear is not under ds_memo"):
         ds_memo.report(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("refusal", [RuntimeError("can't start new thread"), MemoryError()], ids=["RLIMIT_NPROC", "RLIMIT_AS"])
+def test_a_thread_that_the_system_refuses(refusal: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line says what to look at, and the model is as it was."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise refusal
+
+    model = build("plain")
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ds_memo.MemoError, match=r"^the system refused memory or a thread .*ulimit -u"),
+    ):
+        patch.setattr(threading.Thread, "start", refuse)
+        ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2}).detach()
 
 
 @pytest.mark.parametrize("name", ["llama", "plain"])

@@ -179,9 +179,12 @@ def test_a_refusal_is_told_to_all(monkeypatch):
     monkeypatch.setattr("ds_memo.swap.pinned_segments.map_pages", lambda nbytes: (_ for _ in ()).throw(MemoError("no more")))
     with pytest.raises(MemoError, match="no more"):
         second.allocate(5 * PAGE, "y")
-    assert (first.agreed, second.agreed) == (3 * PAGE, 3 * PAGE)
+    assert first.offer == second.offer == (3 * PAGE, "no more")
     assert (first.budget, second.budget) == (10 * PAGE, 10 * PAGE)
     for slab in (first, second):
+        assert slab.changed() is None, "ranks have not agreed on it"
+        slab.agree(*slab.offer)
+        assert slab.agreed == 3 * PAGE
         assert "the system refused more" in slab.changed() and slab.changed() is None
 
 
@@ -196,6 +199,7 @@ def test_models_share_what_the_system_gave(monkeypatch):
     first.free(block)
     blocks = []
     for slab in (first, second):
+        slab.agree(*slab.offer)
         slab.pass_begins()
         assert slab.solvable == slab.reservation == 5 * PAGE // 2
         assert "the system refused more" in slab.changed()

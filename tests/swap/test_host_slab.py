@@ -43,7 +43,7 @@ class System:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int = 1 << 62) -> None:
         self.limit = limit
-        self.mapped = self.pinned = self.synchronized = 0
+        self.asked = self.mapped = self.pinned = self.synchronized = 0
         self._segments: list[weakref.ref[Segment]] = []
         monkeypatch.setattr(segments, "map_pages", self._map)
         monkeypatch.setattr(segments, "pin", self._pin)
@@ -57,6 +57,7 @@ class System:
         return [segment.nbytes for ref in self._segments if (segment := ref()) is not None]
 
     def _map(self, nbytes: int) -> Segment:
+        self.asked += 1
         if sum(self.held) + nbytes > self.limit:
             raise MemoError("no more")
         self.mapped += nbytes
@@ -237,7 +238,7 @@ def test_whatever_fits_the_budget_is_allocated_and_no_more_is_held(budget, steps
                     del block
             assert sum(block.nbytes for _, block in blocks) == host.used <= host.size <= min(budget, host.peak_used)
             assert sum(system.held) == host.size, "what the slab gave back is still there"
-            assert host.agreed == budget
+            assert host.offer == (budget, "")
         for value, block in blocks:
             assert values(block) == [value], "two blocks overlap"
             host.free(block)
@@ -281,15 +282,33 @@ def test_what_is_replaced_was_synchronized_with(monkeypatch):
 
 
 def test_a_refusal_of_the_system_is_remembered(monkeypatch):
-    System(monkeypatch, limit=4 * PAGE)
+    system = System(monkeypatch, limit=4 * PAGE)
     host = slab()
     host.free(host.allocate(3 * PAGE, "a long frame"))
     short = host.allocate(2 * PAGE, "a short frame")
-    assert (host.used, host.size, host.agreed) == (2 * PAGE, 3 * PAGE, 100 * PAGE)
+    assert (host.used, host.size, host.offer) == (2 * PAGE, 3 * PAGE, (100 * PAGE, ""))
     with pytest.raises(MemoError, match=r"a third frame needs .* GiB more; no more"):
         host.allocate(3 * PAGE, "a third frame")
-    assert (host.used, host.size, host.agreed) == (short.nbytes, 3 * PAGE, 3 * PAGE)
+    assert (host.used, host.size, host.offer) == (short.nbytes, 3 * PAGE, (3 * PAGE, "no more"))
+    assert host.agreed == 100 * PAGE, "other ranks have not heard of it yet"
+    asked = system.asked
+    assert not host.has_memory(3 * PAGE) and system.asked == asked, "the system was asked again"
     assert host.allocate(PAGE, "a fourth frame").nbytes == PAGE
+    host.agree(*host.offer)
+    assert host.changed().endswith("the system refused more: no more") and host.offer == (3 * PAGE, "")
+
+
+def test_segments_are_a_gib_at_most(monkeypatch):
+    """A larger block lies in several. Those that were locked before the system refused one are kept."""
+    monkeypatch.setattr(segments, "SEGMENT", 4 * PAGE)
+    system = System(monkeypatch, limit=15 * PAGE)
+    host = HostSlab(100 * PAGE, HostPool(CUDA))
+    block = host.allocate(10 * PAGE, "x")
+    assert [piece.nbytes for piece in block.pieces] == system.held == [4 * PAGE, 4 * PAGE, 2 * PAGE]
+    assert not host.has_memory(9 * PAGE)
+    assert (host.size, host.offer) == (14 * PAGE, (14 * PAGE, "no more"))
+    host.free(block)
+    assert host.allocate(14 * PAGE, "y").nbytes == 14 * PAGE
 
 
 def test_a_refusal_while_segments_are_replaced_counts_them(monkeypatch):
@@ -301,7 +320,7 @@ def test_a_refusal_while_segments_are_replaced_counts_them(monkeypatch):
     del block
     with pytest.raises(MemoError, match="no more"):
         host.allocate(5 * PAGE, "long")
-    assert host.agreed == 3 * PAGE
+    assert host.offer[0] == 3 * PAGE
     assert host.used == 0 and sum(system.held) == host.size <= 3 * PAGE
     assert host.allocate(3 * PAGE, "as much as before").nbytes == 3 * PAGE
 

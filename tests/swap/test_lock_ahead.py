@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap import lock_ahead
 from ds_memo.swap import pinned_segments as segments
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
@@ -32,7 +31,7 @@ class Locking:
         self.fails: BaseException | None = None
         self._segments: list[weakref.ref[Segment]] = []
         monkeypatch.setattr(segments, "pin", self._pin)
-        monkeypatch.setattr(lock_ahead, "GIB", PAGE)  # segments of a page or more
+        monkeypatch.setattr(segments, "SEGMENT", 3 * PAGE)
         monkeypatch.setattr("ds_memo.swap.host_pool.node_of", lambda device: None)
         for name in ("current_stream", "synchronize", "set_device"):
             monkeypatch.setattr(torch.cuda, name, lambda device: None)
@@ -73,11 +72,11 @@ def ended() -> bool:
 @pytest.mark.parametrize(
     "blocks, held, most, expected",
     [
-        ([GIB // 2] * 8, 0, 8 * GIB, [GIB] * 4),  # no segment is smaller than a GiB
-        ([3 * GIB] * 32, 0, 96 * GIB, [12 * GIB] * 8),
-        ([5 * GIB] * 3, 0, 96 * GIB, [5 * GIB] * 3),  # whole blocks
-        ([3 * GIB] * 32, 50 * GIB, 96 * GIB, [6 * GIB] * 8),  # the first sixteen exist
-        ([3 * GIB] * 32, 0, 30 * GIB, [12 * GIB, 12 * GIB, 6 * GIB]),  # the budget
+        ([GIB // 2] * 8, 0, 8 * GIB, [GIB] * 4),
+        ([3 * GIB // 8] * 5, 0, 8 * GIB, [3 * GIB // 4] * 2 + [3 * GIB // 8]),  # whole blocks
+        ([5 * GIB // 2] * 2, 0, 96 * GIB, [GIB, GIB, GIB // 2] * 2),  # but for those that are larger
+        ([3 * GIB] * 4, 7 * GIB, 96 * GIB, [GIB] * 6),  # the first two exist
+        ([GIB // 2] * 8, 0, 5 * GIB // 2, [GIB, GIB, GIB // 2]),  # the budget
         ([0, 0], 0, GIB, []),
     ],
 )
