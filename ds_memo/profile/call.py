@@ -17,12 +17,11 @@ from ds_memo.profile.gathered_params import gathered
 from ds_memo.remat.call import tensor_leaves
 from ds_memo.remat.checkpoint import Layer, OwnForward, Remat
 from ds_memo.remat.modes import inside_a_layer
-from ds_memo.remat.random_states import forked
+from ds_memo.remat.module_state import unchanged
+from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.shapes import HiddenShape
 
 _INTEGERS = (torch.int32, torch.int64)
-_STATISTICS = 1 << 20
-"""Bytes. A larger buffer is a table or a quantised weight: no forward changes it, and a copy may not fit."""
 _shortened = WeakTensorKeyDictionary()
 """Integer arguments, such as position_ids, of calls cut to a shorter length."""
 
@@ -196,28 +195,19 @@ def _is_block_mask(value: Any) -> bool:
 
 @contextmanager
 def hidden_from_training(module: nn.Module) -> Iterator[None]:
-    """Run code that must leave no trace in training: restore the module's buffers afterwards, and suspend the caller's
-    saved-tensor hooks (save_on_cpu, or a torch.utils.checkpoint around the whole model) meanwhile.
+    """Run code that must leave no trace in training: undo what it does to the module, and suspend the caller's saved-tensor
+    hooks (save_on_cpu, or a torch.utils.checkpoint around the whole model) meanwhile.
     """
-    # Through .data: the value is restored, so autograd need not know of a change.
-    buffers = [
-        (part, name, buffer, buffer.data.clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None and buffer.nbytes <= _STATISTICS and not buffer.is_inference()
-    ]
     graph, hooks = torch._C._autograd, []
     try:
         while (top := graph._top_saved_tensors_default_hooks(False)) is not None:
             hooks.append(top)
             graph._pop_saved_tensors_default_hooks()
-        yield
+        with unchanged(module):
+            yield
     finally:
         for pair in reversed(hooks):
             graph._push_saved_tensors_default_hooks(*pair)
-        for part, name, buffer, value in buffers:
-            buffer.data.copy_(value)
-            part._buffers[name] = buffer
 
 
 def _copied(value: Any) -> Any:
@@ -277,7 +267,7 @@ def layer_calls(
         return outputs[key]
 
     try:
-        with remat.instead(catch), forked(remat.engine.device), hidden_from_training(model):
+        with remat.instead(catch), forked(remat.engine.device), hidden_from_training(model), KeepsGiven():
             model.forward(*tree_map(_copied, args), **tree_map(_copied, kwargs))
     except _Enough:
         pass

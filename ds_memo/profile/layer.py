@@ -1,7 +1,7 @@
 """Measure one layer by running it alone: times, bytes kept, bytes that autograd would save, and peak bytes.
 
 Gradients come from autograd.grad, so no parameter's .grad and no hook on it is touched. Random numbers are drawn from a fork of
-the generators, and buffers get their values back. Nothing is copied to the host.
+the generators, and the module gets its state back. Nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, NO_RECOMPUTE, ON_DEVICE, Placement
 from ds_memo.profile.call import LayerCall, hidden_from_training, uncompiled
-from ds_memo.profile.live import bytes_made
+from ds_memo.profile.live import bytes_made, storages_of
 from ds_memo.profile.sample import LayerSample
 from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
 from ds_memo.remat.call import tensor_leaves
 from ds_memo.remat.checkpoint import Layer, OwnForward, Remat, Tiler
-from ds_memo.remat.random_states import forked
+from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.remat.undo import Undoing
 from ds_memo.solve.costs import Output, OutputKind
@@ -62,6 +62,8 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
             full, none = bench.recipe(ON_DEVICE), bench.recipe(GEMMS_RECOMPUTED)
             if not full.packs:
                 raise MemoError(f"layer {call.layer.name} has nothing to train")
+            if [op.func for op in full.ops] != [op.func for op in none.ops]:
+                raise MemoError(f"layer {call.layer.name} runs other products each time (parts are skipped, experts in a loop)")
             replay_s = max(0.0, as_called.timed(ON_DEVICE)[1] - backward_s) if compiled else bench.replay_s()
             watch = bench.watched()
             input_bytes = inputs[0].untyped_storage().nbytes()
@@ -106,7 +108,11 @@ def alone(
     """
     module = call.layer.module()
     with forked(device), torch.enable_grad(), hidden_from_training(module), _own_parameters(module) as trained:
-        yield *call.at(length), trained
+        fn, args, inputs = call.at(length)
+        with KeepsGiven() as generators, torch.no_grad():  # a mode would slow down what is timed
+            uncompiled(fn)(*args)
+        with forked(device, [generator for generator, _ in generators.given.values()]):
+            yield fn, args, inputs, trained
 
 
 @contextmanager
@@ -270,13 +276,13 @@ class Bench:
         module = self._layer.module()
         own = (*module.parameters(), *module.buffers())
         shared = tensor_leaves((self._args, self._kwargs, self._fn.keywords if isinstance(self._fn, partial) else ()))
-        known = {x.untyped_storage().data_ptr() for x in (*own, *shared) if x is not self.leaves[0]}
+        known = {storage.data_ptr() for x in (*own, *shared) if x is not self.leaves[0] for storage in storages_of(x)}
         saved: dict[int, torch.UntypedStorage] = {}
 
         def note(tensor: torch.Tensor) -> None:  # returns nothing: the graph would keep a saved output, which keeps the graph
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known and not isinstance(tensor, nn.Parameter):
-                saved[storage.data_ptr()] = storage
+            for storage in storages_of(tensor) if not isinstance(tensor, nn.Parameter) else ():
+                if storage.data_ptr() not in known:
+                    saved[storage.data_ptr()] = storage
 
         if isinstance(self._fn, OwnForward):  # dynamo is at work when it is called
             note = torch.compiler.disable(note)

@@ -80,7 +80,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _storages(self, tree) -> list[torch.UntypedStorage]:
         tensors = (t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and not is_traceable_wrapper_subclass(t))
-        return [t.untyped_storage() for t in tensors if self._is_mine(t.device)]
+        return [storage for t in tensors if self._is_mine(t.device) for storage in storages_of(t)]
 
     def _is_mine(self, device: torch.device) -> bool:
         return device.type == self.device.type and self.device.index in (None, device.index)
@@ -156,6 +156,21 @@ def _release_backward(device: torch.device) -> None:
     with torch.enable_grad():
         x = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(x * 1, x, x.detach())
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Return a tensor's storages. A sparse one has those of its indices and values."""
+    if torch._C._has_storage(tensor):
+        return [tensor.untyped_storage()]
+    if tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        return []
+    return [part.untyped_storage() for part in parts]
 
 
 def bytes_made(device: torch.device) -> LiveBytes | AllocatedBytes:

@@ -45,7 +45,6 @@ class Analyse(NotingMode):
 
     Args:
         observed: filled in by this mode.
-        module: the layer; None: a function that belongs to no module.
         givens: tensors that existed before the call: the layer's parameters, buffers and arguments.
     """
 
@@ -53,13 +52,11 @@ class Analyse(NotingMode):
         self,
         call: Call,
         observed: Observed,
-        module: nn.Module | None,
         givens: Iterable[torch.Tensor],
     ) -> None:
         super().__init__()
         self.call = call
         self.observed = observed
-        self._module = module
         givens = list(givens)
         self._parameters = [tensor for tensor in givens if isinstance(tensor, nn.Parameter)]
         self._sources = {storage_of(tensor): 0 for tensor in givens}
@@ -78,9 +75,6 @@ class Analyse(NotingMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        if exception[0] is None and self._module is not None:
-            self._note_what_is_left_behind(self._module)
-        self._module = None
         self._sources.clear()
         self._blank.clear()
         self._filled.clear()
@@ -104,23 +98,16 @@ class Analyse(NotingMode):
     def _note(self, tensor: torch.Tensor) -> None:
         self.observed.packs += 1
         self.observed.wanted |= self._made_of(tensor)
-
-    def _note_what_is_left_behind(self, module: nn.Module) -> None:
-        """Mark tensors that the layer bound to buffers and attributes as wanted: each replay binds them anew."""
-        for part in module.modules():
-            for value in (*part._buffers.values(), *vars(part).values()):
-                if (
-                    isinstance(value, torch.Tensor)
-                    and (storage := storage_of(value)) in self._sources
-                    and storage not in self._older
-                ):
-                    self.observed.wanted |= self._made_of(value)
+        if self.call.samples is not None:
+            self.call.samples.take(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if has_inner_tensors(types):
             return NotImplemented
         kwargs = kwargs or {}
         kind = kind_of(func)
+        if self.call.before is not None and (generator := kwargs.get("generator")) is not None:
+            self.call.before.about_to_draw(generator)
         frame = self.call.frame  # None while a tile's recipe is made
         if frame is not None and (stream := self.call.engine.streams.current()) != frame.stream:
             frame.aside.add(stream)
@@ -178,6 +165,8 @@ class Analyse(NotingMode):
             self.call.rng_after[len(self.observed.ops)] = state
         self.observed.unkept.attention_ops += under_a_checkpoint()
         self.observed.packs += len(call.saved)
+        if self.call.samples is not None:
+            self.call.samples.skip(len(call.saved))
         self.observed.wanted |= self._made_of_all(ran.saved_arguments)
         outputs = tuple(detached(value) for value in ran.made)
         # If it is recomputed (the last resort), it may read more than its arguments: what it closes over.
@@ -186,6 +175,8 @@ class Analyse(NotingMode):
         return ran.out
 
     def _saw_gemm(self, func: Any, args: tuple, out: torch.Tensor, sources: int, without_tokens: bool) -> None:
+        if self.call.before is not None:
+            self.call.weights[len(self.observed.ops)] = self.call.weight_of(func, args)
         product, flops = out.detach(), op_policy.gemm_flops(func, args, out)
         self.observed.unkept.gemm_flops += flops if under_a_checkpoint() else 0
         splits = op_policy.splits_by_rows(func, args, out)
@@ -209,6 +200,8 @@ class Analyse(NotingMode):
             fresh.biased = True
         else:
             for tensor in written:
+                if self.call.before is not None:
+                    self.call.before.about_to_write(tensor)
                 self._about_to_change(tensor)
         if op_policy.overwrites_all(func, args):
             self._sources[storage_of(args[0])] = sources = self._made_of_all(args[1:], kwargs)

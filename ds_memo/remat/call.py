@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -16,6 +16,10 @@ from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept
 from ds_memo.swap.stream_protocol import D2H
+
+if TYPE_CHECKING:
+    from ds_memo.remat.layer_state import Before
+    from ds_memo.remat.same_again import Samples
 
 
 @dataclass
@@ -57,6 +61,24 @@ class Call:
         """Tensors passed by keyword or inside a container. Autograd does not notice if they are changed."""
         self.altered: set[int] = set()
         """Indices of saved ops whose loose outputs the layer, and each replay, changes in place."""
+        self.before: Before | None = None
+        """The layer's state before the call; None: it is a function, or a tile, whose call has it."""
+        self.samples: Samples | None = None
+        """Values that its replay is compared by, if the call is analysed."""
+        self.weights: dict[int, int | None] = {}
+        """By index of a GEMM: the number of the layer's parameter that is its right operand; None: it is another tensor."""
+
+    def weight_of(self, func: Any, args: tuple) -> int | None:
+        """Return the number of the parameter that is a GEMM's right operand."""
+        right = op_policy.right_operand(func, args)
+        base = right._base
+        return self.before.state.number_of.get(id(right if base is None else base))
+
+    def about_to_write(self, tensor: torch.Tensor) -> None:
+        """Note that the layer is about to write to `tensor` in place, which may be its own."""
+        if self.before is not None:
+            self.before.about_to_write(tensor)
+        self.about_to_change(tensor)
 
     def about_to_change(self, tensor: torch.Tensor) -> None:
         """Preserve the present value of what is kept of `tensor`, which is about to be changed in place."""

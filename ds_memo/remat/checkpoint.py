@@ -22,11 +22,13 @@ from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work, tensor_leaves
 from ds_memo.remat.diagnostics import diagnose
 from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywords, recording_pack, unpack
+from ds_memo.remat.layer_state import TOO_LARGE, LayerState
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out, under_torch_checkpoint
 from ds_memo.remat.random_states import from_current_states
 from ds_memo.remat.recipe import Observed, Recipe, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
+from ds_memo.remat.same_again import Samples
 from ds_memo.remat.second_forward import count_in_functions
 from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.swap.engine import SwapEngine
@@ -120,6 +122,12 @@ class Layer:
         self.times_left = 0
         """Calls that have left their recipe since the last call that followed one to its end."""
         self._times_alike = 0
+
+    @functools.cached_property
+    def state(self) -> LayerState | None:
+        """None: it is a function."""
+        module = self.module()
+        return LayerState(self.name, module) if module is not None else None
 
     @property
     def follows_recipes(self) -> bool:
@@ -281,13 +289,20 @@ class Remat:
             return self._run_checkpointed(layer, FULL_RECOMPUTE, lifted, preserve_rng_state)
         frame = self.engine.begin(layer.name, placement)
         call = Call(layer.index, self.observers, self.engine, frame, recipe, self.work)
+        if layer.state is not None:
+            call.before = layer.state.before(learns=recipe is None and layer.follows_recipes)
+            replay = lifted.replay
+            if recipe is None and layer.follows_recipes:
+                call.samples = Samples(functools.partial(self.warn_of, layer))
+                replay = call.samples.around(replay)
+            lifted = lifted._replace(replay=call.before.around(replay))
         nested = [value for value in lifted.args if not isinstance(value, torch.Tensor)]
         call.device_inputs = [DeviceInput(layer.name, tensor) for tensor in tensor_leaves((nested, lifted.bound))]
         givens = functools.partial(_givens, layer, (lifted.args, lifted.bound))
         mode: Analyse | Record
         if recipe is None:
             observed = Observed()
-            mode, pack = Analyse(call, observed, layer.module(), givens()), analysing_pack(call, observed)
+            mode, pack = Analyse(call, observed, givens()), analysing_pack(call, observed)
         else:
             layer.latest = recipe
             mode, pack = Record(call, givens, functools.partial(self._forget, layer)), recording_pack(call)
@@ -299,6 +314,9 @@ class Remat:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = _checkpoint(lifted, preserve_rng_state, lambda: (mode, Replay(call)))
             if recipe is None:
+                if call.before is not None:
+                    for name in call.before.learn():
+                        self.warn_of(layer, TOO_LARGE.format(name))
                 self._settle(layer, key, call, observed)
                 count_in_functions(call, out, since, layer.parameters)
             if mode.packs:

@@ -284,8 +284,7 @@ def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:
 
 def product_shape(func: OpOverload, args: Sequence[Any]) -> tuple[int, ...]:
     """Return the shape of a product."""
-    left, right = args[1:3] if func in _ADDS else args[:2]
-    return (*left.shape[:-1], right.shape[-1])
+    return (*_left(func, args).shape[:-1], right_operand(func, args).shape[-1])
 
 
 def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -296,6 +295,11 @@ def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...], 
 def _left(func: OpOverload, args: Sequence[Any]) -> torch.Tensor:
     """Return the left operand of a product; before it stands what is added."""
     return args[1] if func in _ADDS else args[0]
+
+
+def right_operand(func: OpOverload, args: Sequence[Any]) -> torch.Tensor:
+    """Return the right operand of a product."""
+    return args[2] if func in _ADDS else args[1]
 
 
 def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], first: int, out: torch.Tensor) -> None:

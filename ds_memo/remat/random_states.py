@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,14 +12,18 @@ import numpy as np
 import torch
 
 from ds_memo.errors import MemoError
+from ds_memo.remat.call import generator_of
+from ds_memo.remat.functions import SkipsCompiled
+from ds_memo.remat.module_state import set_state, state_of
 
 _MODULES = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
 """Modules with a tracker: a dict of named states that ``tracker.fork()`` draws from."""
 
 
 @contextmanager
-def forked(device: torch.device) -> Iterator[None]:
-    """Restore all generators of this device and the host at the end of the block."""
+def forked(device: torch.device, given: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Restore all generators of this device and the host at the end of the block, and those given."""
+    others = [(generator, state_of(generator)) for generator in given]
     pythons, numpys = random.getstate(), np.random.get_state()  # Whisper masks its input with NumPy's
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _named_kept():
@@ -27,6 +31,42 @@ def forked(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(pythons)
         np.random.set_state(numpys)
+        for generator, state in others:
+            set_state(generator, state)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw from a seed inside the block: PyTorch's generators of this device and the host. Others are not touched."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for generator in {torch.default_generator, generator_of(device)}:
+            generator.manual_seed(seed)
+        yield
+
+
+class KeepsGiven(SkipsCompiled):
+    """Sees the generators that ops are given, and puts them back at the end of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[int, tuple[torch.Generator, bytes]] = {}
+        """By id, with the state before the first draw."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if (generator := kwargs.get("generator")) is not None and id(generator) not in self.given:
+            self.given[id(generator)] = generator, state_of(generator)
+        return func(*args, **kwargs)
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for generator, state in self.given.values():
+            set_state(generator, state)
+
+
+def named_states() -> bytes:
+    """Return the named states, to compare."""
+    return b"".join(state.cpu().numpy().tobytes() for _, named in _named() for state in named.values())
 
 
 def from_current_states(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -144,6 +144,8 @@ class Record(NotingMode):
             if kind is OpKind.GEMM:
                 self._count_unlisted(func, args, out)
         elif isinstance(op, Gemm):
+            if self.call.before is not None:
+                self.call.weights[self._next - 1] = self.call.weight_of(func, args)
             if not op.wanted:
                 self._leave_out(out)
             if op.kept is not None:
@@ -190,7 +192,7 @@ class Record(NotingMode):
                 return out
             self._leave()
         for tensor in op_policy.written_tensors(func, args, kwargs):
-            self.call.about_to_change(tensor)
+            self.call.about_to_write(tensor)
         return func(*args, **kwargs)
 
     def _expect(self, func: Any, out: Any) -> Any:

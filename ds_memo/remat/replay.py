@@ -53,6 +53,7 @@ class Replay(Mode):
         if op is not None and op.func is not func:
             raise self._not_repeated(f"op {index} was {op.func}, now it is {func}")
         if isinstance(op, Gemm):
+            self._compare(index, op, args)
             return self._gemm(op, args, kwargs or {})
         if op is None or op.kept is None:
             self.call.work.attention_ops_recomputed += kind is OpKind.ATTENTION
@@ -85,6 +86,20 @@ class Replay(Mode):
         index, ops = self._next, self.call.recipe.ops
         self._next += 1
         return index, ops[index] if index < len(ops) else None
+
+    def _compare(self, index: int, op: Gemm, args: tuple) -> None:
+        """Compare a GEMM's operands with the forward's.
+
+        Raises:
+            MemoError: the product has another shape, or another parameter is its right operand.
+        """
+        if not op_policy.is_grouped(op.func) and (shape := op_policy.product_shape(op.func, args)) != op.shape:
+            raise self._not_repeated(f"op {index}, {op.func}, made a tensor of shape {op.shape}, now {shape}")
+        if index not in self.call.weights:
+            return
+        if (now := self.call.weight_of(op.func, args)) != (was := self.call.weights[index]):
+            names = {None: "no parameter", **dict(enumerate(self.call.before.state.weight_names))}
+            raise self._not_repeated(f"op {index}, {op.func}, multiplied by {names[was]}, now by {names[now]}")
 
     def _gemm(self, op: Gemm, args: tuple, kwargs: dict) -> torch.Tensor:
         if not op.wanted:

@@ -30,8 +30,9 @@ from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, UNDECIDED, Place
 from ds_memo.remat.call import Call, storage_of
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.inputs import DeviceInput
+from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
-from ds_memo.remat.random_states import forked
+from ds_memo.remat.random_states import seeded
 from ds_memo.remat.recipe import Recipe, SavedOp
 from ds_memo.remat.replay import Replay
 from ds_memo.remat.undo import Undoing, stacks_restored
@@ -150,6 +151,7 @@ class TiledCall:
         args, kwargs: of the call.
         spans: its tiles.
         placement: has tiles; its alpha is the share of them that are stored.
+        before: the layer's state before the call.
     """
 
     def __init__(
@@ -161,7 +163,9 @@ class TiledCall:
         spans: Sequence[Span],
         placement: Placement,
         remat: Remat,
+        before: Before,
     ) -> None:
+        self._before = before
         self._tiled = tiled
         self._shapes = tiled.shapes
         self._spans = spans
@@ -409,7 +413,7 @@ class TiledCall:
 
     def _backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
         aliases_of = aliased(self._tiled.module, self._parameters)
-        with running_tiles(), autocast_again(self._autocast), aliases_of as aliases:
+        with running_tiles(), autocast_again(self._autocast), self._before.put_in(), aliases_of as aliases:
             sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             self._remat.part_begins("tails_backward")
             gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
@@ -542,8 +546,7 @@ class TiledCall:
         if seed is None:
             yield
             return
-        with forked(self._engine.device):
-            torch.manual_seed(seed % (1 << 63))
+        with seeded(seed % (1 << 63), self._engine.device):
             yield
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ds_memo.placement import Tiles
+from ds_memo.remat.module_state import unchanged
 from ds_memo.remat.undo import stacks_restored
 from ds_memo.spans import spans
 from ds_memo.tiles import probe
@@ -55,7 +56,8 @@ class TiledNorm:
         if len(tiles) == 1:
             return forward(x)
         if self._by_token is None:
-            self._by_token = not list(self._module.buffers()) and probe.is_by_token(forward, x)
+            with unchanged(self._module):
+                self._by_token = not list(self._module.buffers()) and probe.is_by_token(forward, x)
             if not self._by_token:
                 self._warn(
                     f"{type(self._module).__name__} beside the layers runs whole, not in tiles of memo.tile_tokens: it mixes "

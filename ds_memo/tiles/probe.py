@@ -10,6 +10,7 @@ time is refused at the end, after all collectives.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -29,7 +30,9 @@ from ds_memo.errors import MemoError
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import storage_of, tensor_leaves
 from ds_memo.remat.functions import SkipsCompiled
-from ds_memo.remat.random_states import forked
+from ds_memo.remat.layer_state import LayerState
+from ds_memo.remat.module_state import unchanged
+from ds_memo.remat.random_states import KeepsGiven, forked, named_states
 from ds_memo.remat.undo import Undoing
 from ds_memo.spans import Span
 from ds_memo.tiles.around import aliased, autocast_now, dropping, generators
@@ -147,15 +150,22 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     arrived: list[int] = []
     forward = _saying_why(forward)
     reasons: list[CannotTile] = []
-    with forked(x.device), _buffers_put_back(module), aliased(module, trained) as parameters, torch.enable_grad():
+    with forked(x.device), unchanged(module), aliased(module, trained) as parameters, torch.enable_grad():
         leaves = [x, *own.differentiable(), *parameters]
-        draws = _draws(lambda: _run(forward, own_args, own_kwargs), x.device)
-        buffers = _versions(module)
-        _run(forward, own_args, own_kwargs)
-        if _versions(module) != buffers:
-            raise CannotTile("it writes to a buffer")
+        run = functools.partial(_run, forward, own_args, own_kwargs)
+        before = generators(x.device)
+        with _Draws() as drawn:
+            run()
+        draws = generators(x.device) != before
+        if drawn.given:
+            raise CannotTile("it draws random numbers from a generator of its own, which tiles would draw anew")
+        _refuse_writes(module, run)
         with _at_the_end(reasons):
-            _refuse_escapes(lambda: _run(forward, own_args, own_kwargs))
+            _refuse_hidden_draws(run, x.device)
+        with _at_the_end(reasons):
+            _refuse_escapes(run)
+        if draws:
+            _refuse_draws_of_sequences(forward, own, x, spans)
         with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
             whole = run_to_attention(forward, own_args, own_kwargs)
             choices = _Choices(rows, length)
@@ -223,27 +233,26 @@ def _saying_why(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@contextmanager
-def _buffers_put_back(module: nn.Module) -> Iterator[None]:
-    """Undo what a layer writes to its buffers inside the block."""
-    places = [(inner._buffers, name, buffer) for inner in module.modules() for name, buffer in inner._buffers.items()]
-    before = [(buffer, buffer._version, buffer.clone()) for _, _, buffer in places if buffer is not None]
-    try:
-        yield
-    finally:
-        for table, name, buffer in places:
-            table[name] = buffer
-        with torch.no_grad():
-            for buffer, version, value in before:
-                if buffer._version != version:
-                    buffer.copy_(value)
-
-
-def _draws(run: Callable[[], Any], device: torch.device) -> bool:
-    """Return True if a run draws random numbers."""
-    before = generators(device)
+def _refuse_writes(module: nn.Module, run: Callable[[], Any]) -> None:
+    """Run a layer, and refuse it if it writes to what it holds (counts, running statistics) or draws from other generators."""
+    before, named = LayerState("", module).before(learns=True), named_states()
     run()
-    return generators(device) != before
+    if changed := before.changed():
+        raise CannotTile(f"it writes to its {changed[0]}, which tiles would do each")
+    drawn = [*before.drew_from(), *(["a tensor-parallel state"] if named_states() != named else [])]
+    if drawn:
+        raise CannotTile(f"it draws random numbers from {drawn[0]}, which tiles would draw anew")
+
+
+def _refuse_hidden_draws(run: Callable[[], Any], device: torch.device) -> None:
+    """Refuse a layer whose runs from the same random states differ."""
+    outputs = []
+    for _ in range(2):
+        with forked(device):
+            outputs.append(next(leaf for leaf in tensor_leaves(run()) if leaf.is_floating_point()).detach().float())
+    a, b = outputs
+    if a.shape != b.shape or ((a - b).norm(dim=-1) > _tolerance(a) * a.norm(dim=-1)).float().mean() > _MOST_FLIPPED:
+        raise CannotTile("two runs of it from the same random states differ: it draws random numbers that memo does not see")
 
 
 @contextmanager
@@ -282,6 +291,21 @@ def refuse_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def _is_foreign(hook: Any) -> bool:
     return not getattr(hook, "__module__", "").startswith("deepspeed.")
+
+
+def _refuse_draws_of_sequences(forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, spans: Sequence[Span]) -> None:
+    """Refuse a layer that draws numbers which all tokens of a sequence share (stochastic depth): each tile would draw its own."""
+    drawn = []
+    for span in (spans[0], spans[-1]):
+        with _Draws() as draws:
+            _run(forward, *arguments.tile(part(x, span, 1), span)[:2])
+        drawn.append(draws.shapes)
+    for shape, other in zip(*drawn, strict=False):
+        if shape == other:
+            raise CannotTile(
+                f"it draws random numbers of the shape {shape} whatever its tokens are (stochastic depth), and each tile would "
+                "draw others"
+            )
 
 
 def _in_tiles(
@@ -373,10 +397,6 @@ def _dims(what: str, short: list[Any], long: list[Any], lengths: tuple[int, int]
         raise CannotTile(f"{what} {error}") from None
 
 
-def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    return [(buffer.data_ptr(), buffer._version) for buffer in module.buffers()]
-
-
 def _compare(expected: torch.Tensor, found: torch.Tensor, leaves: list[torch.Tensor], cuts: list[int], choices: _Choices) -> None:
     """Refuse a layer if tiles give other outputs or gradients than the whole.
 
@@ -431,6 +451,20 @@ def _tolerance(x: torch.Tensor) -> float:
     """Return the share of its size that a value of the layer may be off in another GEMM."""
     dtypes = [x.dtype, *(dtype for _, dtype in autocast_now())]
     return max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+
+
+class _Draws(KeepsGiven):
+    """Sees which tensors are made of random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.shapes += [tuple(tensor.shape) for tensor in tensor_leaves(out)]
+        return out
 
 
 class _Choices(SkipsCompiled):

@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, tensor_leaves
+from ds_memo.remat.module_state import unchanged
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Observed, Recipe, SavedOp, make_recipe
 from ds_memo.spans import Span
@@ -113,7 +114,7 @@ def analyse(
     span: Span,
     shapes: Shapes,
 ) -> SizeRecipes:
-    """Run a tile twice to make its recipes. Nothing is kept, generators are put back.
+    """Run a tile twice to make its recipes. Nothing is kept, and the module and generators are put back.
 
     Args:
         call: what the modes need of a call; its frame is not touched.
@@ -122,12 +123,12 @@ def analyse(
     args, kwargs = arguments
     givens = [*module.parameters(), *module.buffers(), *tensor_leaves(arguments)]
     x = hidden_states(args, kwargs)
-    with forked(call.engine.device), dropping():
+    with forked(call.engine.device), unchanged(module), dropping():
         dtype = shapes.result.tensor(run_to_attention(forward, args, kwargs).stand_in()).dtype
         result = shapes.result.new(*span.size, dtype, call.engine.device).normal_()
         result.requires_grad_(x.requires_grad)
         whole, part = Observed(), Observed()
-        with AnalyseTile(call, whole, module, givens) as mode:
+        with AnalyseTile(call, whole, givens) as mode:
 
             def supply(reached: AttentionCall) -> Any:
                 mode.attention_reached(tensor_leaves(reached.leaves), [result])
@@ -135,7 +136,7 @@ def analyse(
 
             output = shapes.output.tensor(run_with_attention(forward, args, kwargs, supply))
             head = mode.tail_needs(output)
-        with Analyse(call, part, module, givens):
+        with Analyse(call, part, givens):
             run_to_attention(forward, args, kwargs)
         part.close_over_inputs(all_rows_kept=False)
         whole.note_hidden_writes()

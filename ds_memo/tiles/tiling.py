@@ -112,10 +112,12 @@ class Tiling:
             return None  # whole layers draw random numbers as the model does without memo
         placed = placement or replace(FULL_RECOMPUTE, tiles=tiles)
 
+        before = layer.state.before()  # type: ignore[union-attr]
+
         def in_tiles(*args: Any, **kwargs: Any) -> Any:
             hidden = hidden_states(args, kwargs)
             cut = spans(hidden.shape[0], hidden.shape[1], tiles.tokens)
-            return TiledCall(tiled, call.forward, args, kwargs, cut, placed, remat).run()
+            return TiledCall(tiled, call.forward, args, kwargs, cut, placed, remat, before).run()
 
         device = remat.engine.device
         states = None if placement is None or tiled.attention_recipes else generators(device)

@@ -1,0 +1,366 @@
+"""The state that a layer's replay needs and must leave alone: that of its modules before the forward.
+
+Settings    plain attributes (flags, numbers, the active adapter), buffers by reference, hooks, `requires_grad`. All parts of the
+            layer have them. A call notes them, and its replay compares
+Values      what a part writes in place: the bytes of its buffers, lists and dicts, its generators. The layer's first call shows
+            which parts write; only these are copied in later calls
+
+A replay gets copies of its own of what it writes, and its writes are dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ds_memo.errors import MemoError
+from ds_memo.remat.call import storage_of
+from ds_memo.remat.module_state import (
+    GLOBAL_GENERATORS,
+    MISSING,
+    SMALL,
+    alike,
+    contents_of,
+    copied,
+    fill_with,
+    is_foreign,
+    is_small,
+    set_state,
+    state_of,
+)
+from ds_memo.remat.undo import Undoing
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, str, type(None))
+_MERGED = "merged_adapters"
+"""PEFT's list of the adapters that are in a weight's values now."""
+
+
+class Settings(NamedTuple):
+    """Settings of a part."""
+
+    keys: frozenset[str]
+    """All attributes that it has."""
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    buffers: tuple[torch.Tensor | None, ...]
+    hooks: tuple[list[Any], ...]
+    """Contents of the tables _HOOKS; empty: no forward hook is there."""
+
+    def are(self, now: Settings) -> bool:
+        """Return True if nothing has been set since."""
+        return (
+            self.names is now.names
+            and all(map(operator.is_, self.values, now.values))
+            and all(map(operator.is_, self.buffers, now.buffers))
+            and self.hooks == now.hooks
+        )
+
+
+class Part:
+    """A module of the layer."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
+        self.table = vars(module)
+        self.writes = False
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Learn which attributes are settings."""
+        self.keys = frozenset(self.table)
+        self.names = tuple([name for name, value in self.table.items() if _is_setting(name, value)])
+        self._values: Callable[[dict[str, Any]], tuple[Any, ...]] = operator.itemgetter(*self.names)
+
+    def settings(self) -> Settings:
+        table = self.table
+        if len(table) != len(self.keys):
+            self.refresh()
+        try:
+            values = self._values(table)
+        except KeyError:
+            self.refresh()
+            values = self._values(table)
+        hooks: tuple[list[Any], ...] = ()
+        if table["_forward_hooks"] or table["_forward_pre_hooks"]:
+            hooks = tuple([contents_of(table[name]) for name in _HOOKS])
+        buffers = table["_buffers"]
+        return Settings(self.keys, self.names, values, tuple(buffers.values()) if buffers else (), hooks)
+
+    def put_in(self, settings: Settings) -> None:
+        """Have the part be as it was. Attributes that it has got since go."""
+        table, now = self.table, self.settings()
+        if now.keys is not settings.keys:
+            for name in now.keys - settings.keys:
+                if not is_foreign(name):
+                    del table[name]
+        for name, value in zip(settings.names, settings.values, strict=True):
+            if table.get(name, MISSING) is not value:
+                table[name] = value
+        for name, buffer in zip(table["_buffers"], settings.buffers, strict=False):
+            table["_buffers"][name] = buffer
+        if now.hooks or settings.hooks:
+            for name, contents in zip(_HOOKS, settings.hooks or ([],) * len(_HOOKS), strict=True):
+                fill_with(table[name], contents)
+
+    def contents(self) -> tuple[dict[str, Any], dict[str, Any], tuple[list[Any], ...]]:
+        """Return all that :meth:`put_back` needs."""
+        return {**self.table}, {**self.table["_buffers"]}, tuple([contents_of(self.table[name]) for name in _HOOKS])
+
+    def put_back(self, attributes: dict[str, Any], buffers: dict[str, Any], hooks: tuple[list[Any], ...]) -> None:
+        _refill(self.table, attributes)
+        _refill(self.table["_buffers"], buffers)
+        for name, contents in zip(_HOOKS, hooks, strict=True):
+            fill_with(self.table[name], contents)
+
+    def places(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """Yield each table, name and value of its attributes and buffers."""
+        for table in (self.table, self.table["_buffers"]):
+            for name, value in table.items():
+                if not (is_foreign(name) or name in _OF_EVERY_MODULE):
+                    yield table, name, value
+
+
+def _name(part: Part, name: str) -> str:
+    return f"{part.path}.{name}" if part.path else name
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(type(inner) in _PLAIN for inner in value)
+    plain = type(value) in _PLAIN or (callable(value) and not isinstance(value, (nn.Module, torch.Tensor)))
+    return plain and not is_foreign(name)
+
+
+class LayerState:
+    """What is known of a layer's parts.
+
+    Args:
+        name: of the layer, for messages.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        named = module.named_modules()
+        self.parts = [Part(path, part) for path, part in named if not isinstance(part, torch.jit.ScriptModule)]
+        self.find_tensors()
+        parameters = dict(module.named_parameters())
+        self.parameters = [*parameters.values()]
+        self.weight_names = [*parameters]
+        self.number_of = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        self.generators: dict[int, Any] = {}
+        """Generators that no attribute holds and the layer draws from, by id."""
+
+    def find_tensors(self) -> None:
+        """Find the buffers and other tensors that the parts hold."""
+        self.tensors = [(part, *place[:2]) for part in self.parts for place in part.places() if _is_tensor(place[2])]
+
+    def before(self, learns: bool = False) -> Before:
+        """Note the state before a call.
+
+        Args:
+            learns: True if the call shows what the layer writes.
+        """
+        return Before(self, learns)
+
+
+class Before:
+    """The state of a layer before one of its calls. The call's graph holds it."""
+
+    def __init__(self, state: LayerState, learns: bool) -> None:
+        self.state = state
+        self._settings = [part.settings() for part in state.parts]
+        self._trained = [parameter.requires_grad for parameter in state.parameters]
+        self._merged = self._merged_now()
+        self._values: list[tuple[Part, dict[str, Any], str, Any]] = []
+        self._states = [(generator, state_of(generator)) for generator in state.generators.values()]
+        self._copies: dict[int, Any] = {}
+        self._learns = learns
+        if learns:
+            self._states = [(generator, state_of(generator)) for generator in GLOBAL_GENERATORS.values()]
+        for part in state.parts:
+            if part.writes or learns:
+                self._copy(part)
+
+    def _copy(self, part: Part) -> None:
+        self._values += [(part, table, name, _Copy(value, self._copies)) for table, name, value in part.places()]
+
+    # ---- during the forward
+
+    def about_to_write(self, tensor: torch.Tensor) -> None:
+        """Copy the part that holds a tensor, if no earlier call has shown that the layer writes to it."""
+        storage = storage_of(tensor)
+        for part, table, name in self.state.tensors:
+            held = table.get(name)
+            if not (part.writes or self._learns) and _is_tensor(held) and storage_of(held) == storage:
+                part.writes = True
+                self._copy(part)
+
+    def about_to_draw(self, generator: torch.Generator) -> None:
+        """Note a generator that an op is given. Replays will draw what the forward drew."""
+        if generator not in (held for held, _ in self._states):
+            self.state.generators[id(generator)] = generator
+            self._states.append((generator, state_of(generator)))
+
+    def learn(self) -> list[str]:
+        """Find what the call wrote, and forget the rest.
+
+        Returns:
+            Names of tensors that were written and are too large for a copy.
+        """
+        if not self._learns:
+            return []
+        written = self.changed()
+        too_large = [_name(part, name) for part, table, name, copy in self._values if copy.was_written_in_place(table.get(name))]
+        for part in self.state.parts:
+            part.writes |= any(_name(part, name) in written for _, name, _ in part.places())
+        self._values = [held for held in self._values if held[0].writes]
+        drawn = [held for held in self._states if state_of(held[0]) != held[1]]
+        self.state.generators |= {id(generator): generator for generator, _ in drawn}
+        self._states = [held for held in self._states if id(held[0]) in self.state.generators]
+        for part in self.state.parts:
+            part.refresh()
+        self.state.find_tensors()
+        self._learns = False
+        return too_large
+
+    def changed(self) -> list[str]:
+        """Return the names of what the layer holds now and did not before the call, which learns."""
+        before = {(id(table), name): copy for _, table, name, copy in self._values}
+        return [
+            _name(part, name)
+            for part in self.state.parts
+            for table, name, value in part.places()
+            if (id(table), name) not in before or not before[id(table), name].is_like(value)
+        ]
+
+    def drew_from(self) -> list[str]:
+        """Return the names of the process's generators, except PyTorch's, that the call, which learns, drew from."""
+        states = {id(generator): state for generator, state in self._states}
+        return [name for name, generator in GLOBAL_GENERATORS.items() if state_of(generator) != states[id(generator)]]
+
+    # ---- the replay
+
+    def around(self, replay: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `replay` wrapped so that it finds the layer as its forward did."""
+
+        def run(*args: Any) -> Any:
+            with self.put_in():
+                return replay(*args)
+
+        return run
+
+    @contextmanager
+    def put_in(self) -> Iterator[None]:
+        """Have the layer be as it was before the call, and undo what the block does to it.
+
+        Raises:
+            MemoError: adapters were merged into weights since, or unmerged.
+        """
+        self._refuse_merged()
+        state = self.state
+        others = [
+            (part, settings)
+            for part, settings in zip(state.parts, self._settings, strict=True)
+            if part.writes or not settings.are(part.settings())
+        ]
+        now = [(part, part.contents()) for part, _ in others]
+        trained = [parameter.requires_grad for parameter in state.parameters]
+        states = [(generator, state_of(generator)) for generator, _ in self._states]
+        with Undoing(functools.partial(_put_back, now, state.parameters, trained, states)):
+            for part, settings in others:
+                part.put_in(settings)
+            _train(state.parameters, self._trained)
+            copies: dict[int, Any] = {}
+            for _, table, name, copy in self._values:
+                copy.put_in(table, name, copies)
+            for generator, before in self._states:
+                set_state(generator, before)
+            yield
+
+    def _merged_now(self) -> dict[str, list[str]]:
+        return {part.path: [*part.table[_MERGED]] for part in self.state.parts if _MERGED in part.keys}
+
+    def _refuse_merged(self) -> None:
+        if not self._merged:
+            return
+        now = self._merged_now()
+        for path, was in self._merged.items():
+            if now[path] != was:
+                raise MemoError(
+                    f"layer {self.state.name}: the adapters merged into its {path} were {was} in the forward and are {now[path]} "
+                    "in the replay before its backward, so its weights are others. Merge and unmerge after the backward"
+                )
+
+
+class _Copy:
+    """A value that a layer may write in place."""
+
+    def __init__(self, value: Any, copies: dict[int, Any]) -> None:
+        self._large = None
+        if isinstance(value, torch.Tensor) and not is_small(value):
+            self._large = id(value), None if value.is_inference() else value._version
+        else:
+            self._value = copied(value, copies)
+
+    def is_like(self, now: Any) -> bool:
+        if self._large is None:
+            return alike(now, self._value)
+        return id(now) == self._large[0] and not self.was_written_in_place(now)
+
+    def was_written_in_place(self, now: Any) -> bool:
+        """Return True for a large tensor that was."""
+        same = self._large is not None and id(now) == self._large[0]
+        return same and self._large[1] is not None and now._version != self._large[1]
+
+    def put_in(self, table: dict[str, Any], name: str, copies: dict[int, Any]) -> None:
+        """Bind the name to a copy of its own. Large tensors stay."""
+        if self._large is None:
+            table[name] = copied(self._value, copies)
+
+
+def _put_back(parts: list[Any], parameters: list[nn.Parameter], trained: list[bool], states: list[Any]) -> None:
+    for part, contents in parts:
+        part.put_back(*contents)
+    _train(parameters, trained)
+    for generator, state in states:
+        set_state(generator, state)
+
+
+def _refill(table: dict[str, Any], contents: dict[str, Any]) -> None:
+    if len(table) == len(contents) and all(map(operator.is_, table.values(), contents.values())):
+        return
+    for name in [name for name in table if name not in contents and not is_foreign(name)]:
+        del table[name]
+    for name, value in contents.items():
+        if not is_foreign(name):
+            table[name] = value
+
+
+def _train(parameters: list[nn.Parameter], flags: list[bool]) -> None:
+    for parameter, flag in zip(parameters, flags, strict=True):
+        if parameter.requires_grad is not flag:
+            parameter.requires_grad_(flag)
+
+
+TOO_LARGE = (
+    f"it writes to its {{}}, which is above {SMALL >> 20} MiB: the replay before its backward finds it as it is then, and writes "
+    "to it again"
+)
