@@ -46,7 +46,8 @@ def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
     assert (report["layers"], report["resident_layers"], report["alpha"]) == (LAYERS, 1, 0.5)
     assert report["frames"] == 6 * LAYERS
     assert report["bytes_to_host"] == report["bytes_from_host"] > 0
-    assert 0.2 < report["gemm_flops_recomputed_fraction"] < 0.5
+    half_of_three_layers = 0.5 * 3 / 4 * 7 / 9  # of whose FLOPs the last product, which is never wanted, has 2/9
+    assert report["gemm_flops_recomputed_fraction"] == pytest.approx(half_of_three_layers)
     assert report["attention_recomputed"] == 0
     assert 0 < report["host"]["peak_used"] <= report["host"]["slab"] <= report["host"]["budget"]
     assert report["step_s"] > 0
