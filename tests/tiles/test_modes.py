@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_memo.remat.call import Work
 from ds_memo.remat.modes import inside_a_layer
@@ -14,7 +15,7 @@ from ds_memo.remat.replay import Replay
 from ds_memo.tiles import layer, recipes
 from ds_memo.tiles.modes import RecordHead, RecordTail, ReplayTail
 from tests.models import HIDDEN, Batch, Block, Different, Outcome, step
-from tests.tiles.rig import BATCH, assert_was_tiled, attached, compare, small, toy
+from tests.tiles.rig import BATCH, assert_was_tiled, attached, compare, drive, small, toy
 
 Patch = pytest.MonkeyPatch
 
@@ -137,6 +138,31 @@ def test_modes_that_see_fewer_ops_count_the_same_work(name: str, share: float, a
         want, all_ops = work_and_ops(name, patch, alpha)
     assert found == want and found.gemm_flops_recomputed > 0
     assert few <= (share if alpha == 0.0 else 1.0) * all_ops
+
+
+# ---- modes of a layer's own
+
+
+class Counts(TorchDispatchMode):
+    ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        Counts.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+class HasAMode(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with Counts():
+            x = x + self.attend(x)
+        return x + self.feed(x)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_a_mode_of_the_layer_is_on_where_the_layer_has_it(alpha: float, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Counts, "ops", 0)
+    assert_was_tiled(compare(toy(HasAMode), drive, alpha=alpha))
+    assert Counts.ops > 0 and not inside_a_layer()
 
 
 # ---- checkpoints inside a layer

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from ds_memo.remat.modes import running_tiles
 from ds_memo.tiles import weight_gradients
@@ -178,6 +180,16 @@ def test_products_are_found(name: str) -> None:
     parameters = [torch.ones(shape, requires_grad=True) for shape in shapes]
     x = torch.ones(3, 8, requires_grad=True)
     assert set(weight_products([layer(x, *parameters)], parameters)) == found
+
+
+def test_products_of_zero3s_linear_are_found() -> None:
+    """Threads that run no tiles go on with ZeRO-3's."""
+    parameters = [torch.ones(5, 8, requires_grad=True), torch.ones(5, requires_grad=True)]
+    x = torch.ones(3, 8, requires_grad=True)
+    assert set(weight_products([zero3_linear_wrap(x, *parameters)], parameters)) == {0}
+    with ThreadPoolExecutor(1) as other:
+        output = other.submit(zero3_linear_wrap, x, *parameters).result()
+    assert output.grad_fn.name() == "LinearFunctionForZeroStage3Backward"
 
 
 def test_no_hook_of_a_tile_stays() -> None:
