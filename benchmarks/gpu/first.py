@@ -12,6 +12,7 @@
      8  attention with dropout: the generator is where stock leaves it
      9  all requests get their planned addresses; no kernel writes beside them
     10  host time per layer, idle compute, step and stalls against their prediction, memory outside PyTorch
+    11  kernels on tensors of more than 2³¹ elements; skipped where less than 40 GiB of the device are free
 
 A line says "pass", "FAIL" (exit status 1), "skipped", or "not judged": it ran, and this machine cannot say if it holds.
 An assertion that raises is a failure, and the others still run. `--device emulator` runs all of it without a GPU
@@ -28,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from benchmarks import first_attention, first_copies, first_gradients, first_steps, results
+from benchmarks import first_attention, first_copies, first_gradients, first_large, first_steps, results
 from benchmarks.assertions import FAIL, NOT_JUDGED, Assertion, Machine, line
 from benchmarks.emulated_process import is_emulated
 from benchmarks.emulated_verbs import emulation, run_emulated_verb
@@ -46,6 +47,7 @@ ASSERTIONS = [
     *first_attention.POINT_8,
     *first_steps.POINT_9,
     *first_steps.POINT_10,
+    *first_large.POINT_11,
     *first_steps.SANITIZED,
 ]
 POINTS = sorted({assertion.point for assertion in ASSERTIONS})

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from benchmarks import cuda_calls, emulated_process, first, first_steps, results
+from benchmarks import cuda_calls, emulated_process, first, first_large, first_steps, results
 from benchmarks.assertions import FAIL, NOT_JUDGED, PASS, SKIPPED, TIMES, VALUES, Assertion, Machine, Measured, Skip, line
 from benchmarks.emulated_process import run_emulated
 from ds_memo.ops.builder import cuda_headers
@@ -33,7 +34,7 @@ def skips(_: Machine) -> Measured:
 
 
 def test_the_points_are_those_of_the_list():
-    assert sorted(first.POINTS) == list(range(1, 11))
+    assert sorted(first.POINTS) == list(range(1, 12))
     assert all(assertion.cure and assertion.bar for assertion in first.ASSERTIONS)
 
 
@@ -95,6 +96,18 @@ def test_on_a_cpu_nothing_fails(tmp_path):
     assert first.main(["--device", "cpu", "--out", str(out)]) == 0
     verdicts = {(row["point"], row["verdict"]) for row in json.loads(out.read_text())["assertions"]}
     assert {(point, PASS) for point in (1, 3, 5, 7, 9)} <= verdicts
+
+
+@pytest.mark.parametrize("wrong", [0.0, float("nan")])
+def test_a_kernel_that_wraps_is_seen(wrong):
+    """Point 11 compares all rows: these are wrong behind row 250 of 256 only, and where all are computed at once."""
+
+    def wraps(x: torch.Tensor) -> torch.Tensor:
+        behind = (torch.arange(len(x)) > 250).unsqueeze(1)
+        return F.silu(x).masked_fill(behind, wrong)
+
+    assert first_large.of_tokens(CPU, F.silu).held
+    assert not first_large.of_tokens(CPU, wraps).held
 
 
 # ---- over the emulator

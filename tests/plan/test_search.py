@@ -30,6 +30,17 @@ def test_finds_the_optimum_and_proves_that_there_is_no_better(problem):
 
 
 @needs_compiler
+def test_sizes_past_32_bits():
+    unit = 3 << 30
+    rows = [("a", 0, 3, 2), ("b", 1, 4, 1), ("c", 2, 6, 3), ("d", 3, 7, 1), ("e", 5, 8, 2), ("f", 4, 8, 1)]
+    small, large = (Problem.of((*row, size * by) for *row, size in rows) for by in (1, unit))
+    best = best_peak(small.buffers)
+    answer, less = (search(large.buffers, capacity, 10) for capacity in (best * unit, best * unit - 1))
+    assert verify.check(large.buffers, answer.offsets, capacity=best * unit) is None
+    assert less.offsets is None and less.proven and lower_bound(large.buffers) == unit * lower_bound(small.buffers)
+
+
+@needs_compiler
 @given(problem=problems(most=14, longest=14, largest=9))
 @settings(max_examples=150, deadline=None)
 def test_agrees_with_a_plain_search(problem):
