@@ -45,7 +45,7 @@ class Analyse(NotingMode):
 
     Args:
         observed: filled in by this mode.
-        givens: tensors that existed before the call: the layer's parameters, buffers and arguments.
+        givens: tensors that existed before the call: what the layer holds, and its arguments.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Analyse(NotingMode):
         if storage not in self._sources:
             self._made(tensor, self._all_so_far)
             self._older.add(storage)
-            self.observed.hidden_kernels |= storage not in self._of_attributes()
+            self.observed.hidden_kernels = True
         sources = self._sources[storage]
         if sources != ALL_SO_FAR:
             return sources
@@ -255,11 +255,6 @@ class Analyse(NotingMode):
             self.observed.hidden_kernels = True
             return self._all_so_far
         return self._all_so_far // 3 | filled.sources  # lower bits only: a kernel may have written the values that were there
-
-    def _of_attributes(self) -> set[int]:
-        """Return the storages of tensors that the layer's modules hold as plain attributes."""
-        parts = self._module.modules() if self._module is not None else ()
-        return {storage_of(value) for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)}
 
     @property
     def _all_so_far(self) -> int:

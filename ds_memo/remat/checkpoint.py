@@ -24,6 +24,7 @@ from ds_memo.remat.diagnostics import diagnose
 from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywords, recording_pack, unpack
 from ds_memo.remat.layer_state import TOO_LARGE, LayerState
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out, under_torch_checkpoint
+from ds_memo.remat.module_state import tensors_of
 from ds_memo.remat.random_states import from_current_states
 from ds_memo.remat.recipe import Observed, Recipe, make_recipe
 from ds_memo.remat.record import Record
@@ -466,7 +467,6 @@ def _until_stopped(replay: Callable[..., Any], *args: Any) -> Any:
 
 
 def _givens(layer: Layer, arguments: Any) -> list[torch.Tensor]:
-    """Return the tensors that exist before a layer call: parameters, buffers, arguments."""
+    """Return the tensors that exist before a layer call: what the layer holds, and the arguments."""
     module = layer.module()
-    own = [*module.parameters(), *module.buffers()] if module is not None else []
-    return own + tensor_leaves(arguments)
+    return [*(tensors_of(module) if module is not None else ()), *tensor_leaves(arguments)]

@@ -35,6 +35,12 @@ def is_small(tensor: torch.Tensor) -> bool:
     return plain and tensor.nbytes <= SMALL and tensor.device.type != "meta" and not tensor.is_inference()
 
 
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return a module's parameters and buffers, and the tensors that its parts hold as plain attributes."""
+    attributes = (value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor))
+    return [*module.parameters(), *module.buffers(), *attributes]
+
+
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if two tensors have the same dtype, shape and bytes. NaN equals NaN."""
     if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, tensor_leaves
-from ds_memo.remat.module_state import unchanged
+from ds_memo.remat.module_state import tensors_of, unchanged
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Observed, Recipe, SavedOp, make_recipe
 from ds_memo.spans import Span
@@ -121,7 +121,7 @@ def analyse(
         arguments: of the tile; its hidden states are a leaf, which needs no gradient if no backward will come.
     """
     args, kwargs = arguments
-    givens = [*module.parameters(), *module.buffers(), *tensor_leaves(arguments)]
+    givens = [*tensors_of(module), *tensor_leaves(arguments)]
     x = hidden_states(args, kwargs)
     with forked(call.engine.device), unchanged(module), dropping():
         dtype = shapes.result.tensor(run_to_attention(forward, args, kwargs).stand_in()).dtype
