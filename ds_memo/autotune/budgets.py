@@ -66,11 +66,6 @@ class Budgets:
         self.host.agree(*min(offers))
         self.device, self.device_limit = map(min, devices)
 
-    def agree_on_host(self) -> None:
-        """Solve for the host memory that all ranks have, also where some rank's system has refused more since the last time. All
-        ranks call this together."""
-        self.host.agree(*min(from_all_ranks(self.host.offer)))
-
     def see(self, logged: NonLayerMemory | None, tokens: int, bytes_of_layers: int) -> bool:
         """Learn the non-layer memory of a pass; the rank, and the pass, that needs most counts. All ranks call this together.
 

@@ -148,7 +148,7 @@ class Tuner:
             NothingFits: no solution keeps the budgets.
         """
         if world_size() == 1:  # ranks agree between steps
-            self._budgets.agree_on_host()
+            self._budgets.host.agree(*self._budgets.host.offer)
         if (why := self._budgets.host.changed()) is not None:
             self.changes.append(why)
         if self.gave_up or (self.profile is None and not self._start(training_pass, layers)):
@@ -417,10 +417,12 @@ class Tuner:
             return
         if (window := self._stalls.stepped(passes, now)) is None:
             return
-        self._budgets.agree_on_host()
+        passed = self._latest
+        share = window.share(passed.run, passed.solution) if passed and self._config.alpha is None else 1.0
+        shares, offers = zip(*from_all_ranks((share, self._budgets.host.offer)), strict=True)
+        self._budgets.host.agree(*min(offers))
         if self._config.alpha is None:
-            passed = self._latest
-            self._copies_are_slower(min(from_all_ranks(window.share(passed.run, passed.solution) if passed else 1.0)))
+            self._copies_are_slower(min(shares))
             if self._drives is not None:
                 self._drives_are_slower(self._drives, window)
 
