@@ -45,6 +45,7 @@ class Analyse(NotingMode):
 
     Args:
         observed: filled in by this mode.
+        module: the layer; None: a function that belongs to no module.
         givens: tensors that existed before the call: the layer's parameters, buffers and arguments.
     """
 
@@ -52,11 +53,13 @@ class Analyse(NotingMode):
         self,
         call: Call,
         observed: Observed,
+        module: nn.Module | None,
         givens: Iterable[torch.Tensor],
     ) -> None:
         super().__init__()
         self.call = call
         self.observed = observed
+        self._module = module
         givens = list(givens)
         self._parameters = [tensor for tensor in givens if isinstance(tensor, nn.Parameter)]
         self._sources = {storage_of(tensor): 0 for tensor in givens}
@@ -75,6 +78,7 @@ class Analyse(NotingMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self._module = None
         self._sources.clear()
         self._blank.clear()
         self._filled.clear()

@@ -149,7 +149,7 @@ class TiledAttention:
             self._engine.adopt(call.frame, known.recipe.layout)
             mode = Record(call, functools.partial(tensor_leaves, gathered.leaves), self._recipes.clear)
         else:
-            mode = Analyse(call, observed, tensor_leaves(gathered.leaves))
+            mode = Analyse(call, observed, None, tensor_leaves(gathered.leaves))
         self._generators = [] if known is None or known.draws else None
         self._first_ops = []
         try:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C import _len_torch_dispatch_stack, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -32,8 +33,8 @@ from ds_memo.remat.replay import Replay
 class AnalyseTile(Analyse):
     """Watch a whole run of a tile: also which GEMMs of its head the tail needs."""
 
-    def __init__(self, call: Call, observed: Observed, givens: Iterable[torch.Tensor]) -> None:
-        super().__init__(call, observed, givens)
+    def __init__(self, call: Call, observed: Observed, module: nn.Module, givens: Iterable[torch.Tensor]) -> None:
+        super().__init__(call, observed, module, givens)
         self.head: int | None = None
         """Number of ops before attention; None before it is reached."""
         self.head_writes = self.tail_writes = False

@@ -128,7 +128,7 @@ def analyse(
         result = shapes.result.new(*span.size, dtype, call.engine.device).normal_()
         result.requires_grad_(x.requires_grad)
         whole, part = Observed(), Observed()
-        with AnalyseTile(call, whole, givens) as mode:
+        with AnalyseTile(call, whole, module, givens) as mode:
 
             def supply(reached: AttentionCall) -> Any:
                 mode.attention_reached(tensor_leaves(reached.leaves), [result])
@@ -136,7 +136,7 @@ def analyse(
 
             output = shapes.output.tensor(run_with_attention(forward, args, kwargs, supply))
             head = mode.tail_needs(output)
-        with Analyse(call, part, givens):
+        with Analyse(call, part, module, givens):
             run_to_attention(forward, args, kwargs)
         part.close_over_inputs(all_rows_kept=False)
         whole.note_hidden_writes()
