@@ -46,6 +46,7 @@ class Analyse(NotingMode):
     Args:
         observed: filled in by this mode.
         givens: tensors that existed before the call: the layer's parameters, buffers and arguments.
+        module: the layer, whose plain attributes no hidden kernel has computed. None: not known.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class Analyse(NotingMode):
         call: Call,
         observed: Observed,
         givens: Iterable[torch.Tensor],
+        module: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self._module = module
         self.call = call
         self.observed = observed
         givens = list(givens)
@@ -75,6 +78,7 @@ class Analyse(NotingMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self._module = None
         self._sources.clear()
         self._blank.clear()
         self._filled.clear()

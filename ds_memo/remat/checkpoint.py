@@ -302,7 +302,7 @@ class Remat:
         mode: Analyse | Record
         if recipe is None:
             observed = Observed()
-            mode, pack = Analyse(call, observed, givens()), analysing_pack(call, observed)
+            mode, pack = Analyse(call, observed, givens(), layer.module()), analysing_pack(call, observed)
         else:
             layer.latest = recipe
             mode, pack = Record(call, givens, functools.partial(self._forget, layer)), recording_pack(call)
