@@ -19,7 +19,7 @@ LIMIT_S = 60
 
 
 class Meets(Block):
-    """Calls `then` once, where its attention begins."""
+    """Calls `then` in one forward and its replay, where its attention begins."""
 
     then: Callable[[], Any] | None = None
 
@@ -58,5 +58,5 @@ def test_two_threads(other: str) -> None:
         thread.join(LIMIT_S)
         assert_step(*found, want)
         assert_was_tiled(handle.report())
-    assert seen == [linear, linear] and F.linear is linear
+    assert set(seen) == {linear} and F.linear is linear
     assert not _python_dispatch.is_in_torch_dispatch_mode()
