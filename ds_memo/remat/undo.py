@@ -2,7 +2,7 @@
 
 KeyboardInterrupt may come inside an ``__exit__`` or a ``finally``, before that has put anything back. So blocks nest, and a block
 also ends those inside it that were not ended. One interrupt hits the end of one block at most: if it is the outermost, all others
-have ended. What is left of a block that nobody ended does nothing when the garbage collector comes to it.
+have ended. What is left of a block that was never ended does nothing when the garbage collector comes to it.
 """
 
 from __future__ import annotations
