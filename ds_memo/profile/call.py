@@ -18,6 +18,7 @@ from ds_memo.remat.call import tensor_leaves
 from ds_memo.remat.checkpoint import Layer, OwnForward, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.random_states import forked
+from ds_memo.remat.undo import Undoing
 from ds_memo.shapes import HiddenShape
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -206,18 +207,23 @@ def hidden_from_training(module: nn.Module) -> Iterator[None]:
         for name, buffer in part._buffers.items()
         if buffer is not None and buffer.nbytes <= _STATISTICS and not buffer.is_inference()
     ]
-    graph, hooks = torch._C._autograd, []
-    try:
+    graph = torch._C._autograd
+    hooks: list[Any] = []
+
+    def put_back() -> None:
+        while hooks:
+            if graph._top_saved_tensors_default_hooks(False) != hooks[-1]:
+                graph._push_saved_tensors_default_hooks(*hooks[-1])
+            hooks.pop()
+        for part, name, buffer, value in buffers:
+            buffer.data.copy_(value)
+            part._buffers[name] = buffer
+
+    with Undoing(put_back):
         while (top := graph._top_saved_tensors_default_hooks(False)) is not None:
             hooks.append(top)
             graph._pop_saved_tensors_default_hooks()
         yield
-    finally:
-        for pair in reversed(hooks):
-            graph._push_saved_tensors_default_hooks(*pair)
-        for part, name, buffer, value in buffers:
-            buffer.data.copy_(value)
-            part._buffers[name] = buffer
 
 
 def _copied(value: Any) -> Any:
